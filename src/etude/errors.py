@@ -1,0 +1,9 @@
+"""Errors that a user can act on."""
+
+
+class UserError(Exception):
+    """Something the user can fix. The message is one sentence: what was wrong and what to do.
+
+    The command line prints it and exits with code 2, without a traceback. Library code raises ValueError for bad
+    arguments; UserError is for conditions of the machine, the run folder or the input as a whole.
+    """

@@ -1,0 +1,214 @@
+"""Every record that crosses a boundary between two parts of etude; one per arrow of the loop. No torch here.
+
+    Task -> Episode (Segments of tokens) -> Group -> Batch -> PolicyVersion -> WeightDelta -> Generation -> Signal -> Task
+
+Records are frozen msgspec structs: they encode to MessagePack (wire, blobs) and JSON (manifests, reports) without pickle.
+Token arrays are little-endian bytes, so a 100k-token episode decodes without building Python lists.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+
+R = TypeVar("R", bound="Record")
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """Base of all records: immutable, keyword-only."""
+
+
+class Outcome(StrEnum):
+    """How an episode ended, as far as the loss is concerned.
+
+    `SCORED` and `TAMPERED` carry a reward; `TIMEOUT` is our own deadline and scores 0 (the agent pays);
+    `INFRA` is proved to be our fault: retried, and it leaves both the loss and the group's baseline.
+    """
+
+    SCORED = "scored"
+    INFRA = "infra"
+    TIMEOUT = "timeout"
+    TAMPERED = "tampered"
+
+
+class StopReason(StrEnum):
+    """Why the agent loop ended."""
+
+    FINISHED = "finished"  # the agent called `finish`, or answered without a tool call
+    TURNS = "turns"  # the budget of turns is spent
+    TOKENS = "tokens"  # the budget of sampled or context tokens is spent
+    SECONDS = "seconds"  # the budget of wall time is spent
+    ERROR = "error"  # ours: the engine or the box was lost
+
+
+class Budget(Record):
+    """What one episode may spend. A spent budget is graded as the tree stands."""
+
+    turns: int = 8
+    tokens: int = 512  # sampled tokens over all turns
+    context: int = 2048  # prompt + sampled tokens of a segment
+    seconds: float = 120.0
+
+
+class Focus(Record):
+    """What the user has open in the editor: part of the prompt. Lines are 1-based and inclusive."""
+
+    path: str
+    first_line: int
+    last_line: int
+
+
+class Task(Record):
+    """One gated coding task: a broken tree, an instruction, visible tests, and hidden tests that decide.
+
+    `changes` maps a path in the repository to the text that breaks it (layer L2 over the repository's layer L1);
+    `solution` maps the same paths to the text that passes (the gold answer; never enters the agent's box).
+    """
+
+    id: str
+    repository: str  # name and version, e.g. "pydash-8.1.0"
+    kind: str  # "mutation" | "removal"
+    operator: str  # e.g. "op_change"
+    function: str  # "src/pydash/arrays.py::chunk"; train and held-out tasks never share one
+    split: str  # "train" | "heldout"
+    instruction: str
+    focus: Focus
+    source_roots: tuple[str, ...]  # the agent's change set may touch only paths below these
+    changes: dict[str, str]
+    solution: dict[str, str]
+    visible_tests: tuple[str, ...]  # node ids the `test` tool runs; doctests as "path::doctest:qualname"
+    fail_to_pass: tuple[str, ...]  # hidden node ids
+    pass_to_pass: tuple[str, ...]  # hidden node ids
+    difficulty: dict[str, float]  # e.g. {"lines": 9, "sites": 1, "f2p": 2}
+    licence: str
+    budget: Budget | None = None  # None: the run's
+
+
+class Generation(Record):
+    """What the engine sampled for one request: equal lengths, one entry per sampled token."""
+
+    ids: list[int]
+    logprobs: list[float]  # log-probability under the distribution sampled from (after temperature and top-p)
+    versions: list[int]  # weight version that sampled each token
+    finish_reason: str  # "stop" | "length" | "abort"
+    experts: bytes | None = None  # uint8 [fed positions, MoE layers, top-k], prompt first; see `experts_shape`
+    experts_shape: tuple[int, int, int] | None = None
+    cached_tokens: int = 0
+
+
+class Segment(Record):
+    """An append-only run of tokens of one episode. All arrays have the same length T.
+
+    `mask` is 1 on tokens the policy sampled; `logprobs` and `versions` are meaningful only there (0.0 and -1 elsewhere).
+    `turn_starts` holds the offset of each sampled turn, so a viewer can cut the segment into turns.
+    """
+
+    ids: bytes  # int32[T]
+    mask: bytes  # uint8[T]
+    logprobs: bytes  # float32[T]
+    versions: bytes  # int32[T]
+    prompt_length: int  # tokens before the first sampled one; shared by the members of a group
+    turn_starts: tuple[int, ...] = ()
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """`ids_T, mask_T, logprobs_T, versions_T` as read-only numpy views."""
+        return (
+            np.frombuffer(self.ids, "<i4"),
+            np.frombuffer(self.mask, "u1"),
+            np.frombuffer(self.logprobs, "<f4"),
+            np.frombuffer(self.versions, "<i4"),
+        )
+
+
+class ToolCall(Record):
+    """A call parsed from a turn. `arguments` is None when the call is malformed: `error` then says why."""
+
+    name: str
+    arguments: dict[str, object] | None
+    error: str = ""
+
+
+class Turn(Record):
+    """What a reader sees of one turn: text for the report, never fed back to the model."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+    results: tuple[str, ...]
+    seconds_model: float
+    seconds_tools: float
+
+
+class Episode(Record):
+    """One whole attempt at a task. Stored once as a blob; the ledger keeps its key and figures."""
+
+    id: str
+    group_id: int
+    member: int
+    attempt: int
+    task_id: str
+    seed: int
+    outcome: Outcome
+    stop_reason: StopReason
+    reward: float  # 0.0 when the outcome is INFRA or TIMEOUT
+    passed: bool
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    metrics: dict[str, float]  # e.g. {"turns": 3, "tests_run": 2, "malformed": 0, "edits": 2}
+    detail: str = ""  # one sentence: why it failed, or what was tampered with
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(int(np.frombuffer(s.mask, "u1").sum()) for s in self.segments)
+
+    @property
+    def min_version(self) -> int:
+        """The oldest weight version that sampled a token of this episode; -1 if nothing was sampled."""
+        sampled = [int(versions[mask == 1].min()) for _, mask, _, versions in map(Segment.arrays, self.segments) if mask.any()]
+        return min(sampled, default=-1)
+
+
+class Group(Record):
+    """G episodes of one task. `episodes` are blob keys in member order, those lost to infrastructure left out."""
+
+    id: int
+    index: int  # position in the run's task order
+    task_id: str
+    admitted_version: int
+    episodes: tuple[str, ...]
+
+
+class PolicyVersion(Record):
+    """The manifest of one published version. Immutable; created if absent; complete once it exists.
+
+    `groups` names what the version was trained on: the ledger follows from the manifests, not the other way round.
+    """
+
+    version: int
+    parent: int | None  # version the delta applies to; None for an anchor
+    kind: str  # "anchor" | "delta"
+    payload: str  # store key
+    payload_bytes: int
+    payload_digest: str  # blake3 of the payload
+    digest: str  # blake3 of the live tensors, see weights/digest.py
+    changed: int  # elements that differ from the parent
+    elements: int
+    groups: tuple[int, ...]
+    created: float  # seconds since the epoch
+    metrics: dict[str, float]
+
+
+def encode(record: Record) -> bytes:
+    """MessagePack bytes of any record."""
+    return msgspec.msgpack.encode(record)
+
+
+def decode(data: bytes, kind: type[R]) -> R:
+    """The record of type `kind` in `data`. Raises ValueError if it is not one."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as e:
+        raise ValueError(f"not a {kind.__name__} record: {e}") from None
