@@ -1,0 +1,173 @@
+"""One typed configuration per stage: TOML file, then command-line overrides. Unknown keys are errors. No torch here.
+
+    etude train recipes/demo.toml --trainer.lr 2e-4 --rollout.group 8
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from etude.errors import UserError
+from etude.records import Budget
+
+
+S = TypeVar("S", bound="Section")
+
+
+class Section(BaseModel):
+    """A table of the configuration. Frozen; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    path: str = Field("models/nano", description="HF folder of the model to train")
+    dialect: Literal["auto", "compact", "hermes"] = Field("auto", description="how tool calls are written in tokens")
+
+
+class TasksConfig(Section):
+    repository: str = Field(description="folder of a Python repository with tests, or NAME==VERSION of a source package")
+    sha256: str | None = Field(None, description="digest of the source package; required with NAME==VERSION")
+    dataset: str | None = Field(None, description="an existing task dataset; built from `repository` when absent")
+    max_tasks: int = Field(600, ge=2)
+    kinds: tuple[Literal["mutation", "removal"], ...] = ("mutation",)
+    max_lines: int = Field(30, ge=2, description="longest function that is broken")
+    heldout_fraction: float = Field(0.25, gt=0, lt=1, description="share of functions kept for evaluation")
+
+
+class RolloutConfig(Section):
+    prompts: int = Field(16, ge=1, description="P: groups per optimizer step")
+    group: int = Field(16, ge=2, description="G: episodes per group")
+    staleness: int = Field(1, ge=0, description="O: versions a sampled token may lag when it is trained on; 0 is on-policy")
+    max_in_flight: int = Field(128, ge=1, description="live episodes")
+    temperature: float = Field(1.0, gt=0)
+    turns: int = Field(6, ge=1)
+    tokens: int = Field(320, ge=1, description="sampled tokens of an episode")
+    context: int = Field(1024, ge=16, description="prompt and sampled tokens of an episode")
+    seconds: float = Field(60.0, gt=0, description="wall time of an episode")
+    lease_seconds: float = Field(120.0, gt=0)
+
+    def budget(self) -> Budget:
+        return Budget(turns=self.turns, tokens=self.tokens, context=self.context, seconds=self.seconds)
+
+
+class TrainerConfig(Section):
+    preset: Literal["composer2"] = "composer2"
+    steps: int = Field(100, ge=1, description="optimizer steps; the run ends here at the latest")
+    minutes: float | None = Field(None, gt=0, description="no step starts after this much training time")
+    lr: float = Field(1e-4, gt=0)
+    warmup_steps: int = Field(2, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    kl_beta: float = Field(0.0, ge=0, description="weight of the k1 penalty to the first version, as reward")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute; master weights are float32")
+    threads: int = Field(1, ge=1)
+    micro_tokens: int = Field(8192, ge=1, description="tokens of one forward pass; groups are packed up to this")
+    keep_checkpoints: int = Field(2, ge=1)
+    device: str = "cpu"
+
+
+class InferenceConfig(Section):
+    servers: int = Field(1, ge=1)
+    port: int = Field(0, ge=0, le=65535, description="first port; 0 picks free ones")
+    threads: int = Field(1, ge=1)
+    device: str = "cpu"
+
+
+class WeightsConfig(Section):
+    store: str | None = Field(None, description="where versions are published; default: weights/ in the run folder")
+    anchor_every: int = Field(16, ge=1, description="versions between two full copies")
+
+
+class EvalConfig(Section):
+    samples: int = Field(4, ge=1, description="episodes per held-out task")
+    max_tasks: int | None = Field(None, ge=1)
+    before: bool = True
+    after: bool = True
+
+
+class RLConfig(Section):
+    """Stage "rl": asynchronous reinforcement learning in sandboxes."""
+
+    stage: Literal["rl"] = "rl"
+    name: str = Field("rl", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder: outputs/NAME")
+    seed: int = 1
+    deterministic: bool = Field(False, description="repeat bit for bit: on-policy, one request at a time, unpacked rows")
+    ledger: str | None = Field(None, description="SQLAlchemy URL; default: ledger.db in the run folder")
+    model: ModelConfig = ModelConfig()
+    tasks: TasksConfig
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    inference: InferenceConfig = InferenceConfig()
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _deterministic_is_on_policy(self) -> RLConfig:
+        if self.deterministic and self.rollout.staleness != 0:
+            raise ValueError("deterministic = true needs rollout.staleness = 0")
+        if self.deterministic and self.trainer.minutes is not None:
+            raise ValueError("deterministic = true cannot stop by the clock: set trainer.steps and drop trainer.minutes")
+        return self
+
+
+def read_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The tables of `path` with `--a.b value` pairs laid over them. Raises UserError."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; give the path of a TOML configuration") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise UserError(f"{path} cannot be read as TOML: {e}") from None
+    for key, value in _pairs(overrides):
+        *tables, leaf = key.split(".")
+        node = data
+        for table in tables:
+            node = node.setdefault(table, {})
+            if not isinstance(node, dict):
+                raise UserError(f"--{key}: {table} is a value, not a table")
+        node[leaf] = value
+    return data
+
+
+def validate(kind: type[S], data: dict[str, Any], where: str) -> S:
+    """`data` as a configuration of type `kind`. Raises UserError that names the first wrong key."""
+    try:
+        return kind.model_validate(data)
+    except pydantic.ValidationError as e:
+        first = e.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "the configuration"
+        if first["type"] == "extra_forbidden":
+            raise UserError(f"{where}: unknown key {key}; see the fields of {kind.__name__} in etude/config.py") from None
+        raise UserError(f"{where}: {key}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    rest = list(overrides)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise UserError(f"unexpected argument {flag!r}; overrides are written --table.key value")
+        key, equals, text = flag[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise UserError(f"{flag} needs a value")
+            text = rest.pop(0)
+        pairs.append((key, _toml_value(text)))
+    return pairs
+
+
+def _toml_value(text: str) -> Any:
+    """A TOML literal if it is one, else the text itself, so that paths need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
