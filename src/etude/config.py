@@ -1,6 +1,6 @@
 """One typed configuration per stage: TOML file, then command-line overrides. Unknown keys are errors. No torch here.
 
-    etude train recipes/demo.toml --trainer.lr 2e-4 --rollout.group 8
+etude train recipes/demo.toml --trainer.lr 2e-4 --rollout.group 8
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from etude.errors import UserError
 from etude.records import Budget
-
 
 S = TypeVar("S", bound="Section")
 
@@ -32,7 +31,7 @@ class ModelConfig(Section):
 
 
 class TasksConfig(Section):
-    repository: str = Field(description="folder of a Python repository with tests, or NAME==VERSION of a source package")
+    repository: str = Field(description="folder of a Python repository with tests, or NAME==VERSION")
     sha256: str | None = Field(None, description="digest of the source package; required with NAME==VERSION")
     dataset: str | None = Field(None, description="an existing task dataset; built from `repository` when absent")
     max_tasks: int = Field(600, ge=2)
@@ -44,7 +43,7 @@ class TasksConfig(Section):
 class RolloutConfig(Section):
     prompts: int = Field(16, ge=1, description="P: groups per optimizer step")
     group: int = Field(16, ge=2, description="G: episodes per group")
-    staleness: int = Field(1, ge=0, description="O: versions a sampled token may lag when it is trained on; 0 is on-policy")
+    staleness: int = Field(1, ge=0, description="O: versions a token may lag when trained on; 0 is on-policy")
     max_in_flight: int = Field(128, ge=1, description="live episodes")
     temperature: float = Field(1.0, gt=0)
     turns: int = Field(6, ge=1)
@@ -99,7 +98,7 @@ class RLConfig(Section):
     stage: Literal["rl"] = "rl"
     name: str = Field("rl", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder: outputs/NAME")
     seed: int = 1
-    deterministic: bool = Field(False, description="repeat bit for bit: on-policy, one request at a time, unpacked rows")
+    deterministic: bool = Field(False, description="repeat bit for bit: on-policy, one request at a time")
     ledger: str | None = Field(None, description="SQLAlchemy URL; default: ledger.db in the run folder")
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig
@@ -114,7 +113,7 @@ class RLConfig(Section):
         if self.deterministic and self.rollout.staleness != 0:
             raise ValueError("deterministic = true needs rollout.staleness = 0")
         if self.deterministic and self.trainer.minutes is not None:
-            raise ValueError("deterministic = true cannot stop by the clock: set trainer.steps and drop trainer.minutes")
+            raise ValueError("deterministic = true cannot stop by the clock: drop trainer.minutes")
         return self
 
 
@@ -128,11 +127,12 @@ def read_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read as TOML: {e}") from None
     for key, value in _pairs(overrides):
         *tables, leaf = key.split(".")
-        node = data
+        node: dict[str, Any] = data
         for table in tables:
-            node = node.setdefault(table, {})
-            if not isinstance(node, dict):
+            child: Any = node.setdefault(table, {})
+            if not isinstance(child, dict):
                 raise UserError(f"--{key}: {table} is a value, not a table")
+            node = child
         node[leaf] = value
     return data
 
@@ -145,7 +145,7 @@ def validate(kind: type[S], data: dict[str, Any], where: str) -> S:
         first = e.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the configuration"
         if first["type"] == "extra_forbidden":
-            raise UserError(f"{where}: unknown key {key}; see the fields of {kind.__name__} in etude/config.py") from None
+            raise UserError(f"{where}: unknown key {key}; fields are those of etude.config.{kind.__name__}") from None
         raise UserError(f"{where}: {key}: {first['msg'].removeprefix('Value error, ')}") from None
 
 

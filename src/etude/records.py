@@ -1,8 +1,8 @@
 """Every record that crosses a boundary between two parts of etude; one per arrow of the loop. No torch here.
 
-    Task -> Episode (Segments of tokens) -> Group -> Batch -> PolicyVersion -> WeightDelta -> Generation -> Signal -> Task
+    Task -> Episode (Segments of tokens) -> Group -> Batch -> PolicyVersion -> WeightDelta -> Generation -> Task
 
-Records are frozen msgspec structs: they encode to MessagePack (wire, blobs) and JSON (manifests, reports) without pickle.
+Records are frozen msgspec structs: they encode to MessagePack (wire, blobs) and JSON (manifests) without pickle.
 Token arrays are little-endian bytes, so a 100k-token episode decodes without building Python lists.
 """
 
@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-
 
 R = TypeVar("R", bound="Record")
 
@@ -103,7 +102,7 @@ class Generation(Record):
 class Segment(Record):
     """An append-only run of tokens of one episode. All arrays have the same length T.
 
-    `mask` is 1 on tokens the policy sampled; `logprobs` and `versions` are meaningful only there (0.0 and -1 elsewhere).
+    `mask` is 1 on tokens the policy sampled; `logprobs` and `versions` mean something only there (0.0 and -1 elsewhere).
     `turn_starts` holds the offset of each sampled turn, so a viewer can cut the segment into turns.
     """
 
@@ -167,8 +166,8 @@ class Episode(Record):
     @property
     def min_version(self) -> int:
         """The oldest weight version that sampled a token of this episode; -1 if nothing was sampled."""
-        sampled = [int(versions[mask == 1].min()) for _, mask, _, versions in map(Segment.arrays, self.segments) if mask.any()]
-        return min(sampled, default=-1)
+        arrays = [segment.arrays() for segment in self.segments]
+        return min((int(versions[mask == 1].min()) for _, mask, _, versions in arrays if mask.any()), default=-1)
 
 
 class Group(Record):
