@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,31 +26,35 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    path: str = Field("models/nano", description="HF folder of the model to train")
-    dialect: Literal["auto", "compact", "hermes"] = Field("auto", description="how tool calls are written in tokens")
+    path: str = Field(default="models/nano", description="HF folder of the model to train")
+    dialect: Literal["auto", "compact", "hermes"] = Field(
+        default="auto", description="how tool calls are written in tokens"
+    )
 
 
 class TasksConfig(Section):
     repository: str = Field(description="folder of a Python repository with tests, or NAME==VERSION")
-    sha256: str | None = Field(None, description="digest of the source package; required with NAME==VERSION")
-    dataset: str | None = Field(None, description="an existing task dataset; built from `repository` when absent")
-    max_tasks: int = Field(600, ge=2)
+    sha256: str | None = Field(default=None, description="digest of the source package; required with NAME==VERSION")
+    dataset: str | None = Field(
+        default=None, description="an existing task dataset; built from `repository` when absent"
+    )
+    max_tasks: int = Field(default=600, ge=2)
     kinds: tuple[Literal["mutation", "removal"], ...] = ("mutation",)
-    max_lines: int = Field(30, ge=2, description="longest function that is broken")
-    heldout_fraction: float = Field(0.25, gt=0, lt=1, description="share of functions kept for evaluation")
+    max_lines: int = Field(default=30, ge=2, description="longest function that is broken")
+    heldout_fraction: float = Field(default=0.25, gt=0, lt=1, description="share of functions kept for evaluation")
 
 
 class RolloutConfig(Section):
-    prompts: int = Field(16, ge=1, description="P: groups per optimizer step")
-    group: int = Field(16, ge=2, description="G: episodes per group")
-    staleness: int = Field(1, ge=0, description="O: versions a token may lag when trained on; 0 is on-policy")
-    max_in_flight: int = Field(128, ge=1, description="live episodes")
-    temperature: float = Field(1.0, gt=0)
-    turns: int = Field(6, ge=1)
-    tokens: int = Field(320, ge=1, description="sampled tokens of an episode")
-    context: int = Field(1024, ge=16, description="prompt and sampled tokens of an episode")
-    seconds: float = Field(60.0, gt=0, description="wall time of an episode")
-    lease_seconds: float = Field(120.0, gt=0)
+    prompts: int = Field(default=16, ge=1, description="P: groups per optimizer step")
+    group: int = Field(default=16, ge=2, description="G: episodes per group")
+    staleness: int = Field(default=1, ge=0, description="O: versions a token may lag when trained on; 0 is on-policy")
+    max_in_flight: int = Field(default=128, ge=1, description="live episodes")
+    temperature: float = Field(default=1.0, gt=0)
+    turns: int = Field(default=6, ge=1)
+    tokens: int = Field(default=320, ge=1, description="sampled tokens of an episode")
+    context: int = Field(default=1024, ge=16, description="prompt and sampled tokens of an episode")
+    seconds: float = Field(default=60.0, gt=0, description="wall time of an episode")
+    lease_seconds: float = Field(default=120.0, gt=0)
 
     def budget(self) -> Budget:
         return Budget(turns=self.turns, tokens=self.tokens, context=self.context, seconds=self.seconds)
@@ -58,36 +62,40 @@ class RolloutConfig(Section):
 
 class TrainerConfig(Section):
     preset: Literal["composer2"] = "composer2"
-    steps: int = Field(100, ge=1, description="optimizer steps; the run ends here at the latest")
-    minutes: float | None = Field(None, gt=0, description="no step starts after this much training time")
-    lr: float = Field(1e-4, gt=0)
-    warmup_steps: int = Field(2, ge=0)
+    steps: int = Field(default=100, ge=1, description="optimizer steps; the run ends here at the latest")
+    minutes: float | None = Field(default=None, gt=0, description="no step starts after this much training time")
+    lr: float = Field(default=1e-4, gt=0)
+    warmup_steps: int = Field(default=2, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip: float = Field(1.0, gt=0)
-    kl_beta: float = Field(0.0, ge=0, description="weight of the k1 penalty to the first version, as reward")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute; master weights are float32")
-    threads: int = Field(1, ge=1)
-    micro_tokens: int = Field(8192, ge=1, description="tokens of one forward pass; groups are packed up to this")
-    keep_checkpoints: int = Field(2, ge=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    kl_beta: float = Field(default=0.0, ge=0, description="weight of the k1 penalty to the first version, as reward")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="compute; master weights are float32")
+    threads: int = Field(default=1, ge=1)
+    micro_tokens: int = Field(
+        default=8192, ge=1, description="tokens of one forward pass; groups are packed up to this"
+    )
+    keep_checkpoints: int = Field(default=2, ge=1)
     device: str = "cpu"
 
 
 class InferenceConfig(Section):
-    servers: int = Field(1, ge=1)
-    port: int = Field(0, ge=0, le=65535, description="first port; 0 picks free ones")
-    threads: int = Field(1, ge=1)
+    servers: int = Field(default=1, ge=1)
+    port: int = Field(default=0, ge=0, le=65535, description="first port; 0 picks free ones")
+    threads: int = Field(default=1, ge=1)
     device: str = "cpu"
 
 
 class WeightsConfig(Section):
-    store: str | None = Field(None, description="where versions are published; default: weights/ in the run folder")
-    anchor_every: int = Field(16, ge=1, description="versions between two full copies")
+    store: str | None = Field(
+        default=None, description="where versions are published; default: weights/ in the run folder"
+    )
+    anchor_every: int = Field(default=16, ge=1, description="versions between two full copies")
 
 
 class EvalConfig(Section):
-    samples: int = Field(4, ge=1, description="episodes per held-out task")
-    max_tasks: int | None = Field(None, ge=1)
+    samples: int = Field(default=4, ge=1, description="episodes per held-out task")
+    max_tasks: int | None = Field(default=None, ge=1)
     before: bool = True
     after: bool = True
 
@@ -96,10 +104,10 @@ class RLConfig(Section):
     """Stage "rl": asynchronous reinforcement learning in sandboxes."""
 
     stage: Literal["rl"] = "rl"
-    name: str = Field("rl", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder: outputs/NAME")
+    name: str = Field(default="rl", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder: outputs/NAME")
     seed: int = 1
-    deterministic: bool = Field(False, description="repeat bit for bit: on-policy, one request at a time")
-    ledger: str | None = Field(None, description="SQLAlchemy URL; default: ledger.db in the run folder")
+    deterministic: bool = Field(default=False, description="repeat bit for bit: on-policy, one request at a time")
+    ledger: str | None = Field(default=None, description="SQLAlchemy URL; default: ledger.db in the run folder")
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -129,10 +137,10 @@ def read_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         *tables, leaf = key.split(".")
         node: dict[str, Any] = data
         for table in tables:
-            child: Any = node.setdefault(table, {})
+            child = node.setdefault(table, {})
             if not isinstance(child, dict):
                 raise UserError(f"--{key}: {table} is a value, not a table")
-            node = child
+            node = cast(dict[str, Any], child)
         node[leaf] = value
     return data
 

@@ -17,7 +17,7 @@ import numpy as np
 R = TypeVar("R", bound="Record")
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all records: immutable, keyword-only."""
 
 
@@ -44,7 +44,7 @@ class StopReason(StrEnum):
     ERROR = "error"  # ours: the engine or the box was lost
 
 
-class Budget(Record):
+class Budget(Record, frozen=True, kw_only=True):
     """What one episode may spend. A spent budget is graded as the tree stands."""
 
     turns: int = 8
@@ -53,7 +53,7 @@ class Budget(Record):
     seconds: float = 120.0
 
 
-class Focus(Record):
+class Focus(Record, frozen=True, kw_only=True):
     """What the user has open in the editor: part of the prompt. Lines are 1-based and inclusive."""
 
     path: str
@@ -61,7 +61,7 @@ class Focus(Record):
     last_line: int
 
 
-class Task(Record):
+class Task(Record, frozen=True, kw_only=True):
     """One gated coding task: a broken tree, an instruction, visible tests, and hidden tests that decide.
 
     `changes` maps a path in the repository to the text that breaks it (layer L2 over the repository's layer L1);
@@ -87,7 +87,7 @@ class Task(Record):
     budget: Budget | None = None  # None: the run's
 
 
-class Generation(Record):
+class Generation(Record, frozen=True, kw_only=True):
     """What the engine sampled for one request: equal lengths, one entry per sampled token."""
 
     ids: list[int]
@@ -99,10 +99,10 @@ class Generation(Record):
     cached_tokens: int = 0
 
 
-class Segment(Record):
+class Segment(Record, frozen=True, kw_only=True):
     """An append-only run of tokens of one episode. All arrays have the same length T.
 
-    `mask` is 1 on tokens the policy sampled; `logprobs` and `versions` mean something only there (0.0 and -1 elsewhere).
+    `mask` is 1 on tokens the policy sampled; elsewhere `logprobs` is 0.0 and `versions` is -1.
     `turn_starts` holds the offset of each sampled turn, so a viewer can cut the segment into turns.
     """
 
@@ -123,7 +123,7 @@ class Segment(Record):
         )
 
 
-class ToolCall(Record):
+class ToolCall(Record, frozen=True, kw_only=True):
     """A call parsed from a turn. `arguments` is None when the call is malformed: `error` then says why."""
 
     name: str
@@ -131,7 +131,7 @@ class ToolCall(Record):
     error: str = ""
 
 
-class Turn(Record):
+class Turn(Record, frozen=True, kw_only=True):
     """What a reader sees of one turn: text for the report, never fed back to the model."""
 
     text: str
@@ -141,7 +141,7 @@ class Turn(Record):
     seconds_tools: float
 
 
-class Episode(Record):
+class Episode(Record, frozen=True, kw_only=True):
     """One whole attempt at a task. Stored once as a blob; the ledger keeps its key and figures."""
 
     id: str
@@ -170,7 +170,7 @@ class Episode(Record):
         return min((int(versions[mask == 1].min()) for _, mask, _, versions in arrays if mask.any()), default=-1)
 
 
-class Group(Record):
+class Group(Record, frozen=True, kw_only=True):
     """G episodes of one task. `episodes` are blob keys in member order, those lost to infrastructure left out."""
 
     id: int
@@ -180,7 +180,7 @@ class Group(Record):
     episodes: tuple[str, ...]
 
 
-class PolicyVersion(Record):
+class PolicyVersion(Record, frozen=True, kw_only=True):
     """The manifest of one published version. Immutable; created if absent; complete once it exists.
 
     `groups` names what the version was trained on: the ledger follows from the manifests, not the other way round.
