@@ -87,9 +87,6 @@ class InferenceConfig(Section):
 
 
 class WeightsConfig(Section):
-    store: str | None = Field(
-        default=None, description="where versions are published; default: weights/ in the run folder"
-    )
     anchor_every: int = Field(default=16, ge=1, description="versions between two full copies")
 
 
@@ -107,6 +104,7 @@ class RLConfig(Section):
     name: str = Field(default="rl", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder: outputs/NAME")
     seed: int = 1
     deterministic: bool = Field(default=False, description="repeat bit for bit: on-policy, one request at a time")
+    store: str | None = Field(default=None, description="URL for versions and rollouts; default: the run folder")
     ledger: str | None = Field(default=None, description="SQLAlchemy URL; default: ledger.db in the run folder")
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig

@@ -1,0 +1,160 @@
+"""Groups of episodes -> packed micro-batches: a prompt that members share is computed once.
+
+Suffixes: T tokens of a packed row, C completion tokens of one member, N sampled (trained) tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from etude.models.attention import SharedPrompt
+from etude.records import Episode, Group, Outcome
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What follows the prompt in one segment: sampled tokens (mask 1) and tool output (mask 0)."""
+
+    ids_C: np.ndarray
+    mask_C: np.ndarray
+    logprobs_C: np.ndarray
+    versions_C: np.ndarray
+    advantage: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt and the completions of it: a node and its children in the segment graph."""
+
+    prompt_P: np.ndarray
+    completions: tuple[Completion, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt_P) + sum(len(c.ids_C) for c in self.completions)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors of one forward pass. Token n is predicted from the hidden state at `source_N[n]`."""
+
+    ids_1T: torch.Tensor
+    positions_1T: torch.Tensor
+    layout: tuple[SharedPrompt, ...]
+    source_N: torch.Tensor
+    target_N: torch.Tensor
+    logprobs_N: torch.Tensor
+    versions_N: torch.Tensor
+    advantages_N: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups of one optimizer step, after advantages. Groups without reward variance carry no row."""
+
+    groups: tuple[Group, ...]
+    episodes: tuple[tuple[Episode, ...], ...]
+    rows: tuple[Row, ...]
+    zero_variance: int
+
+    @property
+    def flat(self) -> list[Episode]:
+        return [episode for members in self.episodes for episode in members]
+
+
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """Reward minus the group's mean: no division by the standard deviation (arXiv:2603.24477, section 4.1)."""
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def make_batch(groups: Sequence[Group], episodes: Sequence[Sequence[Episode]]) -> Batch:
+    """Rows with advantages. Members lost to infrastructure are already absent from `episodes`."""
+    rows: list[Row] = []
+    zero_variance = 0
+    for members in episodes:
+        assert all(e.outcome is not Outcome.INFRA for e in members), "infrastructure failures must not reach the loss"
+        rewards = [e.reward for e in members]
+        if not rewards or max(rewards) == min(rewards):
+            zero_variance += 1
+            continue
+        rows.extend(_rows(members, advantages(rewards)))
+    return Batch(tuple(groups), tuple(map(tuple, episodes)), tuple(rows), zero_variance)
+
+
+def _rows(members: Sequence[Episode], advantage_G: Sequence[float]) -> Iterator[Row]:
+    """Segments of one group, merged by equal prompt. A segment's own reward is its episode's."""
+    by_prompt: dict[bytes, tuple[np.ndarray, list[Completion]]] = {}
+    for episode, advantage in zip(members, advantage_G, strict=True):
+        for segment in episode.segments:
+            ids_T, mask_T, logprobs_T, versions_T = segment.arrays()
+            assert len(ids_T) == len(mask_T) == len(logprobs_T) == len(versions_T), "token arrays differ in length"
+            p = segment.prompt_length
+            assert not mask_T[:p].any(), "the prompt holds sampled tokens"
+            if not mask_T.any():
+                continue
+            # Tokens after the last sampled one (a final tool result) predict nothing that is trained.
+            end = int(np.flatnonzero(mask_T)[-1]) + 1
+            completion = Completion(ids_T[p:end], mask_T[p:end], logprobs_T[p:end], versions_T[p:end], advantage)
+            by_prompt.setdefault(ids_T[:p].tobytes(), (ids_T[:p], []))[1].append(completion)
+    for prompt_P, completions in by_prompt.values():
+        yield Row(prompt_P, tuple(completions))
+
+
+def unshare(rows: Sequence[Row]) -> list[Row]:
+    """One row per completion: every prompt is computed again, so that a row's numbers depend on that row alone."""
+    return [Row(row.prompt_P, (completion,)) for row in rows for completion in row.completions]
+
+
+def pack(rows: Sequence[Row], micro_tokens: int, device: str = "cpu") -> Iterator[MicroBatch]:
+    """Micro-batches of whole rows with at most `micro_tokens` tokens each (a longer row gets its own)."""
+    pending: list[Row] = []
+    for row in rows:
+        if pending and sum(r.tokens for r in pending) + row.tokens > micro_tokens:
+            yield _micro_batch(pending, device)
+            pending = []
+        pending.append(row)
+    if pending:
+        yield _micro_batch(pending, device)
+
+
+def _micro_batch(rows: Sequence[Row], device: str) -> MicroBatch:
+    ids, positions, layout = [], [], []
+    source, target, logprobs, versions, advantage = [], [], [], [], []
+    start = 0
+    for row in rows:
+        p = len(row.prompt_P)
+        ids.append(row.prompt_P)
+        positions.append(np.arange(p))
+        layout.append(SharedPrompt(p, tuple(len(c.ids_C) for c in row.completions)))
+        offset = start + p
+        for c in row.completions:
+            ids.append(c.ids_C)
+            positions.append(np.arange(p, p + len(c.ids_C)))
+            sampled = np.flatnonzero(c.mask_C)
+            # The first token of every completion is predicted by the prompt's last position.
+            source.append(np.where(sampled == 0, start + p - 1, offset + sampled - 1))
+            target.append(c.ids_C[sampled])
+            logprobs.append(c.logprobs_C[sampled])
+            versions.append(c.versions_C[sampled])
+            advantage.append(np.full(len(sampled), c.advantage, np.float32))
+            offset += len(c.ids_C)
+        start = offset
+
+    def tensor(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device, dtype)
+
+    return MicroBatch(
+        ids_1T=tensor(ids, torch.long)[None],
+        positions_1T=tensor(positions, torch.long)[None],
+        layout=tuple(layout),
+        source_N=tensor(source, torch.long),
+        target_N=tensor(target, torch.long),
+        logprobs_N=tensor(logprobs, torch.float32),
+        versions_N=tensor(versions, torch.long),
+        advantages_N=tensor(advantage, torch.float32),
+    )
