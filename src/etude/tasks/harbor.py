@@ -1,0 +1,238 @@
+"""Harbor task folders (schema 1.4), written and read by our own code: the harbor package needs a newer Python.
+
+    task.toml  instruction.md  environment/{Dockerfile, files/}  tests/{Dockerfile, test.sh, tests.json}
+    solution/{solve.sh, files/}
+
+What Harbor has no field for goes to [metadata.etude]. A verifier runs in an environment of its own, without network:
+Harbor's defaults (shared, public) let an agent plant its reward. Format: harborframework.com/docs/tasks.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from etude.errors import UserError
+from etude.records import Budget, Focus, Task
+
+SCHEMA_VERSION = "1.4"
+_WORKDIR = "/workspace"
+_CONTAINER_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
+
+
+class _Etude(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """[metadata.etude]: the fields of a Task that Harbor lacks; the texts are files of the folder."""
+
+    repository: str
+    kind: str
+    operator: str
+    function: str
+    split: str
+    licence: str
+    source_roots: tuple[str, ...]
+    focus: Focus
+    visible_tests: tuple[str, ...]
+    difficulty: dict[str, float]
+    budget: Budget | None = None
+
+
+class _Tests(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """tests/tests.json: the hidden node ids that decide."""
+
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+
+
+def image_name(repository: str) -> str:
+    """Tag of the container image that holds a dataset's repository, e.g. "etude/pydash:8.1.0"."""
+    name, _, version = repository.lower().rpartition("-")
+    return f"etude/{name}:{version}" if name else f"etude/{repository.lower()}:latest"
+
+
+def write_task(task: Task, folder: Path) -> None:
+    """Write `task` as a Harbor folder. `folder` must not exist."""
+    folder.mkdir(parents=True)
+    _write(folder / "task.toml", _task_toml(task))
+    _write(folder / "instruction.md", task.instruction + "\n")
+    agent, verifier = image_name(task.repository), image_name(task.repository) + "-verifier"
+    _write(folder / "environment/Dockerfile", f"FROM {agent}\nCOPY files/ {_WORKDIR}/\n")
+    _write(folder / "tests/Dockerfile", f"FROM {verifier}\nCOPY . /tests/\n")
+    _write(folder / "tests/test.sh", _TEST_SH)
+    tests = {"fail_to_pass": list(task.fail_to_pass), "pass_to_pass": list(task.pass_to_pass)}
+    _write(folder / "tests/tests.json", json.dumps(tests, indent=1, ensure_ascii=False) + "\n")
+    _write(folder / "solution/solve.sh", _SOLVE_SH)
+    for path, text in task.changes.items():
+        _write(folder / "environment/files" / path, text)
+    for path, text in task.solution.items():
+        _write(folder / "solution/files" / path, text)
+    for script in ("tests/test.sh", "solution/solve.sh"):
+        (folder / script).chmod(0o755)
+
+
+def read_task(folder: Path, texts: dict[bytes, str] | None = None) -> Task:
+    """The Task in a Harbor folder. `texts` (digest or bytes -> text) lets many tasks share equal file texts.
+
+    Raises UserError if the folder is malformed, or is a foreign task that only a container can run.
+    """
+    texts = {} if texts is None else texts
+    try:
+        config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+        instruction = (folder / "instruction.md").read_text(encoding="utf-8")
+    except FileNotFoundError as e:
+        raise UserError(f"{folder} is not a Harbor task folder: {Path(e.filename).name} is missing.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"{folder} cannot be read ({e}); repair it or build the dataset again.") from None
+    metadata = config.get("metadata", {}).get("etude")
+    if metadata is None:
+        raise UserError(_foreign(folder, config))
+    try:
+        etude = msgspec.convert(metadata, _Etude)
+        tests = msgspec.json.decode((folder / "tests/tests.json").read_bytes(), type=_Tests)
+    except (msgspec.MsgspecError, FileNotFoundError) as e:
+        raise UserError(f"{folder} cannot be read ({e}); build the dataset again.") from None
+    return Task(
+        id=folder.name,
+        repository=etude.repository,
+        kind=etude.kind,
+        operator=etude.operator,
+        function=etude.function,
+        split=etude.split,
+        instruction=instruction.removesuffix("\n"),
+        focus=etude.focus,
+        source_roots=etude.source_roots,
+        changes=_read_files(folder / "environment/files", texts),
+        solution=_read_files(folder / "solution/files", texts),
+        visible_tests=etude.visible_tests,
+        fail_to_pass=tests.fail_to_pass,
+        pass_to_pass=tests.pass_to_pass,
+        difficulty=etude.difficulty,
+        licence=etude.licence,
+        budget=etude.budget,
+    )
+
+
+def dockerfile(name: str, python_path: tuple[str, ...]) -> str:
+    """Dockerfile of a dataset's root: target `agent` has the repository and site, `verifier` the hidden tests too."""
+    path = ":".join([str(PurePosixPath(_WORKDIR, p)) for p in python_path] + ["/site"])
+    return f"""# {name}: docker build --target agent -t {image_name(name)} . && \\
+# docker build --target verifier -t {image_name(name)}-verifier .
+FROM python:3.11-slim AS agent
+RUN pip install --no-cache-dir pytest
+COPY repository/ {_WORKDIR}/
+COPY site/ /site/
+ENV PYTHONPATH={path} PYTHONDONTWRITEBYTECODE=1
+WORKDIR {_WORKDIR}
+
+FROM agent AS verifier
+COPY hidden/ /hidden/
+"""
+
+
+# Every id must be reported as passed by name: an exit code or a count alone could be forged or be short of tests.
+# Other runners have no supervisor outside the tested process; etude's own grading does and ignores this script.
+_TEST_SH = """#!/bin/sh
+# Reward 1 if every id of tests.json passes on the submitted tree, else 0.
+mkdir -p /logs/verifier
+echo 0 > /logs/verifier/reward.txt
+cp -R /hidden/. /workspace/
+cd /workspace || exit 1
+python - <<'PYTHON'
+import json, pathlib, pytest
+
+tests = json.loads(pathlib.Path("/tests/tests.json").read_text())
+wanted = set(tests["fail_to_pass"]) | set(tests["pass_to_pass"])
+passed = set()
+
+
+class Collect:
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.outcome == "passed":
+            passed.add(report.nodeid)
+
+
+files = sorted({node.split("::")[0] for node in wanted})
+pytest.main(["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "/workspace", *files], plugins=[Collect()])
+pathlib.Path("/logs/verifier/reward.txt").write_text("1" if wanted <= passed else "0")
+PYTHON
+"""
+
+_SOLVE_SH = """#!/bin/sh
+cp -R "$(dirname "$0")/files/." /workspace/
+"""
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode())
+
+
+def _read_files(folder: Path, texts: dict[bytes, str]) -> dict[str, str]:
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        text = texts.get(data)
+        if text is None:
+            text = texts[data] = data.decode()
+        files[path.relative_to(folder).as_posix()] = text
+    return files
+
+
+def _foreign(folder: Path, config: Mapping[str, object]) -> str:
+    environment = config.get("environment", {})
+    image = isinstance(environment, dict) and environment.get("docker_image")
+    container = next((f for f in _CONTAINER_FILES if (folder / "environment" / f).exists()), None)
+    if image or container:
+        what = f"the image {image}" if image else f"environment/{container}"
+        return f"{folder} needs Docker ({what}), which etude does not run; use tasks made by `etude tasks build`."
+    return f"{folder} has no [metadata.etude] in task.toml, so its tests have no ids; use `etude tasks build`."
+
+
+def _task_toml(task: Task) -> str:
+    etude = {
+        "repository": task.repository,
+        "kind": task.kind,
+        "operator": task.operator,
+        "function": task.function,
+        "split": task.split,
+        "licence": task.licence,
+        "source_roots": list(task.source_roots),
+        "focus": msgspec.to_builtins(task.focus),
+        "visible_tests": list(task.visible_tests),
+        "difficulty": dict(task.difficulty),
+    }
+    if task.budget is not None:
+        etude["budget"] = msgspec.to_builtins(task.budget)
+    network = {"network_mode": "no-network"}
+    tables = {
+        "task": {
+            "name": f"etude/{task.id}",
+            "version": "1",
+            "description": f"{task.instruction} ({task.repository})",
+            "keywords": ["python", task.kind, task.operator],
+        },
+        "metadata.etude": etude,
+        "agent": {"timeout_sec": 600.0, **network},
+        "verifier": {"timeout_sec": 120.0, "environment_mode": "separate", **network},
+        "environment": {"workdir": _WORKDIR, "cpus": 1, "memory_mb": 1024, **network},
+    }
+    lines = [f'schema_version = "{SCHEMA_VERSION}"', f'artifacts = [{{source = "{_WORKDIR}"}}]']
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{_toml(key)} = {_toml_value(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _toml_value(key)
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(str(k))} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    # JSON's strings, numbers and booleans are TOML's, except that TOML forbids a bare DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,2 @@
+#!/bin/sh
+cp -R "$(dirname "$0")/files/." /workspace/
