@@ -29,7 +29,7 @@ class MasterAdamW:
         self._round()
 
     def step(self, number: int) -> dict[str, float]:
-        """Applies the gradients of the model's tensors; `number` counts from 1. A non-finite gradient skips the step."""
+        """Applies the gradients of the model's tensors; `number` counts from 1. A non-finite gradient is skipped."""
         lr = self._config.lr * min(1.0, number / (self._config.warmup_steps + 1))
         for name, live in self._live.items():
             self._master[name].grad = None if live.grad is None else live.grad.float()
@@ -66,7 +66,9 @@ class MasterAdamW:
         """The inverse of `state`."""
         for name, m in self._master.items():
             m.copy_(tensors[f"master/{name}"])
-            state = {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in tensors}
+            state = {
+                key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in tensors
+            }
             if state:
                 self._adam.state[m] = {key: value.clone() for key, value in state.items()}
         self._round()

@@ -1,0 +1,82 @@
+"""Child processes of a run: started with a log each, watched, and gone when their parent is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import UserError
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent dies, so `kill -9` of a controller leaves no orphan."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the request
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class Child:
+    """A running process of the run."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.popen.poll()
+
+    def failure(self) -> str | None:
+        """One sentence if the process is gone for another reason than having finished, else None."""
+        code = self.exit_code
+        if code is None or code == 0:
+            return None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        last = self.log.read_text(errors="replace").strip().splitlines()[-1:] if self.log.exists() else []
+        return f"the {self.name} {how}" + (f" ({last[0][:300]})" if last and code > 0 else "")
+
+    def stop(self, seconds: float) -> None:
+        """SIGTERM, then SIGKILL after `seconds`."""
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            try:
+                self.popen.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+                self.popen.wait(10)
+
+
+def start(name: str, argv: list[str], log: Path, env: dict[str, str] | None = None) -> Child:
+    """Starts `python -m argv...` with both outputs in `log`."""
+    with log.open("ab") as file:
+        popen = subprocess.Popen(
+            [sys.executable, "-m", *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+        )
+    return Child(name, popen, log)
+
+
+def wait_for_file(path: Path, child: Child, seconds: float) -> str:
+    """The contents of `path` once `child` has written it. Raises UserError if it dies or takes longer."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if path.exists():
+            return path.read_text()
+        if child.exit_code is not None:
+            raise UserError(child.failure() or f"the {child.name} ended before it was ready; see {child.log}")
+        time.sleep(0.05)
+    raise UserError(f"the {child.name} was not ready after {seconds:.0f} seconds; see {child.log}")

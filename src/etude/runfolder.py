@@ -1,0 +1,89 @@
+"""The folder a run leaves behind, and the one rule about it: it is never silently reused.
+
+outputs/NAME/
+  config.json  config.toml     resolved, and as given
+  metrics.jsonl                one object per optimizer step
+  timeline.jsonl               who did what from when to when
+  ledger.db                    or a PostgreSQL URL in config.json
+  tasks/                       the task dataset, unless config.json names another
+  weights/  rollouts/          versions and token blobs, unless config.json names a store
+  checkpoints/step_N/          complete ones only
+  logs/attempt_N/*.log         one per process; logs/latest points to the last attempt
+  eval-before.json  eval-after.json
+  report.html  report.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from etude.config import RLConfig, validate
+from etude.errors import UserError
+
+
+def create(folder: Path, config: RLConfig, toml: Path | None) -> None:
+    """A new run folder. Raises UserError if it exists."""
+    if folder.exists():
+        raise UserError(f"{folder} already holds a run; continue it with --resume, or choose another --name")
+    partial = folder.with_name(f".{folder.name}.incomplete")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        (partial / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+        if toml is not None:
+            shutil.copyfile(toml, partial / "config.toml")
+        os.rename(partial, folder)
+    except OSError as e:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"the run folder {folder} cannot be written: {e.strerror}") from None
+
+
+def load_config(folder: Path) -> RLConfig:
+    """The resolved configuration of an existing run."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise UserError(f"{folder} holds no run to resume (no config.json); start it without --resume")
+    return validate(RLConfig, json.loads(path.read_text()), str(path))
+
+
+def new_attempt(folder: Path) -> Path:
+    """A fresh log folder for this start of the run; `logs/latest` points to it."""
+    logs = folder / "logs"
+    number = 1 + max((int(p.name.removeprefix("attempt_")) for p in logs.glob("attempt_*")), default=0)
+    attempt = logs / f"attempt_{number}"
+    attempt.mkdir(parents=True)
+    latest = logs / "latest"
+    latest.unlink(missing_ok=True)
+    latest.symlink_to(attempt.name)
+    return attempt
+
+
+def append_json(path: Path, record: dict[str, Any]) -> None:
+    """One line, one write: several processes may append to the same file."""
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a JSON-lines file; a line cut short by a crash is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+@contextmanager
+def timed(path: Path, process: str, state: str) -> Iterator[None]:
+    """Appends to the timeline what `process` did while the block ran."""
+    start = time.time()
+    try:
+        yield
+    finally:
+        append_json(path, {"process": process, "state": state, "start": start, "end": time.time()})
