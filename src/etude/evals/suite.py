@@ -1,0 +1,245 @@
+"""Measure a policy on the tasks of a dataset split, and compare two measurements of the same tasks.
+
+Each task is played `samples` times. The seed of a sample depends on the evaluation's seed, the task and the sample's
+number only, so two models meet the same seeds and their difference can be paired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from etude.errors import UserError
+from etude.evals.stats import Estimate, paired_difference, pass_at_k, pass_rate
+from etude.records import Budget, Episode, Outcome, Record, Task
+
+if TYPE_CHECKING:
+    from etude.environments.base import Sandbox
+    from etude.harness.episode import Policy, Renderer, Sampling
+    from etude.tasks.dataset import Dataset
+
+
+RETRIES = 2  # of an episode lost to infrastructure
+KS = (1, 2, 4, 8)
+BEHAVIOUR = ("turns", "tests_run", "edits", "edit_errors", "malformed", "undo", "sampled_tokens")
+
+Attempt = Callable[[Task, int, int, int, int], Awaitable[Episode]]  # task, task index, sample, attempt, seed
+Progress = Callable[[int, int, int], None]  # samples done, samples in all, samples passed
+
+
+class TaskResult(Record):
+    """The samples of one task that count, in sample order; `lost` is how many infrastructure took."""
+
+    id: str
+    function: str
+    passed: tuple[bool, ...]
+    lost: int
+
+
+class EvalResult(Record):
+    """One measurement. As JSON (`msgspec.json.encode`):
+
+    {"split": "heldout", "seed": 1, "samples": 4, "seconds": 21.7,
+     "tasks": [{"id": "...", "function": "src/pydash/arrays.py::chunk", "passed": [true, false], "lost": 0}, ...],
+     "pass_1": {"mean": 0.21, "low": 0.15, "high": 0.28},       95 %, clustered by function
+     "pass_k": {"1": 0.21, "2": 0.30, "4": 0.41},               unbiased, tasks with fewer than k samples left out
+     "outcomes": {"scored": 590, "timeout": 2},                 "infra": samples lost after all retries
+     "retries": 1,                                              attempts repeated because infrastructure failed
+     "stops": {"finished": 480, "turns": 112},
+     "behaviour": {"turns": 3.1, "tests_run": 1.9, ...}}        means per counted episode
+    """
+
+    split: str
+    seed: int
+    samples: int
+    seconds: float
+    tasks: tuple[TaskResult, ...]
+    pass_1: Estimate
+    pass_k: dict[int, float]
+    outcomes: dict[str, int]
+    retries: int
+    stops: dict[str, int]
+    behaviour: dict[str, float]
+
+
+class Comparison(Record):
+    """Two measurements over the tasks that both have; `better`, `worse` and `same` count tasks by their pass rates."""
+
+    before: Estimate
+    after: Estimate
+    difference: Estimate
+    tasks: int
+    functions: int
+    better: int
+    worse: int
+    same: int
+
+
+async def evaluate(
+    dataset: Dataset,
+    sandbox: Sandbox,
+    policy: Policy,
+    renderer: Renderer,
+    *,
+    budget: Budget,
+    sampling: Sampling,
+    samples: int,
+    split: str = "heldout",
+    max_tasks: int | None = None,
+    seed: int = 0,
+    concurrency: int = 64,
+    progress: Progress | None = None,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> EvalResult:
+    """Play `samples` episodes of every task of `split` and sum them up. `on_episode` sees each counted episode.
+
+    Raises UserError if the split is empty and RuntimeError if infrastructure lost every episode.
+    """
+    from etude.harness.episode import play
+
+    tasks = pick_tasks(dataset.tasks, split, max_tasks)
+    if not tasks:
+        raise UserError(f"the dataset {dataset.name} has no {split} tasks; build it with a larger heldout fraction")
+
+    async def attempt(task: Task, index: int, sample: int, number: int, episode_seed: int) -> Episode:
+        spent = task.budget or budget
+        return await play(
+            task, dataset, sandbox, policy, renderer, spent, sampling, episode_seed, index, sample, number
+        )
+
+    return await run_suite(
+        tasks, attempt, samples=samples, split=split, seed=seed, concurrency=concurrency, progress=progress,
+        on_episode=on_episode,
+    )  # fmt: skip
+
+
+async def run_suite(
+    tasks: Sequence[Task],
+    attempt: Attempt,
+    *,
+    samples: int,
+    split: str,
+    seed: int,
+    concurrency: int,
+    progress: Progress | None = None,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> EvalResult:
+    """`evaluate` over any way of playing one attempt. At most `concurrency` attempts are live at a time."""
+    if samples < 1 or concurrency < 1:
+        raise ValueError(f"an evaluation needs samples >= 1 and concurrency >= 1, got {samples} and {concurrency}")
+    started = time.monotonic()
+    # Sample-major: the first pass meets every task once, so the running pass rate is fair from the start.
+    work = iter([(index, sample) for sample in range(samples) for index in range(len(tasks))])
+    episodes: dict[tuple[int, int], Episode] = {}
+    retries = passed = 0
+
+    async def worker() -> None:
+        nonlocal retries, passed
+        for index, sample in work:
+            task = tasks[index]
+            for number in range(RETRIES + 1):
+                episode = await attempt(task, index, sample, number, episode_seed(seed, task.id, sample))
+                if episode.outcome is not Outcome.INFRA:
+                    break
+                retries += number < RETRIES
+            episodes[index, sample] = episode
+            passed += episode.passed
+            if on_episode is not None and episode.outcome is not Outcome.INFRA:
+                on_episode(episode)
+            if progress is not None:
+                progress(len(episodes), len(tasks) * samples, passed)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(concurrency, len(tasks) * samples)):
+            group.create_task(worker())
+    by_task = [[episodes[index, sample] for sample in range(samples)] for index in range(len(tasks))]
+    return _summary(tasks, by_task, split, seed, samples, retries, time.monotonic() - started)
+
+
+def compare(before: EvalResult, after: EvalResult, seed: int = 0) -> Comparison:
+    """The paired difference over the tasks that both measured. Raises ValueError if they share none."""
+    first, second = ({task.id: task for task in result.tasks if task.passed} for result in (before, after))
+    shared = [name for name in first if name in second]
+    if not shared:
+        raise ValueError("the two evaluations share no task")
+    functions = [first[name].function for name in shared]
+    a, b = [first[name].passed for name in shared], [second[name].passed for name in shared]
+    gains = [sum(y) / len(y) - sum(x) / len(x) for x, y in zip(a, b, strict=True)]
+    return Comparison(
+        before=pass_rate(a, functions, seed),
+        after=pass_rate(b, functions, seed),
+        difference=paired_difference(a, b, functions, seed),
+        tasks=len(shared),
+        functions=len(set(functions)),
+        better=sum(gain > 0 for gain in gains),
+        worse=sum(gain < 0 for gain in gains),
+        same=sum(gain == 0 for gain in gains),
+    )
+
+
+def pick_tasks(tasks: Iterable[Task], split: str, max_tasks: int | None = None) -> list[Task]:
+    """The tasks of `split` in dataset order; at most `max_tasks`, chosen by a hash so that no module is favoured."""
+    chosen = [task for task in tasks if task.split == split]
+    if max_tasks is None or len(chosen) <= max_tasks:
+        return chosen
+    kept = {task.id for task in sorted(chosen, key=lambda task: _hash(task.id))[:max_tasks]}
+    return [task for task in chosen if task.id in kept]
+
+
+def episode_seed(seed: int, task_id: str, sample: int) -> int:
+    """A 31-bit seed that depends on nothing but its arguments; a retry repeats it."""
+    return _hash(f"{seed}/{task_id}/{sample}") & 0x7FFFFFFF
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _summary(
+    tasks: Sequence[Task],
+    by_task: Sequence[Sequence[Episode]],
+    split: str,
+    seed: int,
+    samples: int,
+    retries: int,
+    seconds: float,
+) -> EvalResult:
+    kept = [[e for e in episodes if e.outcome is not Outcome.INFRA] for episodes in by_task]
+    counted = [e for episodes in kept for e in episodes]
+    if not counted:
+        raise RuntimeError(f"infrastructure lost all {len(tasks) * samples} episodes of the evaluation")
+    results = tuple(
+        TaskResult(id=t.id, function=t.function, passed=tuple(e.passed for e in episodes), lost=samples - len(episodes))
+        for t, episodes in zip(tasks, kept, strict=True)
+    )
+    measured = [result for result in results if result.passed]
+    return EvalResult(
+        split=split,
+        seed=seed,
+        samples=samples,
+        seconds=seconds,
+        tasks=results,
+        pass_1=pass_rate([r.passed for r in measured], [r.function for r in measured], seed),
+        pass_k=_pass_ks([r.passed for r in measured], samples),
+        outcomes=dict(Counter(str(e.outcome) for episodes in by_task for e in episodes)),
+        retries=retries,
+        stops=dict(Counter(str(e.stop_reason) for e in counted)),
+        behaviour={name: sum(_behaviour(e, name) for e in counted) / len(counted) for name in BEHAVIOUR},
+    )
+
+
+def _pass_ks(results: Sequence[Sequence[bool]], samples: int) -> dict[int, float]:
+    rates: dict[int, float] = {}
+    for k in KS:
+        values = [pass_at_k(len(passed), sum(passed), k) for passed in results if len(passed) >= k]
+        if k <= samples and values:
+            rates[k] = sum(values) / len(values)
+    return rates
+
+
+def _behaviour(episode: Episode, name: str) -> float:
+    return float(episode.sampled_tokens) if name == "sampled_tokens" else episode.metrics.get(name, 0.0)
