@@ -1,0 +1,177 @@
+"""Commands. This module starts fast: nothing heavy is imported until a command needs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from etude.errors import UserError
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs a command; a UserError becomes one sentence and exit code 2, Ctrl-C exit code 130."""
+    arguments, rest = _parser().parse_known_args(argv)
+    if rest and not arguments.overrides:
+        _fail(f"unexpected argument {rest[0]!r}; see `etude {arguments.command} --help`")
+    try:
+        code = arguments.run(arguments, rest)
+    except UserError as e:
+        _fail(str(e))
+    except KeyboardInterrupt:
+        print("\netude: interrupted; a run folder is kept and can be resumed", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(code or 0)
+
+
+def _fail(sentence: str) -> None:
+    print(f"etude: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="etude", description="Train your own coding agent on your own product.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: object, text: str, *, overrides: bool = False) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(run=run, overrides=overrides)
+        return sub
+
+    demo = command("demo", _demo, "train the bundled nano model on a real library, on two CPU cores", overrides=True)
+    demo.add_argument("--seed", type=int, default=1)
+
+    tasks = command("tasks", _tasks, "make and check tasks from a repository")
+    actions = tasks.add_subparsers(dest="action", required=True, metavar="ACTION")
+    build = actions.add_parser("build", help="make gated tasks from a repository", allow_abbrev=False)
+    build.add_argument("repository", type=Path, help="folder of a Python repository with pytest tests or doctests")
+    build.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+    build.add_argument("--seed", type=int, default=1)
+    build.add_argument("--max-tasks", type=int, default=600)
+    build.add_argument("--max-lines", type=int, default=30, help="longest function that is broken")
+    build.add_argument("--kinds", nargs="+", choices=("mutation", "removal"), default=["mutation", "removal"])
+    build.add_argument("--heldout-fraction", type=float, default=0.25, help="share of functions kept for evaluation")
+    check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
+    check.add_argument("dataset", type=Path)
+
+    train = command("train", _train, "run a training stage: midtrain, sft or rl", overrides=True)
+    train.add_argument("config", type=Path, help="TOML configuration; with --resume also a run folder")
+    train.add_argument("--resume", action="store_true", help="continue the run of this configuration where it stopped")
+    train.add_argument("--deterministic", action="store_true", help="repeat bit for bit")
+    train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+
+    evaluate = command("eval", _eval, "measure a model on a task dataset")
+    evaluate.add_argument("model", type=Path, help="HF folder")
+    evaluate.add_argument("--suite", type=Path, required=True, help="task dataset made by `etude tasks build`")
+    evaluate.add_argument("--split", choices=("heldout", "train"), default="heldout")
+    evaluate.add_argument("--samples", type=int, default=4, help="episodes per task")
+    evaluate.add_argument("--max-tasks", type=int)
+    evaluate.add_argument("--seed", type=int, default=0)
+    evaluate.add_argument("--against", type=Path, help="a second model: paired difference, second minus first")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+
+    serve = command("serve", _serve, "serve a model over an OpenAI-compatible HTTP API")
+    serve.add_argument("model", type=Path, help="HF folder")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--threads", type=int, default=2)
+    serve.add_argument("--weights", help="store URL to take new versions from")
+
+    doctor = command("doctor", _doctor, "what this machine can do, and what it refuses")
+    doctor.add_argument("--json", action="store_true")
+
+    bench = command("bench", _bench, "run a benchmark")
+    bench.add_argument("name", choices=("engine", "sandbox"))
+    bench.add_argument("--quick", action="store_true")
+    bench.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("etude")
+
+
+def _demo(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from etude.rl import demo
+
+    demo(arguments.seed, overrides)
+
+
+def _tasks(arguments: argparse.Namespace, _: list[str]) -> int:
+    from etude.tasks import commands
+
+    if arguments.action == "check":
+        return commands.check(arguments.dataset)
+    return commands.build(
+        arguments.repository,
+        arguments.output,
+        seed=arguments.seed,
+        max_tasks=arguments.max_tasks,
+        max_lines=arguments.max_lines,
+        kinds=tuple(arguments.kinds),
+        heldout_fraction=arguments.heldout_fraction,
+    )
+
+
+def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from etude.train import train
+
+    if arguments.deterministic:
+        overrides = [*overrides, "--deterministic", "true"]
+    train(arguments.config, overrides, resume=arguments.resume, dry_run=arguments.dry_run)
+
+
+def _eval(arguments: argparse.Namespace, _: list[str]) -> None:
+    from etude.rl import evaluate_models
+
+    evaluate_models(
+        [arguments.model, *([arguments.against] if arguments.against else [])],
+        arguments.suite,
+        split=arguments.split,
+        samples=arguments.samples,
+        max_tasks=arguments.max_tasks,
+        seed=arguments.seed,
+        as_json=arguments.json,
+    )
+
+
+def _serve(arguments: argparse.Namespace, _: list[str]) -> None:
+    from etude.inference.server import serve
+
+    serve(
+        arguments.model, host=arguments.host, port=arguments.port, threads=arguments.threads, weights=arguments.weights
+    )
+
+
+def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
+    from etude.environments.doctor import show
+
+    return show(as_json=arguments.json)
+
+
+def _bench(arguments: argparse.Namespace, _: list[str]) -> int:
+    import importlib.util
+    import json
+
+    path = Path("benchmarks") / f"{arguments.name}.py"
+    if not path.exists():
+        raise UserError(f"{path} does not exist; run `etude bench` from the root of the etude repository")
+    spec = importlib.util.spec_from_file_location(f"benchmarks.{arguments.name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result = module.run(quick=arguments.quick)
+    if not arguments.json:
+        for row in result["rows"]:
+            print(f"{row['case']:40} {row['value']:>12.4g} {row['unit']:10} {row['baseline']}")
+    print(json.dumps(result))
+    return 0 if all(result["checks"].values()) else 1
+
+
+if __name__ == "__main__":
+    main()

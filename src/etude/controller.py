@@ -1,0 +1,276 @@
+"""The run: which loop consumes what, waits for what, and unblocks whom. This page is the architecture.
+
+    tasks ──> [admit] ──> [play] ──────────────> ledger ──> [trainer] ──> versions ──> [engines]
+                 ^           │  sandbox + engine  (groups)      │          (weights/)      │
+                 └───────────┴──────── served version ──────────┴──────────────────────────┘
+
+| loop    | process          | consumes                    | waits for                   | unblocks                  |
+|---------|------------------|-----------------------------|-----------------------------|---------------------------|
+| admit   | controller       | task ids (curriculum)       | capacity: a newer version   | play                      |
+| play    | controller       | leased episodes             | a free slot, then the model | the group's last member   |
+| trainer | trainer          | P ready groups              | the P-th ready group        | engines, and so admission |
+| engine  | inference server | requests; newest manifest   | requests                    | play                      |
+| watch   | controller       | exit codes, served digests  | -                           | stops the run, with a why |
+
+Nothing here is per-token, and nothing is lost when a process dies: the ledger knows every admitted episode, a version's
+manifest names the groups it was trained on, and `--resume` starts again from those two. A step of the trainer and the
+episodes of later groups overlap; how far is the admission bound (`rollout/admission.py`), not a filter afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etude import processes, runfolder
+from etude.config import RLConfig
+from etude.environments.base import Sandbox
+from etude.errors import UserError
+from etude.failpoints import visit
+from etude.harness.episode import play
+from etude.harness.loop import Sampling
+from etude.harness.renderers import Renderer
+from etude.inference.client import EngineClient
+from etude.records import Episode, Outcome, Task, encode
+from etude.rollout.admission import groups_to_admit
+from etude.rollout.curriculum import Curriculum
+from etude.rollout.ledger import EpisodeLease, Ledger
+from etude.store import Store
+from etude.tasks.dataset import Dataset
+from etude.weights.manifest import manifests, read
+
+START_SECONDS = 180.0
+SWAP_SECONDS = 120.0
+OWNER = "controller"
+
+
+class RunFailed(Exception):
+    """The run stopped for a reason that is not the user's input; the message says why and how to go on."""
+
+
+@dataclass
+class Progress:
+    """What a viewer may show while a run goes on; the controller fills it, nobody reads it back."""
+
+    version: int = 0
+    served: int = 0
+    live: int = 0
+    finished: int = 0
+    engine: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass
+class Run:
+    """The open parts of one run."""
+
+    folder: Path
+    config: RLConfig
+    dataset: Dataset
+    ledger: Ledger
+    weights: Store
+    rollouts: Store
+    sandbox: Sandbox
+    renderer: Renderer
+    client: EngineClient
+    engines: Sequence[str]  # base URLs
+    children: Sequence[processes.Child]
+    progress: Progress = field(default_factory=Progress)
+    digests_checked: int = 0
+
+    @property
+    def train_tasks(self) -> dict[str, Task]:
+        return {task.id: task for task in self.dataset.tasks if task.split == "train"}
+
+    @property
+    def heldout_tasks(self) -> list[Task]:
+        tasks = [task for task in self.dataset.tasks if task.split == "heldout"]
+        return tasks[: self.config.eval.max_tasks]
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.config.rollout.temperature)
+
+
+def episode_seed(seed: int, group: int, member: int) -> int:
+    """A 63-bit seed from counters, so that an episode's randomness does not depend on when or where it ran."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{group}/{member}".encode(), digest_size=8).digest()) >> 1
+
+
+async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress], None]) -> None:
+    """Admits and plays episodes until the trainer has published its last version. Raises RunFailed if a part dies."""
+    curriculum = Curriculum(sorted(run.train_tasks), run.config.rollout.group, run.config.seed)
+    replayed = 0
+    live: dict[asyncio.Task[None], EpisodeLease] = {}
+    renewed = time.monotonic()
+    try:
+        while trainer.exit_code != 0:
+            _watch(run)
+            await _observe_versions(run)
+            replayed = _learn(run, curriculum, replayed)
+            _admit(run, curriculum)
+            free = run.config.rollout.max_in_flight - len(live)
+            if free > 0:
+                for lease in run.ledger.lease(OWNER, free, run.config.rollout.lease_seconds):
+                    live[asyncio.create_task(_play_one(run, lease))] = lease
+            if time.monotonic() - renewed > run.config.rollout.lease_seconds / 3:
+                run.ledger.renew(OWNER, run.config.rollout.lease_seconds)
+                renewed = time.monotonic()
+            run.progress.live = len(live)
+            tick(run.progress)
+            done, _ = await asyncio.wait(live, timeout=0.1, return_when=asyncio.FIRST_COMPLETED) if live else ((), ())
+            if not live:
+                await asyncio.sleep(0.05)
+            for task in done:
+                del live[task]
+                task.result()
+                run.progress.finished += 1
+    finally:
+        for task in live:
+            task.cancel()
+        await asyncio.gather(*live, return_exceptions=True)
+
+
+def _watch(run: Run) -> None:
+    for child in run.children:
+        if (why := child.failure()) is not None:
+            raise RunFailed(f"{why}; nothing is lost: continue with `etude train --resume {run.folder}`")
+        if child.exit_code == 0 and child.name != "trainer":
+            raise RunFailed(f"the {child.name} ended by itself; see {child.log}, continue with --resume {run.folder}")
+
+
+async def _observe_versions(run: Run) -> None:
+    """The version that every engine serves, after proving that it serves those very tensors."""
+    served = []
+    for url in run.engines:
+        health = await run.client.health(url)
+        version = int(health["version"])
+        manifest = read(run.weights, version)
+        if manifest is not None and health["digest"] != manifest.digest:
+            raise RunFailed(
+                f"{url} serves other tensors than version {version} has (digest {health['digest'][:12]}, published "
+                f"{manifest.digest[:12]}); admission stopped"
+            )
+        run.digests_checked += manifest is not None
+        run.progress.engine = {k: float(v) for k, v in health.items() if isinstance(v, int | float)}
+        served.append(version)
+    run.progress.served = min(served)
+
+
+def _learn(run: Run, curriculum: Curriculum, after: int) -> int:
+    """Feeds groups that finished since group id `after` to the curriculum, in index order. Returns the new mark.
+
+    On-policy, only groups of versions that are already trained count: those are complete, whatever the timing.
+    """
+    results = run.ledger.results(after, consumed_only=run.config.rollout.staleness == 0)
+    for result in results:
+        curriculum.observe(result.task_id, result.passed, result.episodes)
+        after = result.mark
+    return after
+
+
+def _admit(run: Run, curriculum: Curriculum) -> None:
+    rollout = run.config.rollout
+    figures = run.ledger.figures()
+    count = groups_to_admit(
+        version=run.progress.served,
+        staleness=rollout.staleness,
+        prompts=rollout.prompts,
+        group=rollout.group,
+        accepted=figures.accepted,
+        reserved=figures.reserved,
+        in_flight=figures.in_flight,
+        max_in_flight=max(rollout.max_in_flight, rollout.group) * 2,
+    )
+    count = min(count, run.config.trainer.steps * rollout.prompts - figures.groups)
+    busy = frozenset(figures.open_tasks)
+    for index in range(figures.groups, figures.groups + count):
+        task = curriculum.draw(index, busy)
+        busy |= {task}
+        run.ledger.admit(index, task, rollout.group, run.progress.served)
+
+
+async def _play_one(run: Run, lease: EpisodeLease) -> None:
+    """Plays a leased episode, stores its tokens, and only then tells the ledger."""
+    task = run.train_tasks[lease.task_id]
+    episode = await play(
+        task,
+        run.dataset,
+        run.sandbox,
+        run.client,
+        run.renderer,
+        task.budget or run.config.rollout.budget(),
+        run.sampling,
+        episode_seed(run.config.seed, lease.index, lease.member),
+        group_id=lease.group_id,
+        member=lease.member,
+        attempt=lease.attempt,
+    )
+    record(run, lease, episode)
+    visit("controller.finished")
+
+
+def record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
+    """Blob first, ledger second: a row that says "done" always has its tokens."""
+    key = f"{lease.group_id:08d}/{lease.member:04d}-{lease.attempt}.msgpack"
+    if episode.outcome is not Outcome.INFRA:
+        run.rollouts.put(key, encode(episode))
+    run.ledger.finish(
+        lease,
+        outcome=episode.outcome,
+        reward=episode.reward,
+        passed=episode.passed,
+        blob=key,
+        tokens=episode.sampled_tokens,
+        min_version=episode.min_version,
+        metrics=episode.metrics,
+    )
+
+
+async def wait_for_version(run: Run, version: int) -> None:
+    """Until every engine serves at least `version`, digest proven. Raises RunFailed after two minutes."""
+    deadline = time.monotonic() + SWAP_SECONDS
+    while time.monotonic() < deadline:
+        _watch(run)
+        await _observe_versions(run)
+        if run.progress.served >= version:
+            return
+        await asyncio.sleep(0.1)
+    raise RunFailed(f"the engines did not reach version {version} within {SWAP_SECONDS:.0f} seconds")
+
+
+def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[processes.Child], list[str]]:
+    """The inference servers and their URLs, ready to answer."""
+    children, ready = [], []
+    root = config.store or str(folder)
+    for i in range(config.inference.servers):
+        file = logs / f"inference-{i}.json"
+        argv = ["etude.inference.server", "--model", config.model.path, "--weights", f"{root}/weights"]
+        argv += ["--port", str(config.inference.port and config.inference.port + i), "--ready-file", str(file)]
+        argv += ["--threads", str(config.inference.threads), "--device", config.inference.device, "--parent-death"]
+        argv += ["--max-batch", str(config.rollout.max_in_flight), "--max-length", str(config.rollout.context)]
+        if config.deterministic:
+            argv.append("--deterministic")
+        children.append(processes.start("inference server", argv, logs / f"inference-{i}.log"))
+        ready.append(file)
+    try:
+        answers = [processes.wait_for_file(f, c, START_SECONDS) for f, c in zip(ready, children, strict=True)]
+    except UserError:
+        for child in children:
+            child.stop(1)
+        raise
+    return children, [json.loads(answer)["url"] for answer in answers]
+
+
+def start_trainer(folder: Path, logs: Path) -> processes.Child:
+    """The trainer process."""
+    return processes.start("trainer", ["etude.trainer.process", str(folder)], logs / "trainer.log")
+
+
+def last_version(weights: Store) -> int:
+    """The newest published version; -1 before the first."""
+    return max((m.version for m in manifests(weights)), default=-1)
