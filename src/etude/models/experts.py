@@ -1,0 +1,73 @@
+"""The experts function of trainer and engine, registered with transformers as "etude".
+
+Tokens are sorted by expert and each expert's rows go through one grouped GEMM, forward and backward. Within `record()`
+the router's choices are kept, so that a sampled token carries the experts it went through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+NAME = "etude"
+
+
+class Recorder:
+    """The experts chosen in one forward pass, one uint8 tensor [tokens, K] per MoE layer, in layer order."""
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []
+
+    def stacked(self) -> Tensor | None:
+        """uint8 [tokens, MoE layers, K], or None for a dense model."""
+        return torch.stack(self.layers, dim=1) if self.layers else None
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("etude_expert_recorder", default=None)
+
+
+@contextmanager
+def record() -> Iterator[Recorder]:
+    """Keep the expert ids of the forward passes inside; they are uint8, so at most 256 experts."""
+    recorder = Recorder()
+    token = _recorder.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _recorder.reset(token)
+
+
+def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """Weighted sum of the chosen experts' outputs, [T, D]. Gradients flow to tokens, experts and router weights."""
+    recorder = _recorder.get()
+    if recorder is not None:
+        if module.num_experts > 256:
+            raise ValueError(f"cannot record {module.num_experts} experts in one byte")
+        recorder.layers.append(index_TK.to(torch.uint8))
+    if not _is_plain(module):
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_TD, index_TK, weight_TK)
+    T, K = index_TK.shape
+    flat = index_TK.reshape(-1)
+    order = flat.argsort(stable=True)
+    ends = flat.bincount(minlength=module.num_experts).cumsum(0).to(torch.int32)
+    gate, up = F.grouped_mm(hidden_TD[order // K], module.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    out = F.grouped_mm(module.act_fn(gate) * up, module.down_proj.transpose(1, 2), offs=ends)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(T * K, device=order.device)
+    # Combined in the router's order, so a token's sum does not depend on the other tokens of the batch.
+    return (out[back].view(T, K, -1) * weight_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Gated experts without bias, stored [experts, out, in], gate before up."""
+    special = module.is_transposed or module.has_bias or module.has_post_expert_norm or module._is_expert_parallel
+    return module.has_gate and module.is_concatenated and not special
+
+
+ExpertsInterface.register(NAME, etude_experts)

@@ -1,0 +1,115 @@
+"""Hugging Face folders to models and tokenizers, with the mistakes of a user's folder found before torch does."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from etude.errors import UserError
+from etude.models import attention, experts
+
+INDEX = "model.safetensors.index.json"
+
+
+def load_model(
+    path: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """The causal language model of a Hugging Face folder, in evaluation mode, running our attention and experts.
+
+    Weights stored in a narrower type are widened exactly. Raises UserError for a folder that is missing, incomplete or
+    damaged, or whose architecture transformers does not know.
+    """
+    root = Path(path)
+    check_folder(root)
+    transformers_logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            root,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            experts_implementation=experts.NAME,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as e:
+        raise UserError(f"{root} cannot be loaded as a causal language model: {_first_line(e)}") from e
+    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if info.get(problem):
+            name = sorted(str(key) for key in info[problem])[0]
+            count = len(info[problem])
+            raise UserError(f"{root} does not fit its config.json: {count} {problem.replace('_', ' ')}, e.g. {name}")
+    return model.to(device).eval()
+
+
+def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder. Raises UserError if there is none."""
+    root = Path(path)
+    if not (root / "tokenizer.json").is_file() and not (root / "tokenizer_config.json").is_file():
+        raise UserError(f"{root} has no tokenizer.json: give the folder of a model with its tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(root, local_files_only=True)
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(f"the tokenizer in {root} cannot be loaded: {_first_line(e)}") from e
+
+
+def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The live tensors by name, sorted; tied weights once; buffers that are not saved left out."""
+    saved = model.state_dict().keys()
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return dict(sorted(tensors.items()))
+
+
+def check_folder(root: Path) -> None:
+    """Raise UserError unless `root` holds a config.json and whole safetensors files."""
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder: give the path of a Hugging Face model folder")
+    if not (root / "config.json").is_file():
+        raise UserError(f"{root} has no config.json: give the path of a Hugging Face model folder")
+    try:
+        json.loads((root / "config.json").read_text())
+    except ValueError as e:
+        raise UserError(f"{root / 'config.json'} is not valid JSON: {e}") from None
+    for shard in _shards(root):
+        check_safetensors(shard)
+
+
+def _shards(root: Path) -> list[Path]:
+    if (root / INDEX).is_file():
+        try:
+            names = set(json.loads((root / INDEX).read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError):
+            raise UserError(f"{root / INDEX} is damaged: fetch the model again") from None
+        return [root / name for name in sorted(names)]
+    return [root / "model.safetensors"]
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise UserError unless the file's header parses and the file is as long as the header says."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: fetch the model again")
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as f:
+            (header_size,) = struct.unpack("<Q", f.read(8))
+            if header_size > size - 8:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(f.read(header_size))
+        end = max((tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
+        raise UserError(f"{path} is damaged ({_first_line(e)}): fetch the model again") from None
+    if 8 + header_size + end != size:
+        raise UserError(
+            f"{path} is damaged: {size} bytes instead of the {8 + header_size + end} its header says; "
+            "fetch the model again"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

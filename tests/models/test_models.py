@@ -1,0 +1,160 @@
+"""Our attention and experts against transformers' own, shared prompts against unpacked rows, and damaged folders.
+
+Tolerance 1e-5 relative to the largest entry: both sides compute in fp32 but sum in another order (grouped against single
+GEMMs, other attention tiles), which costs a few units of 2^-23 per layer on values of size ten.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+from etude.errors import UserError
+from etude.models.attention import PackedGroups, SharedPrompt
+from etude.models.experts import record
+from etude.models.loading import load_model, named_tensors
+from tiny import random_model, save_random_model
+from transformers import AutoModelForCausalLM
+
+KINDS = ["moe", "qwen3", "llama"]
+
+
+def close(a, b, tolerance=1e-5):
+    return (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.fixture(params=KINDS)
+def folder(request, tmp_path):
+    return save_random_model(tmp_path / request.param, request.param)
+
+
+def test_equals_transformers_eager(folder):
+    ours = load_model(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
+    ids = torch.randint(0, 97, (3, 40))
+    a, b = ours(input_ids=ids, use_cache=False).logits, theirs(input_ids=ids, use_cache=False).logits
+    assert close(a, b)
+    for model, logits in ((ours, a), (theirs, b)):
+        logits.square().mean().backward()
+        assert all(p.grad is not None for p in model.parameters())
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert close(p.grad, q.grad, 1e-4), name  # the backward pass is twice as deep
+
+
+def test_padding_on_the_right_changes_nothing(folder):
+    model = load_model(folder)
+    ids = torch.randint(0, 97, (1, 20))
+    padded = torch.cat([ids, torch.zeros(1, 9, dtype=torch.int64)], dim=1)
+    assert close(model(input_ids=padded).logits[:, :20], model(input_ids=ids).logits)
+
+
+GROUPS = [SharedPrompt(13, (7, 1, 12)), SharedPrompt(5, (4,)), SharedPrompt(9, ()), SharedPrompt(1, (3, 3))]
+
+
+def test_shared_prompts_equal_unpacked_rows(folder):
+    """Logits of every token, and the gradient of a loss on the completions."""
+    model = load_model(folder)
+    layout = PackedGroups(GROUPS)
+    ids_T = torch.randint(0, 97, (layout.length,))
+    target_T = torch.randn(layout.length, 97)
+    packed = model(input_ids=ids_T[None], position_ids=layout.position_ids, layout=layout, use_cache=False).logits[0]
+    (packed * target_T).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+
+    start = 0
+    for group in GROUPS:
+        P = group.prompt_length
+        prompt = slice(start, start + P)
+        completions = torch.arange(start + P, start + group.length).split(list(group.completion_lengths))
+        logits_P = model(input_ids=ids_T[None, prompt], use_cache=False).logits[0]
+        assert close(packed[prompt], logits_P)
+        (logits_P * target_T[prompt]).sum().backward()
+        for tokens in completions if group.completion_lengths else ():
+            row = torch.cat([ids_T[prompt], ids_T[tokens]])
+            logits = model(input_ids=row[None], use_cache=False).logits[0, P:]
+            assert close(packed[tokens], logits)
+            (logits * target_T[tokens]).sum().backward()
+        start += group.length
+    for (name, p), packed_gradient in zip(model.named_parameters(), gradients, strict=True):
+        assert close(packed_gradient, p.grad, 1e-4), name  # sums over all tokens, in another order
+
+
+def test_packed_row_of_another_length_is_refused(folder):
+    layout = PackedGroups([SharedPrompt(4, (3,))])
+    with pytest.raises(ValueError, match="packed groups describe"):
+        load_model(folder)(input_ids=torch.zeros(1, 9, dtype=torch.int64), layout=layout)
+
+
+def test_recorded_experts_are_the_routers_choice(tmp_path):
+    model = load_model(save_random_model(tmp_path / "m"))
+    ids = torch.randint(0, 97, (2, 11))
+    with record() as recorder, torch.no_grad():
+        out = model(input_ids=ids, output_router_logits=True, use_cache=False)
+    chosen_TLK = recorder.stacked()
+    assert chosen_TLK.shape == (22, 2, 2)
+    assert chosen_TLK.dtype == torch.uint8
+    for layer, logits in enumerate(out.router_logits):
+        assert torch.equal(chosen_TLK[:, layer].long(), logits.softmax(-1).topk(2).indices)
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert recorder.stacked().shape == (22, 2, 2)  # nothing is recorded outside the block
+
+
+def test_stored_bf16_is_widened_exactly(tmp_path):
+    model = random_model().bfloat16()
+    model.save_pretrained(tmp_path / "m")
+    loaded = named_tensors(load_model(tmp_path / "m"))
+    assert loaded.keys() == named_tensors(model).keys()
+    for name, tensor in named_tensors(model).items():
+        assert loaded[name].dtype == torch.float32
+        assert torch.equal(loaded[name], tensor.float()), name
+
+
+def test_named_tensors_are_sorted_live_and_hold_tied_weights_once(tmp_path):
+    model = load_model(save_random_model(tmp_path / "m"))
+    tensors = named_tensors(model)
+    assert list(tensors) == sorted(tensors)
+    assert "lm_head.weight" not in tensors
+    assert tensors["model.embed_tokens.weight"].data_ptr() == model.lm_head.weight.data_ptr()
+
+
+def test_damaged_folders_are_named(tmp_path):
+    good = save_random_model(tmp_path / "good")
+
+    def broken(name, damage):
+        folder = tmp_path / name
+        shutil.copytree(good, folder)
+        damage(folder)
+        with pytest.raises(UserError) as e:
+            load_model(folder)
+        assert "\n" not in str(e.value)
+        return str(e.value)
+
+    def cut(folder):
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+
+    def scramble(folder):
+        path = folder / "model.safetensors"
+        path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+
+    def drop_tensor(folder):
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(folder / "model.safetensors")
+        tensors.pop("model.norm.weight")
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    def lose_shard(folder):
+        index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    assert "is damaged" in broken("cut", cut)
+    assert "is damaged" in broken("scramble", scramble)
+    assert "model.norm.weight" in broken("drop", drop_tensor)
+    assert "is missing" in broken("shard", lose_shard)
+    assert "is missing" in broken("weights", lambda f: (f / "model.safetensors").unlink())
+    assert "no config.json" in broken("config", lambda f: (f / "config.json").unlink())
+    assert "not valid JSON" in broken("json", lambda f: (f / "config.json").write_text("{"))
+    assert "not a folder" in broken("gone", shutil.rmtree)
