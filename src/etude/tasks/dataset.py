@@ -1,10 +1,10 @@
 """A dataset of tasks on disk: one repository, its dependencies, its hidden tests, and a Harbor folder per task.
 
-    DIR/dataset.json   what it is made of: name, licence, seed, policy, counts, digests
-    DIR/repository/    layer L1, as the agent sees it; no hidden test is in it
-    DIR/site/          dependencies of the repository (pip --target)
-    DIR/hidden/        hidden test files; only ever mounted where work is graded
-    DIR/tasks/ID/      Harbor task folders, see `harbor.py`
+DIR/dataset.json   what it is made of: name, licence, seed, policy, counts, digests
+DIR/repository/    layer L1, as the agent sees it; no hidden test is in it
+DIR/site/          dependencies of the repository (pip --target)
+DIR/hidden/        hidden test files; only ever mounted where work is graded
+DIR/tasks/ID/      Harbor task folders, see `harbor.py`
 """
 
 from __future__ import annotations

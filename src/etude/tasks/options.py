@@ -1,0 +1,36 @@
+"""What `etude tasks build` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+KINDS = ("mutation", "removal")
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Options of `etude.tasks.build`. Raises ValueError if they contradict each other."""
+
+    seed: int = 1
+    max_tasks: int = 600
+    kinds: tuple[Literal["mutation", "removal"], ...] = ("mutation",)
+    per_function: int = 3  # tasks of one function and kind, at most
+    min_lines: int = 3  # lines of the body, docstring left out
+    max_lines: int = 30
+    heldout_fraction: float = 0.22  # share of functions kept for evaluation
+    visible: Literal["auto", "doctests", "half"] = "auto"  # which tests the agent may run
+    repeats: int = 3  # times that each gate must hold
+    workers: int = 2
+    test_cap: int = 12  # hidden tests of a task that must change, and that must not; bounds the price of grading
+    hang_seconds: float = 5.0  # a broken program that runs longer is dropped
+
+    def __post_init__(self) -> None:
+        if self.max_tasks < 2 or self.per_function < 1 or self.repeats < 1 or self.workers < 1 or self.test_cap < 1:
+            raise ValueError("max_tasks must be at least 2; per_function, repeats, workers and test_cap at least 1")
+        if not 0 < self.min_lines <= self.max_lines:
+            raise ValueError("min_lines must be positive and not above max_lines")
+        if not 0 < self.heldout_fraction < 1:
+            raise ValueError("heldout_fraction must lie between 0 and 1")
+        if not self.kinds or set(self.kinds) - set(KINDS):
+            raise ValueError(f"kinds must be some of {', '.join(KINDS)}")
