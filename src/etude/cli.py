@@ -162,7 +162,8 @@ def _bench(arguments: argparse.Namespace, _: list[str]) -> int:
     if not path.exists():
         raise UserError(f"{path} does not exist; run `etude bench` from the root of the etude repository")
     spec = importlib.util.spec_from_file_location(f"benchmarks.{arguments.name}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     result = module.run(quick=arguments.quick)

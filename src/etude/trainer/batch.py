@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from etude.models.attention import SharedPrompt
+from etude.models.attention import PackedGroups, SharedPrompt
 from etude.records import Episode, Group, Outcome
 
 
@@ -44,7 +44,7 @@ class MicroBatch:
 
     ids_1T: torch.Tensor
     positions_1T: torch.Tensor
-    layout: tuple[SharedPrompt, ...]
+    layout: PackedGroups | None  # None: a single plain causal row
     source_N: torch.Tensor
     target_N: torch.Tensor
     logprobs_N: torch.Tensor
@@ -123,18 +123,16 @@ def pack(rows: Sequence[Row], micro_tokens: int, device: str = "cpu") -> Iterato
 
 
 def _micro_batch(rows: Sequence[Row], device: str) -> MicroBatch:
-    ids, positions, layout = [], [], []
+    ids, groups = [], []
     source, target, logprobs, versions, advantage = [], [], [], [], []
     start = 0
     for row in rows:
         p = len(row.prompt_P)
         ids.append(row.prompt_P)
-        positions.append(np.arange(p))
-        layout.append(SharedPrompt(p, tuple(len(c.ids_C) for c in row.completions)))
+        groups.append(SharedPrompt(p, tuple(len(c.ids_C) for c in row.completions)))
         offset = start + p
         for c in row.completions:
             ids.append(c.ids_C)
-            positions.append(np.arange(p, p + len(c.ids_C)))
             sampled = np.flatnonzero(c.mask_C)
             # The first token of every completion is predicted by the prompt's last position.
             source.append(np.where(sampled == 0, start + p - 1, offset + sampled - 1))
@@ -148,10 +146,12 @@ def _micro_batch(rows: Sequence[Row], device: str) -> MicroBatch:
     def tensor(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device, dtype)
 
+    layout = PackedGroups(groups, device)
+    plain = len(groups) == 1 and len(groups[0].completion_lengths) == 1
     return MicroBatch(
         ids_1T=tensor(ids, torch.long)[None],
-        positions_1T=tensor(positions, torch.long)[None],
-        layout=tuple(layout),
+        positions_1T=layout.position_ids,
+        layout=None if plain else layout,
         source_N=tensor(source, torch.long),
         target_N=tensor(target, torch.long),
         logprobs_N=tensor(logprobs, torch.float32),

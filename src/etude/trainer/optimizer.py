@@ -17,7 +17,8 @@ class MasterAdamW:
 
     def __init__(self, model: torch.nn.Module, config: TrainerConfig):
         self._config = config
-        self._live = named_tensors(model)
+        self._live = dict(sorted(model.named_parameters()))
+        self._fixed = {name: t for name, t in named_tensors(model).items() if name not in self._live}
         self._master = {name: tensor.detach().float().clone() for name, tensor in self._live.items()}
         self._adam = torch.optim.AdamW(
             [m.requires_grad_() for m in self._master.values()],
@@ -50,8 +51,8 @@ class MasterAdamW:
             live.copy_(self._master[name].to(torch.bfloat16))
 
     def published(self) -> dict[str, torch.Tensor]:
-        """The bfloat16 tensors of the current version."""
-        return {name: m.detach().to(torch.bfloat16) for name, m in self._master.items()}
+        """The tensors of the current version, in bfloat16; saved buffers are published with the trained tensors."""
+        return {name: t.detach().to(torch.bfloat16) for name, t in (self._master | self._fixed).items()}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything that exact resume needs, as named float32 tensors."""
