@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -177,15 +175,3 @@ def _source_roots(folder: Path, base: str) -> tuple[str, ...]:
 
 def _below(path: str, roots: tuple[str, ...]) -> bool:
     return any(path == root or path.startswith(root + "/") for root in roots)
-
-
-def tokens(text: str) -> list[str]:
-    """Python tokens of a text, comments and layout left out; what does not tokenize yields what came before."""
-    kept = []
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING):
-                kept.append(token.string)
-    except (tokenize.TokenError, SyntaxError, IndentationError):
-        pass
-    return kept

@@ -1,0 +1,66 @@
+"""Two splits, both seeded: functions into training and held-out, tests into visible and hidden."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import blake3
+
+from etude.tasks.discover import Function, FunctionNode, shared_bodies
+
+
+def heldout_functions(functions: Sequence[Function], fraction: float, seed: int) -> set[str]:
+    """Ids of about `fraction` of the functions. Functions with equal bodies stay together."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for function in functions:
+        groups[shared_bodies(function)].append(function.id)
+    ordered = sorted(groups.values(), key=lambda ids: _rank(seed, min(ids)))
+    heldout: set[str] = set()
+    wanted = max(1, round(fraction * len(functions))) if len(functions) > 1 else 0
+    for ids in ordered:
+        if len(heldout) + len(ids) <= wanted:
+            heldout.update(ids)
+    return heldout
+
+
+def visible_half(tests: Iterable[str], seed: int) -> set[str]:
+    """About half of the test functions (node ids without parameters), at least one of two in every file."""
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for test in {base(test) for test in tests}:
+        by_file[test.split("::")[0]].append(test)
+    visible: set[str] = set()
+    for names in by_file.values():
+        visible.update(sorted(names, key=lambda name: _rank(seed, name))[: len(names) // 2])
+    return visible
+
+
+def base(test: str) -> str:
+    """The node id of a test function, without its parameters."""
+    file, separator, name = test.partition("::")
+    return file + separator + name.partition("[")[0]
+
+
+def without_tests(path: str, text: str, hidden: set[str]) -> str:
+    """A test module with the `hidden` test functions (node ids) taken out; all other lines stay as they are."""
+    lines: list[str | None] = list(text.split("\n"))
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{prefix}{node.name}::")
+            elif isinstance(node, FunctionNode) and prefix + node.name in hidden:
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                assert node.end_lineno is not None
+                lines[first - 1 : node.end_lineno] = [None] * (node.end_lineno - first + 1)
+                # A class must not be left empty; what else it holds does not matter.
+                if node.col_offset:
+                    lines[first - 1] = " " * node.col_offset + "pass"
+
+    visit(ast.parse(text).body, path + "::")
+    return "\n".join(line for line in lines if line is not None)
+
+
+def _rank(seed: int, name: str) -> bytes:
+    return blake3.blake3(f"{seed} {name}".encode()).digest()
