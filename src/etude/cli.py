@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from etude.errors import UserError
+from etude.errors import RunFailed, UserError
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs a command; a UserError becomes one sentence and exit code 2, Ctrl-C exit code 130."""
+    """Runs a command; an error becomes one sentence: exit code 2 if the user can fix it, else 1; Ctrl-C 130."""
     arguments, rest = _parser().parse_known_args(argv)
     if rest and not arguments.overrides:
         _fail(f"unexpected argument {rest[0]!r}; see `etude {arguments.command} --help`")
@@ -18,6 +18,9 @@ def main(argv: list[str] | None = None) -> None:
         code = arguments.run(arguments, rest)
     except UserError as e:
         _fail(str(e))
+    except RunFailed as e:
+        print(f"etude: {e}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("\netude: interrupted; a run folder is kept and can be resumed", file=sys.stderr)
         sys.exit(130)

@@ -27,10 +27,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etude import processes, runfolder
+from etude import processes
 from etude.config import RLConfig
 from etude.environments.base import Sandbox
-from etude.errors import UserError
+from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
 from etude.harness.episode import play
 from etude.harness.loop import Sampling
@@ -47,10 +47,6 @@ from etude.weights.manifest import manifests, read
 START_SECONDS = 180.0
 SWAP_SECONDS = 120.0
 OWNER = "controller"
-
-
-class RunFailed(Exception):
-    """The run stopped for a reason that is not the user's input; the message says why and how to go on."""
 
 
 @dataclass
@@ -138,6 +134,8 @@ async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress]
 def _watch(run: Run) -> None:
     for child in run.children:
         if (why := child.failure()) is not None:
+            if child.exit_code == 2:  # it said in one sentence what the user can do
+                raise UserError(why)
             raise RunFailed(f"{why}; nothing is lost: continue with `etude train --resume {run.folder}`")
         if child.exit_code == 0 and child.name != "trainer":
             raise RunFailed(f"the {child.name} ended by itself; see {child.log}, continue with --resume {run.folder}")

@@ -7,3 +7,10 @@ class UserError(Exception):
     The command line prints it and exits with code 2, without a traceback. Library code raises ValueError for bad
     arguments; UserError is for conditions of the machine, the run folder or the input as a whole.
     """
+
+
+class RunFailed(Exception):
+    """A run stopped for a reason that is not the user's input (a process died); it can be resumed.
+
+    The message says what happened and how to go on. The command line prints it and exits with code 1.
+    """

@@ -44,7 +44,7 @@ class Child:
             return None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         last = self.log.read_text(errors="replace").strip().splitlines()[-1:] if self.log.exists() else []
-        return f"the {self.name} {how}" + (f" ({last[0][:300]})" if last and code > 0 else "")
+        return f"the {self.name} {how}" + (f": {last[0][:300].removeprefix('etude: ')}" if last and code > 0 else "")
 
     def stop(self, seconds: float) -> None:
         """SIGTERM, then SIGKILL after `seconds`."""

@@ -15,6 +15,7 @@ outputs/NAME/
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -51,6 +52,17 @@ def load_config(folder: Path) -> RLConfig:
     if not path.exists():
         raise UserError(f"{folder} holds no run to resume (no config.json); start it without --resume")
     return validate(RLConfig, json.loads(path.read_text()), str(path))
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Holds the run for this process. Raises UserError if another one is running it."""
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder} is being run by another process; wait for it or choose another name") from None
+        yield
 
 
 def new_attempt(folder: Path) -> Path:

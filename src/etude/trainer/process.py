@@ -11,14 +11,14 @@ point), ledger. A checkpoint without its manifest is forgotten on resume; a ledg
 from __future__ import annotations
 
 import copy
-import signal
+import math
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from etude import runfolder
+from etude import processes, runfolder
 from etude.config import RLConfig
 from etude.errors import UserError
 from etude.failpoints import visit
@@ -84,8 +84,8 @@ class Trainer:
         visit("trainer.consumed")
         return manifest
 
-    def step(self, groups: list[Group]) -> None:
-        """Trains on `groups`, commits the next version, and writes one line of metrics."""
+    def step(self, groups: list[Group], waited: float) -> None:
+        """Trains on `groups`, commits the next version, and writes one line of metrics. `waited` is in seconds."""
         started = time.time()
         batch = make_batch(groups, [self._episodes(group) for group in groups])
         loaded = time.time()
@@ -94,14 +94,19 @@ class Trainer:
         visit("trainer.stepped")
         manifest = self._commit(self.version + 1, tuple(g.id for g in groups), metrics)
         done = time.time()
-        self._report(batch, metrics, manifest, (started, loaded, trained, done))
+        self._report(batch, metrics, manifest, waited, (started, loaded, trained, done))
         self.version += 1
 
     def _episodes(self, group: Group) -> list[Episode]:
         return [decode(self.rollouts.get(key), Episode) for key in group.episodes]
 
     def _report(
-        self, batch: Batch, metrics: dict[str, float], manifest: PolicyVersion, at: tuple[float, float, float, float]
+        self,
+        batch: Batch,
+        metrics: dict[str, float],
+        manifest: PolicyVersion,
+        waited: float,
+        at: tuple[float, float, float, float],
     ) -> None:
         started, loaded, trained, done = at
         runfolder.append_json(
@@ -118,6 +123,8 @@ class Trainer:
                 "time/train": trained - loaded,
                 "time/publish": done - trained,
                 "time/step": done - started,
+                "time/wait_for_batch": waited,
+                "perf/trainer_busy": (done - started) / (done - started + waited),
             },
         )
         for state, start, end in (("train", started, trained), ("publish", trained, done)):
@@ -126,33 +133,37 @@ class Trainer:
 
 
 def run(folder: Path) -> None:
-    """Steps until the configured number of versions is published or SIGTERM asks to stop after the current step."""
-    stop = False
-
-    def request_stop(*_: object) -> None:
-        nonlocal stop
-        stop = True
-
-    signal.signal(signal.SIGTERM, request_stop)
+    """Steps until the configured number of versions is published or the minutes of training are spent."""
     trainer = Trainer(folder)
     config = trainer.config
     waiting_since = time.time()
-    while trainer.version < config.trainer.steps and not stop:
+    budget = (config.trainer.minutes or math.inf) * 60 - _spent(folder)
+    while trainer.version < config.trainer.steps:
+        if budget <= 0:
+            break
         groups = trainer.ledger.ready_groups(config.rollout.prompts, in_order=config.deterministic)
         if len(groups) < config.rollout.prompts:
             time.sleep(0.02)
             continue
         record = {"process": "trainer", "state": "wait", "start": waiting_since, "end": time.time()}
         runfolder.append_json(folder / "timeline.jsonl", record)
-        trainer.step(groups)
+        trainer.step(groups, time.time() - waiting_since)
+        budget -= time.time() - waiting_since
         waiting_since = time.time()
 
 
+def _spent(folder: Path) -> float:
+    """Seconds of training that earlier attempts of this run have used."""
+    lines = runfolder.read_jsonl(folder / "metrics.jsonl")
+    return sum(line["time/step"] + line["time/wait_for_batch"] for line in lines)
+
+
 def main() -> None:
+    processes.die_with_parent()
     try:
         run(Path(sys.argv[1]))
     except UserError as e:
-        print(f"etude trainer: {e}", file=sys.stderr)
+        print(f"etude: {e}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -1,0 +1,176 @@
+"""Stage "rl" from beginning to end: tasks, engines, evaluation, training, evaluation, report."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from etude import controller, processes, runfolder
+from etude.config import RLConfig
+from etude.controller import Run
+from etude.dashboard.live import LiveView, final_table
+from etude.dashboard.report import Report
+from etude.environments.namespace import open_sandbox
+from etude.errors import UserError
+from etude.evals.suite import EvalResult, evaluate
+from etude.harness.renderers import renderer_for
+from etude.inference.client import EngineClient
+from etude.records import Episode, encode
+from etude.rollout.ledger import Ledger
+from etude.run_report import finish_report
+from etude.store import open_store
+from etude.tasks import dataset as datasets
+from etude.tasks.build import build
+from etude.tasks.dataset import Dataset
+from etude.tasks.fetch import fetch_library
+from etude.tasks.options import BuildOptions
+from etude.weights.manifest import manifests
+
+
+def train_rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None) -> Report:
+    """Runs or resumes the stage in `folder` and writes its report. Raises UserError or RunFailed."""
+    _check_inputs(config)
+    if not resume:
+        runfolder.create(folder, config, toml)
+    with runfolder.lock(folder), LiveView(config.name, config.trainer.steps, config.trainer.minutes) as view:
+        report = asyncio.run(_train(config, folder, view))
+    view.console.print(final_table(report, folder / "report.html"))
+    return report
+
+
+def _check_inputs(config: RLConfig) -> None:
+    """Refuses what can be refused before anything is written."""
+    from etude.models.loading import check_folder
+
+    check_folder(Path(config.model.path))
+    tasks = config.tasks
+    if tasks.dataset is not None:
+        datasets.load(Path(tasks.dataset))
+    elif "==" in tasks.repository:
+        if tasks.sha256 is None:
+            raise UserError(f"tasks.repository = {tasks.repository!r} needs tasks.sha256, the digest of its sdist")
+    elif not Path(tasks.repository).is_dir():
+        raise UserError(f"tasks.repository: {tasks.repository} is not a folder; give a repository or NAME==VERSION")
+
+
+async def _train(config: RLConfig, folder: Path, view: LiveView) -> Report:
+    started = time.time()
+    logs = runfolder.new_attempt(folder)
+    with _stage(folder, view, "build tasks"):
+        dataset = await asyncio.to_thread(_dataset, config, folder, view)
+    async with _open(config, folder, dataset, logs, view) as run:
+        trainer = next(child for child in run.children if child.name == "trainer")
+        await controller.wait_for_version(run, max(0, controller.last_version(run.weights)))
+        run.ledger.recover(manifests(run.weights))
+        before = await _evaluate(run, view, "before") if config.eval.before else None
+        with _stage(folder, view, "train"):
+            await controller.rollouts(run, trainer, view.tick)
+        await controller.wait_for_version(run, controller.last_version(run.weights))
+        after = await _evaluate(run, view, "after") if config.eval.after else None
+        with _stage(folder, view, "report"):
+            return finish_report(run, before, after, seconds=time.time() - started)
+
+
+def _stage(folder: Path, view: LiveView, name: str):
+    view.stage(name)
+    return runfolder.timed(folder / "timeline.jsonl", "controller", name)
+
+
+def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
+    """The configured dataset, or one built from the repository inside the run folder."""
+    tasks = config.tasks
+    if tasks.dataset is not None:
+        return datasets.load(Path(tasks.dataset))
+    target = folder / "tasks"
+    if target.exists():
+        return datasets.load(target)
+    if "==" in tasks.repository:
+        name, _, version = tasks.repository.partition("==")
+        assert tasks.sha256 is not None
+        repository = fetch_library(name, version, tasks.sha256, folder / "library")
+    else:
+        repository = Path(tasks.repository)
+    options = BuildOptions(
+        seed=config.seed,
+        max_tasks=tasks.max_tasks,
+        kinds=tasks.kinds,
+        max_lines=tasks.max_lines,
+        heldout_fraction=tasks.heldout_fraction,
+    )
+    return build(repository, target, options, view.note)
+
+
+@asynccontextmanager
+async def _open(config: RLConfig, folder: Path, dataset: Dataset, logs: Path, view: LiveView) -> AsyncIterator[Run]:
+    """Every process of the run, started and stopped together."""
+    root = config.store or str(folder)
+    view.stage("start engines")
+    children, urls = await asyncio.to_thread(controller.start_engines, folder, config, logs)
+    try:
+        children.append(controller.start_trainer(folder, logs))
+        async with open_sandbox() as sandbox, EngineClient(urls) as client:
+            yield Run(
+                folder=folder,
+                config=config,
+                dataset=dataset,
+                ledger=Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db"),
+                weights=open_store(f"{root}/weights"),
+                rollouts=open_store(f"{root}/rollouts"),
+                sandbox=sandbox,
+                renderer=renderer_for(
+                    Path(config.model.path), None if config.model.dialect == "auto" else config.model.dialect
+                ),
+                client=client,
+                engines=urls,
+                children=children,
+            )
+    finally:
+        for child in children:
+            child.stop(10)
+
+
+async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
+    """pass@1 on the held-out tasks with the weights served now; read back if an earlier attempt measured it."""
+    path = run.folder / f"eval-{when}.json"
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=EvalResult)
+
+    def keep(episode: Episode) -> None:
+        run.rollouts.put(f"eval-{when}/{episode.task_id}-{episode.member}.msgpack", encode(episode))
+
+    with _stage(run.folder, view, f"eval {when}"):
+        result = await evaluate(
+            run.dataset,
+            run.sandbox,
+            run.client,
+            run.renderer,
+            budget=run.config.rollout.budget(),
+            sampling=run.sampling,
+            samples=run.config.eval.samples,
+            max_tasks=run.config.eval.max_tasks,
+            seed=run.config.seed,
+            concurrency=run.config.rollout.max_in_flight,
+            progress=view.evaluated,
+            on_episode=keep,
+        )
+    path.write_bytes(msgspec.json.encode(result))
+    return result
+
+
+def demo(seed: int, overrides: Sequence[str]) -> None:
+    """`etude demo`: recipes/demo.toml with a seed. An earlier demo's folder is kept under another name."""
+    from etude.train import OUTPUTS, train
+
+    folder = OUTPUTS / "demo"
+    if folder.exists():
+        with runfolder.lock(folder):
+            number = 1 + sum(1 for _ in OUTPUTS.glob("demo.*"))
+            shutil.move(folder, OUTPUTS / f"demo.{number}")
+        print(f"the earlier demo was moved to {OUTPUTS}/demo.{number}")
+    train(Path("recipes/demo.toml"), [*overrides, "--seed", str(seed)], resume=False, dry_run=False)
