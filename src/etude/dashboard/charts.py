@@ -1,0 +1,281 @@
+"""Charts as inline SVG. Only marks are SVG, stretched to the box they lie in; every text is HTML placed by percentages,
+so that a chart is as readable on a phone as on a desk, and nothing moves while the page loads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from etude.dashboard.text import compact, duration, escape
+from etude.dashboard.view import Point, Span
+from etude.evals.stats import Estimate
+
+Format = Callable[[float], str]
+_SIZE = 1000  # the side of every view box; the browser stretches it
+_BINS = 240  # columns of the timeline
+_WAITING = ("wait", "idle", "sleep", "stopped")
+
+
+@dataclass(frozen=True)
+class Series:
+    label: str
+    points: Sequence[Point]
+    color: int = 1  # 1 to 6, see static/page.css
+
+
+def line_chart(
+    title: str, note: str, series: Sequence[Series], fmt: Format = compact, log: bool = False, zero: bool = True
+) -> str:
+    """Curves over steps, and the same over minutes (the page switches). Noisy curves get a running mean on top.
+
+    `log` draws zeros at the floor; `zero` starts the axis at 0. Empty without data.
+    """
+    series = [s for s in series if s.points]
+    if not series:
+        return ""
+    values = [p.value for s in series for p in s.points]
+    log = log and max(values) > 0
+    scale = _LogScale(values) if log else _linear(values, zero)
+    last = "".join(
+        f'<span class="key"><i class="c{s.color}"></i>{escape(s.label)} <b>{fmt(s.points[-1].value)}</b></span>'
+        for s in series
+    )
+    plots = "".join(_plot(series, scale, fmt, by_minutes) for by_minutes in (False, True))
+    return (
+        f'<figure class="card chart"><figcaption><h3>{escape(title)}</h3><p class="note">{escape(note)}</p>'
+        f'<p class="keys">{last}</p></figcaption>{plots}</figure>'
+    )
+
+
+def bar_chart(title: str, note: str, bars: Sequence[tuple[str, float]], fmt: Format = compact, color: int = 1) -> str:
+    """One bar per (label, value), from zero. Empty without data."""
+    if not bars:
+        return ""
+    scale = _linear([value for _, value in bars], zero=True)
+    width = _SIZE / len(bars)
+    gap = min(0.18 * width, 12)
+    marks = "".join(
+        f'<rect x="{i * width + gap / 2:.1f}" width="{width - gap:.1f}" y="{_SIZE - scale(v):.1f}" height="{scale(v):.1f}"/>'
+        for i, (_, v) in enumerate(bars)
+    )
+    every = math.ceil(len(bars) / 8)
+    ticks = [((i + 0.5) / len(bars), label) for i, (label, _) in enumerate(bars) if i % every == 0]
+    tips = {
+        "x": [round((i + 0.5) / len(bars), 4) for i in range(len(bars))],
+        "l": [label for label, _ in bars],
+        "s": [{"n": "", "c": color, "v": [fmt(value) for _, value in bars]}],
+    }
+    body = _frame(f'<g class="f{color}">{marks}</g>', scale.ticks, fmt, ticks, "", tips)
+    return (
+        f'<figure class="card chart"><figcaption><h3>{escape(title)}</h3><p class="note">{escape(note)}</p></figcaption>'
+        f"{body}</figure>"
+    )
+
+
+def interval_chart(rows: Sequence[tuple[str, Estimate, int]], fmt: Format, zero_line: bool = False) -> str:
+    """Rows of (label, estimate, color): a dot with its 95 % interval, on one axis."""
+    edges = [edge for _, e, _ in rows for edge in (e.low, e.high)] + [0.0]
+    scale = _linear(edges, zero=False)
+    lines: list[str] = []
+    for label, estimate, color in rows:
+        low, mid, high = (scale(v) / 10 for v in (estimate.low, estimate.mean, estimate.high))
+        lines.append(
+            f'<div class="est"><span class="who">{escape(label)}</span><span class="rail">'
+            f'<i class="bar f{color}" style="left:{low:.2f}%;width:{max(high - low, 0.2):.2f}%"></i>'
+            f'<i class="dot f{color}" style="left:{mid:.2f}%"></i></span>'
+            f'<span class="fig"><b>{fmt(estimate.mean)}</b> <small>{fmt(estimate.low)} to {fmt(estimate.high)}</small></span></div>'
+        )
+    axis = "".join(f'<span style="left:{scale(t) / 10:.2f}%">{fmt(t)}</span>' for t in scale.ticks)
+    mark = f'<i class="zero" style="left:{scale(0) / 10:.2f}%"></i>' if zero_line else ""
+    return f'<div class="ests">{"".join(lines)}<div class="est axis"><span class="who"></span><span class="rail">{axis}{mark}</span><span class="fig"></span></div></div>'
+
+
+def timeline(spans: Sequence[Span], order: Sequence[str] = ()) -> str:
+    """What each process did over time: per lane, columns stacked by the share of time spent in each state."""
+    if not spans:
+        return ""
+    start, end = min(s.start for s in spans), max(s.end for s in spans)
+    length = max(end - start, 1e-9)
+    names = sorted({s.process for s in spans}, key=lambda n: (order.index(n) if n in order else len(order), n))
+    lanes = "".join(_lane(name, [s for s in spans if s.process == name], start, length) for name in names)
+    ticks = "".join(f'<span style="left:{100 * t / length:.2f}%">{duration(t)}</span>' for t in _clock_ticks(length))
+    return f'<div class="lanes">{lanes}<div class="lane axis"><span></span><span class="xs">{ticks}</span></div></div>'
+
+
+def is_waiting(state: str) -> bool:
+    return any(word in state.lower() for word in _WAITING)
+
+
+def _lane(name: str, spans: Sequence[Span], start: float, length: float) -> str:
+    seconds: dict[str, float] = {}
+    for span in spans:
+        seconds[span.state] = seconds.get(span.state, 0.0) + span.end - span.start
+    ranked = sorted(seconds, key=lambda state: (is_waiting(state), -seconds[state]))
+    working = [state for state in ranked if not is_waiting(state)]
+    color = {state: working.index(state) % 5 + 1 if state in working else 0 for state in ranked}
+    shares = _binned(spans, ranked, start, length)
+    floor = [0.0] * _BINS
+    paths: list[str] = []
+    for state in ranked:
+        path = "".join(
+            f"M{i} {1000 - 1000 * (floor[i] + share):.0f}h1V{1000 - 1000 * floor[i]:.0f}h-1z"
+            for i, share in enumerate(shares[state])
+            if share > 0.002
+        )
+        floor = [a + b for a, b in zip(floor, shares[state], strict=True)]
+        paths.append(f'<path class="f{color[state]}" d="{path}"/>')
+    busy = sum(seconds[state] for state in working) / length
+    keys = "".join(
+        f'<span class="key"><i class="c{color[s]}"></i>{escape(s)} {100 * seconds[s] / length:.0f} %</span>'
+        for s in ranked
+    )
+    tips = {
+        "x": [round((i + 0.5) / _BINS, 4) for i in range(_BINS)],
+        "l": [duration((i + 0.5) / _BINS * length) for i in range(_BINS)],
+        "s": [
+            {"n": s, "c": color[s], "v": [f"{100 * v:.0f} %" if v > 0.002 else "" for v in shares[s]]} for s in ranked
+        ],
+    }
+    return (
+        f'<div class="lane"><span class="who"><b>{escape(name)}</b><small>{100 * busy:.0f} % busy</small></span>'
+        f'<div class="area" {_data(tips)}><svg viewBox="0 0 {_BINS} 1000" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(name)} over time" shape-rendering="crispEdges">{"".join(paths)}</svg><i class="cross"></i></div>'
+        f'<p class="keys">{keys}</p></div>'
+    )
+
+
+def _binned(spans: Sequence[Span], states: Sequence[str], start: float, length: float) -> dict[str, list[float]]:
+    """Share of each column spent in each state. Overlapping spans of one process are scaled back to one."""
+    width = length / _BINS
+    shares = {state: [0.0] * _BINS for state in states}
+    for span in spans:
+        first, last = (span.start - start) / width, (span.end - start) / width
+        for i in range(max(0, int(first)), min(_BINS, math.ceil(last))):
+            shares[span.state][i] += max(0.0, min(last, i + 1) - max(first, i))
+    for i in range(_BINS):
+        total = sum(shares[state][i] for state in states)
+        if total > 1:
+            for state in states:
+                shares[state][i] /= total
+    return shares
+
+
+def _plot(series: Sequence[Series], scale: _Linear | _LogScale, fmt: Format, by_minutes: bool) -> str:
+    def at(p: Point) -> float:
+        return p.minutes if by_minutes else float(p.step)
+
+    xs = sorted({at(p) for s in series for p in s.points})
+    left = 0.0 if by_minutes else xs[0]
+    span = max(xs[-1] - left, 1e-9)
+    marks = "".join(_curve(s, [(at(p) - left) / span for p in s.points], scale) for s in series)
+    ticks = [((t - left) / span, compact(t)) for t in _nice_ticks(left, xs[-1], 5, whole=not by_minutes)]
+    longest = max(series, key=lambda s: len(s.points)).points
+    values = [{p.step: fmt(p.value) for p in s.points} for s in series]
+    tips = {
+        "x": [round((at(p) - left) / span, 4) for p in longest],
+        "l": [f"step {p.step} · {p.minutes:.1f} min" for p in longest],
+        "s": [
+            {"n": s.label, "c": s.color, "v": [v.get(p.step, "") for p in longest]}
+            for s, v in zip(series, values, strict=True)
+        ],
+    }
+    frame = _frame(marks, scale.ticks, fmt, ticks, "minutes" if by_minutes else "step", tips, scale)
+    return f'<div class="by-{"minutes" if by_minutes else "step"}">{frame}</div>'
+
+
+def _curve(series: Series, xs: Sequence[float], scale: _Linear | _LogScale) -> str:
+    ys = [scale(p.value) for p in series.points]
+    if len(ys) == 1:
+        return f'<path class="s{series.color} point" d="M{_SIZE * xs[0]:.0f} {_SIZE - ys[0]:.0f}h0"/>'
+    path = _path(xs, ys)
+    if len(ys) < 20:
+        return f'<path class="s{series.color}" d="{path}"/>'
+    reach = max(2, len(ys) // 20)
+    smooth = [sum(w := ys[max(0, i - reach) : i + reach + 1]) / len(w) for i in range(len(ys))]
+    return f'<path class="s{series.color} faint" d="{path}"/><path class="s{series.color}" d="{_path(xs, smooth)}"/>'
+
+
+def _path(xs: Sequence[float], ys: Sequence[float]) -> str:
+    return "M" + "L".join(f"{_SIZE * x:.0f} {_SIZE - y:.0f}" for x, y in zip(xs, ys, strict=True))
+
+
+def _frame(
+    marks: str,
+    y_ticks: Sequence[float],
+    fmt: Format,
+    x_ticks: Sequence[tuple[float, str]],
+    x_label: str,
+    tips: Mapping[str, object],
+    scale: _Linear | _LogScale | None = None,
+) -> str:
+    place = scale or _Linear(y_ticks[0], y_ticks[-1], y_ticks)
+    grid = "".join(f'<path class="grid" d="M0 {_SIZE - place(t):.0f}H{_SIZE}"/>' for t in y_ticks)
+    ys = "".join(f'<span style="bottom:{place(t) / 10:.2f}%">{fmt(t)}</span>' for t in y_ticks)
+    xs = "".join(f'<span style="left:{100 * x:.2f}%">{escape(label)}</span>' for x, label in x_ticks)
+    label = f"<em>{escape(x_label)}</em>" if x_label else ""
+    return (
+        f'<div class="plot"><div class="ys">{ys}</div><div class="area" {_data(tips)}>'
+        f'<svg viewBox="0 0 {_SIZE} {_SIZE}" preserveAspectRatio="none" aria-hidden="true">{grid}{marks}</svg>'
+        f'<i class="cross"></i></div><div class="xs">{xs}{label}</div></div>'
+    )
+
+
+def _data(tips: Mapping[str, object]) -> str:
+    return f'data-tips="{escape(json.dumps(tips, separators=(",", ":"), ensure_ascii=False))}"'
+
+
+class _Linear:
+    def __init__(self, low: float, high: float, ticks: Sequence[float]) -> None:
+        self.low, self.high, self.ticks = low, high, ticks
+
+    def __call__(self, value: float) -> float:
+        return _SIZE * (value - self.low) / (self.high - self.low)
+
+
+class _LogScale:
+    """Decades that hold every positive value; zero and less lie on the floor."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        positive = [v for v in values if v > 0]
+        self.low = math.floor(math.log10(min(positive)))
+        self.high = max(math.ceil(math.log10(max(positive))), self.low + 1)
+        every = math.ceil((self.high - self.low) / 5)
+        self.ticks = [10.0**e for e in range(self.low, self.high + 1, every)]
+
+    def __call__(self, value: float) -> float:
+        exponent = math.log10(value) if value > 0 else self.low
+        return _SIZE * (max(exponent, self.low) - self.low) / (self.high - self.low)
+
+
+def _linear(values: Sequence[float], zero: bool) -> _Linear:
+    low, high = min(values), max(values)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low < 1e-12:
+        low, high = (low, low + 1.0) if low >= 0 else (low, 0.0)
+    step = _nice_step((high - low) / 4)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = [round(i * step, 12) for i in range(first, last + 1)]
+    return _Linear(ticks[0], ticks[-1], ticks)
+
+
+def _nice_step(rough: float) -> float:
+    unit = 10.0 ** math.floor(math.log10(rough))
+    return unit * next(m for m in (1, 2, 2.5, 5, 10) if m * unit >= rough * 0.999)
+
+
+def _nice_ticks(low: float, high: float, count: int, whole: bool) -> list[float]:
+    """Round values inside [low, high]."""
+    if high - low < 1e-9:
+        return [low]
+    step = _nice_step((high - low) / count)
+    step = max(1.0, math.ceil(step)) if whole else step
+    return [round(i * step, 9) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _clock_ticks(length: float) -> list[float]:
+    step = next((s for s in (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600) if length / s <= 6), length / 6)
+    return [i * step for i in range(int(length / step) + 1)]

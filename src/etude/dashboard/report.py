@@ -1,0 +1,123 @@
+"""The result of a run, for machines (`report.json`) and for people (`report.html`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from etude.dashboard.page import render
+from etude.dashboard.view import RunView, load_view
+from etude.evals.stats import Estimate
+from etude.evals.suite import EvalResult, compare
+from etude.records import Record
+
+
+class Utilisation(Record):
+    """Share of the training time that the process computed, 0 to 1."""
+
+    trainer: float
+    engine: float
+
+
+class Mismatch(Record):
+    """Trainer against engine log-probabilities: means over steps of k2 and k3, and the largest difference of the run."""
+
+    k2: float
+    k3: float
+    max_abs: float
+
+
+class Report(Record):
+    """`report.json`. Shares are 0 to 1, times in seconds; what was not measured is null or empty."""
+
+    seed: int
+    seconds: float
+    pass_before: float | None  # pass@1 on the held-out tasks
+    pass_after: float | None
+    paired_diff: Estimate | None  # after minus before, 95 %, clustered by function
+    steps: int
+    episodes: dict[str, int]  # training episodes by outcome
+    versions: int
+    bytes_published: int
+    utilisation: Utilisation
+    mismatch: Mismatch
+    checks: dict[str, bool]  # at least ledger_conserved, weights_digest_served, tokens_prefix_property
+
+    name: str = ""
+    model: str = ""
+    dataset: str = ""
+    hardware: str = ""
+    stages: dict[str, float] = {}  # seconds by stage
+    pass_before_interval: Estimate | None = None
+    pass_after_interval: Estimate | None = None
+    pass_k_before: dict[int, float] = {}
+    pass_k_after: dict[int, float] = {}
+    behaviour_before: dict[str, float] = {}  # means per held-out episode
+    behaviour_after: dict[str, float] = {}
+    outcomes_before: dict[str, int] = {}  # held-out episodes by outcome
+    outcomes_after: dict[str, int] = {}
+    heldout_tasks: int = 0
+    heldout_functions: int = 0
+    samples_per_task: int = 0
+    tasks_better: int = 0
+    tasks_worse: int = 0
+
+
+def held_out(before: EvalResult | None, after: EvalResult | None) -> dict[str, Any]:
+    """The fields of `Report` that the two evaluations decide; either may have been left out."""
+    fields: dict[str, Any] = {"pass_before": None, "pass_after": None, "paired_diff": None}
+    for when, result in (("before", before), ("after", after)):
+        if result is not None:
+            fields |= {
+                f"pass_{when}": result.pass_1.mean,
+                f"pass_{when}_interval": result.pass_1,
+                f"pass_k_{when}": result.pass_k,
+                f"behaviour_{when}": result.behaviour,
+                f"outcomes_{when}": result.outcomes,
+                "heldout_tasks": len(result.tasks),
+                "heldout_functions": len({task.function for task in result.tasks}),
+                "samples_per_task": result.samples,
+            }
+    if before is not None and after is not None:
+        comparison = compare(before, after)
+        fields |= {
+            "paired_diff": comparison.difference,
+            "tasks_better": comparison.better,
+            "tasks_worse": comparison.worse,
+        }
+    return fields
+
+
+def write_report(run_dir: Path, report: Report | dict[str, Any], view: RunView | None = None) -> Path:
+    """Write `report.json` and `report.html` into the run folder; return the path of the page.
+
+    `report` may be a dictionary with the fields of `Report`. Without `view` the page shows what the folder holds, and no
+    episodes. Raises ValueError if a field is missing or has the wrong type.
+    """
+    if isinstance(report, dict):
+        report = _convert(report)
+    page = render(report, view if view is not None else load_view(run_dir))
+    (run_dir / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    path = run_dir / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def read_report(run_dir: Path) -> Report:
+    """The report of a run folder. Raises FileNotFoundError if there is none yet, ValueError if it is not one."""
+    try:
+        return msgspec.json.decode((run_dir / "report.json").read_bytes(), type=Report)
+    except msgspec.MsgspecError as e:
+        raise ValueError(f"{run_dir / 'report.json'} is not a report: {e}") from None
+
+
+def _convert(fields: dict[str, Any]) -> Report:
+    unknown = sorted(set(fields) - set(Report.__struct_fields__))
+    if unknown:
+        raise ValueError(f"a report has no field {unknown[0]}")
+    try:
+        return msgspec.convert(msgspec.to_builtins(fields), Report)
+    except msgspec.MsgspecError as e:
+        raise ValueError(f"not a report: {e}") from None

@@ -1,0 +1,140 @@
+"""What the page shows of one run, read from its folder once and frozen."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.errors import UserError
+from etude.records import Episode
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Span:
+    """One process was in one state from `start` to `end` (seconds; any origin that the whole file shares)."""
+
+    process: str
+    state: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class ShownEpisode:
+    """An episode picked for reading.
+
+    `token_texts` holds one text per token over all segments in order; `advantage` is one figure for the episode or one
+    per token in the same order; None leaves the tokens untinted. `stage` groups episodes: "before", "training", "after".
+    """
+
+    title: str
+    episode: Episode
+    advantage: float | Sequence[float] | None
+    token_texts: Sequence[str]
+    stage: str = ""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A metric at one trainer step; `minutes` since the first step began."""
+
+    step: int
+    minutes: float
+    value: float
+
+
+@dataclass(frozen=True)
+class RunView:
+    steps: tuple[Mapping[str, Any], ...] = ()  # lines of metrics.jsonl
+    timeline: tuple[Span, ...] = ()
+    episodes: tuple[ShownEpisode, ...] = ()
+
+    def series(self, name: str) -> list[Point]:
+        """The finite values of a metric in step order; steps that lack it are left out."""
+        if not self.steps:
+            return []
+        origin = float(self.steps[0]["time"]) - float(self.steps[0].get("time/step", 0.0))
+        return [
+            Point(int(step["step"]), (float(step["time"]) - origin) / 60, float(step[name]))
+            for step in self.steps
+            if _is_number(step.get(name))
+        ]
+
+    def histogram(self, name: str) -> dict[int, int]:
+        """Sum over the steps of a metric whose value is {integer: count}."""
+        total: dict[int, int] = {}
+        for step in self.steps:
+            for key, count in (step.get(name) or {}).items():
+                total[int(key)] = total.get(int(key), 0) + int(count)
+        return dict(sorted(total.items()))
+
+
+def load_view(run_dir: Path, episodes: Sequence[ShownEpisode] = ()) -> RunView:
+    """The view of a run folder. Missing files read as empty, so a run that ended early still has a page.
+
+    Raises UserError if a file holds something else than its format.
+    """
+    steps = _read_lines(run_dir / "metrics.jsonl", ("step", "time"))
+    spans = _read_lines(run_dir / "timeline.jsonl", ("process", "state", "start", "end"))
+    return RunView(
+        steps=tuple(sorted(steps, key=lambda line: line["step"])),
+        timeline=tuple(Span(str(s["process"]), str(s["state"]), float(s["start"]), float(s["end"])) for s in spans),
+        episodes=tuple(episodes),
+    )
+
+
+def show(
+    title: str,
+    episode: Episode,
+    tokenizer: Tokenizer,
+    advantage: float | Sequence[float] | None = None,
+    stage: str = "",
+) -> ShownEpisode:
+    """An episode with the text of each of its tokens."""
+    ids = [int(i) for segment in episode.segments for i in segment.arrays()[0]]
+    return ShownEpisode(title, episode, advantage, token_texts(tokenizer, ids), stage)
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text each token adds. A character split over tokens shows on its last token; the others are empty."""
+    texts: list[str] = []
+    start = 0  # first token of the character being put together
+    for position in range(len(ids)):
+        text = tokenizer.decode(list(ids[start : position + 1]), skip_special_tokens=False)
+        # four bytes make the longest UTF-8 character; what is still broken then is broken for good
+        complete = not text.endswith("\ufffd") or position - start >= 3
+        texts.append(text if complete else "")
+        start = position + 1 if complete else start
+    if start < len(ids):
+        texts[-1] = tokenizer.decode(list(ids[start:]), skip_special_tokens=False)
+    return texts
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _read_lines(path: Path, keys: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The objects of a JSON lines file. The last line may be cut short: its writer may have been killed."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    objects: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines):
+                break
+            raise UserError(f"{path}, line {number}: not JSON; the run folder is damaged") from None
+        if not isinstance(value, dict) or any(key not in value for key in keys):
+            raise UserError(f"{path}, line {number}: not an object with {', '.join(keys)}; the run folder is damaged")
+        objects.append(value)
+    return objects
