@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from etude import controller, processes, runfolder
+from etude import controller, runfolder
 from etude.config import RLConfig
 from etude.controller import Run
 from etude.dashboard.live import LiveView, final_table
