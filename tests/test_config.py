@@ -1,0 +1,52 @@
+import pytest
+
+from etude.config import RLConfig, read_toml, validate
+from etude.errors import UserError
+
+
+@pytest.fixture
+def toml(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('name = "x"\n[tasks]\nrepository = "repo"\n[trainer]\nlr = 1e-3\n')
+    return path
+
+
+def test_defaults_lie_below_the_file_and_the_file_below_the_command_line(toml):
+    data = read_toml(toml, ["--trainer.lr", "2e-3", "--rollout.group=4", "--model.path", "some/where"])
+    config = validate(RLConfig, data, "run.toml")
+    assert (config.trainer.lr, config.rollout.group, config.rollout.prompts) == (2e-3, 4, 16)
+    assert config.model.path == "some/where"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["--rollout.gruop", "4"], "unknown key rollout.gruop"),
+        (["--rollout.group", "1"], "rollout.group: Input should be greater than or equal to 2"),
+        (["--rollout.group", "many"], "rollout.group: Input should be a valid integer"),
+        (["--name", '"../x"'], "name: String should match pattern"),
+        (["--deterministic", "true"], "needs rollout.staleness = 0"),
+        (["--name.x", "1"], "name is a value, not a table"),
+        (["--trainer.lr"], "--trainer.lr needs a value"),
+        (["lr"], "unexpected argument 'lr'"),
+    ],
+)
+def test_bad_input_is_one_sentence(toml, overrides, sentence):
+    with pytest.raises(UserError) as error:
+        validate(RLConfig, read_toml(toml, overrides), "run.toml")
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_and_broken_files_are_named(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        read_toml(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("a = [")
+    with pytest.raises(UserError, match="cannot be read as TOML"):
+        read_toml(broken)
+
+
+def test_the_resolved_configuration_survives_json(toml):
+    config = validate(RLConfig, read_toml(toml), "run.toml")
+    assert RLConfig.model_validate_json(config.model_dump_json()) == config
