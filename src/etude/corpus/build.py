@@ -1,0 +1,226 @@
+"""From pinned sources to packed training rows for the mid-training and supervised stages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from etude.corpus import dialect, fim, packing
+from etude.corpus.dedup import contamination, exact, near
+from etude.corpus.dialect import IDS, Document, Piece, special
+from etude.corpus.episodes import break_function, episode, inferable
+from etude.corpus.filters import Function, functions, keep_file, keep_function
+from etude.corpus.sources import Source, collect, fetch, files, provenance
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Functions to train on and functions to evaluate on, with a report of what was kept and why (JSON-ready)."""
+
+    train: tuple[Function, ...]
+    evaluation: tuple[Function, ...]
+    report: dict[str, object]
+
+
+def extract(source: Source, *, allow_tests: bool = False) -> list[Function]:
+    """Every function of a source that passes the filters."""
+    kept = (file for file in files(source) if keep_file(file, allow_tests=allow_tests))
+    return [function for file in kept for function in functions(file) if keep_function(function)]
+
+
+def build_corpus(
+    packages: Sequence[str],
+    held_out: Sequence[str],
+    evaluation: Sequence[str],
+    cache: Path,
+    *,
+    standard: bool,
+    allow_tests: bool,
+    per_package: int,
+    seed: int,
+) -> Corpus:
+    """Fetch, filter and deduplicate the functions; drop whatever overlaps the held-out and evaluation packages.
+
+    The result is cached by its arguments below `cache`. Raises ValueError when a package is both trained on and
+    held out.
+    """
+    name = {requirement.split("==")[0].lower().replace("-", "_") for requirement in packages}
+    clash = name & {requirement.split("==")[0].lower().replace("-", "_") for requirement in [*held_out, *evaluation]}
+    if clash:
+        raise ValueError(
+            f"{', '.join(sorted(clash))} is both trained on and held out; remove it from [corpus] packages"
+        )
+    key = json.dumps([list(packages), list(held_out), list(evaluation), standard, allow_tests, per_package, seed])
+    path = cache / f"functions-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.json"
+    if path.is_file():
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        train, tested = (tuple(Function(**row) for row in stored[part]) for part in ("train", "evaluation"))
+        return Corpus(train, tested, stored["report"])
+    sources = collect(packages, cache, standard=standard)
+    rng = random.Random(seed)
+    found: list[Function] = []
+    counts: dict[str, int] = {}
+    for source in sources:
+        every = exact(extract(source, allow_tests=allow_tests), lambda f: f.source)
+        rng.shuffle(every)
+        counts[source.name] = min(len(every), per_package)
+        found += every[:per_package]
+    unique = near(exact(found, lambda f: f.source), lambda f: f.source)
+    tested: list[Function] = []
+    excluded: dict[str, object] = {}
+    flagged: set[int] = set()
+    for requirement in dict.fromkeys([*held_out, *evaluation]):
+        source = fetch(requirement, cache)
+        result = contamination((f.source for f in unique), (file.text for file in files(source)))
+        flagged |= set(result.flagged)
+        excluded[requirement] = {
+            "overlapping": result.overlapping,
+            "worst": result.worst,
+            "dropped": len(result.flagged),
+        }
+        if requirement in evaluation:
+            tested += exact(extract(source), lambda f: f.source)
+    kept = [function for index, function in enumerate(unique) if index not in flagged]
+    for requirement in excluded:
+        source = fetch(requirement, cache)
+        after = contamination((f.source for f in kept), (file.text for file in files(source)))
+        excluded[requirement] |= {"worst_after": after.worst, "overlapping_after": after.overlapping}  # type: ignore[operator]
+    report: dict[str, object] = {
+        "functions": {"extracted": len(found), "unique": len(unique), "kept": len(kept), "evaluation": len(tested)},
+        "per_source": counts,
+        "held_out": excluded,
+        "sources": json.loads(provenance(sources)),
+    }
+    cache.mkdir(parents=True, exist_ok=True)
+    stored = {"train": [asdict(f) for f in kept], "evaluation": [asdict(f) for f in tested], "report": report}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(stored), encoding="utf-8")
+    partial.rename(path)
+    return Corpus(tuple(kept), tuple(tested), report)
+
+
+def tokenizer_texts(train: Sequence[Function], rng: random.Random) -> Iterator[str]:
+    """The text the tokenizer is trained on: prompts and functions, in the proportions the model will read them."""
+    for function in train:
+        yield dialect.prompt(function.name, function.path, function.source if rng.random() < 0.7 else function.document)
+    # The fixed words of the dialect, often enough to become tokens whole.
+    words = ("edit", "test", "finish", "undo", "read", "list", "grep", "run", "ok", "passed", "undone", "failed")
+    results = ("ok\npassed", "undone\nok\npassed", "error: no match", "AssertionError", "TypeError", "doctest")
+    for _ in range(max(1, len(train) // 10)):
+        yield from words
+        yield from results
+
+
+def code_documents(train: Sequence[Function], rng: random.Random) -> Iterator[Document]:
+    """One to four neighbouring functions of a file under a `<|file|>` header, the docstring cut to a line or gone."""
+    by_file: dict[tuple[str, str], list[Function]] = {}
+    for function in train:
+        by_file.setdefault((function.package, function.path), []).append(function)
+    groups: list[tuple[str, list[Function]]] = []
+    for (_, path), members in by_file.items():
+        at = 0
+        while at < len(members):
+            size = rng.randint(1, 4)
+            groups.append((path, members[at : at + size]))
+            at += size
+    rng.shuffle(groups)
+    for path, members in groups:
+        body = "\n\n\n".join(f.document if rng.random() < 0.5 else f.source for f in members)
+        yield special("<|file|>"), Piece(f"{path}\n{body}\n")
+
+
+def fim_documents(train: Sequence[Function], rng: random.Random) -> Iterator[Document]:
+    """One fill-in-the-middle example per function, in random order."""
+    for function in rng.sample(train, len(train)):
+        prefix, middle, suffix = fim.split(function.source, rng)
+        yield (
+            special("<|fim_prefix|>"), Piece(prefix), special("<|fim_suffix|>"), Piece(suffix),
+            special("<|fim_middle|>"), Piece(middle),
+        )  # fmt: skip
+
+
+def repair_documents(train: Sequence[Function], shapes: dict[str, float], rng: random.Random) -> Iterator[Document]:
+    """Endless repair episodes in the given shares of shapes, each over a fresh mutation; every function in turn."""
+    names, weights = list(shapes), list(shapes.values())
+    while True:
+        made = False
+        for function in rng.sample(train, len(train)):
+            broken = break_function(function, rng)
+            # A repair that needs a name seen nowhere in the function teaches guessing; keep only some of these.
+            if broken is not None and not inferable(broken) and rng.random() < 0.65:
+                continue
+            document = episode(broken, rng.choices(names, weights)[0], rng) if broken else None
+            if document is not None:
+                made = True
+                yield document
+        if not made:
+            raise ValueError("no function of the corpus can be mutated; give the corpus more code")
+
+
+def take(
+    documents: Iterable[Document], tokenizer: Tokenizer, tokens: int, max_length: int | None
+) -> list[packing.Encoded]:
+    """Encoded documents until their tokens reach `tokens`; longer ones than `max_length` are left out."""
+    out: list[packing.Encoded] = []
+    total = 0
+    chunk: list[Document] = []
+
+    def flush() -> None:
+        nonlocal total
+        for ids, mask in dialect.encode(tokenizer, chunk):
+            if total < tokens and (max_length is None or len(ids) <= max_length):
+                out.append((ids, mask))
+                total += len(ids)
+        chunk.clear()
+
+    for document in documents:
+        chunk.append(document)
+        if len(chunk) == 1000:
+            flush()
+            if total >= tokens:
+                return out
+    flush()
+    return out
+
+
+def midtrain_rows(
+    train: Sequence[Function], tokenizer: Tokenizer, mix: dict[str, float], tokens: int, length: int, seed: int
+) -> tuple[packing.Rows, dict[str, int]]:
+    """Rows of about `tokens` tokens in the shares of `mix` (code, fim, repair), all labelled; and tokens per part.
+
+    Repair episodes hold no wrong edits here, because every token is learned.
+    """
+    rng = random.Random(seed)
+    repairs = repair_documents(train, {"blind": 0.5, "tested": 0.5}, rng)
+    streams: dict[str, Iterable[Document]] = {
+        "code": code_documents(train, rng),
+        "fim": fim_documents(train, rng),
+        "repair": (dialect.label_all(document) for document in repairs),
+    }
+    encoded: list[packing.Encoded] = []
+    counts: dict[str, int] = {}
+    for part, stream in streams.items():
+        some = take(stream, tokenizer, int(mix[part] * tokens), length if part == "repair" else None)
+        counts[part] = sum(len(ids) for ids, _ in some)
+        encoded += some
+    rows = packing.pack(encoded, length, pad=IDS["<|pad|>"], separator=IDS["<|endoftext|>"], label_separator=True)
+    return packing.shuffled(rows, seed), counts
+
+
+def sft_rows(
+    train: Sequence[Function], tokenizer: Tokenizer, shapes: dict[str, float], tokens: int, length: int, seed: int
+) -> packing.Rows:
+    """Rows of about `tokens` tokens of repair episodes; only what the assistant says is labelled."""
+    stream = repair_documents(train, shapes, random.Random(seed))
+    encoded = take(stream, tokenizer, tokens, length)
+    rows = packing.pack(encoded, length, pad=IDS["<|pad|>"], separator=IDS["<|endoftext|>"], label_separator=False)
+    return packing.shuffled(rows, seed)

@@ -1,0 +1,97 @@
+"""The compact tool dialect of the nano model, as training text.
+
+    <|user|>Fix `name` in path\n{function}<|end|><|assistant|><|call|>edit<|arg|>{old}<|arg|>{new}<|call|>test<|end|>
+    <|tool|>{result}\n{result}<|end|><|assistant|><|call|>finish<|end|>
+
+(without line breaks between messages). A piece of text is never parsed for special tokens: these are separate pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer
+
+SPECIALS: tuple[str, ...] = (
+    "<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<|call|>", "<|arg|>",
+    "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file|>", *(f"<|reserved_{i}|>" for i in range(19)),
+)  # fmt: skip
+IDS = {token: index for index, token in enumerate(SPECIALS)}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Plain text, or one special token when `special`; `labelled` pieces are trained on."""
+
+    text: str
+    labelled: bool = True
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """One tool call; a call that is not `labelled` is seen as context only (a wrong attempt)."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    labelled: bool = True
+
+
+Document = tuple[Piece, ...]
+
+
+def special(token: str, labelled: bool = True) -> Piece:
+    return Piece(token, labelled, special=True)
+
+
+def message(role: str, content: str) -> Document:
+    """A system, user or tool message: context, so never labelled."""
+    return special(f"<|{role}|>", False), Piece(content, False), special("<|end|>", False)
+
+
+def turn(calls: Sequence[Call]) -> Document:
+    """An assistant turn; the role token is part of the prompt, the closing <|end|> is what the model must say."""
+    pieces = [special("<|assistant|>", False)]
+    for call in calls:
+        pieces += [special("<|call|>", call.labelled), Piece(call.name, call.labelled)]
+        for argument in call.arguments:
+            pieces += [special("<|arg|>", call.labelled), Piece(argument, call.labelled)]
+    return (*pieces, special("<|end|>"))
+
+
+def prompt(name: str, path: str, source: str) -> str:
+    """The user's message: what to fix, and the function as it stands."""
+    return f"Fix `{name}` in {path}\n{source}"
+
+
+def label_all(document: Document) -> Document:
+    """The same document with every piece labelled, as mid-training reads it."""
+    return tuple(Piece(p.text, True, p.special) for p in document)
+
+
+def text(document: Document) -> str:
+    """The document as one string, specials spelled out."""
+    return "".join(p.text for p in document)
+
+
+def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Token ids (uint16) and label mask (uint8), each of shape [T], for every document.
+
+    Text that happens to spell a special token becomes ordinary tokens (`encode_special_tokens`), so source code cannot
+    forge a role or a call.
+    """
+    plain = [p.text for d in documents for p in d if not p.special]
+    tokenizer.encode_special_tokens = True
+    encoded = iter(tokenizer.encode_batch(plain, add_special_tokens=False))
+    out = []
+    for document in documents:
+        ids: list[int] = []
+        mask: list[int] = []
+        for piece in document:
+            new = [IDS[piece.text]] if piece.special else next(encoded).ids
+            ids += new
+            mask += [int(piece.labelled)] * len(new)
+        out.append((np.array(ids, dtype=np.uint16), np.array(mask, dtype=np.uint8)))
+    return out

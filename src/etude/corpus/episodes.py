@@ -1,0 +1,203 @@
+"""Repair episodes: a broken function, and the search-and-replace edit that restores it, told in the dialect."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import random
+import re
+from dataclasses import dataclass
+
+from etude.corpus.dialect import Call, Document, message, prompt, turn
+from etude.corpus.filters import Function
+from etude.corpus.mutations import mutate
+
+MAX_EDIT_LINES = 6
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace the only occurrence of `old` by `new`; both are whole lines without the last newline."""
+
+    old: str
+    new: str
+
+    def apply(self, source: str) -> str:
+        """The edited text. Raises ValueError unless `old` occurs exactly once."""
+        count = source.count(self.old) if self.old else 0
+        if count != 1:
+            raise ValueError("no match" if count == 0 else f"{count} matches")
+        return source.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A function with one mutation: `source` is what the agent sees, `edit` restores the original."""
+
+    function: Function
+    operator: str
+    path: str
+    source: str
+    edit: Edit
+
+
+def edit_between(before: str, after: str) -> Edit:
+    """The smallest whole-line edit that turns `before` into `after`, grown to neighbours until it is unique.
+
+    Raises ValueError when the texts are equal.
+    """
+    if before == after:
+        raise ValueError("the two texts are equal; there is nothing to edit")
+    a, b = before.split("\n"), after.split("\n")
+    head = 0
+    while head < min(len(a), len(b)) and a[head] == b[head]:
+        head += 1
+    tail = 0
+    while tail < min(len(a), len(b)) - head and a[-1 - tail] == b[-1 - tail]:
+        tail += 1
+    start, end_a, end_b = head, len(a) - tail, len(b) - tail
+    grow_down = True
+    while True:
+        old, new = "\n".join(a[start:end_a]), "\n".join(b[start:end_b])
+        # An empty side would leave an empty line behind; blank lines alone are never unique enough to aim at.
+        if old.strip() and end_b > start and before.count(old) == 1:
+            return Edit(old, new)
+        if start > 0 and (not grow_down or end_a == len(a)):
+            start -= 1
+        elif end_a < len(a):
+            end_a, end_b = end_a + 1, end_b + 1
+        else:
+            return Edit(before, after)
+        grow_down = not grow_down
+
+
+def break_function(function: Function, rng: random.Random) -> Broken | None:
+    """One random mutation of a function, or None when none applies or its repair is longer than six lines."""
+    mutation = mutate(function.source, rng)
+    if mutation is None:
+        return None
+    source = mutation.apply(function.source)
+    edit = edit_between(source, function.source)
+    if max(edit.old.count("\n"), edit.new.count("\n")) >= MAX_EDIT_LINES:
+        return None
+    path = f"src/{function.path}" if rng.random() < 0.5 else function.path
+    return Broken(function, mutation.operator, path, source, edit)
+
+
+def inferable(broken: Broken) -> bool:
+    """Whether every name of the repair occurs in the broken function, or is a keyword or builtin."""
+    names = set(_NAME.findall(broken.edit.new)) - set(_NAME.findall(broken.source))
+    return all(keyword.iskeyword(name) or hasattr(builtins, name) for name in names)
+
+
+def wrong_edit(broken: Broken, rng: random.Random) -> Edit | None:
+    """A plausible edit that does not repair: another one-line mutation of the broken function; None if none applies."""
+    mutation = mutate(broken.source, rng, single_line=True)
+    if mutation is None:
+        return None
+    after = mutation.apply(broken.source)
+    if after == broken.function.source:
+        return None
+    edit = edit_between(broken.source, after)
+    return edit if edit.old.count("\n") < 3 else None
+
+
+def failure(name: str, rng: random.Random) -> str:
+    """A test result line such as a failing run would print; its words are context, never something to learn."""
+    test = rng.choice((f"test_{name}", f"test_{name}", f"doctest:{name}", f"test_{name}[case{rng.randrange(9)}]"))
+    kind = rng.random()
+    if kind < 0.6:
+        detail = f"AssertionError: assert {_value(rng)} == {_value(rng)}"
+    elif kind < 0.7:
+        detail = f"expected {_value(rng)}, got {_value(rng)}"
+    else:
+        detail = rng.choice(_ERRORS).format(name=name, word=rng.choice(_WORDS), index=rng.randrange(4))
+    return f"failed: {test}: {detail}"[:100]
+
+
+_WORDS = ("a", "b", "key", "value", "x", "item", "name", "result", "items", "obj", "count")
+_ERRORS = (
+    "TypeError: 'NoneType' object is not iterable",
+    "TypeError: 'NoneType' object is not subscriptable",
+    "TypeError: 'int' object is not callable",
+    "TypeError: 'bool' object is not iterable",
+    "TypeError: {name}() missing 1 required positional argument: '{word}'",
+    "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
+    "TypeError: '<' not supported between instances of 'str' and 'int'",
+    "AttributeError: 'list' object has no attribute '{word}'",
+    "AttributeError: 'NoneType' object has no attribute '{word}'",
+    "KeyError: '{word}'",
+    "IndexError: list index out of range",
+    "NameError: name '{word}' is not defined",
+    "UnboundLocalError: cannot access local variable '{word}' where it is not associated with a value",
+    "ValueError: not enough values to unpack (expected 2, got {index})",
+    "ZeroDivisionError: division by zero",
+    "RecursionError: maximum recursion depth exceeded",
+    "AssertionError: assert None == {index}",
+)
+
+
+def _value(rng: random.Random, depth: int = 0) -> str:
+    kind = rng.randrange(8 if depth < 2 else 5)
+    if kind == 0:
+        return rng.choice(("None", "True", "False", "''", "[]", "{}"))
+    if kind <= 2:
+        return str(rng.choice((0, 1, 2, 3, 4, 5, 10, 42, -1, 1.5)))
+    if kind <= 4:
+        return repr(rng.choice(_WORDS))
+    if kind == 7:
+        return "{" + ", ".join(f"{rng.choice(_WORDS)!r}: {_value(rng, 2)}" for _ in range(rng.randint(1, 3))) + "}"
+    return "[" + ", ".join(_value(rng, depth + 1) for _ in range(rng.randint(1, 4))) + "]"
+
+
+def _near_miss(edit: Edit, rng: random.Random) -> Edit:
+    """The right idea aimed at text that is not there: one character of `old` is missing."""
+    place = rng.randrange(len(edit.old))
+    return Edit(edit.old[:place] + edit.old[place + 1 :], edit.new)
+
+
+SHAPES = ("blind", "tested", "recovers", "no_match", "gives_up")
+
+
+def episode(broken: Broken, shape: str, rng: random.Random) -> Document | None:
+    """One whole episode of the given shape; None when no wrong attempt could be made for it.
+
+    blind: edit and finish without a test. tested: edit, test, finish. recovers: one or two wrong edits, each tested and
+    undone, then the right one. no_match: an edit that misses its text, then the right one. gives_up: a wrong edit,
+    tested, then finish. Wrong edits are not labelled.
+    """
+    call = Call("edit", (broken.edit.old, broken.edit.new))
+    test, undo, finish = Call("test"), Call("undo"), Call("finish")
+    opening = message("user", prompt(broken.function.name, broken.path, broken.source))
+    end = turn([finish])
+    if shape == "blind":
+        if rng.random() < 0.5:
+            return opening + turn([call, finish])
+        return opening + turn([call]) + message("tool", "ok") + end
+    if shape == "tested":
+        return opening + turn([call, test]) + message("tool", "ok\npassed") + end
+    name = broken.function.name
+    passed = message("tool", "ok\npassed") + end
+    if shape == "no_match":
+        miss = _near_miss(broken.edit, rng)
+        if miss.old in broken.source:
+            return None
+        wrong = Call("edit", (miss.old, miss.new), labelled=False)
+        failed = message("tool", f"error: no match\n{failure(name, rng)}")
+        return opening + turn([wrong, test]) + failed + turn([call, test]) + passed
+    attempts = 2 if shape == "recovers" and rng.random() < 0.25 else 1
+    document = opening
+    for index in range(attempts):
+        edit = wrong_edit(broken, rng)
+        if edit is None:
+            return None
+        wrong = Call("edit", (edit.old, edit.new), labelled=False)
+        result = "ok" if index == 0 else "undone\nok"
+        document += turn([wrong, test] if index == 0 else [undo, wrong, test])
+        document += message("tool", f"{result}\n{failure(name, rng)}")
+    if shape == "gives_up":
+        return document + end
+    if shape != "recovers":
+        raise ValueError(f"unknown episode shape {shape!r}; known: {', '.join(SHAPES)}")
+    return document + turn([undo, call, test]) + message("tool", "undone\nok\npassed") + end

@@ -1,0 +1,83 @@
+"""Rows of fixed length from documents of any length, best fit first, so that short documents are never cut."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+Encoded = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed training rows: `ids` uint16 [R, T], and `mask` uint8 [R, T] with 1 where the token is a target."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        return int(self.ids.size)
+
+    @property
+    def labelled(self) -> int:
+        return int(self.mask.sum())
+
+
+def pack(documents: Sequence[Encoded], length: int, *, pad: int, separator: int, label_separator: bool) -> Rows:
+    """Pack documents into rows of `length` tokens, each document followed by the separator when there is room.
+
+    Longest first into the fullest row that still has room. A document longer than a row is cut into rows. The order of
+    rows is that of their first document's length; shuffle before training. Raises ValueError when there is nothing.
+    """
+    if not documents:
+        raise ValueError("there are no documents to pack")
+    cut: list[Encoded] = []
+    for ids, mask in documents:
+        end_ids, end_mask = np.append(ids, separator), np.append(mask, int(label_separator))
+        if len(ids) == length:  # fits without its separator
+            end_ids, end_mask = ids, mask
+        cut += [(end_ids[i : i + length], end_mask[i : i + length]) for i in range(0, len(end_ids), length)]
+    order = sorted(range(len(cut)), key=lambda i: -len(cut[i][0]))
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    rows: list[list[int]] = []
+    for index in order:
+        size = len(cut[index][0])
+        place = bisect.bisect_left(room, (size, -1))
+        if place == len(room):
+            rows.append([index])
+            bisect.insort(room, (length - size, len(rows) - 1))
+        else:
+            free, row = room.pop(place)
+            rows[row].append(index)
+            bisect.insort(room, (free - size, row))
+    ids_RT = np.full((len(rows), length), pad, dtype=np.uint16)
+    mask_RT = np.zeros((len(rows), length), dtype=np.uint8)
+    for row, members in enumerate(rows):
+        at = 0
+        for index in members:
+            ids, mask = cut[index]
+            ids_RT[row, at : at + len(ids)] = ids
+            mask_RT[row, at : at + len(ids)] = mask
+            at += len(ids)
+    return Rows(ids_RT, mask_RT)
+
+
+def shuffled(rows: Rows, seed: int) -> Rows:
+    """The same rows in a random order."""
+    order = np.random.default_rng(seed).permutation(len(rows.ids))
+    return Rows(rows.ids[order], rows.mask[order])
+
+
+def save(rows: Rows, path: Path) -> None:
+    save_file({"ids": rows.ids, "mask": rows.mask}, str(path))
+
+
+def load(path: Path) -> Rows:
+    tensors = load_file(str(path))
+    return Rows(tensors["ids"], tensors["mask"])

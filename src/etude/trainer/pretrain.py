@@ -1,0 +1,407 @@
+"""Mid-training and supervised fine-tuning of a small mixture-of-experts model on a CPU.
+
+Both stages are one loop over packed rows of fixed shape, so that the compiled step is compiled once. Weights and
+gradients are bfloat16; AdamW (Loshchilov & Hutter 2019) keeps float32 master weights and copies them down after each
+step, because updates smaller than a bfloat16 rounding step would otherwise be lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from etude.corpus import build, packing
+from etude.corpus import tokenizer as bpe
+from etude.corpus.dialect import IDS
+from etude.trainer.pretrain_config import CorpusConfig, MidtrainConfig, ModelConfig, OptimConfig, SftConfig, load
+
+log = logging.getLogger(__name__)
+
+
+def new_model(config: ModelConfig, seed: int) -> PreTrainedModel:
+    """A freshly initialised Qwen3-MoE in bfloat16 with tied embeddings."""
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            moe_intermediate_size=config.expert_size,
+            num_experts=config.experts,
+            num_experts_per_tok=config.experts_per_token,
+            decoder_sparse_step=config.sparse_step,
+            norm_topk_prob=True,
+            tie_word_embeddings=True,
+            max_position_embeddings=config.max_positions,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            eos_token_id=IDS["<|end|>"],
+            pad_token_id=IDS["<|pad|>"],
+        )
+    )
+    return model.to(torch.bfloat16)
+
+
+def loss_function(model: PreTrainedModel) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A function (ids_BT, index_K, targets_K, weights_K) -> (token loss, router balance, expert load [L, E]).
+
+    Logits are computed only at the flat positions `index_K`, which are those that predict a labelled token; `weights_K`
+    is 0 on padding. The balance term is Switch Transformers' (Fedus et al. 2021): E times the dot product of the share
+    of tokens an expert gets and its mean router probability, averaged over sparse layers.
+    """
+    sparse = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    experts, top_k = model.config.num_experts, model.config.num_experts_per_tok
+    caught: list[torch.Tensor] = []
+    for gate in sparse:
+        gate.register_forward_hook(lambda _module, _args, output: caught.append(output[0]))
+
+    def compute(
+        ids_BT: torch.Tensor, index_K: torch.Tensor, targets_K: torch.Tensor, weights_K: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        caught.clear()
+        hidden_BTD = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
+        logits_KV = model.lm_head(hidden_BTD.flatten(0, 1)[index_K])
+        losses_K = F.cross_entropy(logits_KV.float(), targets_K, reduction="none")
+        loss = (losses_K * weights_K).sum() / weights_K.sum().clamp_min(1)
+        if not caught:
+            return loss, loss.new_zeros(()), loss.new_zeros((0, 0))
+        balances, loads = [], []
+        for router_TE in caught:
+            chosen_TK = router_TE.detach().topk(top_k, dim=-1).indices
+            load_E = F.one_hot(chosen_TK, experts).float().mean(dim=(0, 1))
+            balances.append(experts * (load_E * router_TE.float().softmax(-1).mean(0)).sum())
+            loads.append(load_E)
+        return loss, torch.stack(balances).mean(), torch.stack(loads)
+
+    return compute
+
+
+class MasterAdamW:
+    """AdamW over float32 master copies of bfloat16 parameters. Matrices decay, vectors (norms) do not."""
+
+    def __init__(self, model: PreTrainedModel, config: OptimConfig) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]
+        self.params = [p for _, p in named]
+        self.masters = [p.detach().float().clone() for p in self.params]
+        self.first = [torch.zeros_like(m) for m in self.masters]
+        self.second = [torch.zeros_like(m) for m in self.masters]
+        self.decays = [config.weight_decay if p.ndim > 1 else 0.0 for p in self.params]
+        self.config = config
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, lr: float) -> float:
+        """One update from the parameters' gradients, which are freed; returns the gradient norm before clipping."""
+        grads = [p.grad.float() for p in self.params]  # type: ignore[union-attr]
+        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))))
+        torch._foreach_mul_(grads, min(1.0, self.config.clip / (norm + 1e-6)))
+        self.steps += 1
+        beta1, beta2 = self.config.betas
+        torch._foreach_lerp_(self.first, grads, 1 - beta1)
+        torch._foreach_mul_(self.second, beta2)
+        torch._foreach_addcmul_(self.second, grads, grads, 1 - beta2)
+        scale = torch._foreach_div(self.second, 1 - beta2**self.steps)
+        torch._foreach_sqrt_(scale)
+        torch._foreach_add_(scale, 1e-8)
+        torch._foreach_mul_(self.masters, [1 - lr * decay for decay in self.decays])
+        torch._foreach_addcdiv_(self.masters, self.first, scale, -lr / (1 - beta1**self.steps))
+        for param, master in zip(self.params, self.masters, strict=True):
+            param.copy_(master)
+            param.grad = None
+        return norm
+
+    def state(self) -> dict[str, torch.Tensor]:
+        parts = {"master": self.masters, "first": self.first, "second": self.second}
+        return {f"{part}.{n}": t for part, ts in parts.items() for n, t in zip(self.names, ts, strict=True)}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, torch.Tensor], steps: int) -> None:
+        for key, tensor in self.state().items():
+            tensor.copy_(state[key])
+        for param, master in zip(self.params, self.masters, strict=True):
+            param.copy_(master)
+        self.steps = steps
+
+
+def learning_rate(config: OptimConfig, progress: float) -> float:
+    """Warm-up, plateau, linear decay to zero; `progress` in [0, 1]."""
+    rise = min(1.0, progress / config.warmup) if config.warmup > 0 else 1.0
+    fall = min(1.0, max(0.0, 1.0 - progress) / config.decay)
+    # The first step has progress 0 and would otherwise be wasted.
+    return config.lr * min(max(rise, 0.02), fall)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """Fixed-shape batches of rows: labelled positions are gathered and padded to the same `width` in every batch."""
+
+    rows: packing.Rows
+    batch: int
+    width: int
+
+    @classmethod
+    def of(cls, rows: packing.Rows, batch: int) -> _Batches:
+        if len(rows.ids) < batch:
+            raise ValueError(
+                f"the corpus gives {len(rows.ids)} rows, fewer than one batch of {batch}; give it more code"
+            )
+        whole = len(rows.ids) // batch
+        counts = rows.mask[: whole * batch, 1:].reshape(whole, -1).sum(axis=1, dtype=np.int64)
+        return cls(rows, batch, min(-(-int(counts.max()) // 64) * 64, batch * (rows.ids.shape[1] - 1)))
+
+    def __len__(self) -> int:
+        return len(self.rows.ids) // self.batch
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        at = slice(index * self.batch, (index + 1) * self.batch)
+        ids_BT, mask_BT = self.rows.ids[at].astype(np.int64), self.rows.mask[at].astype(bool)
+        ahead = np.zeros_like(mask_BT)
+        ahead[:, :-1] = mask_BT[:, 1:]
+        found = np.flatnonzero(ahead)
+        index_K, weights_K = np.zeros(self.width, dtype=np.int64), np.zeros(self.width, dtype=np.float32)
+        index_K[: len(found)], weights_K[: len(found)] = found, 1.0
+        targets_K = np.roll(ids_BT, -1, axis=1).reshape(-1)[index_K]
+        return tuple(torch.from_numpy(a) for a in (ids_BT, index_K, targets_K, weights_K))
+
+
+def _save_checkpoint(output: Path, model: PreTrainedModel, tokenizer_dir: Path) -> None:
+    """Replace output/checkpoint by the current model; a reader never sees half of one."""
+    partial, final = output / "checkpoint.incomplete", output / "checkpoint"
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    for file in tokenizer_dir.iterdir():
+        if file.name.startswith(("tokenizer", "chat_template", "special_tokens")):
+            shutil.copy(file, partial / file.name)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+
+
+def _save_state(output: Path, optimizer: MasterAdamW, elapsed: float) -> None:
+    save_file(
+        optimizer.state(),
+        output / "state.incomplete",
+        metadata={"steps": str(optimizer.steps), "elapsed": str(elapsed)},
+    )
+    (output / "state.incomplete").rename(output / "state.safetensors")
+
+
+def _load_state(output: Path, optimizer: MasterAdamW) -> float:
+    from safetensors import safe_open
+
+    path = output / "state.safetensors"
+    with safe_open(path, "pt") as stored:
+        metadata = stored.metadata()
+    optimizer.load(load_file(path), int(metadata["steps"]))
+    return float(metadata["elapsed"])
+
+
+@torch.no_grad()
+def evaluate_loss(compute: Callable[..., tuple[torch.Tensor, ...]], batches: _Batches) -> float:
+    """Mean token loss over all batches, weighted by labelled tokens."""
+    total = count = 0.0
+    for index in range(len(batches)):
+        batch = batches[index]
+        labelled = float(batch[-1].sum())
+        total += float(compute(*batch)[0]) * labelled
+        count += labelled
+    return total / max(count, 1.0)
+
+
+def train(
+    model: PreTrainedModel,
+    rows: packing.Rows,
+    held_out: packing.Rows | None,
+    config: OptimConfig,
+    output: Path,
+    tokenizer_dir: Path,
+    *,
+    resume: bool = False,
+    stop_after: int | None = None,
+) -> PreTrainedModel:
+    """Train on all rows once, in order, or until the token target or the time budget is reached.
+
+    Writes output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/state.safetensors (for `resume`).
+    `stop_after` ends after that many steps in all, with the state saved and the schedule unfinished, as a preempted run
+    would. Returns the model in evaluation mode.
+    """
+    torch.set_num_threads(config.threads)
+    model.train()
+    optimizer = MasterAdamW(model, config)
+    before = _load_state(output, optimizer) if resume else 0.0
+    batches = _Batches.of(rows, config.batch)
+    tests = _Batches.of(held_out, config.batch) if held_out is not None else None
+    per_step = config.batch * rows.ids.shape[1]
+    eager = loss_function(model)
+    compute = torch.compile(eager) if config.compile else eager
+    started = time.monotonic() - before
+    saved = logged = time.monotonic()
+    logged_steps = optimizer.steps
+    metrics = (output / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def checkpoint() -> None:
+        elapsed = time.monotonic() - started
+        model.eval()
+        row = {"step": optimizer.steps, "time": elapsed}
+        if tests is not None:
+            row["eval/heldout/loss"] = evaluate_loss(eager, tests)
+        model.train()
+        metrics.write(json.dumps(row) + "\n")
+        metrics.flush()
+        log.info("checkpoint %s", row)
+        _save_checkpoint(output, model, tokenizer_dir)
+        _save_state(output, optimizer, elapsed)
+
+    while optimizer.steps < len(batches) and optimizer.steps != stop_after:
+        elapsed = time.monotonic() - started
+        progress = optimizer.steps * per_step / min(config.tokens, len(batches) * per_step)
+        if config.max_minutes is not None:
+            progress = max(progress, elapsed / 60 / config.max_minutes)
+        if progress >= 1:
+            break
+        lr = learning_rate(config, progress)
+        loss, balance, load_LE = compute(*batches[optimizer.steps])
+        (loss + config.router_aux * balance).backward()
+        norm = optimizer.step(lr)
+        if not math.isfinite(norm):
+            raise ValueError(f"the gradient is not finite at step {optimizer.steps}; lower optim.lr")
+        if optimizer.steps % config.log_every == 0 or optimizer.steps == 1:
+            now = time.monotonic()
+            row = {
+                "step": optimizer.steps,
+                "time": round(now - started, 2),
+                "tokens": optimizer.steps * per_step,
+                "loss/token": float(loss.detach()),
+                "loss/aux": float(balance.detach()),
+                "optim/lr": lr,
+                "optim/grad_norm": norm,
+                "router/load_min": float(load_LE.min()) if load_LE.numel() else 0.0,
+                "router/load_max": float(load_LE.max()) if load_LE.numel() else 0.0,
+                "perf/tokens_per_s": (optimizer.steps - logged_steps) * per_step / (now - logged),
+            }
+            metrics.write(json.dumps(row) + "\n")
+            metrics.flush()
+            log.info("%s", {k: round(v, 4) for k, v in row.items()})
+            logged, logged_steps = now, optimizer.steps
+        if time.monotonic() - saved > 60 * config.checkpoint_minutes:
+            checkpoint()
+            saved = time.monotonic()
+    checkpoint()
+    metrics.close()
+    return model.eval()
+
+
+def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
+    return build.build_corpus(
+        config.packages,
+        config.held_out,
+        config.evaluation,
+        config.cache,
+        standard=config.standard_library,
+        allow_tests=config.allow_tests,
+        per_package=config.per_package,
+        seed=seed,
+    )
+
+
+def _prepare(output: Path, config: MidtrainConfig | SftConfig, resume: bool) -> None:
+    """Make the run folder and record its configuration; an existing run is continued only when asked."""
+    if (output / "config.json").exists() and not resume:
+        raise ValueError(f"{output} already holds a run; choose another output or resume it")
+    if resume and not (output / "state.safetensors").is_file():
+        raise ValueError(f"{output} holds no saved state to resume from; start it without resume")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
+
+
+def _held_out_rows(
+    corpus: build.Corpus, tokenizer: Tokenizer, config: OptimConfig, shapes: dict[str, float]
+) -> packing.Rows | None:
+    if not corpus.evaluation:
+        return None
+    return build.sft_rows(corpus.evaluation, tokenizer, shapes, 6 * config.batch * config.length, config.length, 7)
+
+
+def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
+    """Train a new model on code, fill-in-the-middle and repair episodes; returns its Hugging Face folder."""
+    output = config.output
+    _prepare(output, config, resume)
+    corpus = _corpus(config.corpus, config.seed)
+    (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
+    folder = output / "tokenizer"
+    if not (folder / "tokenizer.json").is_file():
+        texts = build.tokenizer_texts(corpus.train, random.Random(config.seed))
+        tokenizer = bpe.train(texts, config.model.vocab_size)
+        bpe.save(tokenizer, folder, config.model.max_positions)
+    tokenizer = bpe.load(folder)
+    optim = config.optim
+    if not (output / "rows.safetensors").is_file():
+        rows, counts = build.midtrain_rows(
+            corpus.train, tokenizer, config.mix.model_dump(), optim.tokens, optim.length, config.seed
+        )
+        (output / "mix.json").write_text(json.dumps(counts), encoding="utf-8")
+        log.info("mid-training rows: %s; tokens per part: %s", rows.ids.shape, counts)
+        packing.save(rows, output / "rows.safetensors")
+    rows = packing.load(output / "rows.safetensors")
+    model = new_model(config.model, config.seed)
+    if optim.compile:
+        model.set_experts_implementation("grouped_mm")
+    held_out = _held_out_rows(corpus, tokenizer, optim, {"blind": 0.5, "tested": 0.5})
+    train(model, rows, held_out, optim, output, folder, resume=resume, stop_after=stop_after)
+    return output / "checkpoint"
+
+
+def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
+    """Fine-tune a mid-trained model on repair episodes in its tool dialect; returns its Hugging Face folder."""
+    output = config.output
+    if not (config.model / "tokenizer.json").is_file():
+        raise ValueError(f"{config.model} is not a model folder; run mid-training first")
+    _prepare(output, config, resume)
+    corpus = _corpus(config.corpus, config.seed)
+    (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
+    tokenizer = bpe.load(config.model)
+    optim, shapes = config.optim, config.shapes.model_dump()
+    if not (output / "rows.safetensors").is_file():
+        rows = build.sft_rows(corpus.train, tokenizer, shapes, optim.tokens, optim.length, config.seed + 1)
+        log.info("fine-tuning rows: %s, %d labelled tokens", rows.ids.shape, rows.labelled)
+        packing.save(rows, output / "rows.safetensors")
+    rows = packing.load(output / "rows.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.bfloat16)
+    if optim.compile:
+        model.set_experts_implementation("grouped_mm")
+    held_out = _held_out_rows(corpus, tokenizer, optim, shapes)
+    train(model, rows, held_out, optim, output, config.model, resume=resume, stop_after=stop_after)
+    return output / "checkpoint"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """`python -m etude.trainer.pretrain CONFIG.toml [--resume]`."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    config = load(Path(arguments[0]))
+    resume = "--resume" in arguments[1:]
+    if isinstance(config, MidtrainConfig):
+        midtrain(config, resume=resume)
+    else:
+        sft(config, resume=resume)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

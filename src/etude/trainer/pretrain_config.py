@@ -1,0 +1,128 @@
+"""Configuration of the two stages that come before reinforcement learning. No torch here."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Section):
+    """Shape of a new Qwen3-MoE model; sizes in elements. Every second layer is sparse when `sparse_step` is 2."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 512
+    layers: int = 6
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    expert_size: int = 256
+    experts: int = 8
+    experts_per_token: int = 2
+    sparse_step: int = 2
+    max_positions: int = 4096
+    rope_theta: float = 10_000.0
+
+
+class CorpusConfig(_Section):
+    """Where functions come from. `held_out` packages are never trained on, nor is any function that overlaps them."""
+
+    packages: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
+    evaluation: tuple[str, ...] = ()
+    standard_library: bool = True
+    allow_tests: bool = False
+    per_package: int = Field(4000, gt=0)
+    cache: Path = Path("outputs/corpus")
+
+
+class MixConfig(_Section):
+    """Shares of mid-training tokens; they must sum to 1."""
+
+    code: float = 0.45
+    fim: float = 0.15
+    repair: float = 0.40
+
+    @model_validator(mode="after")
+    def _sums_to_one(self) -> MixConfig:
+        if abs(self.code + self.fim + self.repair - 1) > 1e-6:
+            raise ValueError("the shares in [mix] must sum to 1")
+        return self
+
+
+class ShapesConfig(_Section):
+    """Shares of the episode shapes of supervised fine-tuning; they must sum to 1."""
+
+    blind: float = 0.35
+    tested: float = 0.35
+    recovers: float = 0.20
+    no_match: float = 0.02
+    gives_up: float = 0.08
+
+    @model_validator(mode="after")
+    def _sums_to_one(self) -> ShapesConfig:
+        if abs(sum(self.model_dump().values()) - 1) > 1e-6:
+            raise ValueError("the shares in [shapes] must sum to 1")
+        return self
+
+
+class OptimConfig(_Section):
+    """AdamW with decoupled weight decay; the schedule is linear warm-up, a plateau, and a decay to zero.
+
+    The schedule runs on max(tokens / `tokens`, elapsed / `max_minutes`), so a run ends on time with a decayed learning
+    rate however busy the machine is. Without `max_minutes` it depends on tokens alone and the run is reproducible.
+    """
+
+    tokens: int = Field(10_000_000, gt=0)
+    max_minutes: float | None = Field(None, gt=0)
+    batch: int = Field(12, gt=0)
+    length: int = Field(512, gt=8)
+    lr: float = Field(2e-3, gt=0)
+    warmup: float = Field(0.02, ge=0, lt=1)
+    decay: float = Field(0.5, gt=0, le=1)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float = Field(1.0, gt=0)
+    router_aux: float = Field(0.01, ge=0)
+    compile: bool = True
+    threads: int = Field(2, gt=0)
+    checkpoint_minutes: float = Field(10.0, gt=0)
+    log_every: int = Field(10, gt=0)
+
+
+class _Stage(_Section):
+    output: Path
+    seed: int = 0
+    corpus: CorpusConfig = CorpusConfig()
+    optim: OptimConfig = OptimConfig()
+
+
+class MidtrainConfig(_Stage):
+    stage: Literal["midtrain"] = "midtrain"
+    model: ModelConfig = ModelConfig()
+    mix: MixConfig = MixConfig()
+
+
+class SftConfig(_Stage):
+    """`model` is the folder of the mid-trained model to start from."""
+
+    stage: Literal["sft"] = "sft"
+    model: Path
+    shapes: ShapesConfig = ShapesConfig()
+
+
+def load(path: Path) -> MidtrainConfig | SftConfig:
+    """Read a stage's TOML file. Raises ValueError for an unknown stage, an unknown key or a bad value."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    kinds = {"midtrain": MidtrainConfig, "sft": SftConfig}
+    stage = table.get("stage")
+    if stage not in kinds:
+        raise ValueError(f"{path.name}: stage must be one of {', '.join(kinds)}, not {stage!r}")
+    return kinds[stage].model_validate(table)
