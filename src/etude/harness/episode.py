@@ -1,0 +1,90 @@
+"""One whole episode: a box, the agent loop, the grade, and who pays when something breaks."""
+
+from __future__ import annotations
+
+import asyncio
+
+from etude.environments.base import BoxError, Limits, Sandbox
+from etude.environments.grading import Grade, grade
+from etude.harness.loop import Aborted, Draft, Policy, Sampling, run_episode
+from etude.harness.renderers import Renderer
+from etude.inference.client import EngineError
+from etude.records import Budget, Episode, Outcome, StopReason, Task
+from etude.tasks.dataset import Dataset
+
+__all__ = ["Policy", "Renderer", "Sampling", "play"]
+
+BOX_SECONDS = 60.0  # to make a box, and to read the changes from it
+
+
+async def play(
+    task: Task,
+    dataset: Dataset,
+    sandbox: Sandbox,
+    policy: Policy,
+    renderer: Renderer,
+    budget: Budget,
+    sampling: Sampling,
+    seed: int,
+    group_id: int,
+    member: int,
+    attempt: int,
+) -> Episode:
+    """Plays and grades one attempt at `task`. The agent pays for everything that is not proved to be our fault.
+
+    Raises only for mistakes in etude itself, such as TokenLedgerError.
+    """
+    draft: Draft | None = None
+    try:
+        draft, graded = await _attempt(task, dataset, sandbox, policy, renderer, budget, sampling, seed)
+    except (BoxError, EngineError, Aborted, TimeoutError) as e:
+        graded = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None)
+    lost = draft is None
+    return Episode(
+        id=f"{group_id}-{member}-{attempt}",
+        group_id=group_id,
+        member=member,
+        attempt=attempt,
+        task_id=task.id,
+        seed=seed,
+        outcome=graded.outcome,
+        stop_reason=StopReason.ERROR if lost else draft.stop_reason,
+        reward=graded.reward,
+        passed=graded.passed,
+        segments=() if lost else draft.segments,
+        turns=() if lost else draft.turns,
+        metrics={} if lost else draft.metrics,
+        detail=graded.detail,
+    )
+
+
+async def _attempt(
+    task: Task,
+    dataset: Dataset,
+    sandbox: Sandbox,
+    policy: Policy,
+    renderer: Renderer,
+    budget: Budget,
+    sampling: Sampling,
+    seed: int,
+) -> tuple[Draft, Grade]:
+    """The draft and its grade. Raises BoxError, EngineError, Aborted or TimeoutError when the infrastructure failed."""
+    image = dataset.image(task)
+    async with asyncio.timeout(BOX_SECONDS):
+        box = await sandbox.create(image, Limits())
+    try:
+        draft = await run_episode(
+            task, policy=policy, renderer=renderer, box=box, budget=budget, sampling=sampling, seed=seed
+        )
+        if draft.timed_out:
+            return draft, Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None)
+        try:
+            async with asyncio.timeout(BOX_SECONDS):
+                changes = await box.changes()
+        except BoxError as e:
+            if e.payer == "infra":
+                raise
+            return draft, Grade(Outcome.SCORED, 0.0, False, f"the box was left unreadable: {e}", None)
+    finally:
+        await box.close()
+    return draft, await grade(sandbox, task, image, dataset.hidden, changes)

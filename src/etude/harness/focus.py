@@ -1,0 +1,205 @@
+"""A function of a file as the compact dialect shows it, and edits of that view mapped back to the file exactly.
+
+The view is the function without its decorators and docstring, dedented, with "\\n" line ends. It keeps, line by line,
+where it came from, so an edit changes the file's lines that the view's changed lines stand for and no others. Nothing
+is parsed again to find the function, which an edit may have left broken.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+_LINE = re.compile(r"([^\r\n]*)(\r\n|\n|\r|$)")
+
+
+class EditError(ValueError):
+    """Why a search and replace was refused, in the words the model reads; `matches` is how often it was found."""
+
+    def __init__(self, message: str, matches: int = 0) -> None:
+        super().__init__(message)
+        self.matches = matches
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the file without its end, and as shown; `shown` is None when the view leaves it out."""
+
+    text: str
+    end: str
+    shown: str | None
+
+
+@dataclass(frozen=True)
+class View:
+    """An immutable view; `edit` makes a new one. `before`, `lines` and `after` together are the file."""
+
+    before: str
+    lines: tuple[Line, ...]
+    after: str
+    margin: str
+    newline: str
+
+    @cached_property
+    def source(self) -> str:
+        """The function as shown, without a last newline."""
+        return "\n".join(line.shown for line in self.lines if line.shown is not None)
+
+    @property
+    def body(self) -> str:
+        """The file's text that the view stands for, hidden lines included."""
+        return "".join(line.text + line.end for line in self.lines)
+
+    @property
+    def file(self) -> str:
+        """The whole file."""
+        return self.before + self.body + self.after
+
+    def edit(self, old: str, new: str) -> View:
+        """The view after replacing the only occurrence of `old`. Raises EditError."""
+        old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
+        if old == new:
+            raise EditError("no change")
+        matches = self.source.count(old) if old else 0
+        if matches != 1:
+            raise EditError("no match" if matches == 0 else f"{matches} matches", matches)
+        start = self.source.index(old)
+        first = self.source.count("\n", 0, start)
+        before = self.source[self.source.rfind("\n", 0, start) + 1 : start]
+        after = self.source[start + len(old) :].partition("\n")[0]
+        return self._replace(first, (before + old + after).split("\n"), (before + new + after).split("\n"))
+
+    def _replace(self, first: int, old: Sequence[str], new: Sequence[str]) -> View:
+        """Shown lines `old`, from shown line `first` on, become `new`; equal lines at both ends stay as they are."""
+        head = _common(old, new)
+        tail = _common(old[head:][::-1], new[head:][::-1])
+        new = new[head : len(new) - tail]
+        where = [i for i, line in enumerate(self.lines) if line.shown is not None]
+        a, b = first + head, first + len(old) - tail  # shown lines [a, b) are replaced
+        start = where[a] if a < len(where) else len(self.lines)
+        stop = where[b - 1] + 1 if b > a else start
+        hidden = [line for line in self.lines[start:stop] if line.shown is None]
+        fresh = [Line(self.margin + text if text.strip() else text, self.newline, text) for text in new]
+        if hidden:
+            cut = self._docstring_place(a, b, new, sum(line.shown is not None for line in self._until_hidden(start)))
+            fresh = fresh if cut is None else [*fresh[:cut], *hidden, *fresh[cut:]]
+        lines = [*self.lines[:start], *fresh, *self.lines[stop:]]
+        ended = [line if line.end else replace(line, end=self.newline) for line in lines[:-1]]
+        return replace(self, lines=(*ended, replace(lines[-1], end=self.lines[-1].end)))
+
+    def _until_hidden(self, start: int) -> Sequence[Line]:
+        stop = next(i for i in range(start, len(self.lines)) if self.lines[i].shown is None)
+        return self.lines[start:stop]
+
+    def _docstring_place(self, a: int, b: int, new: Sequence[str], default: int) -> int | None:
+        """How many of the `new` lines stand before the hidden docstring; None when there is no place left for it."""
+        shown = self.source.split("\n")
+        node = _function("\n".join([*shown[:a], *new, *shown[b:]]))
+        if node is None:
+            return min(default, len(new))
+        first = _first_line(node.body[0])
+        if first == node.lineno:  # the body now stands on the line of `def`
+            return None
+        return min(max(first - 1 - a, 0), len(new))
+
+
+@lru_cache(maxsize=256)
+def view_of(text: str, first_line: int, last_line: int) -> View:
+    """The view of lines first_line to last_line (1-based, inclusive) of a file: the function there, or all of them."""
+    pieces = [match for match in _LINE.finditer(text) if match.group()]
+    chosen = pieces[first_line - 1 : last_line]
+    if not chosen:
+        return View(text, (Line("", "", ""),), "", "", _newline(text))
+    start, stop = chosen[0].start(), chosen[-1].end()
+    return view_of_body(text[:start], text[start:stop], text[stop:])
+
+
+def view_of_body(before: str, body: str, after: str) -> View:
+    """The view of the function in `body`, a run of whole lines, between the rest of the file."""
+    pieces = [match.groups() for match in _LINE.finditer(body) if match.group()]
+    texts = [text for text, _ in pieces]
+    hidden: range = range(0)
+    first = 0
+    node = _function("\n".join(texts))
+    if node is not None:
+        first = node.lineno - 1  # decorators are not shown
+        hidden = _docstring_lines(node)
+    kept = [i for i in range(first, len(texts)) if i not in hidden]
+    shown = textwrap.dedent("\n".join(texts[i] for i in kept)).split("\n")
+    at = dict(zip(kept, shown, strict=True))
+    text = next((i for i in kept if at[i]), first)
+    margin = texts[text][: len(texts[text]) - len(at[text])] if kept else ""
+    lines = tuple(Line(line, end, at.get(i)) for i, (line, end) in enumerate(pieces))
+    above = sum(len(line.text) + len(line.end) for line in lines[:first])
+    return View(before + body[:above], lines[first:], after, margin, _newline(body or before))
+
+
+def whole_file(text: str) -> View:
+    """A view that shows every line as it is."""
+    pieces = [match.groups() for match in _LINE.finditer(text) if match.group()]
+    lines = tuple(Line(line, end, line) for line, end in pieces)
+    if not lines or lines[-1].end:
+        lines = (*lines, Line("", "", ""))  # so that the shown text ends with a newline where the file does
+    return View("", lines, "", "", _newline(text))
+
+
+def moved(view: View, text: str) -> View | None:
+    """The view of the same function in a file that something else has changed; None when it cannot be found."""
+    body = view.body
+    if text.startswith(view.before) and text.endswith(view.after) and len(view.before + view.after) < len(text):
+        start, stop = len(view.before), len(text) - len(view.after)
+    elif text.count(body) == 1:
+        start = text.index(body)
+        stop = start + len(body)
+    else:
+        return None
+    return view_of_body(text[:start], text[start:stop], text[stop:])
+
+
+def _newline(text: str) -> str:
+    match = re.search(r"\r\n|\n|\r", text)
+    return match.group() if match else "\n"
+
+
+def _common(a: Sequence[str], b: Sequence[str]) -> int:
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+def _function(text: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The first function of a piece of a file, with line numbers of that piece; None if it does not parse as one."""
+    indented = text[:1] in (" ", "\t", "\f")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other people's invalid escapes
+            tree: ast.AST = ast.parse("if 1:\n" + text if indented else text.removeprefix("\ufeff"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if indented:
+        ast.increment_lineno(tree, -1)
+        tree = tree.body[0]  # type: ignore[attr-defined]  # the `if`
+    node = next(iter(tree.body), None)  # type: ignore[attr-defined]
+    return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
+
+
+def _first_line(node: ast.stmt) -> int:
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+
+
+def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> range:
+    """Indices of the lines that hold nothing but the docstring; none when the body is only that."""
+    first, *rest = node.body
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    if not documented or not isinstance(first.value.value, str) or not rest:
+        return range(0)
+    end = first.end_lineno or first.lineno
+    if first.lineno == node.lineno or _first_line(rest[0]) == end:
+        return range(0)
+    return range(first.lineno - 1, end)

@@ -1,0 +1,90 @@
+"""The token ledger of an episode: append-only, one entry per token, never tokenised again.
+
+The policy is always given exactly the tokens that are in the ledger, and what it samples is appended as it came, so
+the tokens that are trained on are those that were computed with. Every violation is a mistake of ours or of the
+engine's and raises TokenLedgerError; nothing is repaired.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from etude.records import Generation, Segment
+
+
+class TokenLedgerError(AssertionError):
+    """Tokens that do not fit together: training on them would be wrong."""
+
+
+class TokenLedger:
+    """One segment in the making. `checks` counts the turns whose prompt was proved to extend all earlier tokens."""
+
+    def __init__(self) -> None:
+        self.sampled = 0
+        self.checks = 0
+        self._ids = array("i")
+        self._mask = bytearray()
+        self._logprobs = array("f")
+        self._versions = array("i")
+        self._prompt_length = 0
+        self._turn_starts: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def add_environment(self, ids: Sequence[int]) -> None:
+        """Appends tokens that the policy did not sample: mask 0, log-probability 0, version -1."""
+        n = len(ids)
+        self._ids.extend(ids)
+        self._mask.extend(bytes(n))
+        self._logprobs.frombytes(bytes(4 * n))
+        self._versions.extend([-1] * n)
+        if not self._turn_starts:
+            self._prompt_length = len(self._ids)
+
+    def prompt(self) -> list[int]:
+        """The ids to sample from: everything so far."""
+        return self._ids.tolist()
+
+    def add_turn(self, prompt: Sequence[int], generation: Generation) -> None:
+        """Appends what was sampled from `prompt`, which must be the whole ledger."""
+        if array("i", prompt) != self._ids:
+            raise TokenLedgerError(
+                f"turn {len(self._turn_starts)} was sampled from a prompt that does not extend the earlier tokens"
+            )
+        self.checks += 1
+        ids, logprobs, versions = generation.ids, generation.logprobs, generation.versions
+        if not len(ids) == len(logprobs) == len(versions):
+            raise TokenLedgerError(
+                f"{len(ids)} sampled ids came with {len(logprobs)} log-probabilities and {len(versions)} versions"
+            )
+        if not all(math.isfinite(x) and x <= 1e-3 for x in logprobs):  # float error around a certain token
+            raise TokenLedgerError("a sampled token has a log-probability that is not finite or is above 0")
+        if any(i < 0 for i in ids) or any(v < 0 for v in versions):
+            raise TokenLedgerError("a sampled token has a negative id or version")
+        self._turn_starts.append(len(self._ids))
+        self._ids.extend(ids)
+        self._mask.extend(b"\1" * len(ids))
+        self._logprobs.extend(logprobs)
+        self._versions.extend(versions)
+        self.sampled += len(ids)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The segment, or none if nothing was sampled."""
+        if not self.sampled:
+            return ()
+        if not len(self._ids) == len(self._mask) == len(self._logprobs) == len(self._versions):
+            raise TokenLedgerError("the ledger's arrays differ in length")
+        segment = Segment(
+            ids=np.asarray(self._ids, "<i4").tobytes(),
+            mask=bytes(self._mask),
+            logprobs=np.asarray(self._logprobs, "<f4").tobytes(),
+            versions=np.asarray(self._versions, "<i4").tobytes(),
+            prompt_length=self._prompt_length,
+            turn_starts=tuple(self._turn_starts),
+        )
+        return (segment,)

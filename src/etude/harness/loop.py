@@ -1,0 +1,201 @@
+"""The agent loop: sample a turn, run its calls, append their results, until the agent ends or its budget does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import blake3
+
+from etude.environments.base import Box
+from etude.harness.ledger import TokenLedger
+from etude.harness.prompts import open_task
+from etude.harness.renderers import Renderer
+from etude.harness.tools import READ_ONLY, Tools
+from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
+
+GRACE_SECONDS = 30.0  # what a tool may run beyond the budget of seconds; its own limit should end it before
+_COUNTS = ("edits", "edit_errors", "tests_run", "tests_failed", "undo", "malformed", "truncated")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How turns are sampled; `max_tokens` bounds one turn."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 1024
+
+
+class Policy(Protocol):
+    """What samples a turn; the engine's client is one."""
+
+    async def generate(
+        self,
+        ids: list[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        stop: Sequence[int],
+        seed: int,
+        timeout: float,
+    ) -> Generation:
+        """At most `max_tokens` tokens after `ids`, the stop token included. TimeoutError after `timeout` seconds."""
+        ...
+
+
+class Aborted(Exception):
+    """The engine gave a turn up: our fault, so the episode is repeated."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An episode before it is graded."""
+
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+    metrics: dict[str, float]
+    timed_out: bool  # a tool outlived the budget of seconds: what the agent left behind is unknown
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """A 63-bit seed for one turn, so that a turn can be sampled again without those before it."""
+    return int.from_bytes(blake3.blake3(f"{seed}/{turn}".encode()).digest(8)) >> 1
+
+
+async def run_episode(
+    task: Task,
+    *,
+    policy: Policy,
+    renderer: Renderer,
+    box: Box,
+    budget: Budget,
+    sampling: Sampling,
+    seed: int,
+) -> Draft:
+    """Plays `task` in `box`. A spent budget ends the episode where it stands; errors that are ours are raised."""
+    tools, prompt = await open_task(task, box, renderer)
+    loop = _Loop(policy, renderer, tools, budget, sampling, seed)
+    try:
+        async with asyncio.timeout(budget.seconds + GRACE_SECONDS):
+            stop_reason = await loop.run(prompt)
+            timed_out = False
+    except TimeoutError:
+        stop_reason, timed_out = StopReason.SECONDS, True
+    return Draft(loop.ledger.segments(), tuple(loop.turns), stop_reason, loop.metrics(), timed_out)
+
+
+class _Loop:
+    """One episode in progress."""
+
+    def __init__(
+        self, policy: Policy, renderer: Renderer, tools: Tools, budget: Budget, sampling: Sampling, seed: int
+    ) -> None:
+        self.ledger = TokenLedger()
+        self.turns: list[Turn] = []
+        self._policy = policy
+        self._renderer = renderer
+        self._tools = tools
+        self._budget = budget
+        self._sampling = sampling
+        self._seed = seed
+        self._deadline = tools.deadline = time.monotonic() + budget.seconds
+
+    async def run(self, prompt: Sequence[int]) -> StopReason:
+        """Plays turns until there is a reason to stop."""
+        budget, ledger = self._budget, self.ledger
+        added = prompt
+        while len(self.turns) < budget.turns:
+            # A result that does not fit stays out: a segment is never longer than the budget.
+            if len(ledger) + len(added) >= budget.context or ledger.sampled >= budget.tokens:
+                return StopReason.TOKENS
+            ledger.add_environment(added)
+            started = time.monotonic()
+            generation = await self._sample(started)
+            if generation is None:
+                return StopReason.SECONDS
+            sampled = time.monotonic()
+            calls = self._renderer.parse(generation.ids, generation.finish_reason).calls
+            results, finished = await _run_calls(self._tools, calls)
+            ended = time.monotonic()
+            text = self._renderer.text(generation.ids)
+            self.turns.append(
+                Turn(
+                    text=text,
+                    calls=calls,
+                    results=tuple(results),
+                    seconds_model=sampled - started,
+                    seconds_tools=ended - sampled,
+                )
+            )
+            if finished or not calls:
+                return StopReason.FINISHED
+            if ended >= self._deadline:
+                return StopReason.SECONDS
+            added = self._renderer.bridge(generation.ids, generation.finish_reason, results)
+        return StopReason.TURNS
+
+    async def _sample(self, now: float) -> Generation | None:
+        """Samples a turn into the ledger; None if the time is up before it is whole."""
+        budget, sampling, ledger = self._budget, self._sampling, self.ledger
+        prompt = ledger.prompt()
+        seconds = self._deadline - now
+        try:
+            async with asyncio.timeout(seconds):
+                generation = await self._policy.generate(
+                    prompt,
+                    max_tokens=min(sampling.max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    stop=self._renderer.stop_ids,
+                    seed=turn_seed(self._seed, len(self.turns)),
+                    timeout=seconds,
+                )
+        except TimeoutError:
+            return None
+        if generation.finish_reason == "abort":
+            raise Aborted("the engine aborted a turn")
+        ledger.add_turn(prompt, generation)
+        self._tools.metrics["truncated"] += generation.finish_reason == "length"
+        return generation
+
+    def metrics(self) -> dict[str, float]:
+        """Counts of the episode; a tool that was never called has no entry."""
+        counted = self._tools.metrics
+        return {name: float(counted[name]) for name in dict.fromkeys((*_COUNTS, *counted))} | {
+            "turns": float(len(self.turns)),
+            "sampled_tokens": float(self.ledger.sampled),
+            "context_tokens": float(len(self.ledger)),
+            "tokens_prefix_property": float(self.ledger.checks),
+        }
+
+
+async def _run_calls(tools: Tools, calls: Sequence[ToolCall]) -> tuple[list[str], bool]:
+    """Results in call order, and whether the agent ended the episode: calls after `finish` are not run.
+
+    Neighbouring calls that only read run at the same time.
+    """
+    results: list[str] = []
+    at = 0
+    while at < len(calls):
+        run = [calls[at]]
+        if calls[at].name in READ_ONLY:
+            while at + len(run) < len(calls) and calls[at + len(run)].name in READ_ONLY:
+                run.append(calls[at + len(run)])
+        if len(run) == 1:
+            results.append(await tools.call(run[0]))
+        else:
+            done = await asyncio.gather(*map(tools.call, run), return_exceptions=True)
+            for result in done:
+                if isinstance(result, BaseException):
+                    raise result
+                results.append(result)
+        if run[0].name == "finish" and run[0].arguments is not None:
+            return results, True
+        at += len(run)
+    return results, False

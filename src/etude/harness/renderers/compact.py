@@ -1,0 +1,132 @@
+"""The compact dialect: roles, calls and arguments are one special token each, arguments are plain text by position.
+
+    <|user|>Fix `name` in path\n{function}<|end|><|assistant|><|call|>edit<|arg|>{old}<|arg|>{new}<|call|>test<|end|>
+    <|tool|>{result}\n{result}<|end|><|assistant|><|call|>finish<|end|>
+
+(without line breaks between messages). The token ids of this text are the same whether it is rendered at once or turn
+by turn, because every piece of text stands between special tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import blake3
+from tokenizers import Tokenizer
+
+from etude.errors import UserError
+from etude.harness.renderers.base import (
+    Message,
+    ParsedTurn,
+    PlainEncoder,
+    Tool,
+    checked,
+    content_text,
+    malformed,
+)
+from etude.harness.schemas import COMPACT_PARAMETERS
+from etude.harness.text import one_line
+from etude.records import ToolCall
+
+ROLES = ("system", "user", "assistant", "tool")
+_CONTROL = tuple(f"<|{name}|>" for name in (*ROLES, "end", "call", "arg"))
+
+
+class CompactRenderer:
+    """See the module. `digest` covers the tokenizer; the dialect has no template of its own."""
+
+    dialect = "compact"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        missing = [token for token in _CONTROL if tokenizer.token_to_id(token) is None]
+        if missing:
+            raise UserError(f"The tokenizer lacks {', '.join(missing)} of the compact dialect; use dialect = hermes.")
+        self._tokenizer = tokenizer
+        self._encoder = PlainEncoder(tokenizer)
+        self._role = {role: tokenizer.token_to_id(f"<|{role}|>") for role in ROLES}
+        self._end, self._call, self._arg = (tokenizer.token_to_id(f"<|{name}|>") for name in ("end", "call", "arg"))
+        text_end = tokenizer.token_to_id("<|endoftext|>")
+        self.stop_ids = (self._end,) if text_end is None else (self._end, text_end)
+        self.digest = blake3.blake3(b"compact\n" + tokenizer.to_str().encode()).hexdigest()
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Ids of a conversation; consecutive tool messages are one. The tools are known by heart, so not rendered."""
+        ids: list[int] = []
+        results: list[str] = []
+        for message in messages:
+            role = message["role"]
+            if role not in self._role:
+                raise ValueError(f"unknown role {role!r}; known: {', '.join(ROLES)}")
+            if role == "tool":
+                results.append(content_text(message))
+                continue
+            if results:
+                ids += self._message("tool", "\n".join(results))
+                results = []
+            ids += self._message(role, content_text(message), message.get("tool_calls") or ())
+        if results:
+            ids += self._message("tool", "\n".join(results))
+        return [*ids, self._role["assistant"]]
+
+    def parse(self, ids: Sequence[int], finish_reason: str = "stop") -> ParsedTurn:
+        """Calls of a sampled turn. The last one is malformed if the turn was cut before its end token."""
+        closed = finish_reason == "stop"
+        if ids and ids[-1] in self.stop_ids:
+            ids, closed = ids[:-1], True
+        spans = _split(ids, self._call)
+        text = self._decode(spans[0])
+        calls = [self._parse_call(span) for span in spans[1:]]
+        if calls and not closed:
+            calls[-1] = malformed(calls[-1].name, "the turn was cut before the call ended")
+        return ParsedTurn(text, tuple(calls))
+
+    def bridge(self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str]) -> list[int]:
+        closed = bool(sampled_ids) and sampled_ids[-1] == self._end
+        ids = [] if closed else [self._end]
+        return [*ids, *self._message("tool", "\n".join(results)), self._role["assistant"]]
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self._decode(ids)
+
+    def _message(self, role: str, content: str, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        ids = [self._role[role], *self._text(content)]
+        for call in calls:
+            function = call.get("function", call)
+            ids += [self._call, *self._text(str(function["name"]))]
+            arguments = function.get("arguments") or {}
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            for value in arguments.values():
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                ids += [self._arg, *self._text(text)]
+        ids.append(self._end)
+        return ids
+
+    def _text(self, text: str) -> list[int]:
+        return self._encoder.encode(text)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
+
+    def _parse_call(self, ids: Sequence[int]) -> ToolCall:
+        spans = _split(ids, self._arg)
+        name, *values = (self._decode(span) for span in spans)
+        if any(not self._encoder.forbidden.isdisjoint(span) for span in spans):
+            return malformed(name, "a special token inside a call")
+        names = COMPACT_PARAMETERS.get(name)
+        if names is None:
+            return checked(one_line(name, 64), {f"argument{i}": value for i, value in enumerate(values)})
+        if len(values) != len(names):
+            return malformed(name, f"{name} takes {len(names)} arguments, got {len(values)}")
+        return checked(name, dict(zip(names, values, strict=True)))
+
+
+def _split(ids: Sequence[int], separator: int) -> list[Sequence[int]]:
+    spans, start = [], 0
+    for i, token in enumerate(ids):
+        if token == separator:
+            spans.append(ids[start:i])
+            start = i + 1
+    return [*spans, ids[start:]]

@@ -1,0 +1,13 @@
+"""Text that may come from anywhere, made fit for records, tokenizers and one line."""
+
+from __future__ import annotations
+
+
+def one_line(text: str, limit: int) -> str:
+    """`text` as one line of at most `limit` characters."""
+    return " ".join(printable(text[: 4 * limit]).split())[:limit]
+
+
+def printable(text: str) -> str:
+    """`text` with bytes that were not UTF-8 replaced, as tokenizers and records hold proper text only."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -1,0 +1,361 @@
+"""The tools of an agent over a box, in two presentations.
+
+`FullTools` have the arguments of production tools, for models that know the OpenAI format; `CompactTools` are those of
+the compact dialect: the focus function is implied and results are a few words. Whatever goes wrong in a call is text
+for the model. Only failures that are proved to be ours (`BoxError` with payer "infra") are raised.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from difflib import get_close_matches
+
+from etude.environments.base import Box, BoxError, ExecResult, TestReport
+from etude.harness import grep
+from etude.harness.focus import EditError, View, moved, view_of, whole_file
+from etude.harness.schemas import SCHEMAS
+from etude.harness.text import one_line, printable
+from etude.records import Task, ToolCall
+
+READ_ONLY = frozenset({"list", "read", "grep"})  # calls that may run at the same time
+TEST_SECONDS = 10.0
+RUN_SECONDS = 120.0
+MAX_FILE = 1 << 20  # bytes of a file that a tool reads or writes
+GREP_SECONDS = 1.0
+GREP_FILES = 500
+
+
+class ToolError(Exception):
+    """A call that cannot be done; the message is for the model."""
+
+
+class Tools:
+    """What both presentations share. `metrics` counts calls, edits and tests of the episode."""
+
+    def __init__(self, box: Box, task: Task) -> None:
+        self.box = box
+        self.task = task
+        self.metrics: Counter[str] = Counter()
+        self.deadline = math.inf  # on the monotonic clock; commands end by then
+        self._handlers: dict[str, Callable[..., Awaitable[str]]] = {}
+
+    async def call(self, call: ToolCall) -> str:
+        """The result of a call as the model reads it. Raises only BoxError that is ours."""
+        if call.arguments is None:
+            self.metrics["malformed"] += 1
+            return self.malformed(call.error)
+        handler = self._handlers.get(call.name)
+        if handler is None:
+            self.metrics["malformed"] += 1
+            return f"error: unknown tool {one_line(call.name, 64)}"
+        if (wrong := self.invalid(call)) is not None:
+            self.metrics["malformed"] += 1
+            return self.malformed(wrong)
+        self.metrics[f"calls/{call.name}"] += 1
+        try:
+            return printable(await handler(**call.arguments))
+        except (ToolError, grep.BadPattern) as e:
+            return printable(f"error: {e}")
+        except BoxError as e:
+            if e.payer == "infra":
+                raise
+            return printable(f"error: {e}")
+
+    def malformed(self, why: str) -> str:
+        """What the model reads when a call has the wrong form."""
+        return "error: malformed call"
+
+    def invalid(self, call: ToolCall) -> str | None:
+        """Why the arguments of a known tool cannot be taken; None when they can."""
+        return None
+
+    async def _exec(self, command: str, seconds: float) -> ExecResult:
+        return await self.box.exec(command, max(0.1, min(seconds, self.deadline - time.monotonic())))
+
+    async def _finish(self) -> str:
+        return ""
+
+    async def _text(self, path: str) -> str:
+        data = await self.box.read(path, MAX_FILE)
+        if b"\0" in data[:8192]:
+            raise ToolError(f"{path} is a binary file")
+        return data.decode("utf-8", "surrogateescape")
+
+    async def _write(self, path: str, text: str) -> None:
+        data = text.encode("utf-8", "surrogateescape")
+        if len(data) > MAX_FILE:
+            raise ToolError(f"a file has at most {MAX_FILE} bytes")
+        await self.box.write(path, data)
+
+    async def _run_tests(self) -> TestReport:
+        report = await self.box.run_tests(self.task.visible_tests, TEST_SECONDS)
+        self.metrics["tests_run"] += 1
+        self.metrics["tests_failed"] += bool(failures(report, self.task.visible_tests))
+        return report
+
+    async def _grep(self, pattern: str, roots: Sequence[str], ignore_case: bool, limit: int) -> tuple[list[str], bool]:
+        grep.compile_pattern(pattern, ignore_case)  # before any file is read
+        files: list[tuple[str, str]] = []
+        for path in await self._walk(roots):
+            try:
+                files.append((path, await self._text(path)))
+            except ToolError:
+                continue
+            except BoxError as e:
+                if e.payer == "infra":
+                    raise
+        hits, cut = grep.search(files, pattern, ignore_case=ignore_case, limit=limit, seconds=GREP_SECONDS)
+        return hits, cut or len(files) == GREP_FILES
+
+    async def _walk(self, roots: Sequence[str]) -> list[str]:
+        """At most GREP_FILES files below `roots`, in the order of their paths; hidden folders are left out."""
+        found: list[str] = []
+        pending = [root.rstrip("/") for root in reversed(roots)]
+        while pending and len(found) < GREP_FILES:
+            path = pending.pop()
+            try:
+                names = await self.box.list(path)
+            except BoxError as e:
+                if e.payer == "infra":
+                    raise
+                found.append(path)  # a file: reading it decides
+                continue
+            prefix = f"{path}/" if path not in ("", ".") else ""
+            for name in sorted(names, reverse=True):
+                if name.startswith(".") or name.rstrip("/") == "__pycache__":
+                    continue
+                pending.append(prefix + name.rstrip("/")) if name.endswith("/") else found.append(prefix + name)
+        return sorted(found)[:GREP_FILES]
+
+
+class CompactTools(Tools):
+    """Tools of the compact dialect; see `focus.py` for what `edit` sees. Call `open` before the first call."""
+
+    def __init__(self, box: Box, task: Task) -> None:
+        super().__init__(box, task)
+        self._views: list[View] = []
+        self._stale = False  # a command ran: the file may have changed
+        self._handlers = {
+            "edit": self._edit,
+            "undo": self._undo,
+            "test": self._test,
+            "read": self._read,
+            "list": self._list,
+            "grep": self._search,
+            "run": self._run,
+            "finish": self._finish,
+        }
+
+    async def open(self) -> str:
+        """Reads the focus; returns the function's source as the prompt shows it."""
+        focus = self.task.focus
+        self._views = [view_of(await self._text(focus.path), focus.first_line, focus.last_line)]
+        return printable(self._views[-1].source)
+
+    async def _edit(self, old: str, new: str) -> str:
+        view = await self._view()
+        try:
+            edited = view.edit(old, new)
+        except EditError as e:
+            self.metrics["edit_errors"] += 1
+            return f"error: {e}"
+        await self._write(self.task.focus.path, edited.file)
+        self._views.append(edited)
+        self.metrics["edits"] += 1
+        return "ok"
+
+    async def _undo(self) -> str:
+        await self._view()
+        if len(self._views) < 2:
+            raise ToolError("nothing to undo")
+        await self._write(self.task.focus.path, self._views[-2].file)
+        self._views.pop()
+        self.metrics["undo"] += 1
+        return "undone"
+
+    async def _test(self) -> str:
+        return verdict(await self._run_tests(), self.task.visible_tests)
+
+    async def _read(self) -> str:
+        return (await self._view()).source[:4000]
+
+    async def _list(self) -> str:
+        return "\n".join(await self.box.list(self.task.focus.path.rpartition("/")[0]))[:1000]
+
+    async def _search(self, pattern: str) -> str:
+        hits, _ = await self._grep(pattern, self.task.source_roots, False, 20)
+        return "\n".join(hits)[:1000] or "no matches"
+
+    async def _run(self, command: str) -> str:
+        self._stale = True
+        done = await self._exec(command, TEST_SECONDS)
+        status = "timed out" if done.timed_out else f"exit {done.rc}"
+        return f"{status}\n{done.output[-400:]}".rstrip()
+
+    async def _view(self) -> View:
+        """The function as it stands, found again if a command has changed the file."""
+        if self._stale:
+            text = await self._text(self.task.focus.path)
+            if text != self._views[-1].file:
+                view = moved(self._views[-1], text)
+                if view is None:
+                    raise ToolError("the function was moved or removed")
+                self._views = [view]  # earlier views are of another file
+            self._stale = False
+        return self._views[-1]
+
+
+class FullTools(Tools):
+    """Tools with the arguments of `SCHEMAS`."""
+
+    def __init__(self, box: Box, task: Task) -> None:
+        super().__init__(box, task)
+        self._edits: list[tuple[str, bytes | None, bytes]] = []  # path, content before and after
+        self._handlers = {
+            "list": self._list,
+            "read": self._read,
+            "grep": self._search,
+            "edit": self._edit,
+            "undo": self._undo,
+            "run": self._run,
+            "test": self._test,
+            "finish": self._finish,
+        }
+
+    def malformed(self, why: str) -> str:
+        return f"error: malformed call: {why}"
+
+    def invalid(self, call: ToolCall) -> str | None:
+        schema = next(s["function"]["parameters"] for s in SCHEMAS if s["function"]["name"] == call.name)
+        arguments = call.arguments or {}
+        for name in schema["required"]:
+            if name not in arguments:
+                return f"{call.name} needs {name}"
+        for name, value in arguments.items():
+            kind = schema["properties"].get(name, {}).get("type")
+            if kind is None:
+                return f"{call.name} has no argument {name[:64]}"
+            if type(value) is not _TYPES[kind]:
+                return f"{name} is not of type {kind}"
+        return None
+
+    async def _list(self, path: str = "") -> str:
+        entries = await self.box.list(path)
+        rest = [f"[{len(entries) - 1000} more]"] if len(entries) > 1000 else []
+        return "\n".join([*entries[:1000], *rest]) or "empty folder"
+
+    async def _read(self, path: str, offset: int = 1, limit: int = 2000) -> str:
+        lines = (await self._text(path)).splitlines()
+        start = max(offset, 1) - 1
+        chosen = lines[start : start + max(1, min(limit, 2000))]
+        shown, size = [], 0
+        for number, line in enumerate(chosen, start + 1):
+            text = f"{number:6}\t{line[:2000]}"
+            size += len(text) + 1
+            if size > 65536:
+                break
+            shown.append(text)
+        left = len(lines) - start - len(shown)
+        if left > 0:
+            shown.append(f"[{left} more lines; read on with offset {start + len(shown) + 1}]")
+        return "\n".join(shown) or ("empty file" if not lines else f"error: the file has {len(lines)} lines")
+
+    async def _search(self, pattern: str, path: str = "", ignore_case: bool = False) -> str:
+        hits, cut = await self._grep(pattern, [path], ignore_case, 200)
+        return "\n".join([*hits, *(["[search cut short]"] if cut else [])]) or "no matches"
+
+    async def _edit(self, path: str, old: str, new: str) -> str:
+        try:
+            before, after = await self._edited(path, old, new)
+        except (ToolError, BoxError):
+            self.metrics["edit_errors"] += 1
+            raise
+        await self._write(path, after)
+        data = after.encode("utf-8", "surrogateescape")
+        self._edits.append((path, None if before is None else before.encode("utf-8", "surrogateescape"), data))
+        self.metrics["edits"] += 1
+        return "ok"
+
+    async def _edited(self, path: str, old: str, new: str) -> tuple[str | None, str]:
+        if not old:
+            if await self._exists(path):
+                raise ToolError(f"{path} exists; give the text to replace")
+            return None, new
+        text = await self._text(path)
+        try:
+            return text, whole_file(text).edit(old, new).file
+        except EditError as e:
+            if e.matches > 1:
+                raise ToolError(f"{e}: give more lines around the text, so that it occurs once") from None
+            near = _nearest(text, old) if str(e) == "no match" else ""
+            raise ToolError(f"{e}{near}") from None
+
+    async def _exists(self, path: str) -> bool:
+        try:
+            await self.box.read(path, MAX_FILE)
+        except BoxError as e:
+            if type(e).__name__ == "NotFound":
+                return False
+            raise
+        return True
+
+    async def _undo(self) -> str:
+        if not self._edits:
+            raise ToolError("nothing to undo")
+        path, before, after = self._edits[-1]
+        if await self.box.read(path, MAX_FILE) != after:
+            raise ToolError(f"{path} has changed since that edit")
+        if before is None:
+            await self.box.delete(path)
+        else:
+            await self.box.write(path, before)
+        self._edits.pop()
+        self.metrics["undo"] += 1
+        return f"undone: {path}"
+
+    async def _run(self, command: str, seconds: int = 30) -> str:
+        done = await self._exec(command, max(1.0, min(float(seconds), RUN_SECONDS)))
+        status = "timed out" if done.timed_out else f"exit code {done.rc}"
+        cut = f" ({done.cut} bytes cut)" if done.cut else ""
+        return f"{status}{cut}\n{done.output}".rstrip()
+
+    async def _test(self) -> str:
+        report = await self._run_tests()
+        failed = failures(report, self.task.visible_tests)
+        total = len(self.task.visible_tests)
+        return "\n".join([f"{total - len(failed)} of {total} passed", *(clean_failure(*f, 400) for f in failed[:10])])
+
+
+_TYPES = {"string": str, "integer": int, "boolean": bool}
+
+
+def failures(report: TestReport, tests: Sequence[str]) -> list[tuple[str, str]]:
+    """(node id, reason) of each test that did not pass, in the given order."""
+    default = "timed out" if report.timed_out else "crashed" if report.crashed else ""
+    failed = [(t, report.outcomes.get(t, "missing")) for t in tests if report.outcomes.get(t) != "passed"]
+    return [(t, report.messages.get(t) or default or outcome) for t, outcome in failed]
+
+
+def verdict(report: TestReport, tests: Sequence[str]) -> str:
+    """`passed`, or the first failure in at most 100 characters."""
+    failed = failures(report, tests)
+    return clean_failure(*failed[0], 100) if failed else "passed"
+
+
+def clean_failure(node: str, reason: str, limit: int) -> str:
+    """One line that names a test without its file or class, and why it failed."""
+    name, bracket, case = node.partition("::")[2].partition("[")
+    return one_line(f"failed: {name.rpartition('::')[2]}{bracket}{case}: {reason}", limit)
+
+
+def _nearest(text: str, old: str) -> str:
+    """Where the first line of `old` may have been meant: the line of the file that is most like it."""
+    wanted = next((line.strip() for line in old.splitlines() if line.strip()), "")
+    lines = [line.strip() for line in text.splitlines()[:5000]]
+    near = [wanted] if wanted in lines else get_close_matches(wanted[:200], dict.fromkeys(lines), 1, 0.6)
+    if not wanted or not near:
+        return ""
+    return f"; the nearest line is {lines.index(near[0]) + 1}: {near[0][:200]}"
