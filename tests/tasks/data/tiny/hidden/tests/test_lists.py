@@ -1,5 +1,4 @@
 import pytest
-
 from tiny import chunk, clamp, count_if, flatten
 
 

@@ -1,5 +1,4 @@
 import pytest
-
 from tiny import Counter, initials, shorten
 
 

@@ -1,0 +1,209 @@
+"""`etude tasks build`: a repository in, a dataset of gated tasks out.
+
+discover functions -> trace which tests call them -> choose visible and hidden tests -> break functions -> gates -> save
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.environments.base import Image, Limits, Sandbox
+from etude.environments.namespace import open_sandbox
+from etude.errors import UserError
+from etude.tasks import card, coverage, dataset, discover, fetch, gates, licence, split
+from etude.tasks.discover import Function
+from etude.tasks.gates import Bench
+from etude.tasks.leaks import LeakIndex
+from etude.tasks.options import BuildOptions
+from etude.tasks.search import Progress, Target, search
+
+_TRACE_SECONDS = 600.0
+
+
+def build(repo: Path, out: Path, options: BuildOptions, progress: Progress) -> dataset.Dataset:
+    """Make a dataset of gated tasks from the repository at `repo` in the folder `out`.
+
+    Everything is written to `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no
+    Python code, no tests that pass, or nothing to break; if a file does not parse; or if `out` is taken.
+    """
+    _check_paths(repo, out)
+    layout = discover.layout(repo)
+    sources = {path: discover.read_source(repo, path) for path in layout.sources}
+    functions = [f for path, text in sources.items() for f in discover.functions(path, text)]
+    if not any(discover.is_test_module(path) for path in layout.tests):
+        raise UserError(f"{repo} has no test modules (test_*.py), so nothing could grade a task; add tests.")
+    work = out.with_name(out.name + ".incomplete")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        asyncio.run(_run(_Plan(repo, work, options, progress, layout, sources, functions)))
+        if out.exists():
+            out.rmdir()
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return dataset.load(out)
+
+
+def _check_paths(repo: Path, out: Path) -> None:
+    if not repo.is_dir():
+        raise UserError(f"{repo} is not a folder; give the root of a Python repository.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty; choose another folder or remove it.")
+    if out.resolve().is_relative_to(repo.resolve()):
+        raise UserError(f"{out} lies inside the repository and would become part of it; choose a folder outside.")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    repo: Path
+    work: Path
+    options: BuildOptions
+    progress: Progress
+    layout: discover.Layout
+    sources: Mapping[str, str]  # path -> text
+    functions: list[Function]
+
+    @property
+    def eligible(self) -> list[Function]:
+        return [f for f in self.functions if self.options.min_lines <= f.body_lines <= self.options.max_lines]
+
+
+async def _run(plan: _Plan) -> None:
+    options, work = plan.options, plan.work
+    plan.progress("installing dependencies", 0, 1)
+    requirements = fetch.install_dependencies(plan.repo, work / "site")
+    licence_name, licence_source = licence.find_licence(plan.repo)
+    async with open_sandbox(workers=options.workers) as sandbox:
+        callers = await _trace(plan, sandbox)
+        policy = _lay_out(plan, callers)
+        bench = Bench(
+            sandbox=sandbox,
+            name=licence.find_name(plan.repo),
+            repository=work / "repository",
+            site=work / "site",
+            hidden=work / "hidden",
+            source_roots=plan.layout.source_roots,
+            licence=licence_name,
+            options=options,
+        )
+        targets, stable, unstable = await _targets(plan, bench, callers, policy)
+        files = [p.relative_to(bench.repository).as_posix() for p in bench.repository.rglob("*") if p.is_file()]
+        found = await search(bench, targets, LeakIndex(bench.repository, sorted(files)), plan.progress)
+    if not found.tasks:
+        reasons = ", ".join(f"{reason}: {n}" for reason, n in found.rejected.most_common(3))
+        raise UserError(f"no broken program of {plan.repo} passed the gates ({reasons}); add tests.")
+    manifest = dataset.Manifest(
+        format=dataset.FORMAT,
+        name=bench.name,
+        licence=licence_name,
+        licence_source=licence_source,
+        seed=options.seed,
+        python_path=plan.layout.python_path,
+        source_roots=plan.layout.source_roots,
+        visible=policy,
+        options=dataclasses.asdict(options),
+        counts={"functions": len(targets), "candidates": found.tried},
+        digests={},
+    )
+    history = card.History(
+        functions=len(plan.functions),
+        eligible=len(plan.eligible),
+        covered=len(targets),
+        candidates=found.tried,
+        rejected=found.rejected,
+        tests=len(stable),
+        unstable=sorted(unstable),
+        requirements=requirements,
+    )
+    result = dataset.save(work, manifest, found.tasks)
+    (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
+
+
+async def _trace(plan: _Plan, sandbox: Sandbox) -> dict[str, set[str]]:
+    """Function id -> tests that call it, from one run of the whole suite on the whole repository."""
+    plan.progress("running the test suite", 0, 1)
+    whole = plan.work / "whole"
+    _copy(plan.repo, whole, plan.layout.files)
+    limits = Limits(seconds=_TRACE_SECONDS)
+    box = await sandbox.create(Image(repository=whole, site=plan.work / "site", changes={}), limits)
+    modules = [path for path in plan.layout.tests if discover.is_test_module(path)]
+    try:
+        return await coverage.trace(box, plan.layout.source_roots, modules, _TRACE_SECONDS)
+    finally:
+        await box.close()
+        shutil.rmtree(whole)
+
+
+def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> str:
+    """Write repository/ and hidden/, and return which tests are visible: "doctests" or "half"."""
+    policy = plan.options.visible
+    if policy == "auto":
+        covered = [f for f in plan.eligible if f.id in callers]
+        policy = "doctests" if 2 * sum(f.doctest for f in covered) >= len(covered) > 0 else "half"
+    tests = set(plan.layout.tests)
+    _copy(plan.repo, plan.work / "repository", [f for f in plan.layout.files if f not in tests])
+    _copy(plan.repo, plan.work / "hidden", plan.layout.tests)
+    if policy == "half":
+        everything = {split.base(test) for names in callers.values() for test in names}
+        hidden = everything - split.visible_half(everything, plan.options.seed)
+        _copy(plan.repo, plan.work / "repository", plan.layout.tests)
+        for path in sorted({test.split("::")[0] for test in hidden}):
+            target = plan.work / "repository" / path
+            text = target.read_text(encoding="utf-8")
+            target.write_text(split.without_tests(path, text, hidden), encoding="utf-8")
+    return policy
+
+
+async def _targets(
+    plan: _Plan, bench: Bench, callers: Mapping[str, set[str]], policy: str
+) -> tuple[list[Target], set[str], set[str]]:
+    """(functions to break with their tests, stable hidden tests, tests left out)."""
+    plan.progress("looking for flaky tests", 0, 1)
+    options = plan.options
+    eligible = [f for f in plan.eligible if f.id in callers]
+    everything = {split.base(test) for names in callers.values() for test in names}
+    shown = split.visible_half(everything, options.seed) if policy == "half" else set()
+    # A test that calls few functions says more about each of them than one that calls many.
+    breadth = Counter(test for names in callers.values() for test in names)
+    ranked = {f.id: sorted(callers[f.id], key=lambda test: (breadth[test], test)) for f in eligible}
+    cap = 3 * options.test_cap
+    hidden = {f.id: [t for t in ranked[f.id] if split.base(t) not in shown][:cap] for f in eligible}
+    visible = {f.id: [t for t in ranked[f.id] if split.base(t) in shown][: options.test_cap] for f in eligible}
+    if policy == "doctests":
+        visible = {f.id: [f"{f.path}::doctest:{f.qualname}"] if f.doctest else [] for f in eligible}
+    wanted = sorted({test for table in (hidden, visible) for tests in table.values() for test in tests})
+    stable, unstable = await gates.stable_tests(bench, wanted)
+    heldout = split.heldout_functions(eligible, options.heldout_fraction, options.seed)
+    targets = [
+        Target(
+            function=f,
+            source=plan.sources[f.path],
+            split="heldout" if f.id in heldout else "train",
+            visible=_kept(visible[f.id], stable),
+            hidden=_kept(hidden[f.id], stable),
+        )
+        for f in eligible
+    ]
+    targets = [target for target in targets if target.hidden]
+    if not targets:
+        limits = f"{options.min_lines} to {options.max_lines}"
+        raise UserError(f"no hidden test calls a function of {limits} lines in {plan.repo}; widen the limits.")
+    return targets, stable & {test for tests in hidden.values() for test in tests}, unstable
+
+
+def _kept(tests: Iterable[str], stable: set[str]) -> tuple[str, ...]:
+    return tuple(test for test in tests if test in stable)
+
+
+def _copy(source: Path, target: Path, files: Iterable[str]) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        (target / file).write_bytes((source / file).read_bytes())

@@ -1,0 +1,97 @@
+"""DATACARD.md: what a dataset holds, how it was made, and what was left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from etude.records import Task
+from etude.tasks.dataset import Manifest
+
+_FACTS = (("lines", 5), ("complexity", 3), ("f2p", 3), ("visible_fails", 1))  # difficulty and the width of its bins
+
+
+@dataclass(frozen=True)
+class History:
+    """How a build went, for the card."""
+
+    functions: int  # found in the repository
+    eligible: int  # within the limits on lines
+    covered: int  # called by a hidden test
+    candidates: int  # broken programs tried
+    rejected: Mapping[str, int]  # reason -> broken programs
+    tests: int  # hidden tests that are stable
+    unstable: Sequence[str]  # tests left out: they fail or differ on the unbroken tree
+    requirements: Sequence[str] = field(default_factory=tuple)
+
+
+def datacard(manifest: Manifest, tasks: Sequence[Task], history: History) -> str:
+    """The card as Markdown. It holds no times: equal builds give equal cards."""
+    operators = Counter((task.kind, task.operator, task.split) for task in tasks)
+    kinds = sorted({(kind, operator) for kind, operator, _ in operators})
+    functions = {split: {t.function for t in tasks if t.split == split} for split in ("train", "heldout")}
+    accepted = len(tasks)
+    tried = max(history.candidates, 1)
+    sections = [
+        f"# Tasks from {manifest.name}\n",
+        f"Made by `etude tasks build` with seed {manifest.seed}. Licence of the code: {manifest.licence} "
+        f"(from {manifest.licence_source}). Dependencies: {', '.join(history.requirements) or 'none'}.\n",
+        "## Tasks\n",
+        _table(
+            ("kind", "operator", "train", "held-out"),
+            [(k, o, operators[k, o, "train"], operators[k, o, "heldout"]) for k, o in kinds]
+            + [("all", "", sum(t.split == "train" for t in tasks), sum(t.split == "heldout" for t in tasks))],
+        ),
+        f"Functions: {len(functions['train'])} in train, {len(functions['heldout'])} held out; no function is in both, "
+        "nor are functions with equal bodies.\n",
+        "## Tests\n",
+        f"Visible to the agent: {_POLICY[manifest.visible]} Hidden: {history.tests} tests, never in the agent's box; "
+        "each task is decided by those that call its function "
+        f"(at most {manifest.options['test_cap']} that must "
+        f"start to pass, {manifest.options['test_cap']} that must keep passing).\n",
+        _unstable(history.unstable),
+        "## Gates\n",
+        f"Functions found: {history.functions}; {history.eligible} within the limits on lines; {history.covered} of "
+        f"those called by a hidden test. Broken programs tried: {history.candidates}.\n",
+        _table(
+            ("result", "programs", "share"),
+            [("became a task or a spare", tried - sum(history.rejected.values()), "")]
+            + [(reason, n, f"{n / tried:.0%}") for reason, n in sorted(history.rejected.items())],
+        ),
+        f"{accepted} tasks were kept. Each one: the broken tree fails, no change scores 0, and the gold answer passes, "
+        f"{manifest.options['repeats']} times each, in the grading box.\n",
+        "Duplicates: no two tasks have the same broken text. Leaks: a program is dropped if half of the runs of eight "
+        "tokens that it lost stand elsewhere in the tree.\n",
+        "## Difficulty\n",
+        *(_histogram(name, width, [task.difficulty.get(name, 0.0) for task in tasks]) for name, width in _FACTS),
+    ]
+    return "\n".join(sections)
+
+
+_POLICY = {
+    "doctests": "the doctest of the broken function.",
+    "half": "half of the test functions; the other half is cut out of the tree.",
+}
+
+
+def _unstable(tests: Sequence[str]) -> str:
+    if not tests:
+        return "No test was left out.\n"
+    shown = "".join(f"- `{test}`\n" for test in tests[:20])
+    more = f"- and {len(tests) - 20} more\n" if len(tests) > 20 else ""
+    return f"Left out, because they do not pass every time on the unbroken tree ({len(tests)}):\n\n{shown}{more}"
+
+
+def _histogram(name: str, width: int, values: Iterable[float]) -> str:
+    bins = Counter(int(value // width) for value in values)
+    rows = [
+        (f"{b * width}-{(b + 1) * width - 1}" if width > 1 else b, n, "#" * max(1, round(40 * n / max(bins.values()))))
+        for b, n in sorted(bins.items())
+    ]
+    return _table((name, "tasks", ""), rows)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)

@@ -1,0 +1,182 @@
+"""What a broken program must show in the grading box before it becomes a task.
+
+The broken tree fails the same hidden tests every time, scores 0 if nothing is changed, and scores 1 with the gold
+answer; each `repeats` times. Programs that hang, crash the runner or change no test are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+import blake3
+
+from etude.environments.base import Image, Limits, Sandbox, TestReport
+from etude.environments.grading import grade
+from etude.records import Focus, Outcome, Task
+from etude.tasks.discover import Function
+from etude.tasks.mutate import Mutant
+from etude.tasks.options import BuildOptions
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Rejected(StrEnum):
+    """Why a candidate did not become a task."""
+
+    EQUIVALENT = "no hidden test notices"
+    HANGS = "runs too long"
+    CRASHES = "kills the test runner"
+    UNSTABLE = "results differ between runs"
+    GOLD = "the gold answer does not pass"
+    NO_OP = "scores without a change"
+    DUPLICATE = "same text as another task"
+    LEAK = "the answer is elsewhere in the tree"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A broken function, the visible tests, and hidden tests that call it, the most telling first."""
+
+    function: Function
+    kind: str
+    mutant: Mutant
+    split: str
+    visible: tuple[str, ...]
+    hidden: tuple[str, ...]
+    leak: float  # share of the lost text that the tree holds elsewhere
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where candidates are tried: the sandbox, and the folders of the dataset being built."""
+
+    sandbox: Sandbox
+    name: str
+    repository: Path
+    site: Path
+    hidden: Path
+    source_roots: tuple[str, ...]
+    licence: str
+    options: BuildOptions
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(seconds=self.options.hang_seconds)
+
+    def image(self, changes: dict[str, str]) -> Image:
+        return Image(repository=self.repository, site=self.site, changes=changes)
+
+
+async def gate(bench: Bench, candidate: Candidate) -> Task | Rejected:
+    """The task a candidate makes, or why it makes none."""
+    path = candidate.function.path
+    image = bench.image({path: candidate.mutant.text})
+    tests = [*candidate.hidden, *candidate.visible]
+    report = await bench.sandbox.run_tests(image, {}, tests, bench.hidden, bench.limits)
+    if report.timed_out:
+        return Rejected.HANGS
+    if report.crashed or report.tampered:
+        return Rejected.CRASHES
+    failed = [test for test in candidate.hidden if report.outcomes.get(test) != "passed"]
+    if not failed:
+        return Rejected.EQUIVALENT
+    task = _task(bench, candidate, report, failed)
+    return await _prove(bench, task, image, report) or task
+
+
+async def _prove(bench: Bench, task: Task, image: Image, first: TestReport) -> Rejected | None:
+    """Repeat the broken tree and the gold answer through the grader itself."""
+    decisive = (*task.fail_to_pass, *task.pass_to_pass)
+    gold = {path: text.encode() for path, text in task.solution.items()}
+    for _ in range(bench.options.repeats):
+        none = await grade(bench.sandbox, task, image, bench.hidden, {})
+        if none.passed or none.outcome is not Outcome.SCORED:
+            return Rejected.NO_OP
+        if none.report is None or any(none.report.outcomes.get(t) != first.outcomes[t] for t in decisive):
+            return Rejected.UNSTABLE
+    for _ in range(bench.options.repeats):
+        fixed = await grade(bench.sandbox, task, image, bench.hidden, gold)
+        if not fixed.passed or fixed.outcome is not Outcome.SCORED:
+            return Rejected.GOLD
+    return None
+
+
+def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequence[str]) -> Task:
+    function, mutant, cap = candidate.function, candidate.mutant, bench.options.test_cap
+    f2p = tuple(sorted(failed[:cap]))
+    p2p = tuple(sorted([test for test in candidate.hidden if test not in failed][:cap]))
+    visible_fails = any(report.outcomes.get(test) != "passed" for test in candidate.visible)
+    verb = "Implement" if candidate.kind == "removal" else "Fix"
+    return Task(
+        id=task_id(candidate),
+        repository=bench.name,
+        kind=candidate.kind,
+        operator=mutant.operator,
+        function=function.id,
+        split=candidate.split,
+        instruction=f"{verb} `{function.qualname}` in {function.path}",
+        focus=Focus(path=function.path, first_line=mutant.first_line, last_line=mutant.last_line),
+        source_roots=bench.source_roots,
+        changes={function.path: mutant.text},
+        solution={function.path: mutant.source},
+        visible_tests=candidate.visible,
+        fail_to_pass=f2p,
+        pass_to_pass=p2p,
+        difficulty={
+            "lines": float(function.body_lines),
+            "complexity": float(function.complexity),
+            "sites": 1.0,
+            "f2p": float(len(f2p)),
+            "p2p": float(len(p2p)),
+            "visible_fails": float(visible_fails),
+            "leak": round(candidate.leak, 3),
+        },
+        licence=bench.licence,
+    )
+
+
+def task_id(candidate: Candidate) -> str:
+    """Readable and unique: module, function, operator, and a digest of the broken function."""
+    module = candidate.function.path.removesuffix(".py").rsplit("/", 1)[-1]
+    text = f"{candidate.function.path}\0{candidate.mutant.snippet}"
+    digest = blake3.blake3(text.encode()).hexdigest()[:8]
+    return f"{module}.{candidate.function.qualname}.{candidate.mutant.operator}.{digest}"
+
+
+async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], workers: int) -> list[R]:
+    """`work` on every item, at most `workers` at a time; results in the order of `items`."""
+    results: dict[int, R] = {}
+    queue = iter(enumerate(items))
+
+    async def run() -> None:
+        for i, item in queue:
+            results[i] = await work(item)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(workers):
+            group.create_task(run())
+    return [results[i] for i in range(len(items))]
+
+
+async def stable_tests(bench: Bench, tests: Sequence[str], batch: int = 200) -> tuple[set[str], set[str]]:
+    """(stable, dropped) of `tests` on the unbroken tree: those that pass each time, and the rest."""
+    batches = [tests[i : i + batch] for i in range(0, len(tests), batch)] * bench.options.repeats
+    limits = Limits(seconds=max(60.0, bench.options.hang_seconds))
+
+    async def run(chunk: Sequence[str]) -> dict[str, str]:
+        return (await bench.sandbox.run_tests(bench.image({}), {}, chunk, bench.hidden, limits)).outcomes
+
+    reports = await in_order(run, batches, bench.options.workers)
+    dropped = {
+        test
+        for chunk, outcomes in zip(batches, reports, strict=True)
+        for test in chunk
+        if outcomes.get(test) != "passed"
+    }
+    return set(tests) - dropped, dropped

@@ -1,0 +1,93 @@
+"""Harbor folders: round trip, what a foreign reader finds in them, and what is refused."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from etude.errors import UserError
+from etude.records import Budget, Focus, Task
+from etude.tasks import harbor
+
+TASK = Task(
+    id="m.f.op_flip.1",
+    repository="lib-1.0",
+    kind="mutation",
+    operator="op_flip",
+    function="src/m.py::f",
+    split="train",
+    instruction='Fix `f` in src/m.py "now"\n\twith \\ and é and \x7f',
+    focus=Focus(path="src/m.py", first_line=1, last_line=2),
+    source_roots=("src",),
+    changes={"src/m.py": "def f(a):\r\n    return a - 1", "src/é.py": ""},
+    solution={"src/m.py": "def f(a):\r\n    return a + 1", "src/é.py": "x = 1\n"},
+    visible_tests=("src/m.py::doctest:f",),
+    fail_to_pass=("tests/test_m.py::test_f[\"a'b\\n-é]",),
+    pass_to_pass=(),
+    difficulty={"lines": 1.0, "odd key": 0.5},
+    licence="MIT",
+)
+
+
+@pytest.mark.parametrize("budget", [None, Budget(turns=3)])
+def test_round_trip(tmp_path: Path, budget: Budget | None) -> None:
+    task = Task(**{name: getattr(TASK, name) for name in TASK.__struct_fields__} | {"budget": budget})
+    harbor.write_task(task, tmp_path / task.id)
+    assert harbor.read_task(tmp_path / task.id) == task
+
+
+def test_what_harbor_reads(tmp_path: Path) -> None:
+    folder = tmp_path / TASK.id
+    harbor.write_task(TASK, folder)
+    config = tomllib.loads((folder / "task.toml").read_text())
+    assert config["schema_version"] == "1.4"
+    assert config["task"]["name"] == f"etude/{TASK.id}"
+    # Harbor's defaults are a shared verifier and a public network, and only artifacts reach a separate verifier.
+    assert config["verifier"]["environment_mode"] == "separate"
+    assert {config[t]["network_mode"] for t in ("agent", "verifier", "environment")} == {"no-network"}
+    assert config["artifacts"] == [{"source": "/workspace"}]
+    assert (folder / "environment/Dockerfile").read_text().startswith("FROM etude/lib:1.0\n")
+    for script in ("tests/test.sh", "solution/solve.sh"):
+        assert (folder / script).stat().st_mode & 0o111
+    agent_sees = [p for p in (folder / "environment").rglob("*") if p.is_file()]
+    assert not any(b"return a + 1" in p.read_bytes() or b"test_f" in p.read_bytes() for p in agent_sees)
+
+
+def _sample(folder: Path, environment: str) -> Path:
+    """A task as `harbor init` lays it out."""
+    for name in ("environment", "tests", "solution"):
+        (folder / name).mkdir(parents=True)
+    (folder / "task.toml").write_text(
+        'schema_version = "1.4"\n[task]\nname = "org/hello"\ndescription = ""\n[metadata]\ncategory = "x"\n'
+        f"[verifier]\ntimeout_sec = 120.0\n[environment]\ncpus = 1\n{environment}"
+    )
+    (folder / "instruction.md").write_text("Write hello to hello.txt.\n")
+    (folder / "tests/test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
+    (folder / "solution/solve.sh").write_text("echo hello > hello.txt\n")
+    return folder
+
+
+def test_foreign_tasks_are_refused(tmp_path: Path) -> None:
+    image = _sample(tmp_path / "image", 'docker_image = "alpine:3"\n')
+    with pytest.raises(UserError, match=r"needs Docker \(the image alpine:3\)"):
+        harbor.read_task(image)
+    build = _sample(tmp_path / "build", "")
+    (build / "environment/Dockerfile").write_text("FROM alpine\n")
+    with pytest.raises(UserError, match=r"needs Docker \(environment/Dockerfile\)"):
+        harbor.read_task(build)
+    with pytest.raises(UserError, match=r"no \[metadata\.etude\]"):
+        harbor.read_task(_sample(tmp_path / "plain", ""))
+
+
+def test_broken_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"task\.toml is missing"):
+        harbor.read_task(tmp_path)
+    harbor.write_task(TASK, tmp_path / "a")
+    (tmp_path / "a/tests/tests.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be read"):
+        harbor.read_task(tmp_path / "a")
+    (tmp_path / "a/task.toml").write_text("=")
+    with pytest.raises(UserError, match="cannot be read"):
+        harbor.read_task(tmp_path / "a")

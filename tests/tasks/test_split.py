@@ -1,0 +1,78 @@
+"""Held-out functions are never trained on; hidden tests are not in the tree the agent sees."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from etude.tasks import discover, split
+from etude.tasks.leaks import LeakIndex
+from etude.tasks.options import BuildOptions
+
+TESTS = """import pytest
+
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_one(x):
+    assert x
+
+
+class TestGroup:
+    @pytest.mark.slow
+    def test_two(self):
+        assert 2
+
+    def helper(self):
+        return 3
+
+
+class TestOther:
+    def test_three(self):
+        assert 3
+"""
+
+
+def test_functions_with_equal_bodies_stay_together() -> None:
+    source = "".join(f"def f{i}(x):\n    return x + {i // 2}\n" for i in range(40))
+    functions = discover.functions("m.py", source)
+    heldout = split.heldout_functions(functions, 0.25, 1)
+    assert len(heldout) == 10
+    assert all((f"m.py::f{i}" in heldout) == (f"m.py::f{i + 1}" in heldout) for i in range(0, 40, 2))
+    assert heldout == split.heldout_functions(functions[::-1], 0.25, 1)
+    assert heldout != split.heldout_functions(functions, 0.25, 2)
+
+
+def test_hidden_tests_are_cut_out() -> None:
+    text = split.without_tests("t.py", TESTS, {"t.py::test_one", "t.py::TestOther::test_three"})
+    assert "test_one" not in text
+    assert "test_three" not in text
+    assert "parametrize" not in text
+    assert TESTS[TESTS.index("class TestGroup") : TESTS.index("class TestOther")] in text
+    assert isinstance(ast.parse(text).body[-1].body[0], ast.Pass)
+    assert split.without_tests("t.py", TESTS, set()) == TESTS
+
+
+def test_visible_half() -> None:
+    tests = [f"a.py::test_{i}[{j}]" for i in range(4) for j in range(2)] + ["b.py::test_only"]
+    visible = split.visible_half(tests, 1)
+    assert len(visible) == 2
+    assert all(name.startswith("a.py") and "[" not in name for name in visible)
+
+
+def test_leak_share(tmp_path: Path) -> None:
+    original = "def f(items, low):\n    kept = [i * 2 + low for i in items if i > low and i % 3]\n    return kept\n"
+    broken = original.replace("i > low", "i < low")
+    (tmp_path / "m.py").write_text(original)
+    assert LeakIndex(tmp_path, ["m.py"]).share(original, broken) == 0.0
+    (tmp_path / "docs.rst").write_text("See::\n\n    kept = [i * 2 + low for i in items if i > low and i % 3]\n")
+    assert LeakIndex(tmp_path, ["m.py", "docs.rst"]).share(original, broken) > 0.5
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_tasks": 1}, {"min_lines": 9, "max_lines": 8}, {"heldout_fraction": 1.0}, {"kinds": ("other",)}]
+)
+def test_options_are_checked(wrong: dict) -> None:
+    with pytest.raises(ValueError):
+        BuildOptions(**wrong)
