@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from etude.dashboard.text import compact, duration, escape
+from etude.dashboard.text import clock, compact, escape, tick
 from etude.dashboard.view import Point, Span
 from etude.evals.stats import Estimate
 
@@ -27,70 +27,56 @@ class Series:
 
 
 def line_chart(
-    title: str, note: str, series: Sequence[Series], fmt: Format = compact, log: bool = False, zero: bool = True
+    title: str, note: str, series: Sequence[Series], fmt: Format = compact, log: bool = False, smooth: bool = True
 ) -> str:
-    """Curves over steps, and the same over minutes (the page switches). Noisy curves get a running mean on top.
+    """Curves over steps, and the same over minutes (the page switches), from zero. Empty without data.
 
-    `log` draws zeros at the floor; `zero` starts the axis at 0. Empty without data.
+    `smooth` lays a running mean over long curves; `log` draws zeros at the floor.
     """
     series = [s for s in series if s.points]
     if not series:
         return ""
     values = [p.value for s in series for p in s.points]
-    log = log and max(values) > 0
-    scale = _LogScale(values) if log else _linear(values, zero)
-    last = "".join(
-        f'<span class="key"><i class="c{s.color}"></i>{escape(s.label)} <b>{fmt(s.points[-1].value)}</b></span>'
-        for s in series
-    )
-    plots = "".join(_plot(series, scale, fmt, by_minutes) for by_minutes in (False, True))
-    return (
-        f'<figure class="card chart"><figcaption><h3>{escape(title)}</h3><p class="note">{escape(note)}</p>'
-        f'<p class="keys">{last}</p></figcaption>{plots}</figure>'
-    )
+    scale = _LogScale(values) if log and max(values) > 0 else _linear([0.0, *values])
+    keys = "".join(_key(s.color, s.label, fmt(s.points[-1].value)) for s in series)
+    plots = "".join(_plot(series, scale, fmt, smooth, by_minutes) for by_minutes in (False, True))
+    return _figure(title, note, f'<p class="keys">{keys}</p>', plots)
 
 
 def bar_chart(title: str, note: str, bars: Sequence[tuple[str, float]], fmt: Format = compact, color: int = 1) -> str:
     """One bar per (label, value), from zero. Empty without data."""
     if not bars:
         return ""
-    scale = _linear([value for _, value in bars], zero=True)
+    scale = _linear([0.0, *(value for _, value in bars)])
     width = _SIZE / len(bars)
     gap = min(0.18 * width, 12)
     marks = "".join(
-        f'<rect x="{i * width + gap / 2:.1f}" width="{width - gap:.1f}" y="{_SIZE - scale(v):.1f}" height="{scale(v):.1f}"/>'
-        for i, (_, v) in enumerate(bars)
+        f'<rect x="{i * width + gap / 2:.1f}" width="{width - gap:.1f}" y="{_SIZE - height:.1f}" height="{height:.1f}"/>'
+        for i, height in enumerate(scale(value) for _, value in bars)
     )
+    centres = [(i + 0.5) / len(bars) for i in range(len(bars))]
     every = math.ceil(len(bars) / 8)
-    ticks = [((i + 0.5) / len(bars), label) for i, (label, _) in enumerate(bars) if i % every == 0]
-    tips = {
-        "x": [round((i + 0.5) / len(bars), 4) for i in range(len(bars))],
-        "l": [label for label, _ in bars],
-        "s": [{"n": "", "c": color, "v": [fmt(value) for _, value in bars]}],
-    }
-    body = _frame(f'<g class="f{color}">{marks}</g>', scale.ticks, fmt, ticks, "", tips)
-    return (
-        f'<figure class="card chart"><figcaption><h3>{escape(title)}</h3><p class="note">{escape(note)}</p></figcaption>'
-        f"{body}</figure>"
-    )
+    ticks = [(centres[i], bars[i][0]) for i in range(0, len(bars), every)]
+    tips = _tips(centres, [label for label, _ in bars], {"": [fmt(value) for _, value in bars]})
+    return _figure(title, note, "", _frame(f'<g class="f{color}">{marks}</g>', scale, fmt, ticks, "", tips))
 
 
-def interval_chart(rows: Sequence[tuple[str, Estimate, int]], fmt: Format, zero_line: bool = False) -> str:
-    """Rows of (label, estimate, color): a dot with its 95 % interval, on one axis."""
-    edges = [edge for _, e, _ in rows for edge in (e.low, e.high)] + [0.0]
-    scale = _linear(edges, zero=False)
+def interval_chart(rows: Sequence[tuple[str, Estimate, int]], fmt: Format) -> str:
+    """Rows of (label, estimate, color): a dot with its 95 % interval, on one axis that shows zero."""
+    scale = _linear([0.0, *(edge for _, e, _ in rows for edge in (e.low, e.high))])
+    zero = f'<i class="zero" style="left:{scale(0) / 10:.2f}%"></i>'
     lines: list[str] = []
     for label, estimate, color in rows:
         low, mid, high = (scale(v) / 10 for v in (estimate.low, estimate.mean, estimate.high))
         lines.append(
-            f'<div class="est"><span class="who">{escape(label)}</span><span class="rail">'
+            f'<div class="est"><span class="who">{escape(label)}</span><span class="rail">{zero}'
             f'<i class="bar f{color}" style="left:{low:.2f}%;width:{max(high - low, 0.2):.2f}%"></i>'
-            f'<i class="dot f{color}" style="left:{mid:.2f}%"></i></span>'
-            f'<span class="fig"><b>{fmt(estimate.mean)}</b> <small>{fmt(estimate.low)} to {fmt(estimate.high)}</small></span></div>'
+            f'<i class="dot f{color}" style="left:{mid:.2f}%"></i></span><span class="fig"><b>{fmt(estimate.mean)}</b> '
+            f"<small>{fmt(estimate.low)} to {fmt(estimate.high)}</small></span></div>"
         )
-    axis = "".join(f'<span style="left:{scale(t) / 10:.2f}%">{fmt(t)}</span>' for t in scale.ticks)
-    mark = f'<i class="zero" style="left:{scale(0) / 10:.2f}%"></i>' if zero_line else ""
-    return f'<div class="ests">{"".join(lines)}<div class="est axis"><span class="who"></span><span class="rail">{axis}{mark}</span><span class="fig"></span></div></div>'
+    axis = "".join(f'<span style="left:{scale(t) / 10:.2f}%">{tick(fmt(t))}</span>' for t in scale.ticks)
+    lines.append(f'<div class="est axis"><span class="who"></span><span class="rail">{axis}</span></div>')
+    return f'<div class="ests">{"".join(lines)}</div>'
 
 
 def timeline(spans: Sequence[Span], order: Sequence[str] = ()) -> str:
@@ -101,7 +87,7 @@ def timeline(spans: Sequence[Span], order: Sequence[str] = ()) -> str:
     length = max(end - start, 1e-9)
     names = sorted({s.process for s in spans}, key=lambda n: (order.index(n) if n in order else len(order), n))
     lanes = "".join(_lane(name, [s for s in spans if s.process == name], start, length) for name in names)
-    ticks = "".join(f'<span style="left:{100 * t / length:.2f}%">{duration(t)}</span>' for t in _clock_ticks(length))
+    ticks = "".join(f'<span style="left:{100 * t / length:.2f}%">{clock(t)}</span>' for t in _clock_ticks(length))
     return f'<div class="lanes">{lanes}<div class="lane axis"><span></span><span class="xs">{ticks}</span></div></div>'
 
 
@@ -128,22 +114,15 @@ def _lane(name: str, spans: Sequence[Span], start: float, length: float) -> str:
         floor = [a + b for a, b in zip(floor, shares[state], strict=True)]
         paths.append(f'<path class="f{color[state]}" d="{path}"/>')
     busy = sum(seconds[state] for state in working) / length
-    keys = "".join(
-        f'<span class="key"><i class="c{color[s]}"></i>{escape(s)} {100 * seconds[s] / length:.0f} %</span>'
-        for s in ranked
-    )
-    tips = {
-        "x": [round((i + 0.5) / _BINS, 4) for i in range(_BINS)],
-        "l": [duration((i + 0.5) / _BINS * length) for i in range(_BINS)],
-        "s": [
-            {"n": s, "c": color[s], "v": [f"{100 * v:.0f} %" if v > 0.002 else "" for v in shares[s]]} for s in ranked
-        ],
-    }
+    keys = "".join(_key(color[state], state, f"{100 * seconds[state] / length:.0f} %") for state in ranked)
+    centres = [(i + 0.5) / _BINS for i in range(_BINS)]
+    said = {state: [f"{100 * v:.0f} %" if v > 0.002 else "" for v in shares[state]] for state in ranked}
+    tips = _tips(centres, [clock(x * length) for x in centres], said)
     return (
         f'<div class="lane"><span class="who"><b>{escape(name)}</b><small>{100 * busy:.0f} % busy</small></span>'
-        f'<div class="area" {_data(tips)}><svg viewBox="0 0 {_BINS} 1000" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(name)} over time" shape-rendering="crispEdges">{"".join(paths)}</svg><i class="cross"></i></div>'
-        f'<p class="keys">{keys}</p></div>'
+        f'<div class="area" {tips}><svg viewBox="0 0 {_BINS} {_SIZE}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(name)} over time" shape-rendering="crispEdges">{"".join(paths)}</svg>'
+        f'<i class="cross"></i></div><p class="keys">{keys}</p></div>'
     )
 
 
@@ -163,67 +142,71 @@ def _binned(spans: Sequence[Span], states: Sequence[str], start: float, length: 
     return shares
 
 
-def _plot(series: Sequence[Series], scale: _Linear | _LogScale, fmt: Format, by_minutes: bool) -> str:
+def _plot(series: Sequence[Series], scale: _Scale, fmt: Format, smooth: bool, by_minutes: bool) -> str:
     def at(p: Point) -> float:
         return p.minutes if by_minutes else float(p.step)
 
-    xs = sorted({at(p) for s in series for p in s.points})
-    left = 0.0 if by_minutes else xs[0]
-    span = max(xs[-1] - left, 1e-9)
-    marks = "".join(_curve(s, [(at(p) - left) / span for p in s.points], scale) for s in series)
-    ticks = [((t - left) / span, compact(t)) for t in _nice_ticks(left, xs[-1], 5, whole=not by_minutes)]
+    positions = [at(p) for s in series for p in s.points]
+    left, right = 0.0 if by_minutes else min(positions), max(positions)
+    span = max(right - left, 1e-9)
+    marks = "".join(_curve(s, [(at(p) - left) / span for p in s.points], scale, smooth) for s in series)
+    ticks = [((t - left) / span, compact(t)) for t in _nice_ticks(left, right, whole=not by_minutes)]
     longest = max(series, key=lambda s: len(s.points)).points
-    values = [{p.step: fmt(p.value) for p in s.points} for s in series]
-    tips = {
-        "x": [round((at(p) - left) / span, 4) for p in longest],
-        "l": [f"step {p.step} · {p.minutes:.1f} min" for p in longest],
-        "s": [
-            {"n": s.label, "c": s.color, "v": [v.get(p.step, "") for p in longest]}
-            for s, v in zip(series, values, strict=True)
-        ],
-    }
-    frame = _frame(marks, scale.ticks, fmt, ticks, "minutes" if by_minutes else "step", tips, scale)
-    return f'<div class="by-{"minutes" if by_minutes else "step"}">{frame}</div>'
+    said: dict[str, list[str]] = {}
+    for s in series:
+        by_step = {p.step: fmt(p.value) for p in s.points}
+        said[s.label] = [by_step.get(p.step, "") for p in longest]
+    heads = [f"step {p.step} · {p.minutes:.1f} min" for p in longest]
+    tips = _tips([(at(p) - left) / span for p in longest], heads, said)
+    name = "minutes" if by_minutes else "step"
+    return f'<div class="by-{name}">{_frame(marks, scale, fmt, ticks, name, tips)}</div>'
 
 
-def _curve(series: Series, xs: Sequence[float], scale: _Linear | _LogScale) -> str:
+def _curve(series: Series, xs: Sequence[float], scale: _Scale, smooth: bool) -> str:
     ys = [scale(p.value) for p in series.points]
     if len(ys) == 1:
         return f'<path class="s{series.color} point" d="M{_SIZE * xs[0]:.0f} {_SIZE - ys[0]:.0f}h0"/>'
     path = _path(xs, ys)
-    if len(ys) < 20:
+    if len(ys) < 20 or not smooth:
         return f'<path class="s{series.color}" d="{path}"/>'
     reach = max(2, len(ys) // 20)
-    smooth = [sum(w := ys[max(0, i - reach) : i + reach + 1]) / len(w) for i in range(len(ys))]
-    return f'<path class="s{series.color} faint" d="{path}"/><path class="s{series.color}" d="{_path(xs, smooth)}"/>'
+    means = [sum(w := ys[max(0, i - reach) : i + reach + 1]) / len(w) for i in range(len(ys))]
+    return f'<path class="s{series.color} faint" d="{path}"/><path class="s{series.color}" d="{_path(xs, means)}"/>'
 
 
 def _path(xs: Sequence[float], ys: Sequence[float]) -> str:
     return "M" + "L".join(f"{_SIZE * x:.0f} {_SIZE - y:.0f}" for x, y in zip(xs, ys, strict=True))
 
 
+def _figure(title: str, note: str, keys: str, body: str) -> str:
+    return (
+        f'<figure class="card chart"><figcaption><h3>{escape(title)}</h3><p class="note">{escape(note)}</p>{keys}'
+        f"</figcaption>{body}</figure>"
+    )
+
+
+def _key(color: int, label: str, value: str) -> str:
+    return f'<span class="key"><i class="c{color}"></i>{escape(label)} <b>{escape(value)}</b></span>'
+
+
 def _frame(
-    marks: str,
-    y_ticks: Sequence[float],
-    fmt: Format,
-    x_ticks: Sequence[tuple[float, str]],
-    x_label: str,
-    tips: Mapping[str, object],
-    scale: _Linear | _LogScale | None = None,
+    marks: str, scale: _Scale, fmt: Format, x_ticks: Sequence[tuple[float, str]], x_label: str, tips: str
 ) -> str:
-    place = scale or _Linear(y_ticks[0], y_ticks[-1], y_ticks)
-    grid = "".join(f'<path class="grid" d="M0 {_SIZE - place(t):.0f}H{_SIZE}"/>' for t in y_ticks)
-    ys = "".join(f'<span style="bottom:{place(t) / 10:.2f}%">{fmt(t)}</span>' for t in y_ticks)
+    """Axes and grid around the marks; every label is HTML."""
+    grid = "".join(f'<path class="grid" d="M0 {_SIZE - scale(t):.0f}H{_SIZE}"/>' for t in scale.ticks)
+    ys = "".join(f'<span style="bottom:{scale(t) / 10:.2f}%">{tick(fmt(t))}</span>' for t in scale.ticks)
     xs = "".join(f'<span style="left:{100 * x:.2f}%">{escape(label)}</span>' for x, label in x_ticks)
     label = f"<em>{escape(x_label)}</em>" if x_label else ""
     return (
-        f'<div class="plot"><div class="ys">{ys}</div><div class="area" {_data(tips)}>'
+        f'<div class="plot"><div class="ys">{ys}</div><div class="area" {tips}>'
         f'<svg viewBox="0 0 {_SIZE} {_SIZE}" preserveAspectRatio="none" aria-hidden="true">{grid}{marks}</svg>'
         f'<i class="cross"></i></div><div class="xs">{xs}{label}</div></div>'
     )
 
 
-def _data(tips: Mapping[str, object]) -> str:
+def _tips(xs: Sequence[float], heads: Sequence[str], said: Mapping[str, Sequence[str]]) -> str:
+    """What the page's script shows at each x (0 to 1): a head and one text per series; an empty text is left out."""
+    tips = {"x": [round(x, 4) for x in xs], "l": list(heads), "s": [{"n": n, "v": list(v)} for n, v in said.items()]}
     return f'data-tips="{escape(json.dumps(tips, separators=(",", ":"), ensure_ascii=False))}"'
 
 
@@ -250,12 +233,14 @@ class _LogScale:
         return _SIZE * (max(exponent, self.low) - self.low) / (self.high - self.low)
 
 
-def _linear(values: Sequence[float], zero: bool) -> _Linear:
+_Scale = _Linear | _LogScale
+
+
+def _linear(values: Sequence[float]) -> _Linear:
+    """Round limits that hold all values, with a tick at each of about four steps."""
     low, high = min(values), max(values)
-    if zero:
-        low, high = min(low, 0.0), max(high, 0.0)
     if high - low < 1e-12:
-        low, high = (low, low + 1.0) if low >= 0 else (low, 0.0)
+        high = low + 1.0
     step = _nice_step((high - low) / 4)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = [round(i * step, 12) for i in range(first, last + 1)]
@@ -267,11 +252,11 @@ def _nice_step(rough: float) -> float:
     return unit * next(m for m in (1, 2, 2.5, 5, 10) if m * unit >= rough * 0.999)
 
 
-def _nice_ticks(low: float, high: float, count: int, whole: bool) -> list[float]:
-    """Round values inside [low, high]."""
+def _nice_ticks(low: float, high: float, whole: bool) -> list[float]:
+    """About five round values inside [low, high]."""
     if high - low < 1e-9:
         return [low]
-    step = _nice_step((high - low) / count)
+    step = _nice_step((high - low) / 5)
     step = max(1.0, math.ceil(step)) if whole else step
     return [round(i * step, 9) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 

@@ -31,11 +31,9 @@ class _Tokens:
 
 
 def episode_cards(episodes: Sequence[ShownEpisode]) -> str:
-    """One card per episode, the first of each stage open."""
-    peak = max(
-        (float(np.abs(np.asarray(e.advantage)).max(initial=0)) for e in episodes if e.advantage is not None),
-        default=0.0,
-    )
+    """One card per episode, the first of each stage open. The largest advantage of all has the deepest tint."""
+    peaks = [float(np.abs(np.asarray(e.advantage, float)).max(initial=0)) for e in episodes if e.advantage is not None]
+    peak = max(peaks, default=0.0)
     seen: set[str] = set()
     cards: list[str] = []
     for shown in episodes:
@@ -49,16 +47,10 @@ def _card(shown: ShownEpisode, peak: float, is_open: bool) -> str:
     stage = f'<span class="tag">{escape(shown.stage)}</span>' if shown.stage else ""
     turns = len(episode.turns)
     facts = f"{turns} turn{'' if turns == 1 else 's'} · {episode.sampled_tokens} tokens · {_versions(episode)}"
-    advantage = _mean_advantage(shown)
-    figure = (
-        ""
-        if advantage is None
-        else f'<span class="adv {"pos" if advantage > 0 else "neg" if advantage < 0 else ""}">A {signed(advantage)}</span>'
-    )
     return (
         f'<details class="card episode" data-stage="{escape(shown.stage)}" data-passed="{int(episode.passed)}"'
         f'{" open" if is_open else ""}><summary>{_verdict(episode)}<span class="name">{escape(shown.title)}</span>'
-        f'<span class="facts">{stage}{figure}<small>{facts}</small></span></summary>'
+        f'<span class="facts">{stage}{_mean_advantage(shown)}<small>{facts}</small></span></summary>'
         f'<div class="body">{_prompt(shown)}{"".join(_turns(shown, peak))}{_ending(episode)}</div></details>'
     )
 
@@ -129,14 +121,11 @@ def _advantages(shown: ShownEpisode, offset: int, length: int) -> np.ndarray | N
 
 
 def _shared(tokens: _Tokens) -> str:
-    """What all tokens of a turn share is written once, on their parent."""
-    version = "" if not len(tokens.versions_T) else f' data-v="{int(tokens.versions_T[0])}"'
-    advantage = (
-        ""
-        if tokens.advantages_T is None or not len(tokens.advantages_T)
-        else f' data-a="{signed(float(tokens.advantages_T[0]))}"'
-    )
-    return version + advantage
+    """What the first token of a turn says is written once, on their parent; tokens that differ say so themselves."""
+    if not len(tokens.texts):
+        return ""
+    version = f' data-v="{int(tokens.versions_T[0])}"'
+    return version if tokens.advantages_T is None else f'{version} data-a="{signed(float(tokens.advantages_T[0]))}"'
 
 
 def _spans(tokens: _Tokens, peak: float) -> str:
@@ -176,13 +165,14 @@ def _calls(turn: Turn) -> str:
 
 
 def _call(call: ToolCall) -> str:
+    name = f"<b>{escape(call.name) or '?'}</b>"
     if call.arguments is None:
-        return f'<div class="call"><b>{escape(call.name) or "?"}</b> <span class="badge bad">malformed</span> {escape(call.error)}</div>'
+        return f'<div class="call">{name} <span class="badge bad">malformed</span> {escape(call.error)}</div>'
     arguments = {key: shorten(str(value), _MAX_TEXT) for key, value in call.arguments.items()}
     if set(arguments) == {"old", "new"}:
-        return f'<div class="call"><b>{escape(call.name)}</b><pre class="diff">{_diff(**arguments)}</pre></div>'
+        return f'<div class="call">{name}<pre class="diff">{_diff(**arguments)}</pre></div>'
     written = " ".join(f"<code>{escape(value)}</code>" for value in arguments.values())
-    return f'<div class="call"><b>{escape(call.name)}</b> {written}</div>'
+    return f'<div class="call">{name} {written}</div>'
 
 
 def _diff(old: str, new: str) -> str:
@@ -191,24 +181,23 @@ def _diff(old: str, new: str) -> str:
 
 
 def _ending(episode: Episode) -> str:
-    facts = [
-        ("reward", compact(episode.reward)),
-        ("outcome", str(episode.outcome)),
-        ("stopped by", str(episode.stop_reason)),
-    ]
-    facts += [(name.replace("_", " "), compact(value)) for name, value in sorted(episode.metrics.items())]
-    detail = f'<p class="detail">{escape(episode.detail)}</p>' if episode.detail else ""
+    facts = {"reward": compact(episode.reward), "outcome": episode.outcome, "stopped by": episode.stop_reason}
+    facts |= {name.replace("_", " "): compact(value) for name, value in sorted(episode.metrics.items())}
+    spans = "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span>" for name, value in facts.items())
+    detail = f'<p class="detail">{escape(shorten(episode.detail, _MAX_TEXT))}</p>' if episode.detail else ""
+    ids = f"task {escape(episode.task_id)} · seed {episode.seed} · episode {escape(episode.id)}"
     return (
-        f'<section class="turn ending"><h4>Outcome {_verdict(episode)}</h4>{detail}<p class="facts">'
-        + "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span>" for name, value in facts)
-        + f'</p><p class="facts"><small>task {escape(episode.task_id)} · seed {episode.seed} · episode {escape(episode.id)}</small></p></section>'
+        f'<section class="turn ending"><h4>Outcome {_verdict(episode)}</h4>{detail}<p class="facts">{spans}</p>'
+        f"<p><small>{ids}</small></p></section>"
     )
 
 
-def _mean_advantage(shown: ShownEpisode) -> float | None:
+def _mean_advantage(shown: ShownEpisode) -> str:
     if shown.advantage is None or not np.size(shown.advantage):
-        return None
-    return float(np.mean(np.asarray(shown.advantage, dtype=float)))
+        return ""
+    mean = float(np.mean(np.asarray(shown.advantage, float)))
+    tone = "pos" if mean > 0 else "neg" if mean < 0 else ""
+    return f'<span class="adv {tone}">A {signed(mean)}</span>'
 
 
 def _versions(episode: Episode) -> str:

@@ -22,7 +22,7 @@ class Utilisation(Record):
 
 
 class Mismatch(Record):
-    """Trainer against engine log-probabilities: means over steps of k2 and k3, and the largest difference of the run."""
+    """Trainer against engine log-probabilities: means of k2 and k3 over the steps, and the run's largest difference."""
 
     k2: float
     k3: float
@@ -49,15 +49,15 @@ class Report(Record):
     model: str = ""
     dataset: str = ""
     hardware: str = ""
-    stages: dict[str, float] = {}  # seconds by stage
+    stages: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by stage
     pass_before_interval: Estimate | None = None
     pass_after_interval: Estimate | None = None
-    pass_k_before: dict[int, float] = {}
-    pass_k_after: dict[int, float] = {}
-    behaviour_before: dict[str, float] = {}  # means per held-out episode
-    behaviour_after: dict[str, float] = {}
-    outcomes_before: dict[str, int] = {}  # held-out episodes by outcome
-    outcomes_after: dict[str, int] = {}
+    pass_k_before: dict[int, float] = msgspec.field(default_factory=dict)
+    pass_k_after: dict[int, float] = msgspec.field(default_factory=dict)
+    behaviour_before: dict[str, float] = msgspec.field(default_factory=dict)  # means per held-out episode
+    behaviour_after: dict[str, float] = msgspec.field(default_factory=dict)
+    outcomes_before: dict[str, int] = msgspec.field(default_factory=dict)  # held-out episodes by outcome
+    outcomes_after: dict[str, int] = msgspec.field(default_factory=dict)
     heldout_tasks: int = 0
     heldout_functions: int = 0
     samples_per_task: int = 0
@@ -93,8 +93,8 @@ def held_out(before: EvalResult | None, after: EvalResult | None) -> dict[str, A
 def write_report(run_dir: Path, report: Report | dict[str, Any], view: RunView | None = None) -> Path:
     """Write `report.json` and `report.html` into the run folder; return the path of the page.
 
-    `report` may be a dictionary with the fields of `Report`. Without `view` the page shows what the folder holds, and no
-    episodes. Raises ValueError if a field is missing or has the wrong type.
+    `report` may be a dictionary with the fields of `Report`. Without `view` the page shows what the folder holds, but
+    no episodes. Raises ValueError if a field is missing or has the wrong type.
     """
     if isinstance(report, dict):
         report = _convert(report)

@@ -6,17 +6,17 @@ import html
 import math
 import re
 
-# Everything that acts instead of showing: C0 and C1 controls except tab and newline, bidirectional overrides, zero-width
-# and other format characters (category Cf), lone surrogates (Cs), which no encoder accepts, and line separators.
+# Characters that act instead of showing: C0 and C1 controls except tab and newline, bidirectional overrides, zero-width
+# and other invisible format characters, line separators, and lone surrogates, which no encoder accepts.
 _ACTING = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e0fff]"
 )
-_BEYOND = re.compile("[\ud800-\udfff\U000e0000-\U000e0fff]")
 
 
 def inert(text: str) -> str:
     """`text` with every character that acts replaced by one that shows it: ESC becomes ␛, U+202E becomes ⟨202E⟩."""
-    return _BEYOND.sub(_picture, _ACTING.sub(_picture, text))
+    return _ACTING.sub(_picture, text)
 
 
 def escape(text: str) -> str:
@@ -34,6 +34,17 @@ def shorten(text: str, limit: int) -> str:
 
 def percent(value: float, digits: int = 1) -> str:
     return f"{100 * value:.{digits}f} %"
+
+
+def tick(text: str) -> str:
+    """A formatted axis label without a trailing `.0` or a sign before zero, which say nothing on an axis."""
+    text = re.sub(r"\.0(?!\d)", "", text)
+    return "0" if text == "+0" else text
+
+
+def clock(seconds: float) -> str:
+    """`1:05`, minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def points(value: float) -> str:

@@ -31,7 +31,8 @@ class ShownEpisode:
     """An episode picked for reading.
 
     `token_texts` holds one text per token over all segments in order; `advantage` is one figure for the episode or one
-    per token in the same order; None leaves the tokens untinted. `stage` groups episodes: "before", "training", "after".
+    per token in the same order; None leaves the tokens untinted. `stage` groups episodes: "before", "training" or
+    "after".
     """
 
     title: str

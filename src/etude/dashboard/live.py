@@ -1,0 +1,278 @@
+"""The terminal while a run goes on, and the table at its end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from etude.dashboard.report import Report
+from etude.dashboard.text import byte_count, compact, duration, inert, percent, points
+from etude.evals.stats import Estimate
+
+PROCESSES = ("controller", "engine", "trainer", "sandbox")
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_HISTORY = 48  # values of the sparkline
+_LINE_SECONDS = 5.0  # between two plain lines
+_REFRESH = 2  # screens per second: drawing one costs milliseconds that the run needs
+
+# figure -> (label, how it is written); others may be given to `update` and are written compactly under their own name
+_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "reward": ("reward", lambda v: f"{v:.3f}"),
+    "pass_rate": ("pass rate", percent),
+    "staleness": ("staleness", lambda v: f"{v:.2f} versions"),
+    "episodes_per_s": ("episodes/s", lambda v: f"{v:.1f}"),
+    "tokens_per_s": ("tokens/s", compact),
+    "version": ("weights", lambda v: f"v{v:.0f}"),
+}
+
+
+class LiveView:
+    """What a run is doing, fed by plain calls. A context manager.
+
+    On a terminal it draws in place, twice a second, from its own thread. Elsewhere (a CI log) it writes one plain line
+    at most every five seconds, when something is reported, and one for each stage.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        stages: Sequence[str],
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console()
+        self._clock = clock
+        self._title = inert(title)
+        self._stages = tuple(stages)
+        self._started = self._stage_started = clock()
+        self._last_line = float("-inf")
+        self._stage = ""
+        self._taken: dict[str, float] = {}  # finished stages in seconds
+        self._done: float = 0
+        self._total: float = 0
+        self._unit = ""
+        self._seconds_left: float | None = None
+        self._figures: dict[str, float] = {}
+        self._rewards: deque[float] = deque(maxlen=_HISTORY)
+        self._processes: dict[str, str] = {}
+        self._live = Live(
+            get_renderable=self._screen, console=self._console, refresh_per_second=_REFRESH, transient=True
+        )
+
+    def __enter__(self) -> LiveView:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close_stage()
+        if self._live.is_started:
+            self._live.stop()
+
+    def stage(self, name: str, total: float = 0, unit: str = "") -> None:
+        """Enter a stage of `total` units (0: unknown), e.g. `stage("train", 120, "steps")`."""
+        self._close_stage()
+        self._stage, self._done, self._total, self._unit = inert(name), 0, total, unit
+        self._seconds_left = None
+        self._stage_started = self._clock()
+        self._processes.clear()
+        self._plain(f"{self._where()}: {self._stage} …", force=True)
+
+    def update(
+        self, done: float | None = None, total: float | None = None, seconds_left: float | None = None, **figures: float
+    ) -> None:
+        """Report progress and figures: those of `_FIGURES`, such as reward and pass_rate, or any other.
+
+        `seconds_left` overrides the estimate from `done` and `total`, e.g. when the clock ends the stage.
+        """
+        self._done = self._done if done is None else done
+        self._total = self._total if total is None else total
+        self._seconds_left = seconds_left
+        self._figures.update(figures)
+        if "reward" in figures:
+            self._rewards.append(figures["reward"])
+        self._plain(self._line())
+
+    def process(self, name: str, doing: str) -> None:
+        """Say what a process is doing now, e.g. `process("engine", "decoding 43 rows")`."""
+        self._processes[inert(name)] = inert(doing)
+
+    def log(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(Text(inert(text)), soft_wrap=True)
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds of each finished stage."""
+        return dict(self._taken)
+
+    def _close_stage(self) -> None:
+        if self._stage:
+            taken = self._clock() - self._stage_started
+            self._taken[self._stage] = self._taken.get(self._stage, 0.0) + taken
+            self._plain(f"{self._where()}: {self._stage} took {duration(taken)}", force=True)
+            self._stage = ""
+
+    def _plain(self, line: str, force: bool = False) -> None:
+        if self._console.is_terminal:
+            return
+        now = self._clock()
+        if force or now - self._last_line >= _LINE_SECONDS:
+            self._last_line = now
+            self._console.print(Text(line), soft_wrap=True)
+
+    def _where(self) -> str:
+        at = f"{self._stages.index(self._stage) + 1}/{len(self._stages)}" if self._stage in self._stages else "-"
+        return f"{self._title} [{at}] {duration(self._clock() - self._started)}"
+
+    def _line(self) -> str:
+        parts = [f"{self._where()}: {self._stage} {self._count()}".rstrip()]
+        parts += [f"{label} {text}" for label, text in self._written()]
+        left = self._left()
+        return ", ".join(parts if left is None else [*parts, f"{duration(left)} left"])
+
+    def _count(self) -> str:
+        if not self._total:
+            return f"{self._done:,.0f} {self._unit}".rstrip() if self._done else ""
+        return f"{self._done:,.0f} of {self._total:,.0f} {self._unit}".rstrip()
+
+    def _written(self) -> list[tuple[str, str]]:
+        figures = dict(self._figures)
+        named = [(label, write(figures[name])) for name, (label, write) in _FIGURES.items() if name in figures]
+        return named + [(name.replace("_", " "), compact(v)) for name, v in figures.items() if name not in _FIGURES]
+
+    def _left(self) -> float | None:
+        if self._seconds_left is not None:
+            return max(0.0, self._seconds_left)
+        if not self._total or not self._done:
+            return None
+        return (self._clock() - self._stage_started) / self._done * max(0.0, self._total - self._done)
+
+    def _screen(self) -> RenderableType:
+        # Drawn from another thread: every container is copied before it is walked.
+        body: list[RenderableType] = [self._stage_row(), self._progress_row()]
+        if figures := self._written():
+            body.append(self._figure_row(figures))
+        table = Table.grid(padding=(0, 2))
+        if rewards := tuple(self._rewards):
+            table.add_row(Text("reward", "dim"), Text(sparkline(rewards), "green"))
+        processes = dict(self._processes)
+        for name in sorted(processes, key=lambda p: PROCESSES.index(p) if p in PROCESSES else len(PROCESSES)):
+            table.add_row(Text(name, "dim"), Text(processes[name], no_wrap=True, overflow="ellipsis"))
+        if table.row_count:
+            body.append(table)
+        clock = f" {duration(self._clock() - self._started)} "
+        return Panel(
+            Group(*body),
+            title=Text(f" {self._title} ", "bold"),
+            title_align="left",
+            subtitle=Text(clock, "dim"),
+            subtitle_align="right",
+            border_style="dim",
+        )
+
+    def _stage_row(self) -> Text:
+        text = Text()
+        for i, name in enumerate(self._stages):
+            style = "bold green" if name == self._stage else "green" if name in self._taken else "dim"
+            mark = "●" if name == self._stage else "✓" if name in self._taken else "○"
+            text.append(f"{'  ' if i else ''}{mark} {name}", style)
+        return text
+
+    def _progress_row(self) -> RenderableType:
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_column(no_wrap=True, justify="right", min_width=14)
+        left = self._left()
+        row.add_row(
+            ProgressBar(total=self._total or None, completed=self._done, pulse=not self._total),
+            Text(self._count(), "bold"),
+            Text("" if left is None else f"{duration(left)} left", "dim"),
+        )
+        return row
+
+    def _figure_row(self, figures: Sequence[tuple[str, str]]) -> Text:
+        text = Text()
+        for label, value in figures:  # hard spaces: a label and its value stay on one line
+            text.append(f"{label} ".replace(" ", "\u00a0"), "dim").append(value.replace(" ", "\u00a0"), "bold").append(
+                "   "
+            )
+        return text
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One block per value, from the smallest to the largest; a level line in the middle."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    if high - low < 1e-12:
+        return _BLOCKS[3] * len(values)
+    return "".join(_BLOCKS[round((v - low) / (high - low) * (len(_BLOCKS) - 1))] for v in values)
+
+
+def final_table(report: Report, where: str = "") -> RenderableType:
+    """The result of a run; `where` is the path of its page."""
+    busy, gap = report.utilisation, report.mismatch
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    rows: list[tuple[str, Text]] = [
+        ("held-out pass rate, before", _rate(report.pass_before, report.pass_before_interval)),
+        ("held-out pass rate, after", _rate(report.pass_after, report.pass_after_interval, "bold")),
+        ("paired difference", _difference(report)),
+        ("steps", Text(f"{report.steps:,}")),
+        ("episodes", Text(", ".join(f"{inert(name)} {n:,}" for name, n in report.episodes.items()) or "none")),
+        ("busy", Text(f"trainer {percent(busy.trainer, 0)}, engine {percent(busy.engine, 0)}")),
+        ("weight versions", Text(f"{report.versions:,}, {byte_count(report.bytes_published)} shipped")),
+        (
+            "trainer–engine mismatch",
+            Text(f"k2 {compact(gap.k2)}, k3 {compact(gap.k3)}, largest {compact(gap.max_abs)}"),
+        ),
+        ("checks", _check_row(report.checks)),
+        ("time", Text(duration(report.seconds))),
+    ]
+    if where:
+        rows.append(("report", Text(where, "bold", overflow="fold")))
+    for label, value in rows:
+        table.add_row(label, value)
+    return Panel(table, title=Text(f" {inert(report.name) or 'result'} ", "bold"), title_align="left", expand=False)
+
+
+def _rate(rate: float | None, interval: Estimate | None, style: str = "") -> Text:
+    if rate is None:
+        return Text("not measured", "dim")
+    text = Text(percent(rate), style)
+    return (
+        text if interval is None else text.append(f"  95 %: {percent(interval.low)} to {percent(interval.high)}", "dim")
+    )
+
+
+def _difference(report: Report) -> Text:
+    diff = report.paired_diff
+    if diff is None:
+        return Text("not measured", "dim")
+    style = "bold green" if diff.low > 0 else "bold red" if diff.high < 0 else "bold"
+    over = f"{report.heldout_tasks} tasks of {report.heldout_functions} functions"
+    text = Text(f"{points(diff.mean)} points", style)
+    return text.append(f"  95 %: {points(diff.low)} to {points(diff.high)}, {over}", "dim")
+
+
+def _check_row(checks: dict[str, bool]) -> Text:
+    text = Text()
+    for name, holds in checks.items():
+        text.append(
+            f"{'✓' if holds else '✗ FAILED'} {inert(name).replace('_', ' ')}  ", "green" if holds else "bold red"
+        )
+    return text if checks else Text("none", "dim")
