@@ -1,0 +1,175 @@
+"""What a sandbox backend and its boxes promise; everything outside this package is written against these types.
+
+A box is a value until something runs in it: an image and a change set. Reading and writing files, and running tests
+in a throwaway copy, need no process. Only `Box.exec` makes it live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+Payer = Literal["agent", "infra"]
+
+
+class BoxError(Exception):
+    """An operation on a box failed. `payer` says whose fault it is; only "infra" is worth a retry."""
+
+    payer: Payer = "agent"
+
+
+class NotFound(BoxError):
+    """No such file or folder."""
+
+
+class NotRegular(BoxError):
+    """Not a regular file: a folder, a link, a FIFO, a device."""
+
+
+class Escape(BoxError):
+    """A path that is absolute, holds `..` or NUL, or leaves the repository through a link."""
+
+
+class TooLarge(BoxError):
+    """A file, or a change set, over its cap."""
+
+
+class NoSpace(BoxError):
+    """The disk of the box is full."""
+
+
+class Busy(BoxError):
+    """A command is still running in the shell of this box."""
+
+
+class BoxDead(BoxError):
+    """The box, or the process that makes boxes, is gone."""
+
+    payer: Payer = "infra"
+
+
+class LaunchFailed(BoxError):
+    """A box could not be made."""
+
+    payer: Payer = "infra"
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a box starts from. Folders are never changed while a sandbox that has seen them is open."""
+
+    repository: Path  # layer L1: the agent's working tree
+    site: Path | None  # its dependencies, on sys.path, read-only
+    changes: Mapping[str, str]  # layer L2: path -> text over the repository
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a box may use."""
+
+    memory_mb: int = 1024
+    processes: int = 64
+    disk_mb: int = 64
+    seconds: float = 10.0  # wall time of a test run
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """One line in the shell. `rc` is None if the shell was lost; `cut` bytes were left out of the middle."""
+
+    rc: int | None
+    output: str
+    cut: int
+    seconds: float
+    timed_out: bool
+
+
+@dataclass(frozen=True)
+class TestReport:
+    """Node id -> "passed" | "failed" | "error" | "missing", decided outside the tested process.
+
+    `messages` holds one line for each test that failed. `tampered` is proof: a sentinel came out wrong, or a result
+    was forged.
+    """
+
+    __test__ = False  # pytest must not collect it
+
+    outcomes: dict[str, str]
+    messages: dict[str, str]
+    seconds: float
+    timed_out: bool = False
+    crashed: bool = False
+    tampered: bool = False
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend gives on this machine."""
+
+    isolation: Literal["none", "namespace", "gvisor", "vm"]
+    rootless: bool
+    egress: bool
+    pty: bool
+    seccomp: bool
+    cgroup: Literal["v2", "v1", "none"]
+
+
+class Box(Protocol):
+    """Paths are relative to the repository root. Every error is a BoxError."""
+
+    async def read(self, path: str, max_bytes: int = 65536) -> bytes:
+        """Content of a regular file. Raises NotFound, NotRegular, Escape, or TooLarge above `max_bytes`."""
+        ...
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Replace or create a file and its folders. Raises Escape, NotRegular, TooLarge, NoSpace."""
+        ...
+
+    async def list(self, path: str) -> list[str]:
+        """Sorted names in a folder ("" is the root), folders with a trailing slash. Raises NotFound, NotRegular."""
+        ...
+
+    async def delete(self, path: str) -> None:
+        """Remove a file. Raises NotFound, NotRegular, Escape."""
+        ...
+
+    async def exec(self, line: str, timeout: float) -> ExecResult:
+        """Run a line in the box's shell, which keeps its folder and variables. A non-zero exit is a result."""
+        ...
+
+    async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:
+        """Run visible tests on a throwaway copy of the box."""
+        ...
+
+    async def changes(self) -> dict[str, bytes | None]:
+        """Files that differ from the image; None is a deletion. Raises TooLarge, payer agent."""
+        ...
+
+    async def close(self) -> None:
+        """End every process of the box. Idempotent."""
+        ...
+
+
+class Sandbox(Protocol):
+    """A backend."""
+
+    def capabilities(self) -> Capabilities: ...
+
+    async def create(self, image: Image, limits: Limits) -> Box: ...
+
+    async def run_tests(
+        self,
+        image: Image,
+        changes: Mapping[str, bytes | None],
+        tests: Sequence[str],
+        hidden: Path | None,
+        limits: Limits,
+    ) -> TestReport:
+        """Run tests on `image` with `changes`, in a fresh box without network.
+
+        `hidden` is a folder of test files that only this run sees; sentinels are mixed in then. Raises BoxDead or
+        LaunchFailed; whatever the tested code does is a result.
+        """
+        ...
