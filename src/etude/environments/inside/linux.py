@@ -1,0 +1,198 @@
+"""Namespaces, mounts, capabilities and system-call filters by ctypes: no libraries beyond libc, no helper programs."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import signal
+import struct
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+
+NEWTIME, NEWNS, NEWCGROUP, NEWUTS = 0x80, 0x20000, 0x2000000, 0x4000000
+NEWIPC, NEWUSER, NEWPID, NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+_PR_SET_CHILD_SUBREAPER = 36
+_MOUNT_SETATTR = 442  # the same number on every architecture
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    _check(libc.unshare(flags), "unshare")
+
+
+def setns(fd: int, kind: int) -> None:
+    _check(libc.setns(fd, kind), "setns")
+
+
+def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str = "") -> None:
+    """mount(2). `options` must fit a page."""
+    result = libc.mount(
+        os.fsencode(source),
+        os.fsencode(target),
+        kind.encode() if kind else None,
+        ctypes.c_ulong(flags),
+        options.encode() or None,
+    )
+    _check(result, f"mount {kind or 'bind'} on {target}")
+
+
+def bind(source: str, target: str, read_only: bool = True) -> None:
+    """Bind a tree with everything mounted below it; no set-user-id files or devices count in it."""
+    mount(source, target, None, MS_BIND | MS_REC)
+    set_attributes(target, (MS_RDONLY if read_only else 0) | MS_NOSUID | MS_NODEV)
+
+
+def set_attributes(target: str, attributes: int) -> None:
+    """mount_setattr(2) on the whole tree: MOUNT_ATTR_{RDONLY,NOSUID,NODEV,NOEXEC} equal the MS_ flags."""
+    data = struct.pack("QQQQ", attributes, 0, 0, 0)
+    path = os.fsencode(target)
+    _check(libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, data, len(data)), f"read-only {target}")
+
+
+def unmount(target: str) -> None:
+    _check(libc.umount2(os.fsencode(target), MNT_DETACH), f"unmount {target}")
+
+
+def pivot_root(new: str, old: str) -> None:
+    number = {"x86_64": 155, "aarch64": 41}[platform.machine()]
+    _check(libc.syscall(number, os.fsencode(new), os.fsencode(old)), "pivot_root")
+
+
+def _prctl(option: int, a: int = 0, b: object = 0) -> None:
+    _check(libc.prctl(option, ctypes.c_ulong(a), b, 0, 0), f"prctl {option}")
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL when the parent ends. `parent` is its pid as seen here: the signal is lost if it is gone already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def become(host_id: int | None, box_id: int, flags: int) -> None:
+    """Unshare a user namespace and `flags`; `box_id` in it is `host_id` outside (the present user if None).
+
+    The caller then holds every capability in the new namespaces, and none outside.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    if host_id is not None:
+        os.setgroups([])
+        os.setresgid(host_id, host_id, host_id)
+        os.setresuid(host_id, host_id, host_id)
+        _prctl(_PR_SET_DUMPABLE, 1)  # else /proc/self/uid_map belongs to root
+        uid = gid = host_id
+    unshare(NEWUSER | flags)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{box_id} {uid} 1"), ("gid_map", f"{box_id} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def loopback_up() -> None:
+    """Bring `lo` up in a new network namespace."""
+    import fcntl
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        fcntl.ioctl(s, 0x8914, struct.pack("16sH14s", b"lo", 0x1 | 0x40, b""))  # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
+
+
+def drop_privileges() -> None:
+    """No capability in any set, none to regain by exec."""
+    with open("/proc/sys/kernel/cap_last_cap") as file:
+        last = int(file.read())
+    for capability in range(last + 1):
+        _prctl(_PR_CAPBSET_DROP, capability)
+    header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
+    _check(libc.capset(header, struct.pack("6I", *[0] * 6)), "capset")
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+# System calls refused with EPERM: (x86_64, aarch64) numbers; None where the architecture lacks the call.
+_DENIED = {
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "open_tree": (428, 428),
+    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
+    "fspick": (433, 433), "mount_setattr": (442, 442), "open_tree_attr": (467, 467), "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264), "quotactl": (179, 60), "quotactl_fd": (443, 443), "swapon": (167, 224),
+    "swapoff": (168, 225), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "personality": (135, 92),
+    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294), "reboot": (169, 142), "acct": (163, 89), "syslog": (103, 116),
+    "pidfd_getfd": (438, 438), "kcmp": (312, 272), "chroot": (161, 51), "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266), "settimeofday": (164, 170), "adjtimex": (159, 171), "unshare": (272, 97),
+    "setns": (308, 268), "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, None),
+    "ioperm": (173, None), "modify_ldt": (154, None), "move_pages": (279, 239), "migrate_pages": (256, 238),
+    "lookup_dcookie": (212, 18), "nfsservctl": (180, 42), "vhangup": (153, 58),
+}  # fmt: skip
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_NAMESPACES = NEWTIME | NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x50000
+_LOAD, _EQUAL, _GREATER, _MASK, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_FAMILIES = (16, 17, 38, 40, 44)  # AF_NETLINK is needed by libc for interfaces only; PACKET, ALG, VSOCK, XDP
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+
+
+def filter_program(machine: str) -> bytes:
+    """The deny list as classic BPF over `struct seccomp_data` (nr at 0, arch at 4, low half of argument i at 16+8i)."""
+    column = {"x86_64": 0, "aarch64": 1}[machine]
+    clone, clone3, socket_, ioctl = ((56, 435, 41, 16), (220, 435, 198, 29))[column]
+    refuse, missing = _RETURN, _RETURN
+    code: list[tuple[int, int, int, int]] = []
+
+    def op(kind: int, value: int, yes: int = 0, no: int = 0) -> None:
+        code.append((kind, yes, no, value))
+
+    op(_LOAD, 4)
+    op(_EQUAL, _AUDIT_ARCH[machine], 1, 0)
+    op(_RETURN, _KILL)
+    op(_LOAD, 0)
+    if machine == "x86_64":  # x32 calls carry bit 30
+        op(_GREATER, 0x40000000, 0, 1)
+        op(missing, _ERRNO | errno.ENOSYS)
+    op(_EQUAL, clone3, 0, 1)  # its flags lie in memory, out of reach of a filter; libc falls back to clone
+    op(missing, _ERRNO | errno.ENOSYS)
+    for number in sorted(numbers[column] for numbers in _DENIED.values() if numbers[column] is not None):
+        op(_EQUAL, number, 0, 1)
+        op(refuse, _ERRNO | errno.EPERM)
+    op(_EQUAL, clone, 0, 4)
+    op(_LOAD, 16)
+    op(_MASK, _NAMESPACES & ~NEWTIME, 0, 1)  # CLONE_NEWTIME's bit belongs to the exit signal in clone(2)
+    op(refuse, _ERRNO | errno.EPERM)
+    op(_RETURN, _ALLOW)
+    op(_EQUAL, socket_, 0, 2 * len(_FAMILIES) + 2)
+    op(_LOAD, 16)
+    for family in _FAMILIES:
+        op(_EQUAL, family, 0, 1)
+        op(refuse, _ERRNO | errno.EAFNOSUPPORT)
+    op(_RETURN, _ALLOW)
+    op(_EQUAL, ioctl, 0, 5)
+    op(_LOAD, 24)
+    for request in (_TIOCSTI, _TIOCLINUX):
+        op(_EQUAL, request, 0, 1)
+        op(refuse, _ERRNO | errno.EPERM)
+    op(_RETURN, _ALLOW)
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
+def install_filter(program: bytes) -> None:
+    """Confine this process and its children to `program`. Needs no_new_privs."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    fprog = struct.pack("HP", len(program) // 8, ctypes.addressof(buffer))
+    _prctl(_PR_SET_SECCOMP, 2, fprog)
