@@ -1,0 +1,207 @@
+"""Compiled code of trusted source files, and what to recompile of a changed one.
+
+A template process compiles the pristine files once; each forked run then imports them without reading or compiling.
+Of a changed file only the top-level statements that changed are compiled: 20 ms become 1 ms for 2,600 lines.
+"""
+
+from __future__ import annotations
+
+import __future__
+
+import ast
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import FileFinder, ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType
+
+_FUTURE = 0
+for _name in __future__.all_feature_names:
+    _FUTURE |= getattr(__future__, _name).compiler_flag
+
+Statement = tuple[int, CodeType]  # first line, and the code of the statements from there to the next start
+
+
+class Source:
+    """A pristine file: its code as a whole, and in pieces between lines where a top-level statement starts."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self.lines = text.split("\n")
+        self.path = path
+        self.code = compile(text, path, "exec", dont_inherit=True)
+        self.flags = self.code.co_flags & _FUTURE
+        self.pieces = list(self._pieces(text)) if _divisible(text) else []
+
+    def _pieces(self, text: str) -> Iterator[Statement]:
+        groups: list[list[ast.stmt]] = []
+        end = 0
+        for node in ast.parse(text).body:
+            if sys.version_info >= (3, 14) and isinstance(node, ast.AnnAssign):
+                return  # a module has one __annotate__
+            if _start(node) > end:
+                groups.append([])
+            groups[-1].append(node)
+            end = node.end_lineno or 0
+        for i, group in enumerate(groups):
+            yield _start(group[0]), _compile(group, self.path, self.flags, first=i == 0)
+
+    def changed(self, text: str) -> list[CodeType]:
+        """Code objects to execute in order for `text` in place of this file. Raises what compile raises."""
+        return self._patch(text) or [compile(text, self.path, "exec", dont_inherit=True)]
+
+    def _patch(self, text: str) -> list[CodeType] | None:
+        """None if the change can't be confined to whole statements.
+
+        Sound because the cut text parses on its own between two places where a statement of the pristine file
+        starts: neither a string, a bracket, an indented block nor an `else` can reach over such a cut.
+        """
+        if not self.pieces or not _divisible(text):
+            return None
+        old, new = self.lines, text.split("\n")
+        limit = min(len(old), len(new))
+        head = next((i for i in range(limit) if old[i] != new[i]), limit)
+        limit -= head
+        tail = next((i for i in range(limit) if old[-1 - i] != new[-1 - i]), limit)
+        starts = [line for line, _ in self.pieces]
+        first = max((i for i, line in enumerate(starts) if line <= head), default=0)
+        last = next((i for i, line in enumerate(starts) if line > len(old) - tail), len(starts))
+        if last <= first:
+            last = first + 1
+        begin = starts[first] if first else 1
+        shift = len(new) - len(old)
+        end = starts[last] - 1 + shift if last < len(starts) else len(new)
+        region = "\n".join(new[begin - 1 : end])
+        try:
+            body = ast.parse("\n" * (begin - 1) + region + "\n").body
+        except (SyntaxError, ValueError):
+            return None
+        if any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in body):
+            return None
+        middle = [_compile(body, self.path, self.flags, first == 0)] if body else []
+        after = [code if not shift else _moved(code, shift) for _, code in self.pieces[last:]]
+        return [code for _, code in self.pieces[:first]] + middle + after
+
+
+def _divisible(text: str) -> bool:
+    """Lines end with newline only, and no declared encoding."""
+    head = text[:200]
+    return "\r" not in text and "\f" not in text and not head.startswith("\ufeff") and "coding" not in head
+
+
+def _start(node: ast.stmt) -> int:
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+
+
+def _compile(body: list[ast.stmt], path: str, flags: int, first: bool) -> CodeType:
+    # Only at the head of the module is a string a docstring.
+    if not first and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    return compile(ast.Module(body, []), path, "exec", flags, dont_inherit=True)
+
+
+def _moved(code: CodeType, lines: int) -> CodeType:
+    """The same code `lines` further down: line tables are relative to the first line."""
+    constants = tuple(_moved(c, lines) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.replace(co_firstlineno=code.co_firstlineno + lines, co_consts=constants)
+
+
+class Cache:
+    """Pristine sources by absolute path, `rewritten` test modules, and the files that this run has changed."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, Source] = {}
+        self.rewritten: dict[str, CodeType] = {}
+        self.rewrite: Callable[[str, str], CodeType] | None = None  # (path, text) -> code, for test modules
+        self.tests: set[str] = set()  # paths that are to be rewritten
+        self.changed: dict[str, bytes | None] = {}
+        self.loaded: list[str] = []
+
+    def codes(self, path: str, read: Callable[[str], bytes]) -> list[CodeType]:
+        """What to execute for the module at `path`."""
+        self.loaded.append(path)
+        change = self.changed.get(path)
+        if path in self.tests:
+            assert self.rewrite is not None
+            if change is None and path in self.rewritten:
+                return [self.rewritten[path]]
+            return [self.rewrite(path, decode(change if change is not None else read(path)))]
+        source = self.sources.get(path)
+        if source is None:
+            return [compile(change if change is not None else read(path), path, "exec", dont_inherit=True)]
+        if change is None:
+            return [source.code]
+        return source.changed(decode(change))
+
+    def learn(self, path: str) -> None:
+        """Compile a pristine file, in the template."""
+        if path in self.sources or path in self.rewritten:
+            return
+        with open(path, "rb") as file:
+            text = decode(file.read())
+        if path in self.tests:
+            assert self.rewrite is not None
+            self.rewritten[path] = self.rewrite(path, text)
+        else:
+            self.sources[path] = Source(path, text)
+
+
+def decode(data: bytes) -> str:
+    """Source text as the compiler sees it. Raises SyntaxError."""
+    from importlib.util import decode_source
+
+    try:
+        return decode_source(data)
+    except (UnicodeDecodeError, LookupError) as e:
+        raise SyntaxError(str(e)) from None
+
+
+class Loader(SourceFileLoader):
+    """Executes code from a cache; never writes bytecode, never trusts any from disk."""
+
+    cache: Cache
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return compile(self.get_data(path), path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        for code in self.cache.codes(self.path, self.get_data):
+            exec(code, module.__dict__)
+
+
+def install(cache: Cache, roots: list[str]) -> None:
+    """Put `roots` on sys.path and import what lies below them through `cache`."""
+    from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
+
+    loader = type("Loader", (Loader,), {"cache": cache})
+    details = [(ExtensionFileLoader, EXTENSION_SUFFIXES), (loader, [".py"])]
+
+    def hook(path: str) -> FileFinder:
+        if not any(path == root or path.startswith(root + os.sep) for root in roots):
+            raise ImportError
+        return FileFinder(path, *details)
+
+    sys.path_hooks.insert(0, hook)
+    sys.path.extend(root for root in roots if root not in sys.path)
+    sys.path_importer_cache.clear()
+
+
+def from_file(cache: Cache, name: str, path: str) -> ModuleType:
+    """Import the file `path` as module `name`, through `cache`."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    if name in sys.modules:
+        return sys.modules[name]
+    loader = type("Loader", (Loader,), {"cache": cache})(name, path)
+    spec = spec_from_file_location(name, path, loader=loader)
+    assert isinstance(spec, ModuleSpec)
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+

@@ -1,0 +1,105 @@
+"""The root file system of boxes: the system's programs read-only, a small /etc and /dev, and nothing else of the host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from . import linux
+
+HOST = "/.host"  # the host's root, until a handler has bound what it needs
+RUNNER = "/opt/runner"  # this folder and pytest
+WORKSPACE = "/workspace"
+SITE = "/site"
+RUN = "/run"  # private mounts; its entries can't be listed
+BOX_ID = 1000
+BASE_ID = 200_000  # host ids of boxes when the sandbox is started by root
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+_ETC = ("ld.so.cache", "localtime", "mime.types", "services", "protocols", "alternatives")
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+
+
+def build(prefix: str, runner: dict[str, str]) -> None:
+    """Make and enter the root in this process's own mount namespace.
+
+    `prefix` is the Python installation, at the same path inside; `runner` maps names below RUNNER to host paths.
+    """
+    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    new = "/tmp"  # any folder will do: it is covered in this namespace only, and only until pivot_root
+    binds = [(path, path) for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+    links = [(path, os.readlink(path)) for path in _SYSTEM if os.path.islink(path)]
+    if not any(prefix == path or prefix.startswith(path + "/") for path in _SYSTEM):
+        binds.append((prefix, prefix))
+    binds += [(source, f"{RUNNER}/{name}") for name, source in runner.items()]
+    etc = {name: f"/etc/{name}" for name in _ETC if os.path.isfile(f"/etc/{name}")}
+    linux.mount("tmpfs", new, "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
+    for folder in (HOST, WORKSPACE, SITE, RUN, "/proc", "/dev/shm", "/dev/pts", "/etc", "/home/user", "/tmp", "/var/tmp"):
+        os.makedirs(new + folder, 0o755)
+    for name, source in etc.items():
+        # Resolved below the old root: /tmp there is covered by now.
+        shutil.copyfile(source, f"{new}/etc/{name}")
+    linux.pivot_root(new, new + HOST)
+    os.chdir("/")
+    for path, target in links:
+        os.symlink(target, path)
+    for source, target in binds:
+        _bind(HOST + source, target)
+    linux.bind(f"{HOST}/proc", "/proc", read_only=False)
+    _etc()
+    _dev()
+    os.chmod("/tmp", 0o1777)
+    os.chmod("/var/tmp", 0o1777)
+
+
+def _bind(source: str, target: str, read_only: bool = True) -> None:
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(target, "w"):
+            pass
+    linux.bind(source, target, read_only)
+
+
+def _etc() -> None:
+    texts = {
+        "passwd": f"root:x:0:0:root:/root:/bin/bash\nuser:x:{BOX_ID}:{BOX_ID}::/home/user:/bin/bash\n"
+        "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+        "group": f"root:x:0:\nuser:x:{BOX_ID}:\nnogroup:x:65534:\n",
+        "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+        "hostname": "devbox\n",
+        "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+        "shells": "/bin/sh\n/bin/bash\n",
+    }
+    for name, text in texts.items():
+        with open(f"/etc/{name}", "w") as file:
+            file.write(text)
+
+
+def _dev() -> None:
+    for name in _DEVICES:
+        with open(f"/dev/{name}", "w"):
+            pass
+        linux.mount(f"{HOST}/dev/{name}", f"/dev/{name}", None, linux.MS_BIND)
+    for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        os.symlink(target if name == "fd" else f"/proc/self/{target}", f"/dev/{name}")
+    os.symlink("pts/ptmx", "/dev/ptmx")
+
+
+def enter(repository: str, site: str | None, host_id: int | None, extra: dict[str, str]) -> None:
+    """In a handler: own mount namespace with the image bound, the host gone, and fresh namespaces to fork into.
+
+    `extra` maps targets to host paths. The next fork is pid 1 of a new pid namespace.
+    """
+    linux.unshare(linux.NEWNS)
+    linux.bind(HOST + repository, WORKSPACE)
+    if site is not None:
+        linux.bind(HOST + site, SITE)
+    for target, source in extra.items():
+        _bind(HOST + source, target)
+    os.chmod(RUN, 0o711)
+    linux.unmount(HOST)
+    os.rmdir(HOST)
+    namespaces = linux.NEWNS | linux.NEWPID | linux.NEWIPC | linux.NEWUTS | linux.NEWNET | linux.NEWCGROUP
+    linux.become(host_id, BOX_ID, namespaces)
