@@ -50,9 +50,10 @@ def bar_chart(title: str, note: str, bars: Sequence[tuple[str, float]], fmt: For
     scale = _linear([0.0, *(value for _, value in bars)])
     width = _SIZE / len(bars)
     gap = min(0.18 * width, 12)
+    heights = [scale(value) for _, value in bars]
     marks = "".join(
-        f'<rect x="{i * width + gap / 2:.1f}" width="{width - gap:.1f}" y="{_SIZE - height:.1f}" height="{height:.1f}"/>'
-        for i, height in enumerate(scale(value) for _, value in bars)
+        f'<rect x="{i * width + gap / 2:.1f}" width="{width - gap:.1f}" y="{_SIZE - h:.1f}" height="{h:.1f}"/>'
+        for i, h in enumerate(heights)
     )
     centres = [(i + 0.5) / len(bars) for i in range(len(bars))]
     every = math.ceil(len(bars) / 8)

@@ -89,7 +89,7 @@ def _head(report: Report) -> str:
     spans = "".join(f"<span>{escape(text)}</span>" for text in about if text)
     return (
         '<header><p class="brand">etude<button id="theme" aria-label="light or dark">◐</button></p>'
-        f'<h1>{_headline(report)}</h1><p class="lead">{escape(_verdict(report))}</p>'
+        f'<h1>{_headline(report)}</h1><p class="lead">{escape(_verdict(report)).replace(" %", "&nbsp;%")}</p>'
         f'<p class="about"><b>{escape(report.name)}</b>{spans}</p></header>'
     )
 
