@@ -1,103 +1,146 @@
-"""Immutable blobs behind one URL: `file://`, `s3://`, `gs://`, `az://`, or a plain path.
+"""One interface to where blobs and versions live: a folder (`file://` or a plain path), `s3://`, `gs://` or `az://`.
 
-Credentials and endpoints come from the environment, under the cloud's own names (AWS_ENDPOINT_URL, ...). Every call has
-a deadline. An object appears whole or not at all: the local backend writes beside the final name, then renames or links.
+Keys are slash-separated names below the URL. A put is atomic: readers see the old bytes or the new ones, never a part.
+On a folder that holds when the process is killed at any point (a temporary file is renamed over the name, or linked to
+it when the name must be new); what is left of a killed put is never listed. Cloud credentials, regions and endpoints
+come from the environment, e.g. AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import ClientConfig, ObjectStore, from_url
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import LocalStore, ObjectStore, from_url
 
 from etude.errors import UserError
 
-TIMEOUT = timedelta(seconds=60)
-RETRY = timedelta(seconds=120)
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+CLOUDS = ("s3", "gs", "az")
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+REQUEST = timedelta(seconds=60)
+CONNECT = timedelta(seconds=5)
+RETRYING = timedelta(seconds=30)
+"""Deadlines: one request, its connection, and how long failed requests are tried again."""
+
+PART = 64 * 1024 * 1024
+"""Larger objects go up in parts of this many bytes, so that each request keeps its deadline on a slow link."""
+
+
+class NotFound(KeyError):
+    """No object has this key."""
 
 
 class Store:
-    """Objects below one URL. Thread-safe; keys are relative paths with forward slashes."""
+    """Blobs by key below one URL. Safe to use from several threads. Every method may raise UserError when the store
+    cannot be reached, refuses access or is full."""
 
     def __init__(self, url: str, backend: ObjectStore):
         self.url = url
         self._backend = backend
 
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
     def put(self, key: str, data: bytes) -> None:
-        """Writes an object, replacing what was there. Raises UserError if the store refuses."""
-        try:
-            obstore.put(self._backend, key, data)
-        except (BaseError, OSError) as e:
-            raise self._refused("write", key, e) from None
+        """Writes or replaces `key`."""
+        with self._errors("write", key):
+            obstore.put(self._backend, key, data, use_multipart=len(data) > PART, chunk_size=PART)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Writes an object unless it exists; False if it does. Of two concurrent creators exactly one gets True."""
-        try:
-            obstore.put(self._backend, key, data, mode="create")
-        except AlreadyExistsError:
-            return False
-        except (BaseError, OSError) as e:
-            raise self._refused("write", key, e) from None
+        """Writes `key` if nobody has; False if it exists. Of two that race, exactly one gets True."""
+        with self._errors("write", key):
+            try:
+                obstore.put(self._backend, key, data, mode="create")
+            except AlreadyExistsError:
+                return False
         return True
 
     def get(self, key: str) -> bytes:
-        """The object. Raises KeyError if it is not there."""
-        try:
-            return bytes(obstore.get(self._backend, key).bytes())
-        except FileNotFoundError:
-            raise KeyError(key) from None
-        except (BaseError, OSError) as e:
-            raise self._refused("read", key, e) from None
+        """The bytes of `key`. Raises NotFound."""
+        with self._errors("read", key):
+            try:
+                return bytes(obstore.get(self._backend, key).bytes())
+            except FileNotFoundError as e:
+                if "NoSuchBucket" in str(e):
+                    raise
+                raise NotFound(key) from None
 
-    def exists(self, key: str) -> bool:
-        try:
-            obstore.head(self._backend, key)
-        except FileNotFoundError:
-            return False
-        except (BaseError, OSError) as e:
-            raise self._refused("read", key, e) from None
-        return True
-
-    def list(self, prefix: str, after: str | None = None) -> list[str]:
-        """Sorted keys below the folder `prefix`, those greater than `after` only."""
-        try:
-            batches = list(obstore.list(self._backend, prefix, offset=after))
-        except (BaseError, OSError) as e:
-            raise self._refused("list", prefix, e) from None
-        return sorted(str(entry["path"]) for batch in batches for entry in batch)
+    def list(self, folder: str = "") -> list[str]:
+        """All keys in `folder` and below it, sorted."""
+        with self._errors("list", folder):
+            pages = obstore.list(self._backend, folder or None)
+            return sorted(meta["path"] for page in pages for meta in page)
 
     def delete(self, key: str) -> None:
-        """Removes an object; one that is not there is fine."""
-        try:
+        """Removes `key`; nothing happens if it is not there."""
+        with self._errors("delete", key), suppress(FileNotFoundError):
             obstore.delete(self._backend, key)
-        except FileNotFoundError:
-            pass
-        except (BaseError, OSError) as e:
-            raise self._refused("delete", key, e) from None
 
-    def _refused(self, verb: str, key: str, error: Exception) -> UserError:
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError):
-            why = "permission denied; check the credentials"
-        elif "No space left" in str(error):
-            why = "no space left; free some or choose another store"
-        else:
-            why = str(error).strip().splitlines()[0]
-        return UserError(f"cannot {verb} {key} in {self.url}: {why}")
+    def exists(self, key: str) -> bool:
+        """Whether `key` is there."""
+        with self._errors("read", key):
+            try:
+                obstore.head(self._backend, key)
+            except FileNotFoundError:
+                return False
+        return True
+
+    @contextmanager
+    def _errors(self, verb: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except (BaseError, OSError) as e:
+            raise UserError(f"cannot {verb} {key!r} in the store {self.url}: {_first_line(e)}; {ADVICE}") from e
+
+
+ADVICE = "check that it is reachable, writable and not full"
 
 
 def open_store(url: str) -> Store:
-    """The store at `url`; a local folder is created. Raises UserError if the URL is not one."""
-    if "://" not in url:
-        url = f"file://{Path(url).absolute()}"
+    """The store at `url`; a folder is created if it is missing. Raises UserError for a URL that names no store.
+
+    A cloud store is not contacted before its first use.
+    """
+    scheme = urlsplit(url).scheme if "://" in url else ""
     try:
-        if url.startswith("file://"):
-            return Store(url, from_url(url, mkdir=True))
-        plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http:")
-        options = ClientConfig(timeout=TIMEOUT, allow_http=plain)
-        return Store(url, from_url(url, client_options=options, retry_config={"retry_timeout": RETRY}))
-    except (BaseError, ValueError, OSError) as e:
-        raise UserError(f"{url} cannot be opened as a store: {str(e).strip().splitlines()[0]}") from None
+        if scheme in ("", "file"):
+            return Store(url, LocalStore(_folder(url), mkdir=True))
+        if scheme not in CLOUDS:
+            raise UserError(f"{url!r} is not a store; give a folder or a file://, s3://, gs:// or az:// URL")
+        if not urlsplit(url).netloc:
+            raise UserError(f"{url!r} names no bucket; give {scheme}://BUCKET/FOLDER")
+        retries: RetryConfig = {"max_retries": 5, "retry_timeout": RETRYING}
+        return Store(url, from_url(url, client_options=_client(), retry_config=retries))
+    except (BaseError, OSError, ValueError) as e:
+        raise UserError(f"the store {url} cannot be opened ({_first_line(e)}); {ADVICE}") from e
+
+
+def _folder(url: str) -> Path:
+    if not url.startswith("file://"):
+        return Path(url).absolute()
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise UserError(f"{url!r} is not a local folder; write file:///ABSOLUTE/PATH")
+    return Path(unquote(parts.path))
+
+
+def _client() -> ClientConfig:
+    client: ClientConfig = {"timeout": REQUEST, "connect_timeout": CONNECT}
+    if any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS):
+        client["allow_http"] = True  # the user's own gateway inside a private network
+    return client
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -11,12 +11,15 @@ brings the ledger in line with the manifests after a crash.
 
 from __future__ import annotations
 
+import sqlite3
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import sqlalchemy as sa
+from sqlalchemy.event import listen
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from etude.errors import UserError
 from etude.records import Group, Outcome, PolicyVersion
@@ -25,7 +28,7 @@ INFRA_RETRIES = 2
 """How often an episode lost to infrastructure is played again before its group goes on without it."""
 
 _schema = sa.MetaData()
-_groups = sa.Table(
+_groups: sa.Table = sa.Table(
     "groups",
     _schema,
     sa.Column("id", sa.Integer, primary_key=True),
@@ -36,7 +39,7 @@ _groups = sa.Table(
     sa.Column("state", sa.Text, nullable=False, index=True),
     sa.Column("consumed_version", sa.Integer),
 )
-_episodes = sa.Table(
+_episodes: sa.Table = sa.Table(
     "episodes",
     _schema,
     sa.Column("id", sa.Integer, primary_key=True),
@@ -115,12 +118,13 @@ class Ledger:
                 parsed = parsed.set(drivername="postgresql+psycopg")
             engine = sa.create_engine(parsed, connect_args={"timeout": 30} if _is_sqlite(parsed) else {})
             if _is_sqlite(parsed):
-                sa.event.listen(engine, "connect", _set_pragmas)
+                listen(engine, "connect", _set_pragmas)
+                listen(engine, "begin", _begin_immediate)
             with engine.begin() as connection:
                 if not _is_sqlite(parsed):  # two processes may create the schema at once
                     connection.execute(sa.text("SELECT pg_advisory_xact_lock(7226)"))
                 _schema.create_all(connection)
-        except (sa.exc.SQLAlchemyError, ImportError) as e:
+        except (SQLAlchemyError, ImportError) as e:
             raise UserError(f"the ledger {url} cannot be opened: {str(e).splitlines()[0]}") from None
         return Ledger(engine)
 
@@ -306,19 +310,15 @@ class Ledger:
     def counts(self) -> dict[str, int]:
         """Finished episodes by outcome."""
         with self._begin() as connection:
-            query = sa.select(_episodes.c.outcome, sa.func.count()).where(_episodes.c.state == "done")
-            return {outcome: n for outcome, n in connection.execute(query.group_by(_episodes.c.outcome)).all()}
+            query = sa.select(_episodes.c.outcome, sa.func.count().label("n")).where(_episodes.c.state == "done")
+            return {str(row.outcome): int(row.n) for row in connection.execute(query.group_by(_episodes.c.outcome))}
 
     def conservation(self, manifests: Sequence[PolicyVersion]) -> Conservation:
         """Proves that no episode is lost and none was trained on twice."""
         with self._begin() as connection:
             admitted = connection.execute(sa.select(sa.func.coalesce(sa.func.sum(_groups.c.size), 0))).scalar_one()
-            by_state = {
-                state: n
-                for state, n in connection.execute(
-                    sa.select(_episodes.c.state, sa.func.count()).group_by(_episodes.c.state)
-                ).all()
-            }
+            states = sa.select(_episodes.c.state, sa.func.count().label("n")).group_by(_episodes.c.state)
+            by_state = {str(row.state): int(row.n) for row in connection.execute(states)}
             consumed = {
                 row.id: row.consumed_version
                 for row in connection.execute(sa.select(_groups).where(_groups.c.state == "consumed")).all()
@@ -360,11 +360,11 @@ class Ledger:
         ]
 
     @contextmanager
-    def _begin(self) -> Iterator[sa.Connection]:
+    def _begin(self) -> Generator[sa.Connection]:
         try:
             with self._engine.begin() as connection:
                 yield connection
-        except sa.exc.OperationalError as e:
+        except OperationalError as e:
             raise UserError(f"the ledger {self._engine.url} failed: {str(e.orig).splitlines()[0]}") from None
 
 
@@ -372,14 +372,17 @@ def _is_sqlite(url: sa.URL) -> bool:
     return url.get_backend_name() == "sqlite"
 
 
-def _set_pragmas(connection: object, _record: object) -> None:
+def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
     """WAL lets the trainer read while the controller writes. NORMAL survives `kill -9` of any process; only a power
     failure may lose the last transactions, and then the manifests bring the ledger back (`recover`)."""
-    cursor = connection.cursor()  # type: ignore[attr-defined]
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=NORMAL")
-    cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.close()
+    connection.isolation_level = None  # the driver opens no transaction of its own: `_begin_immediate` does
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_immediate(connection: sa.Connection) -> None:
+    """Takes the write lock at once: a transaction that read first could otherwise not be upgraded, and would fail."""
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def _count(connection: sa.Connection, table: sa.Table, condition: sa.ColumnElement[bool]) -> int:
