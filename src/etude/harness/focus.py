@@ -105,7 +105,10 @@ class View:
         first = _first_line(node.body[0])
         if first == node.lineno:  # the body now stands on the line of `def`
             return None
-        return min(max(first - 1 - a, 0), len(new))
+        cut = min(max(first - 1 - a, 0), len(new))
+        while cut and new[cut - 1].strip()[:1] in ("", "#"):  # comments belong to the body
+            cut -= 1
+        return cut
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from difflib import get_close_matches
 
-from etude.environments.base import Box, BoxError, ExecResult, TestReport
+from etude.environments.base import Box, BoxError, ExecResult, NotFound, NotRegular, TestReport
 from etude.harness import grep
 from etude.harness.focus import EditError, View, moved, view_of, whole_file
 from etude.harness.schemas import SCHEMAS
@@ -118,16 +118,13 @@ class Tools:
             path = pending.pop()
             try:
                 names = await self.box.list(path)
-            except BoxError as e:
-                if e.payer == "infra":
-                    raise
+            except NotRegular:
                 found.append(path)  # a file: reading it decides
                 continue
             prefix = f"{path}/" if path not in ("", ".") else ""
-            for name in sorted(names, reverse=True):
-                if name.startswith(".") or name.rstrip("/") == "__pycache__":
-                    continue
-                pending.append(prefix + name.rstrip("/")) if name.endswith("/") else found.append(prefix + name)
+            names = [name for name in names if not name.startswith(".") and name != "__pycache__/"]
+            found += [prefix + name for name in names if not name.endswith("/")]
+            pending += [prefix + name.rstrip("/") for name in reversed(names) if name.endswith("/")]
         return sorted(found)[:GREP_FILES]
 
 
@@ -296,10 +293,8 @@ class FullTools(Tools):
     async def _exists(self, path: str) -> bool:
         try:
             await self.box.read(path, MAX_FILE)
-        except BoxError as e:
-            if type(e).__name__ == "NotFound":
-                return False
-            raise
+        except NotFound:
+            return False
         return True
 
     async def _undo(self) -> str:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,6 +73,9 @@ class Renderer(Protocol):
         ...
 
 
+_CACHED_CHARACTERS = 4000
+
+
 class PlainEncoder:
     """Encodes text so that none of `forbidden` (special and added tokens) can come out, whatever the text spells."""
 
@@ -79,6 +83,8 @@ class PlainEncoder:
         added = tokenizer.get_added_tokens_decoder()
         self.forbidden = frozenset(added)
         self._plain = _without_added_tokens(tokenizer)
+        # Prompts and results repeat: members of a group have the same prompt, and most results are a few words.
+        self._short = lru_cache(maxsize=2048)(self._encode)
         anchor = next((i for i, token in added.items() if token.special), None)
         if anchor is not None and not _agree(tokenizer, self._plain, added[anchor].content):
             # SentencePiece tokenizers put a space before text encoded alone, but not after a special token.
@@ -90,9 +96,12 @@ class PlainEncoder:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, all of them ordinary tokens."""
+        text = printable(text)  # JSON escapes and file names may hold half of a surrogate pair
+        return list(self._short(text) if len(text) <= _CACHED_CHARACTERS else self._encode(text))
+
+    def _encode(self, text: str) -> list[int]:
         if not text:
             return []
-        text = printable(text)  # JSON escapes and file names may hold half of a surrogate pair
         encoding = self._plain.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         if self.forbidden.isdisjoint(ids):
@@ -102,7 +111,7 @@ class PlainEncoder:
         start, end = encoding.offsets[at]
         if end - start < 2:
             raise UserError(f"The tokenizer encodes {text[start:end]!r} as a special token; use another model.")
-        return self.encode(text[: start + 1]) + self.encode(text[start + 1 :])
+        return self._encode(text[: start + 1]) + self._encode(text[start + 1 :])
 
 
 def _without_added_tokens(tokenizer: Tokenizer, prepend: str | None = None) -> Tokenizer:
