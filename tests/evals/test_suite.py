@@ -1,4 +1,4 @@
-"""The suite's bookkeeping: seeds, retries, concurrency, sums. Attempts are scripted; the agent loop has its own tests."""
+"""The suite's bookkeeping: seeds, retries, concurrency, sums. Attempts are scripted: the agent loop has its tests."""
 
 import asyncio
 from collections import Counter

@@ -1,0 +1,228 @@
+"""The page is self-contained and inert whatever the agent wrote; the JSON has its schema."""
+
+import base64
+import hashlib
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import msgspec
+import pytest
+from sample_run import eval_result, make_episode, make_report, shown_episodes, write_run
+
+from etude.dashboard.report import Report, held_out, read_report, write_report
+from etude.dashboard.view import RunView, ShownEpisode
+from etude.evals.stats import Estimate
+from etude.records import Outcome, ToolCall
+
+REQUIRED = {
+    "seed", "seconds", "pass_before", "pass_after", "paired_diff", "steps", "episodes", "versions", "bytes_published",
+    "utilisation", "mismatch", "checks",
+}  # fmt: skip
+VOID = {"meta", "link", "br"}
+LOADING_TAGS = {"img", "iframe", "object", "embed", "base", "form", "audio", "video", "source", "use", "image"}
+LOADING = {"src", "srcset", "action", "formaction", "background", "xlink:href"}
+
+
+class Page(HTMLParser):
+    """Start tags with attributes, text, and whether every element is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def count(self, tag: str, word: str) -> int:
+        return sum(t == tag and word in (a.get("class") or "").split() for t, a in self.tags)
+
+
+def page_of(run_dir, report, view=None) -> Page:
+    page = Page(write_report(run_dir, report, view).read_text())
+    assert page.open == []
+    return page
+
+
+def assert_self_contained(page: Page) -> None:
+    for tag, attributes in page.tags:
+        assert tag not in LOADING_TAGS
+        assert not LOADING & set(attributes), (tag, attributes)
+        assert not any(name.startswith("on") for name in attributes), (tag, attributes)
+        if "href" in attributes:
+            assert (tag, attributes["href"]) == ("link", "data:,")
+    policy = next(a["content"] for t, a in page.tags if t == "meta" and "http-equiv" in a)
+    assert "default-src 'none'" in policy
+    assert "unsafe-inline" not in policy.split("script-src")[1]
+
+
+def test_the_page_loads_nothing(run_dir, report, view):
+    path = write_report(run_dir, report, view)
+    html = path.read_text()
+    assert_self_contained(Page(html))
+    assert not re.search(r"https?://|@import|url\(|fetch\(|XMLHttp|import\(|WebSocket|sendBeacon", html)
+    assert path == run_dir / "report.html"
+    assert path.stat().st_size < 6e6
+
+
+def test_the_policy_admits_the_page_s_own_script(run_dir, report, view):
+    html = write_report(run_dir, report, view).read_text()
+    script = re.search(r"<script>(.*?)</script>", html, re.DOTALL)[1]
+    assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in html
+
+
+def test_at_least_ten_episodes_are_readable(run_dir, report, view):
+    page = page_of(run_dir, report, view)
+    assert page.count("details", "episode") == len(view.episodes) >= 10
+    turns = sum(len(shown.episode.turns) for shown in view.episodes)
+    endings = len(view.episodes)
+    assert page.count("section", "turn") == turns + 2 * endings  # plus a prompt and an outcome each
+    sampled = sum(shown.episode.sampled_tokens for shown in view.episodes)
+    assert page.count("span", "k") == sampled
+    text = "".join(page.text)
+    for needed in ("array[i * size : (i + 1) * size]", "error: no match", "unknown tool edt", "AssertionError"):
+        assert needed in text
+    stages = {a["data-stage"] for t, a in page.tags if t == "details" and "data-stage" in a}
+    assert stages == {"before", "training", "after"}
+
+
+def test_tokens_carry_tint_logprob_version_and_advantage(run_dir, report):
+    episode, texts = make_episode(3, [([ToolCall(name="test", arguments={})], ["failed"])], passed=False)
+    advantages = [0.0] * len(texts)
+    first = episode.segments[0].turn_starts[0]
+    advantages[first], advantages[first + 1] = -1.0, 0.5
+    page = page_of(run_dir, report, RunView(episodes=(ShownEpisode("e", episode, advantages, texts),)))
+    tokens = [a for t, a in page.tags if t == "span" and "k" in (a.get("class") or "").split()]
+    assert "n5" in tokens[0]["class"].split()
+    assert {"p2", "p3"} & set(tokens[1]["class"].split())
+    assert tokens[1]["data-a"] == "+0.50"
+    logprob = episode.segments[0].arrays()[2][first]
+    assert float(tokens[0]["data-l"]) == pytest.approx(logprob, abs=5e-4)  # three decimals are written
+    parent = next(a for t, a in page.tags if t == "pre" and "tokens" in (a.get("class") or ""))
+    assert (parent["data-v"], parent["data-a"]) == ("0", "−1.00")
+
+
+HOSTILE = (
+    "</pre></script><script>alert(1)</script><img src=x onerror=alert(1)>\"' onclick=x \x1b]52;c;eA==\x07\u202e\ud800 "
+    "http://evil.example/"
+)
+
+
+def test_hostile_text_is_inert_everywhere(run_dir, report):
+    calls = (
+        ToolCall(name=HOSTILE, arguments={"old": HOSTILE, "new": HOSTILE}),
+        ToolCall(name=HOSTILE, arguments={HOSTILE: HOSTILE}),
+        ToolCall(name=HOSTILE, arguments=None, error=HOSTILE),
+    )
+    episode, texts = make_episode(1, [(list(calls), [HOSTILE] * 4)], passed=False, detail=HOSTILE)
+    episode = msgspec.structs.replace(episode, task_id=HOSTILE, id=HOSTILE, metrics={HOSTILE: 1.0})
+    shown = ShownEpisode(HOSTILE, episode, 0.5, [HOSTILE] * len(texts), HOSTILE)
+    unseen = replace(shown, token_texts=[])
+    name = HOSTILE.replace("\ud800", "")  # no JSON can hold a lone surrogate
+    hostile = msgspec.structs.replace(
+        report, name=name, model=name, dataset=name, hardware=name, checks={name: False},
+        episodes={name: 1}, behaviour_before={name: 1.0}, stages={name: 1.0},
+    )  # fmt: skip
+    page = page_of(run_dir, hostile, RunView(episodes=(shown, unseen)))
+    assert_self_contained(page)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    text = "".join(page.text)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "<img src=x onerror=alert(1)>" in text  # shown, as text
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_short_runs_have_a_page(tmp_path, steps):
+    page = page_of(write_run(tmp_path / "run", steps), make_report(steps))
+    assert ("Nothing to draw" in "".join(page.text)) == (steps == 0)
+
+
+def test_a_run_that_measured_nothing_has_a_page(tmp_path, report):
+    bare = msgspec.structs.replace(
+        report, pass_before=None, pass_after=None, paired_diff=None, pass_before_interval=None,
+        pass_after_interval=None, pass_k_before={}, pass_k_after={}, behaviour_before={}, behaviour_after={},
+        outcomes_before={}, outcomes_after={}, episodes={}, checks={}, stages={}, name="",
+    )  # fmt: skip
+    text = "".join(page_of(tmp_path, bare).text)
+    assert "not measured" in text
+    assert (tmp_path / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [(0.01, 0.2, "got better"), (-0.2, -0.01, "got worse"), (-0.1, 0.2, "No difference is shown")],
+)
+def test_the_verdict_follows_the_interval(tmp_path, report, low, high, said):
+    diff = Estimate(mean=(low + high) / 2, low=low, high=high)
+    text = "".join(page_of(tmp_path, msgspec.structs.replace(report, paired_diff=diff)).text)
+    assert said in text
+
+
+def test_a_failed_check_is_seen(tmp_path, report):
+    page = page_of(tmp_path, msgspec.structs.replace(report, checks={"ledger_conserved": False}))
+    assert "FAILED" in "".join(page.text)
+
+
+def test_outcomes_that_are_not_scored_are_marked(tmp_path, report):
+    episode, texts = make_episode(1, [([], ["x"])], passed=False, outcome=Outcome.TAMPERED)
+    page = page_of(tmp_path, report, RunView(episodes=(ShownEpisode("t", episode, None, texts),)))
+    assert page.count("span", "warn") == 2
+
+
+def test_report_json_has_its_schema(run_dir, report):
+    write_report(run_dir, report)
+    data = msgspec.json.decode((run_dir / "report.json").read_bytes())
+    assert set(data) >= REQUIRED
+    assert set(data["paired_diff"]) == {"mean", "low", "high"}
+    assert set(data["utilisation"]) == {"trainer", "engine"}
+    assert set(data["mismatch"]) == {"k2", "k3", "max_abs"}
+    assert {"ledger_conserved", "weights_digest_served", "tokens_prefix_property"} <= set(data["checks"])
+    assert read_report(run_dir) == report
+
+
+def test_a_dictionary_will_do_if_it_is_a_report(tmp_path, report):
+    fields = {name: getattr(report, name) for name in Report.__struct_fields__}
+    write_report(tmp_path, fields)
+    assert read_report(tmp_path) == report
+    with pytest.raises(ValueError, match="no field sede"):
+        write_report(tmp_path, {**fields, "sede": 1})
+    with pytest.raises(ValueError, match="seed"):
+        write_report(tmp_path, {**fields, "seed": "one"})
+
+
+def test_held_out_fields_come_from_the_evaluations():
+    before, after = eval_result(0.2), eval_result(0.5)
+    both = held_out(before, after)
+    assert both["pass_before"] == before.pass_1.mean
+    assert both["paired_diff"].mean == pytest.approx(after.pass_1.mean - before.pass_1.mean)
+    assert both["heldout_functions"] == 30
+    assert held_out(None, None) == {"pass_before": None, "pass_after": None, "paired_diff": None}
+    assert held_out(None, after)["paired_diff"] is None
+
+
+def test_long_episodes_stay_small(tmp_path, report):
+    call = ToolCall(name="run", arguments={"command": "x" * 100_000})
+    episode, texts = make_episode(1, [([call], ["y" * 500_000])], passed=False)
+    shown = ShownEpisode("long", episode, 1.0, texts)
+    assert write_report(tmp_path, report, RunView(episodes=(shown,) * 3)).stat().st_size < 1e6
+
+
+def test_the_page_is_the_same_every_time(tmp_path, run_dir, report, view):
+    first = write_report(run_dir, report, view).read_bytes()
+    assert write_report(tmp_path, report, replace(view, episodes=tuple(shown_episodes()))).read_bytes() == first
