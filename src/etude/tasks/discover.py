@@ -58,7 +58,7 @@ class Layout:
 
 def layout(repository: Path) -> Layout:
     """Find the code and the tests. Raises UserError if there is no importable Python code."""
-    files = tuple(sorted(_files(repository, repository)))
+    files = clean_files(repository)
     for base, python_path in (("src", ("src",)), ("", (".",))):
         roots = _source_roots(repository / base, base)
         sources = tuple(f for f in files if f.endswith(".py") and _below(f, roots) and not is_test(f))
@@ -66,6 +66,11 @@ def layout(repository: Path) -> Layout:
             tests = tuple(f for f in files if is_test(f))
             return Layout(python_path=python_path, source_roots=roots, sources=sources, tests=tests, files=files)
     raise UserError(f"{repository} has no Python package or module at its root or in src/; give the repository's root.")
+
+
+def clean_files(repository: Path) -> tuple[str, ...]:
+    """Every file but history, caches, builds, archives and links; sorted."""
+    return tuple(sorted(_files(repository, repository)))
 
 
 def is_test(path: str) -> bool:

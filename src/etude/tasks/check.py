@@ -1,0 +1,93 @@
+"""`etude tasks check`: whether a dataset still is what its card says, on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.environments.grading import grade
+from etude.environments.namespace import open_sandbox
+from etude.records import Outcome, Task
+from etude.tasks import dataset, discover, split
+from etude.tasks.dataset import Dataset
+from etude.tasks.gates import in_order
+from etude.tasks.search import Progress
+
+_WORKERS = 2
+_BATCH = 20  # tasks between two calls of `progress`
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """`problems` concern the dataset as a whole; `failures` maps a task's id to what is wrong with it."""
+
+    tasks: int
+    problems: tuple[str, ...]
+    failures: Mapping[str, str]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems and not self.failures
+
+
+def check(dataset_dir: Path, progress: Progress) -> CheckReport:
+    """Verify digests and secrecy, then grade every task unchanged (must fail) and with its gold answer (must pass).
+
+    Raises UserError if `dataset_dir` is not a dataset.
+    """
+    data = dataset.load(dataset_dir)
+    failures = asyncio.run(_grade_all(data, progress))
+    return CheckReport(tasks=len(data.tasks), problems=tuple(_problems(data)), failures=failures)
+
+
+def _problems(data: Dataset) -> list[str]:
+    problems = []
+    for name, digest in data.manifest.digests.items():
+        if dataset.tree_digest(data.root / name) != digest:
+            problems.append(f"{name}/ has changed since it was built")
+    clean = set(discover.clean_files(data.repository))
+    extra = sorted(p.relative_to(data.repository).as_posix() for p in data.repository.rglob("*") if not p.is_dir())
+    problems += [f"repository/{path} may hold the answer" for path in extra if path not in clean]
+    problems += _shown_tests(data)
+    both = {t.function for t in data.split("train")} & {t.function for t in data.split("heldout")}
+    problems += [f"{function} is both trained on and held out" for function in sorted(both)]
+    texts = {(path, text) for task in data.tasks for path, text in task.changes.items()}
+    if len(texts) < len(data.tasks):
+        problems.append("two tasks have the same broken text")
+    return problems
+
+
+def _shown_tests(data: Dataset) -> list[str]:
+    """Hidden tests that the agent could read."""
+    hidden = {split.base(test) for task in data.tasks for test in (*task.fail_to_pass, *task.pass_to_pass)}
+    shown = []
+    for path in sorted({test.split("::")[0] for test in hidden}):
+        file = data.repository / path
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+            if split.without_tests(path, text, hidden) != text:
+                shown.append(f"repository/{path} holds hidden tests")
+    return shown
+
+
+async def _grade_all(data: Dataset, progress: Progress) -> dict[str, str]:
+    failures: dict[str, str] = {}
+    async with open_sandbox(workers=_WORKERS) as sandbox:
+
+        async def check_task(task: Task) -> str | None:
+            image = data.image(task)
+            unchanged = await grade(sandbox, task, image, data.hidden, {})
+            if unchanged.passed or unchanged.outcome is not Outcome.SCORED:
+                return f"unchanged, it should fail: {unchanged.outcome}, reward {unchanged.reward:g}"
+            gold = {path: text.encode() for path, text in task.solution.items()}
+            fixed = await grade(sandbox, task, image, data.hidden, gold)
+            return None if fixed.passed else f"the gold answer fails: {fixed.detail}"
+
+        for start in range(0, len(data.tasks), _BATCH):
+            tasks = data.tasks[start : start + _BATCH]
+            results = await in_order(check_task, tasks, _WORKERS)
+            failures.update({t.id: reason for t, reason in zip(tasks, results, strict=True) if reason})
+            progress("checking tasks", start + len(tasks), len(data.tasks))
+    return failures
