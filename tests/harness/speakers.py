@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from etude.environments.base import ExecResult, NotFound, NotRegular, TestReport
 from etude.harness.schemas import COMPACT_PARAMETERS
-from etude.records import Generation
+from etude.records import Focus, Generation, Task
 
 TEXT = [Path(json.__file__).read_text(), Path(__file__).read_text(), "def function(x):\n    return x\n" * 20]
 
@@ -126,3 +128,117 @@ class Scripted:
         cut = said[:limit]
         reason = "stop" if cut and cut[-1] in request["stop"] else "length"  # type: ignore[operator]
         return Generation(ids=cut, logprobs=[-0.5] * len(cut), versions=[n] * len(cut), finish_reason=reason)
+
+
+class MemoryBox:
+    """A box that is only a value, for tests that need faults or no processes. `tests` decides the test report."""
+
+    def __init__(self, files: dict[str, bytes], tests: Callable[[dict[str, bytes]], TestReport] | None = None) -> None:
+        self.files = dict(files)
+        self.start = dict(files)
+        self.tests = tests
+        self.fault: BaseException | None = None
+        self.log: list[str] = []
+        self.running = self.most = 0
+        self.closed = False
+
+    async def _enter(self, name: str) -> None:
+        self.log.append(name)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)  # a real box yields here
+        self.running -= 1
+        if self.fault is not None:
+            raise self.fault
+
+    async def read(self, path: str, max_bytes: int = 65536) -> bytes:
+        await self._enter("read")
+        if path not in self.files:
+            raise NotFound(f"no such file: {path}")
+        return self.files[path]
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._enter("write")
+        self.files[path] = data
+
+    async def list(self, path: str) -> list[str]:
+        await self._enter("list")
+        if path in self.files:
+            raise NotRegular(f"not a folder: {path}")
+        prefix = f"{path}/" if path else ""
+        below = [name.removeprefix(prefix) for name in self.files if name.startswith(prefix)]
+        if not below:
+            raise NotFound(f"no such folder: {path}")
+        return sorted({head + slash for head, slash, _ in (name.partition("/") for name in below)})
+
+    async def delete(self, path: str) -> None:
+        await self._enter("delete")
+        del self.files[path]
+
+    async def exec(self, line: str, timeout: float) -> ExecResult:
+        await self._enter("exec")
+        name, _, text = line.partition("=")
+        self.files[name] = text.encode()
+        return ExecResult(0, f"wrote {name}", 0, 0.0, False)
+
+    async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:
+        await self._enter("run_tests")
+        assert self.tests is not None
+        return self.tests(self.files)
+
+    async def changes(self) -> dict[str, bytes | None]:
+        return {path: data for path, data in self.files.items() if self.start.get(path) != data}
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+SOURCE = '''"""Shop."""
+
+
+class Shop:
+    def price(self, amount):
+        """The price.
+
+        >>> Shop().price(2)
+        6
+        """
+        total = amount - 3
+        return total
+'''
+PATH = "src/shop.py"
+TEST = f"{PATH}::doctest:Shop.price"
+
+
+def a_task() -> Task:
+    """Repair `Shop.price`: 3 is to be multiplied."""
+    return Task(
+        id="shop-1",
+        repository="shop-1.0",
+        kind="mutation",
+        operator="op_change",
+        function=f"{PATH}::Shop.price",
+        split="train",
+        instruction=f"Fix `price` in {PATH}",
+        focus=Focus(path=PATH, first_line=5, last_line=12),
+        source_roots=("src",),
+        changes={PATH: SOURCE},
+        solution={PATH: SOURCE.replace("- 3", "* 3")},
+        visible_tests=(TEST,),
+        fail_to_pass=("tests/test_shop.py::test_price",),
+        pass_to_pass=(),
+        difficulty={},
+        licence="MIT",
+    )
+
+
+def shop_tests(files: dict[str, bytes]) -> TestReport:
+    """Passes when the source says `* 3`."""
+    passed = b"* 3" in files[PATH]
+    message = "expected 6, got\n -1 " + "x" * 200
+    return TestReport({TEST: "passed" if passed else "failed"}, {} if passed else {TEST: message}, 0.0)
+
+
+def a_box() -> MemoryBox:
+    files = {PATH: SOURCE.encode(), "src/other.py": b"import shop\n", "README": b"Shop\n", ".git/x": b"Shop\n"}
+    return MemoryBox(files, shop_tests)

@@ -1,0 +1,200 @@
+"""Both presentations of the tools: what the model reads, and what happens to the files."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from speakers import PATH, SOURCE, TEST, MemoryBox, a_box, a_task
+
+from etude.environments.base import BoxDead, TestReport, TooLarge
+from etude.harness.grep import BadPattern, compile_pattern, search
+from etude.harness.schemas import COMPACT_PARAMETERS, SCHEMAS
+from etude.harness.tools import CompactTools, FullTools, Tools, verdict
+from etude.records import ToolCall
+
+
+def ask(tools: Tools, name: str, **arguments: Any) -> str:
+    return asyncio.run(tools.call(ToolCall(name=name, arguments=arguments)))
+
+
+@pytest.fixture
+def box() -> MemoryBox:
+    return a_box()
+
+
+@pytest.fixture
+def compact(box: MemoryBox) -> CompactTools:
+    tools = CompactTools(box, a_task())
+    shown = asyncio.run(tools.open())
+    assert shown == "def price(self, amount):\n    total = amount - 3\n    return total"
+    return tools
+
+
+@pytest.fixture
+def full(box: MemoryBox) -> FullTools:
+    return FullTools(box, a_task())
+
+
+def test_compact_results_are_the_words_of_the_dialect(compact: CompactTools, box: MemoryBox) -> None:
+    assert ask(compact, "undo") == "error: nothing to undo"
+    assert ask(compact, "edit", old="amount + 3", new="x") == "error: no match"
+    assert ask(compact, "edit", old="amount", new="x") == "error: 2 matches"
+    assert ask(compact, "edit", old="total", new="total") == "error: no change"
+    failed = ask(compact, "test")
+    assert failed == ("failed: doctest:Shop.price: expected 6, got -1 " + "x" * 200)[:100]
+    assert ask(compact, "edit", old="    total = amount - 3\n", new="    total = amount * 3\n") == "ok"
+    assert ask(compact, "test") == "passed"
+    assert box.files[PATH].decode() == SOURCE.replace("- 3", "* 3")
+    assert ask(compact, "read") == "def price(self, amount):\n    total = amount * 3\n    return total"
+    assert ask(compact, "undo") == "undone"
+    assert box.files[PATH].decode() == SOURCE
+    assert ask(compact, "undo") == "error: nothing to undo"
+    assert ask(compact, "dance") == "error: unknown tool dance"
+    assert asyncio.run(compact.call(ToolCall(name="edit", arguments=None, error="x"))) == "error: malformed call"
+    assert ask(compact, "list") == "other.py\nshop.py"
+    assert ask(compact, "grep", pattern="^import") == "src/other.py:1: import shop"
+    assert ask(compact, "grep", pattern="zzz") == "no matches"
+    assert ask(compact, "grep", pattern="(a+)+").startswith("error: the pattern repeats")
+    assert compact.metrics == {
+        "edits": 1, "edit_errors": 3, "undo": 1, "tests_run": 2, "tests_failed": 1, "malformed": 2, "calls/edit": 4,
+        "calls/undo": 3, "calls/test": 2, "calls/read": 1, "calls/list": 1, "calls/grep": 3,
+    }  # fmt: skip
+
+
+def test_a_command_that_changes_the_file_is_seen(compact: CompactTools, box: MemoryBox) -> None:
+    assert ask(compact, "edit", old="- 3", new="- 4") == "ok"
+    assert ask(compact, "run", command=f"{PATH}={SOURCE.replace('- 3', '- 5')}") == f"exit 0\nwrote {PATH}"
+    assert "amount - 5" in ask(compact, "read")
+    assert ask(compact, "undo") == "error: nothing to undo"  # what the command wrote is not taken back
+    assert ask(compact, "edit", old="- 5", new="* 3") == "ok"
+    assert box.files[PATH].decode() == SOURCE.replace("- 3", "* 3")
+    ask(compact, "run", command=f"{PATH}=gone")
+    assert ask(compact, "edit", old="* 3", new="- 3") == "error: the function was moved or removed"
+
+
+def test_full_tools(full: FullTools, box: MemoryBox) -> None:
+    assert ask(full, "list") == ".git/\nREADME\nsrc/"
+    assert ask(full, "read", path="README") == "     1\tShop"
+    assert ask(full, "read", path=PATH, offset=4, limit=2) == (
+        "     4\tclass Shop:\n     5\t    def price(self, amount):\n[7 more lines; read on with offset 6]"
+    )
+    assert ask(full, "read", path=PATH, offset=99) == "error: the file has 12 lines"
+    assert ask(full, "read", path="nope") == "error: no such file: nope"
+    near = ask(full, "edit", path=PATH, old="total = amout - 3", new="x")
+    assert near == "error: no match; the nearest line is 11: total = amount - 3"
+    assert ask(full, "edit", path=PATH, old="amount", new="x").startswith("error: 2 matches: give more lines")
+    assert ask(full, "edit", path=PATH, old="amount - 3", new="amount * 3") == "ok"
+    assert ask(full, "test") == "1 of 1 passed"
+    assert ask(full, "edit", path="src/new.py", old="", new="n = 1\n") == "ok"
+    assert (
+        ask(full, "edit", path="src/new.py", old="", new="n = 2\n")
+        == "error: src/new.py exists; give the text to replace"
+    )
+    assert ask(full, "undo") == "undone: src/new.py"
+    assert "src/new.py" not in box.files
+    assert ask(full, "undo") == f"undone: {PATH}"
+    assert box.files[PATH].decode() == SOURCE
+    assert ask(full, "test").startswith("0 of 1 passed\nfailed: doctest:Shop.price: expected 6, got -1")
+    assert ask(full, "grep", pattern="shop", ignore_case=True, path="src") == (
+        'src/other.py:1: import shop\nsrc/shop.py:1: """Shop."""\nsrc/shop.py:4: class Shop:\n'
+        "src/shop.py:8:         >>> Shop().price(2)"
+    )
+    assert ask(full, "grep", pattern="Shop").count(".git") == 0
+    assert ask(full, "grep", pattern="Shop", path="nope") == "error: no such folder: nope"
+    assert ask(full, "grep", pattern="Shop", path="README") == "README:1: Shop"
+
+
+def test_undo_does_not_overwrite_what_something_else_wrote(full: FullTools, box: MemoryBox) -> None:
+    ask(full, "edit", path="README", old="Shop", new="Store")
+    ask(full, "run", command="README=other")
+    assert ask(full, "undo") == "error: README has changed since that edit"
+    assert box.files["README"] == b"other"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("read", {}, "read needs path"),
+        ("read", {"path": 1}, "path is not of type string"),
+        ("read", {"path": "a", "offset": True}, "offset is not of type integer"),
+        ("read", {"path": "a", "file": "b"}, "read has no argument file"),
+    ],
+)
+def test_wrong_arguments_are_malformed(full: FullTools, name: str, arguments: dict[str, Any], why: str) -> None:
+    assert ask(full, name, **arguments) == f"error: malformed call: {why}"
+    assert full.metrics["malformed"] == 1
+
+
+def test_only_failures_that_are_ours_are_raised(compact: CompactTools, full: FullTools, box: MemoryBox) -> None:
+    box.fault = TooLarge("the change set is too large")
+    assert ask(compact, "edit", old="- 3", new="* 3") == "error: the change set is too large"
+    assert ask(full, "read", path=PATH) == "error: the change set is too large"
+    box.fault = None
+    assert ask(compact, "read").endswith("amount - 3\n    return total")  # the refused edit did not happen
+    box.fault = BoxDead("gone")
+    for tools in (compact, full):
+        with pytest.raises(BoxDead):
+            ask(tools, "test")
+
+
+def test_files_that_are_not_utf8_are_kept_byte_for_byte() -> None:
+    source = b"# \xff\xe9\ndef f():\n    return 'caf\xe9' - 1\n"
+    box = MemoryBox({PATH: source})
+    task = msgspec.structs.replace(a_task(), focus=msgspec.structs.replace(a_task().focus, first_line=2, last_line=3))
+    tools = CompactTools(box, task)
+    assert asyncio.run(tools.open()) == "def f():\n    return 'caf?' - 1"
+    assert ask(tools, "edit", old="' - 1", new="' + 1") == "ok"
+    assert box.files[PATH] == source.replace(b"- 1", b"+ 1")
+    full = FullTools(MemoryBox({PATH: source, "b": b"\0"}), task)
+    assert ask(full, "read", path=PATH).endswith("return 'caf?' - 1")
+    assert ask(full, "read", path="b") == "error: b is a binary file"
+
+
+def test_test_reports_in_one_line() -> None:
+    def report(**outcomes: str) -> TestReport:
+        return TestReport(outcomes, {"a.py::T::test_a[x::y]": "boom\nbang"}, 0.0, timed_out=True)
+
+    assert verdict(TestReport({"a::b": "passed"}, {}, 0.0), ["a::b"]) == "passed"
+    assert verdict(report(**{"a.py::T::test_a[x::y]": "failed"}), ["a.py::T::test_a[x::y]"]) == (
+        "failed: test_a[x::y]: boom bang"
+    )
+    assert verdict(report(), [TEST]) == "failed: doctest:Shop.price: timed out"
+
+
+def test_schemas_and_compact_parameters_name_the_same_tools() -> None:
+    assert sorted(s["function"]["name"] for s in SCHEMAS) == sorted(COMPACT_PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"(a+)+$", r"(a|a)*b", r"(a?){25}a{25}", "a?" * 25 + "a" * 25, r"(.*)\1", r".*x.*y.*z.*w", "[", "(?(1)a)", "(a*)*",
+     r"(?:a|b|ab){9}" * 3, "x" * 501, r"(a{0,99}){99}"],
+)  # fmt: skip
+def test_patterns_that_may_take_too_long_are_refused(pattern: str) -> None:
+    with pytest.raises(BadPattern):
+        compile_pattern(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"def .*\(.*\):", r".*foo.*", r".*?foo", r"^\s*return \w+$", r"(foo|bar)", r"[a-z]{3}", r"a\.*", "(ab)*c"],
+)
+def test_allowed_patterns_match_what_python_says(pattern: str) -> None:
+    import re
+
+    texts = ["def f(x):", "xfooy", "  return x", "abc", "a...", "ababc", "bar", ""]
+    compiled, _ = compile_pattern(pattern)
+    assert [bool(compiled.search(t)) for t in texts] == [bool(re.search(pattern, t)) for t in texts]
+
+
+def test_the_worst_allowed_patterns_end() -> None:
+    """The deadline is looked at between lines, so one line must be short work: 5 s is 50 times what it takes."""
+    text = ("a" * 5000 + "\n") * 200
+    for pattern in (r"[a-z]+[a-z]+!", "a?a?a?a?a?a?b", r".*.*!", r"(?=a*b)a*c"):
+        started = time.process_time()
+        search([("f", text)], pattern, ignore_case=False, limit=10, seconds=0.05)
+        assert time.process_time() - started < 5
