@@ -1,6 +1,7 @@
 """What a run says in a log and on a terminal. The clock is ours."""
 
 import io
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -58,10 +59,19 @@ def test_the_clock_may_decide_what_is_left(log, clock):
 
 def test_hostile_names_stay_inert(log, clock):
     with LiveView("demo", ["train"], log, clock) as live:
-        live.log("[red]\x1b]0;owned\x07[/red]")
         live.stage("\x1b[2Jtrain")
-    assert log_of(log)[0] == "[red]␛]0;owned␇[/red]"
+        clock.now = 6
+        live.note("[red]\x1b]0;owned\x07[/red]")
+    assert log_of(log)[1].endswith("[red]␛]0;owned␇[/red]")
     assert "\x1b" not in log.file.getvalue()
+
+
+def test_an_evaluation_reports_its_progress(log, clock):
+    with LiveView("demo", ["eval before"], log, clock) as live:
+        live.stage("eval before")
+        clock.now = 10
+        live.evaluated(20, 80, 5)
+    assert log_of(log)[1] == "demo [1/1] 10 s: eval before 20 of 80, pass rate 25.0 %, 30 s left"
 
 
 def terminal() -> Console:
@@ -101,14 +111,14 @@ def test_sparkline():
     assert sparkline([0, 0.5, 1]) == "▁▅█"
 
 
-def printed(report, where="") -> str:
+def printed(report, where=None) -> str:
     console = Console(file=io.StringIO(), width=110)
     console.print(final_table(report, where))
     return console.file.getvalue()
 
 
 def test_the_final_table_says_it_all(report):
-    text = printed(report, "outputs/demo/report.html")
+    text = printed(report, Path("outputs/demo/report.html"))
     for needed in ("22.2 %", "38.9 %", "95 %:", "+16.7 points", "90 tasks of 30 functions", "scored 15,230", "infra 1",
                    "trainer 82 %", "engine 90 %", "121, 130 MB shipped", "k2 3.2e−7", "✓ ledger conserved",
                    "outputs/demo/report.html", "13 min 11 s"):  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -60,6 +61,7 @@ class LiveView:
         self._done: float = 0
         self._total: float = 0
         self._unit = ""
+        self._note = ""
         self._seconds_left: float | None = None
         self._figures: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=_HISTORY)
@@ -84,9 +86,11 @@ class LiveView:
         """Enter a stage of `total` units (0: unknown), e.g. `stage("train", 120, "steps")`."""
         self._close_stage()
         self._stage, self._done, self._total, self._unit = inert(name), 0, total, unit
+        self._note = ""
         self._seconds_left = None
         self._stage_started = self._clock()
         self._processes.clear()
+        self._figures.clear()
         self._plain(f"{self._where()}: {self._stage} …", force=True)
 
     def update(
@@ -108,9 +112,19 @@ class LiveView:
         """Say what a process is doing now, e.g. `process("engine", "decoding 43 rows")`."""
         self._processes[inert(name)] = inert(doing)
 
-    def log(self, text: str) -> None:
-        """Print a line that stays."""
-        self._console.print(Text(inert(text)), soft_wrap=True)
+    def note(self, text: str, done: float | None = None, total: float | None = None) -> None:
+        """Say in words what the stage is at; fits as the progress callback of `etude.tasks.build.build`."""
+        self._note = inert(text)
+        self.update(done, total)
+
+    def evaluated(self, done: int, total: int, passed: int) -> None:
+        """The progress callback of `etude.evals.suite.evaluate`."""
+        self.update(done=done, total=total, pass_rate=passed / max(done, 1))
+
+    @property
+    def console(self) -> Console:
+        """Where the view is drawn; print to it only after the view is closed."""
+        return self._console
 
     @property
     def stages(self) -> dict[str, float]:
@@ -137,7 +151,7 @@ class LiveView:
         return f"{self._title} [{at}] {duration(self._clock() - self._started)}"
 
     def _line(self) -> str:
-        parts = [f"{self._where()}: {self._stage} {self._count()}".rstrip()]
+        parts = [f"{self._where()}: {self._stage} {self._count()}".rstrip(), *filter(None, [self._note])]
         parts += [f"{label} {text}" for label, text in self._written()]
         left = self._left()
         return ", ".join(parts if left is None else [*parts, f"{duration(left)} left"])
@@ -162,6 +176,8 @@ class LiveView:
     def _screen(self) -> RenderableType:
         # Drawn from another thread: every container is copied before it is walked.
         body: list[RenderableType] = [self._stage_row(), self._progress_row()]
+        if self._note:
+            body.append(Text(self._note, "dim", no_wrap=True, overflow="ellipsis"))
         if figures := self._written():
             body.append(self._figure_row(figures))
         table = Table.grid(padding=(0, 2))
@@ -222,9 +238,10 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_BLOCKS[round((v - low) / (high - low) * (len(_BLOCKS) - 1))] for v in values)
 
 
-def final_table(report: Report, where: str = "") -> RenderableType:
+def final_table(report: Report, where: Path | None = None) -> RenderableType:
     """The result of a run; `where` is the path of its page."""
     busy, gap = report.utilisation, report.mismatch
+    gaps = {"k2": gap.k2, "k3": gap.k3, "largest": gap.max_abs}
     table = Table.grid(padding=(0, 3))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -238,13 +255,13 @@ def final_table(report: Report, where: str = "") -> RenderableType:
         ("weight versions", Text(f"{report.versions:,}, {byte_count(report.bytes_published)} shipped")),
         (
             "trainer–engine mismatch",
-            Text(f"k2 {compact(gap.k2)}, k3 {compact(gap.k3)}, largest {compact(gap.max_abs)}"),
+            Text(", ".join(f"{name} {optional(value)}" for name, value in gaps.items())),
         ),
         ("checks", _check_row(report.checks)),
         ("time", Text(duration(report.seconds))),
     ]
-    if where:
-        rows.append(("report", Text(where, "bold", overflow="fold")))
+    if where is not None:
+        rows.append(("report", Text(str(where), "bold", overflow="fold")))
     for label, value in rows:
         table.add_row(label, value)
     return Panel(table, title=Text(f" {inert(report.name) or 'result'} ", "bold"), title_align="left", expand=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from etude.dashboard.charts import Format, Series, bar_chart, interval_chart, line_chart, timeline
 from etude.dashboard.episodes import episode_cards
-from etude.dashboard.text import byte_count, compact, duration, escape, percent, points, signed
+from etude.dashboard.text import byte_count, compact, duration, escape, optional, percent, points, signed
 from etude.dashboard.view import RunView
 from etude.evals.stats import Estimate
 from etude.records import Outcome
@@ -168,7 +168,7 @@ def _facts(report: Report) -> str:
         ("trainer busy", percent(report.utilisation.trainer, 0), "of training time"),
         ("engine busy", percent(report.utilisation.engine, 0), "of training time"),
         ("weight versions", f"{report.versions:,}", f"{byte_count(report.bytes_published)} shipped"),
-        ("trainer–engine k2", compact(mismatch.k2), f"k3 {compact(mismatch.k3)} · max |Δ| {compact(mismatch.max_abs)}"),
+        ("trainer–engine k2", optional(mismatch.k2), f"k3 {optional(mismatch.k3)} · max {optional(mismatch.max_abs)}"),
     ]
     tiles = "".join(
         f'<div class="fact"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>'
@@ -203,11 +203,11 @@ def _line(
 
 
 def _learning(view: RunView) -> list[str]:
-    silent = "share whose members all got the same reward"
+    silent = "groups of a step whose members all got the same reward"
     return [
         _line(view, "Reward", "mean over the episodes of a step", {"reward/all/mean": "reward"}),
         _line(view, "Pass rate", "training episodes that pass", {"rollout/pass_rate": "pass rate"}, percent),
-        _line(view, "Groups without signal", silent, {"rollout/zero_variance": "share"}, percent),
+        _line(view, "Groups without signal", silent, {"rollout/zero_variance": "groups"}),
         _line(view, "Entropy", "of the policy per sampled token, nats", {"entropy/mean": "entropy"}),
         _line(view, "Gradient norm", "before clipping", {"optim/grad_norm": "norm"}),
         _line(view, "Learning rate", "at each step", {"optim/lr": "rate"}, smooth=False),
@@ -216,13 +216,19 @@ def _learning(view: RunView) -> list[str]:
 
 def _behaviour(view: RunView) -> list[str]:
     edits = {"rollout/edits": "edits", "rollout/edit_errors": "refused", "rollout/undo": "undone"}
+    trouble = {
+        "rollout/retries": "retries",
+        "outcome/infra": "infra",
+        "outcome/timeout": "timeout",
+        "outcome/tampered": "tampered",
+    }
     return [
         _line(view, "Turns", "per episode", {"rollout/turns": "turns"}),
         _line(view, "Tests run", "per episode, by the agent", {"rollout/tests_run": "tests run"}),
         _line(view, "Edits", "per episode", edits),
         _line(view, "Malformed calls", "per episode", {"rollout/malformed": "malformed"}),
         _line(view, "Sampled tokens", "per episode", {"rollout/length": "tokens"}),
-        _line(view, "Retries", "after infrastructure failures", {"rollout/retries": "retries"}, smooth=False),
+        _line(view, "Trouble", "episodes of a step", trouble, smooth=False),
     ]
 
 
@@ -241,12 +247,12 @@ def _numerics(view: RunView) -> list[str]:
     total = sum(lags.values()) or 1
     shares = [(str(lag), count / total) for lag, count in lags.items()]
     over_time = {"off_policy/mean": "mean", "off_policy/max": "max"}
-    gap = {"mismatch/k2": "k2", "mismatch/k3": "k3"}
+    gap = {"mismatch/k2": "k2", "mismatch/k3": "k3", "off_policy/k2": "k2 with staleness"}
     largest = "largest |Δ log-probability| of a step, log scale"
     return [
         bar_chart("Staleness", "versions from sampling to training, share of all", shares, percent, color=4),
         _line(view, "Staleness over time", "versions", over_time, smooth=False),
-        _line(view, "Trainer–engine mismatch", "k2 and k3 of the log-probabilities, log scale", gap, log=True),
+        _line(view, "Trainer–engine mismatch", "log-probabilities, same version, log scale", gap, log=True),
         _line(view, "Largest mismatch", largest, {"mismatch/max_abs": "max |Δ|"}, log=True),
     ]
 
@@ -291,14 +297,14 @@ def _weights(report: Report, view: RunView) -> str:
     rows = [
         (
             f"v{int(step['weights/version'])}",
-            [str(step["step"]), byte_count(step.get("weights/bytes", 0)), compact(step.get("weights/changed", 0))],
+            [str(step["step"]), byte_count(step.get("weights/bytes", 0)), percent(step.get("weights/changed", 0))],
         )
         for step in published
     ]
     sizes = [(name, float(step.get("weights/bytes", 0))) for (name, _), step in zip(rows, published, strict=True)]
     charts = [
         bar_chart("Bytes per version", "full copies stand out", sizes, byte_count, color=3),
-        _line(view, "Changed elements", "per version", {"weights/changed": "changed"}),
+        _line(view, "Changed elements", "share of all, per version", {"weights/changed": "changed"}, percent),
     ]
     table = _table(["step", "bytes", "changed"], rows[-_SHOWN_VERSIONS:])
     return (

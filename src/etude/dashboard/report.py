@@ -22,11 +22,11 @@ class Utilisation(Record):
 
 
 class Mismatch(Record):
-    """Trainer against engine log-probabilities: means of k2 and k3 over the steps, and the run's largest difference."""
+    """Trainer against engine log-probabilities: means of k2 and k3, and the largest difference. Null if not measured."""
 
-    k2: float
-    k3: float
-    max_abs: float
+    k2: float | None
+    k3: float | None
+    max_abs: float | None
 
 
 class Report(Record):

@@ -72,6 +72,10 @@ def compact(value: float) -> str:
     return f"{value:.3g}".replace("-", "−")
 
 
+def optional(value: float | None) -> str:
+    return "–" if value is None else compact(value)
+
+
 def byte_count(value: float) -> str:
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= limit:
