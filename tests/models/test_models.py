@@ -1,7 +1,7 @@
 """Our attention and experts against transformers' own, shared prompts against unpacked rows, and damaged folders.
 
-Tolerance 1e-5 relative to the largest entry: both sides compute in fp32 but sum in another order (grouped against single
-GEMMs, other attention tiles), which costs a few units of 2^-23 per layer on values of size ten.
+Tolerance 1e-5 relative to the largest entry: both sides compute in fp32 but sum in another order (grouped against
+single GEMMs, other attention tiles), which costs a few units of 2^-23 per layer on values of size ten.
 """
 
 import json
@@ -9,12 +9,13 @@ import shutil
 
 import pytest
 import torch
+from tiny import random_model, save_random_model
+from transformers import AutoModelForCausalLM
+
 from etude.errors import UserError
 from etude.models.attention import PackedGroups, SharedPrompt
 from etude.models.experts import record
 from etude.models.loading import load_model, named_tensors
-from tiny import random_model, save_random_model
-from transformers import AutoModelForCausalLM
 
 KINDS = ["moe", "qwen3", "llama"]
 

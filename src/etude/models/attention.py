@@ -1,7 +1,7 @@
 """The attention function of trainer and engine, registered with transformers as "etude".
 
-A `layout=` keyword of the model's forward reaches every attention layer through transformers' keyword arguments. It says
-which tokens see which; transformers builds no mask for an implementation that it does not know, so nothing here is
+A `layout=` keyword of the model's forward reaches every attention layer through transformers' keyword arguments. It
+says which tokens see which; transformers builds no mask for an implementation that it does not know, so nothing here is
 quadratic in the length of a packed row.
 
     layout=None            plain rows [B, T], padded on the right: causal attention

@@ -1,0 +1,443 @@
+"""The engine: continuous batching on one thread.
+
+    submit -> waiting -> admit (prefix cache, pages) -> prefill, in chunks -> decode, one token per step -> finish
+
+Every step runs one forward pass over a flat batch: the next token of every decoding row and chunks of waiting prompts.
+Between steps the thread applies weight swaps and answers aborts; rows keep running over a swap, and every token carries
+the version that sampled it. In deterministic mode one request runs at a time, without the prefix cache, so that its
+tokens and log-probabilities depend on its ids, its seed and the weights alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from etude.inference.cache import Match, PagedCache
+from etude.inference.kernels import BLOCK
+from etude.inference.layout import PagedBatch
+from etude.inference.rows import MAX_STOP_IDS, Request, Row, Slots
+from etude.inference.sampling import sample
+from etude.models.experts import record
+from etude.records import Generation
+
+_WORTH_WAITING = 16  # prompt tokens saved by waiting for another prompt
+_IDLE_SECONDS = 0.5  # how long the thread sleeps at most before it looks around
+
+
+class Update(Protocol):
+    """New weights, downloaded and verified, ready to be written into the live tensors."""
+
+    version: int
+
+    def apply(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engine may use. `cache_bytes` holds the keys and values of running rows and of kept prefixes."""
+
+    rows: int = 128
+    cache_bytes: int = 512 * 2**20
+    prefill_tokens: int = 1024  # prompt tokens fed in one step, over all rows
+    max_length: int | None = None  # prompt and generation; None: what the model allows
+
+
+@dataclass
+class Counters:
+    """Sums since the start; seconds of wall clock."""
+
+    busy_seconds: float = 0.0  # inside forward passes and sampling
+    pause_seconds: float = 0.0  # rows stood still for a weight swap
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    swaps: int = 0
+    steps: int = 0
+
+
+class Engine:
+    """Runs requests on one model. Start it with `start` (a thread) or call `step` yourself."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, version: int = 0, limits: Limits | None = None, deterministic: bool = False
+    ) -> None:
+        self.model = model
+        self.version = version
+        self.deterministic = deterministic
+        self.limits = limits or Limits()
+        self.counters = Counters()
+        self.device = next(model.parameters()).device
+        self.vocab_size = model.config.vocab_size
+        self.cache = PagedCache(
+            model.config,
+            num_bytes=self.limits.cache_bytes,
+            max_length=min(self.limits.max_length or 2**31, model.config.max_position_embeddings),
+            # The CPU kernel computes in float32 whatever the weights' type.
+            dtype=torch.float32 if self.device.type == "cpu" else model.dtype,
+            device=self.device,
+        )
+        self.max_length = self.cache.max_length
+        self.last_pause = 0.0
+        self._waiting: deque[Row] = deque()
+        self._prefilling: list[Row] = []
+        self._decoding: list[Row] = []
+        self._swaps: deque[tuple[Update, Future[float]]] = deque()
+        self._paused: str | None = None
+        self._clear_cache = False
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._slots = Slots(1 if deterministic else self.limits.rows, self.max_length, self.cache.blocks_per_row)
+        self._order_stale = True
+
+    # --- called from any thread -----------------------------------------------------------------------------------
+
+    def submit(self, request: Request, on_token: Callable[[int, float], None] | None = None) -> Row:
+        """Queue a request; `Row.future` gives its Generation. Raises ValueError for a request that cannot run.
+
+        `on_token(id, logprob)` is called on the engine's thread for every sampled token.
+        """
+        self._check(request)
+        row = Row(request, Future(), on_token)
+        row.future.set_running_or_notify_cancel()  # from here on only `Row.abort` ends it
+        with self._wake:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            self._waiting.append(row)
+            self._wake.notify()
+        return row
+
+    def generate(self, request: Request, timeout: float = 600.0) -> Generation:
+        """Submit and wait. Needs the thread."""
+        return self.submit(request).future.result(timeout)
+
+    def swap(self, update: Update) -> Future[float]:
+        """Apply `update` between two steps; the future gives the seconds that rows stood still."""
+        future: Future[float] = Future()
+        with self._wake:
+            self._swaps.append((update, future))
+            self._wake.notify()
+        return future
+
+    def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop sampling. `abort` ends running requests, `wait` lets them end, `keep` freezes them where they are."""
+        if mode not in ("abort", "wait", "keep"):
+            raise ValueError(f"pause mode {mode!r} is not one of abort, wait, keep")
+        with self._wake:
+            self._paused = mode
+            self._clear_cache = clear_cache
+            if mode == "abort":
+                for row in [*self._waiting, *self._prefilling, *self._decoding]:
+                    row.abort()
+            self._wake.notify()
+
+    def resume(self) -> None:
+        with self._wake:
+            self._paused = None
+            self._wake.notify()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused is not None
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests running and waiting."""
+        return len(self._prefilling) + len(self._decoding), len(self._waiting)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="etude-engine", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Abort what runs and end the thread."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the thread, if something did."""
+        return self._failure
+
+    # --- the engine's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    if not self._closed and not self._has_work():
+                        self._wake.wait(_IDLE_SECONDS)
+                    if self._closed:
+                        break
+                self.step()
+        except BaseException as e:
+            self._failure = e
+            raise
+        finally:
+            with self._wake:
+                self._closed = True
+            reason = self._failure or RuntimeError("the engine was closed")
+            for row in [*self._waiting, *self._prefilling, *self._decoding]:
+                row.future.set_exception(reason)
+            for _, future in self._swaps:
+                future.set_exception(reason)
+
+    def _has_work(self) -> bool:
+        if self._swaps or any(row.aborted for row in self._waiting):
+            return True
+        if self._paused == "keep":
+            return False
+        return bool(self._prefilling or self._decoding or (self._waiting and not self._paused))
+
+    def step(self) -> None:
+        """Apply swaps and aborts, admit, run one forward pass, sample, finish."""
+        self._apply_swaps()
+        with torch.inference_mode():
+            self._drop_aborted()
+            if self._paused:
+                if self._clear_cache and not self._prefilling and not self._decoding:
+                    self.cache.clear()
+                    self._clear_cache = False
+            else:
+                self._admit()
+            if self._paused != "keep" and (self._prefilling or self._decoding):
+                start = time.perf_counter()
+                self._forward()
+                self.counters.busy_seconds += time.perf_counter() - start
+                self.counters.steps += 1
+
+    def _apply_swaps(self) -> None:
+        while self._swaps:
+            update, future = self._swaps.popleft()
+            start = time.perf_counter()
+            try:
+                update.apply()
+            except BaseException as e:
+                future.set_exception(e)
+                raise
+            self.version = update.version
+            self.last_pause = time.perf_counter() - start
+            self.counters.pause_seconds += self.last_pause
+            self.counters.swaps += 1
+            future.set_result(self.last_pause)
+
+    def _drop_aborted(self) -> None:
+        for row in [row for row in self._waiting if row.aborted]:
+            self._waiting.remove(row)
+            self._finish(row, "abort")
+        for rows in (self._prefilling, self._decoding):
+            for row in [row for row in rows if row.aborted]:
+                rows.remove(row)
+                self._finish(row, "abort")
+
+    def _admit(self) -> None:
+        """Give slots and pages to waiting requests, in order, as far as they go."""
+        deferred: list[Row] = []
+        while self._waiting and self._slots.free:
+            row = self._waiting.popleft()
+            if self.deterministic:
+                placed = self._place_alone(row)
+            else:
+                match = self.cache.match(row.request.ids[:-1], self.version, row.request.session)
+                if self._shares_unfinished_prompt(row, match.length):
+                    deferred.append(row)
+                    continue
+                placed = self._place(row, match)
+            if not placed:
+                self._waiting.appendleft(row)
+                break
+            self.counters.cached_tokens += row.cached
+            self._slots.open(row)
+            self._prefilling.append(row)
+        self._waiting.extendleft(reversed(deferred))
+
+    def _shares_unfinished_prompt(self, row: Row, cached: int) -> bool:
+        """Whether a prompt being computed now will serve this one: a group's first member goes ahead of the others."""
+        ids, end = row.request.ids, cached + _WORTH_WAITING
+        return len(ids) > end and any(other.request.ids[:end] == ids[:end] for other in self._prefilling)
+
+    def _place(self, row: Row, match: Match) -> bool:
+        request = row.request
+        num_pages = self._pages_needed(request)
+        claimed = sum(node.users == 0 for node in (*match.nodes, *([match.partial] if match.partial else [])))
+        if self.cache.available - claimed < num_pages - len(match.nodes):
+            return False
+        row.pages = self.cache.take(match, num_pages, request.session)
+        row.held = list(match.nodes)
+        row.fed = row.cached = match.length
+        row.kv_version = self.version if match.version is None else min(match.version, self.version)
+        return True
+
+    def _place_alone(self, row: Row) -> bool:
+        row.pages = [self.cache.free.pop() for _ in range(self._pages_needed(row.request))]
+        return True
+
+    def _pages_needed(self, request: Request) -> int:
+        return -(-min(len(request.ids) + request.max_tokens, self.max_length) // BLOCK)
+
+    def _forward(self) -> None:
+        decoding = self._sorted_decoding()
+        slots = self._slots
+        decode_slots = np.array([row.slot for row in decoding], dtype=np.int64)
+        ids = [slots.last[decode_slots]]
+        slot_parts, positions = [decode_slots], [slots.length[decode_slots] - 1]
+        budget, chunks = self.limits.prefill_tokens, []
+        for row in self._prefilling:
+            n = min(budget, len(row.request.ids) - row.fed)
+            if n == 0:
+                break
+            budget -= n
+            chunks.append((row, n))
+            ids.append(np.array(row.request.ids[row.fed : row.fed + n], dtype=np.int64))
+            slot_parts.append(np.full(n, row.slot, dtype=np.int64))
+            positions.append(np.arange(row.fed, row.fed + n))
+        ids_N, slot_N, position_N = (np.concatenate(parts) for parts in (ids, slot_parts, positions))
+
+        ends = np.cumsum([n for _, n in chunks], dtype=np.int64) + len(decoding) - 1
+        complete = [row.fed + n == len(row.request.ids) for row, n in chunks]
+        sampled_N = np.concatenate([np.arange(len(decoding)), ends[complete]])
+        logits = self._logits(ids_N, slot_N, position_N, sampled_N)
+        self.counters.prefilled_tokens += sum(n for _, n in chunks)
+
+        finished_prompts = []
+        for (row, n), done in zip(chunks, complete, strict=True):
+            row.fed += n
+            if done:
+                finished_prompts.append(row)
+        for row in finished_prompts:
+            self._prefilling.remove(row)
+            self._share_prompt(row)
+        if len(sampled_N):
+            self._sample([*decoding, *finished_prompts], logits)
+
+    def _sorted_decoding(self) -> list[Row]:
+        """Decoding rows, those with a common prompt next to each other, so that attention reads its pages once."""
+        if self._order_stale:
+            self._decoding.sort(key=lambda row: row.pages[: len(row.request.ids) // BLOCK])
+            self._order_stale = False
+        return self._decoding
+
+    def _logits(self, ids_N: np.ndarray, slot_N: np.ndarray, position_N: np.ndarray, sampled_N: np.ndarray) -> Tensor:
+        batch = PagedBatch(self.cache, self._slots.table, slot_N.astype(np.int32), position_N.astype(np.int32))
+        with record() as recorder:
+            logits = self.model(
+                input_ids=torch.from_numpy(ids_N).to(self.device)[None],
+                position_ids=torch.from_numpy(position_N).to(self.device)[None],
+                layout=batch,
+                use_cache=False,
+                logits_to_keep=torch.from_numpy(sampled_N).to(self.device),
+            ).logits[0]
+        experts_NLK = recorder.stacked()
+        if experts_NLK is not None:
+            if self.cache.experts is None:
+                shape = (self.cache.num_pages, BLOCK, *experts_NLK.shape[1:])
+                self.cache.experts = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            pages_N = torch.from_numpy(self._slots.table[slot_N, position_N // BLOCK]).to(self.device).long()
+            self.cache.experts[pages_N, torch.from_numpy(position_N % BLOCK).to(self.device)] = experts_NLK
+        return logits
+
+    def _share_prompt(self, row: Row) -> None:
+        """Offer a computed prompt's pages, at once, to the group's other members."""
+        if self.deterministic:
+            return
+        ids, session = row.request.ids, row.request.session
+        row.held = self.cache.insert(row.held, row.pages, ids, row.kv_version, session)
+        self._slots.write_pages(row)
+        siblings = any(other.request.ids[: len(ids)] == ids for other in self._waiting)
+        if siblings and len(row.held) < len(row.pages):
+            self.cache.offer_tail(row.held, row.pages[len(row.held)], ids, row.kv_version, session)
+
+    def _sample(self, rows: list[Row], logits_NV: Tensor) -> None:
+        slots = self._slots
+        slot_N = np.array([row.slot for row in rows], dtype=np.int64)
+        position_N = slots.length[slot_N]
+        ids_N, log_probs_N = sample(
+            logits_NV, slots.temperature[slot_N], slots.top_p[slot_N], slots.seed[slot_N], position_N
+        )
+        if not np.isfinite(log_probs_N).all():
+            raise FloatingPointError(f"the weights of version {self.version} give logits that are not finite")
+        done_N = slots.append(slot_N, ids_N, log_probs_N, self.version)
+        self.counters.sampled_tokens += len(rows)
+        for row, token, log_prob in zip(rows, ids_N.tolist(), log_probs_N.tolist(), strict=True):
+            if row.on_token is not None:
+                row.on_token(token, log_prob)
+        if len(rows) > len(self._decoding):
+            self._order_stale = True
+        if done_N.any():
+            for row, reason in zip(rows, slots.reasons(slot_N, done_N), strict=True):
+                if reason:
+                    self._finish(row, reason)
+        self._decoding = [row for row in rows if row.slot >= 0]
+
+    def _finish(self, row: Row, reason: str) -> None:
+        """Give back slot and pages, keep what others can reuse, and answer."""
+        generation = Generation(ids=[], logprobs=[], versions=[], finish_reason=reason)
+        if row.slot >= 0:
+            generation = self._result(row, reason)
+            computed = (row.request.ids + generation.ids)[: self._computed(row, generation)]
+            session = row.request.session
+            if self.deterministic:
+                self.cache.discard(row.held, row.pages)
+            else:
+                row.held = self.cache.insert(row.held, row.pages, computed, row.kv_version, session)
+                self.cache.release(row.held, row.pages, computed, row.kv_version, session)
+            self._slots.close(row)
+        self.counters.finished += 1
+        self.counters.aborted += reason == "abort"
+        row.future.set_result(generation)
+
+    @staticmethod
+    def _computed(row: Row, generation: Generation) -> int:
+        """Tokens whose keys and values are in the cache: all but the last sampled one, which was never fed."""
+        return row.fed + max(len(generation.ids) - 1, 0)
+
+    def _result(self, row: Row, reason: str) -> Generation:
+        ids, log_probs, versions = self._slots.result(row)
+        experts, shape = None, None
+        if row.request.experts and self.cache.experts is not None and ids:
+            count = len(row.request.ids) + len(ids) - 1
+            pages = self.cache.experts[torch.tensor(row.pages[: -(-count // BLOCK)])]
+            fed = pages.flatten(0, 1)[:count].cpu().contiguous()
+            experts, shape = fed.numpy().tobytes(), (fed.shape[0], fed.shape[1], fed.shape[2])
+        return Generation(
+            ids=ids, logprobs=log_probs, versions=versions, finish_reason=reason,
+            experts=experts, experts_shape=shape, cached_tokens=row.cached,
+        )  # fmt: skip
+
+    def _check(self, request: Request) -> None:
+        if not request.ids:
+            raise ValueError("the prompt is empty")
+        if len(request.ids) >= self.max_length:
+            raise ValueError(
+                f"the prompt has {len(request.ids)} tokens; the model's context of {self.max_length} must also hold "
+                "the answer"
+            )
+        if not 0 <= min(request.ids) <= max(request.ids) < self.vocab_size:
+            raise ValueError(f"a prompt token is outside the vocabulary of {self.vocab_size}")
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {request.max_tokens}")
+        if not request.temperature >= 0.0:
+            raise ValueError(f"temperature must not be negative, got {request.temperature}")
+        if not 0.0 < request.top_p <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], got {request.top_p}")
+        if not 0 <= request.seed < 2**63:
+            raise ValueError(f"seed must lie in [0, 2^63), got {request.seed}")
+        if len(request.stop) > MAX_STOP_IDS:
+            raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(request.stop)}")

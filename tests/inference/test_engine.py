@@ -1,0 +1,259 @@
+"""The engine against plain forward passes of the same model.
+
+Log-probability tolerance 2e-4: fp32 on both sides, but the engine's attention sums in another order and its GEMMs run
+at other batch sizes; through four layers of a model with wide weights that moves logits of size 30 by a few 1e-5.
+"""
+
+import numpy as np
+import pytest
+import torch
+from tiny import random_model
+
+from etude.inference.engine import Engine, Limits, Request
+from etude.inference.kernels import BLOCK
+from etude.models import attention, experts
+
+TOLERANCE = 2e-4
+
+
+def model_of(kind="moe", seed=0):
+    model = random_model(kind, seed)
+    model.set_attn_implementation(attention.NAME)
+    model.set_experts_implementation(experts.NAME)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of()
+
+
+def prompt(length, seed=0):
+    return np.random.default_rng(seed).integers(7, 97, length).tolist()
+
+
+def run(engine, *requests):
+    rows = [engine.submit(request) for request in requests]
+    for _ in range(2000):
+        if all(row.future.done() for row in rows):
+            return [row.future.result() for row in rows]
+        engine.step()
+    raise AssertionError("the requests did not finish")
+
+
+@torch.no_grad()
+def score(model, request, generation):
+    """Log-probabilities of the sampled tokens by one plain forward pass."""
+    ids = torch.tensor([request.ids + generation.ids])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(request.ids) - 1 : -1]
+    log_probs = torch.log_softmax(logits / (request.temperature or 1.0), dim=-1)
+    return log_probs.gather(1, ids[0, len(request.ids) :, None]).squeeze(1).numpy()
+
+
+def assert_same(a, b):
+    assert a.ids == b.ids
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["moe", "qwen3", "llama"])
+def test_logprobs_are_those_of_a_plain_forward_pass(kind):
+    model = model_of(kind)
+    requests = [Request(ids=prompt(n, n), max_tokens=40, seed=n, temperature=t) for n, t in ((5, 1.0), (70, 0.7))]
+    for request, generation in zip(requests, run(Engine(model), *requests), strict=True):
+        assert len(generation.ids) == 40
+        assert generation.finish_reason == "length"
+        np.testing.assert_allclose(generation.logprobs, score(model, request, generation), atol=TOLERANCE)
+
+
+def test_batching_and_chunked_prefill_change_nothing(model):
+    requests = [Request(ids=prompt(10 + 9 * i, i), max_tokens=5 + 7 * i, seed=i, temperature=i % 2) for i in range(9)]
+    batched = run(Engine(model, limits=Limits(prefill_tokens=48, rows=5)), *requests)
+    for request, generation in zip(requests, batched, strict=True):
+        assert_same(generation, run(Engine(model), request)[0])
+
+
+def test_groups_prefill_their_prompt_once(model):
+    engine = Engine(model)
+    ids = prompt(75)
+    requests = [Request(ids=ids, max_tokens=12, seed=i) for i in range(6)]
+    generations = run(engine, *requests)
+    assert engine.counters.prefilled_tokens == 75 + 5  # the last prompt token of each other member
+    assert [g.cached_tokens for g in generations] == [0] + [74] * 5
+    assert len({tuple(g.ids) for g in generations}) == 6
+    for request, generation in zip(requests, generations, strict=True):
+        assert_same(generation, run(Engine(model), request)[0])
+
+
+def test_the_next_turn_finds_the_last_one(model):
+    engine = Engine(model)
+    first = Request(ids=prompt(40), max_tokens=30, seed=1)
+    turn = run(engine, first)[0]
+    second = Request(ids=first.ids + turn.ids + prompt(11, 3), max_tokens=8, seed=2, experts=True)
+    warm, cold = run(engine, second)[0], run(Engine(model), second)[0]
+    assert warm.cached_tokens == 40 + 30 - 1  # the last sampled token was never fed
+    assert_same(warm, cold)
+    assert warm.experts == cold.experts
+    changed = Request(ids=[*first.ids[:20], 50, *first.ids[21:]], max_tokens=4)
+    assert run(engine, changed)[0].cached_tokens == 20
+
+
+def test_a_full_cache_evicts_and_goes_on(model):
+    engine = Engine(model, limits=Limits(cache_bytes=8 * BLOCK * 4 * 2 * 2 * 16 * 4, max_length=128))
+    assert engine.cache.num_pages == 8
+    for i in range(12):
+        request = Request(ids=prompt(50, i), max_tokens=20, seed=i)
+        assert_same(run(engine, request, request)[1], run(Engine(model), request)[0])
+    cache = engine.cache
+    assert len(cache.free) + len(cache.nodes) == cache.num_pages
+    assert cache.idle == len(cache.nodes)
+    cache.clear()
+    assert sorted(cache.free) == list(range(8))
+
+
+def test_seeds_decide(model):
+    a, b, c = (run(Engine(model), Request(ids=prompt(9), max_tokens=20, seed=s))[0] for s in (1, 1, 2))
+    assert a == b
+    assert a.ids != c.ids
+
+
+def test_deterministic_mode_is_bitwise_and_alone(model):
+    requests = [Request(ids=prompt(33), max_tokens=12, seed=i) for i in range(3)]
+    together = run(Engine(model, deterministic=True), *requests)
+    alone = [run(Engine(model, deterministic=True), request)[0] for request in requests]
+    assert together == alone  # ids and every bit of the log-probabilities
+    assert [g.cached_tokens for g in together] == [0, 0, 0]
+
+
+def test_stop_ids(model):
+    free = run(Engine(model), Request(ids=prompt(9), max_tokens=30, seed=5))[0]
+    stop = free.ids[7]
+    stopped = run(Engine(model), Request(ids=prompt(9), max_tokens=30, seed=5, stop=(3, stop)))[0]
+    cut = free.ids.index(stop) + 1
+    assert stopped.ids == free.ids[:cut]
+    assert stopped.finish_reason == "stop"
+    assert len(stopped.logprobs) == len(stopped.versions) == cut
+
+
+class Shift:
+    """New weights: every tensor scaled."""
+
+    def __init__(self, model, version, factor):
+        self.model, self.version, self.factor = model, version, factor
+
+    def apply(self):
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.mul_(self.factor)
+
+
+def test_a_swap_in_the_middle_tags_tokens_and_loses_nothing():
+    model = model_of()
+    engine = Engine(model)
+    rows = [engine.submit(Request(ids=prompt(20 + i, i), max_tokens=20, seed=i, session=f"s{i}")) for i in range(3)]
+    for _ in range(8):
+        engine.step()
+    pause = engine.swap(Shift(model, 1, 0.9))
+    while not all(row.future.done() for row in rows):
+        engine.step()
+    assert pause.result() >= 0.0
+    assert engine.version == 1
+    for row in rows:
+        generation = row.future.result()
+        assert len(generation.ids) == 20
+        assert generation.versions == sorted(generation.versions)
+        assert set(generation.versions) == {0, 1}
+
+
+def test_old_keys_serve_only_their_own_session():
+    model = model_of()
+    engine = Engine(model)
+    ids = prompt(70)
+    run(engine, Request(ids=ids, max_tokens=4, session="a"))
+    engine.swap(Shift(model, 1, 0.95))
+    own = run(engine, Request(ids=[*ids, 9], max_tokens=4, session="a"))[0]
+    assert own.cached_tokens == 70
+    other = Request(ids=[*ids, 9], max_tokens=4, session="b")
+    cold = run(engine, other)[0]
+    assert cold.cached_tokens == 0
+    assert_same(cold, run(Engine(model), other)[0])
+    assert run(engine, Request(ids=[*ids, 8], max_tokens=4, session="c"))[0].cached_tokens == 70
+
+
+def test_abort_returns_what_there_is(model):
+    engine = Engine(model)
+    rows = [engine.submit(Request(ids=prompt(20, i), max_tokens=50, seed=i)) for i in range(2)]
+    for _ in range(5):
+        engine.step()
+    rows[0].abort()
+    while not rows[1].future.done():
+        engine.step()
+    aborted = rows[0].future.result()
+    assert aborted.finish_reason == "abort"
+    assert 0 < len(aborted.ids) < 50
+    assert len(rows[1].future.result().ids) == 50
+
+
+def test_pause_modes(model):
+    engine = Engine(model)
+    row = engine.submit(Request(ids=prompt(20), max_tokens=10))
+    engine.step()
+    engine.pause("keep")
+    for _ in range(30):
+        engine.step()
+    assert not row.future.done()
+    engine.resume()
+    engine.step()
+    engine.pause("wait")
+    waiting = engine.submit(Request(ids=prompt(20), max_tokens=3))
+    for _ in range(30):
+        engine.step()
+    assert len(row.future.result().ids) == 10
+    assert not waiting.future.done()
+    assert not engine.cache.nodes  # forgotten once nothing ran
+    engine.pause("abort")
+    engine.step()
+    assert waiting.future.result().finish_reason == "abort"
+    with pytest.raises(ValueError, match="not one of"):
+        engine.pause("later")
+
+
+def test_experts_are_the_routers_choice(model):
+    request = Request(ids=prompt(45), max_tokens=10, seed=3, experts=True)
+    generation = run(Engine(model), request)[0]
+    assert generation.experts_shape == (45 + 10 - 1, 2, 2)
+    recorded = np.frombuffer(generation.experts, np.uint8).reshape(generation.experts_shape)
+    ids = torch.tensor([request.ids + generation.ids[:-1]])
+    with torch.no_grad():
+        logits = model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits
+    for layer, logits_TE in enumerate(logits):
+        assert np.array_equal(recorded[:, layer], logits_TE.softmax(-1).topk(2).indices.numpy())
+
+
+def test_bad_requests(model):
+    engine = Engine(model, limits=Limits(max_length=64))
+    for request, message in (
+        (Request(ids=[], max_tokens=1), "empty"),
+        (Request(ids=prompt(64), max_tokens=1), "context of 64"),
+        (Request(ids=[97], max_tokens=1), "outside the vocabulary"),
+        (Request(ids=[1], max_tokens=0), "max_tokens"),
+        (Request(ids=[1], max_tokens=1, temperature=-1.0), "temperature"),
+        (Request(ids=[1], max_tokens=1, top_p=0.0), "top_p"),
+        (Request(ids=[1], max_tokens=1, seed=-1), "seed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.submit(request)
+    clipped = run(engine, Request(ids=prompt(60), max_tokens=100))[0]
+    assert len(clipped.ids) == 4
+    assert clipped.finish_reason == "length"
+
+
+def test_broken_weights_end_the_engine_with_a_reason():
+    model = model_of()
+    engine = Engine(model)
+    engine.start()
+    row = engine.submit(Request(ids=prompt(9), max_tokens=400))
+    engine.swap(Shift(model, 3, float("nan"))).result(30)
+    with pytest.raises(FloatingPointError, match="version 3"):
+        row.future.result(30)
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(Request(ids=prompt(9), max_tokens=1))
