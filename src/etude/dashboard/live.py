@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.dashboard.report import Report
-from etude.dashboard.text import byte_count, compact, duration, inert, percent, points
+from etude.dashboard.text import byte_count, compact, duration, inert, optional, percent, points
 from etude.evals.stats import Estimate
 
 PROCESSES = ("controller", "engine", "trainer", "sandbox")

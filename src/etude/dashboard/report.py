@@ -22,7 +22,7 @@ class Utilisation(Record):
 
 
 class Mismatch(Record):
-    """Trainer against engine log-probabilities: means of k2 and k3, and the largest difference. Null if not measured."""
+    """Trainer against engine log-probabilities: means of k2 and k3, and the largest difference. Null: not measured."""
 
     k2: float | None
     k3: float | None
