@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
 from etude import controller, runfolder
 from etude.config import RLConfig
@@ -21,6 +22,7 @@ from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
 from etude.harness.renderers import renderer_for
 from etude.inference.client import EngineClient
+from etude.monitor import Monitor
 from etude.records import Episode, encode
 from etude.rollout.ledger import Ledger
 from etude.run_report import finish_report
@@ -32,15 +34,17 @@ from etude.tasks.fetch import fetch_library
 from etude.tasks.options import BuildOptions
 from etude.weights.manifest import manifests
 
+STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
+
 
 def train_rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None) -> Report:
     """Runs or resumes the stage in `folder` and writes its report. Raises UserError or RunFailed."""
     _check_inputs(config)
     if not resume:
         runfolder.create(folder, config, toml)
-    with runfolder.lock(folder), LiveView(config.name, config.trainer.steps, config.trainer.minutes) as view:
+    with runfolder.lock(folder), LiveView(config.name, STAGES) as view:
         report = asyncio.run(_train(config, folder, view))
-    view.console.print(final_table(report, folder / "report.html"))
+    Console().print(final_table(report, folder / "report.html"))
     return report
 
 
@@ -67,10 +71,9 @@ async def _train(config: RLConfig, folder: Path, view: LiveView) -> Report:
     async with _open(config, folder, dataset, logs, view) as run:
         trainer = next(child for child in run.children if child.name == "trainer")
         await controller.wait_for_version(run, max(0, controller.last_version(run.weights)))
-        run.ledger.recover(manifests(run.weights))
         before = await _evaluate(run, view, "before") if config.eval.before else None
         with _stage(folder, view, "train"):
-            await controller.rollouts(run, trainer, view.tick)
+            await controller.rollouts(run, trainer, Monitor(folder, config, view).tick)
         await controller.wait_for_version(run, controller.last_version(run.weights))
         after = await _evaluate(run, view, "after") if config.eval.after else None
         with _stage(folder, view, "report"):
@@ -103,13 +106,16 @@ def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
         max_lines=tasks.max_lines,
         heldout_fraction=tasks.heldout_fraction,
     )
-    return build(repository, target, options, view.note)
+    return build(repository, target, options, lambda stage, done, total: view.update(done=done, total=total))
 
 
 @asynccontextmanager
 async def _open(config: RLConfig, folder: Path, dataset: Dataset, logs: Path, view: LiveView) -> AsyncIterator[Run]:
     """Every process of the run, started and stopped together."""
     root = config.store or str(folder)
+    weights = open_store(f"{root}/weights")
+    ledger = Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db", config.name)
+    ledger.recover(manifests(weights))  # before any process leases or trains
     view.stage("start engines")
     children, urls = await asyncio.to_thread(controller.start_engines, folder, config, logs)
     try:
@@ -119,8 +125,8 @@ async def _open(config: RLConfig, folder: Path, dataset: Dataset, logs: Path, vi
                 folder=folder,
                 config=config,
                 dataset=dataset,
-                ledger=Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db"),
-                weights=open_store(f"{root}/weights"),
+                ledger=ledger,
+                weights=weights,
                 rollouts=open_store(f"{root}/rollouts"),
                 sandbox=sandbox,
                 renderer=renderer_for(
@@ -156,7 +162,7 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
             max_tasks=run.config.eval.max_tasks,
             seed=run.config.seed,
             concurrency=run.config.rollout.max_in_flight,
-            progress=view.evaluated,
+            progress=lambda done, total, passed: view.update(done=done, total=total, pass_rate=passed / max(done, 1)),
             on_episode=keep,
         )
     path.write_bytes(msgspec.json.encode(result))

@@ -49,7 +49,7 @@ class Trainer:
         root = config.store or str(run)
         self.rollouts: Store = open_store(f"{root}/rollouts")
         weights = open_store(f"{root}/weights")
-        self.ledger = Ledger.open(config.ledger or f"sqlite:///{run}/ledger.db")
+        self.ledger = Ledger.open(config.ledger or f"sqlite:///{run}/ledger.db", config.name)
         self.model = load_model(
             config.model.path, dtype=getattr(torch, config.trainer.dtype), device=config.trainer.device
         )
@@ -141,7 +141,9 @@ def run(folder: Path) -> None:
     while trainer.version < config.trainer.steps:
         if budget <= 0:
             break
-        groups = trainer.ledger.ready_groups(config.rollout.prompts, in_order=config.deterministic)
+        groups = trainer.ledger.ready_groups(
+            config.rollout.prompts, in_order=config.deterministic, due=trainer.version - config.rollout.staleness
+        )
         if len(groups) < config.rollout.prompts:
             time.sleep(0.02)
             continue

@@ -17,7 +17,7 @@ from etude.weights.manifest import read, versions
 
 
 class DamagedVersion(Exception):
-    """A version that cannot be had whole from the store: a payload is missing, altered, or not what its manifest says."""
+    """A version that cannot be had whole: a payload is missing, altered, or not what its manifest says."""
 
 
 @dataclass(frozen=True)
