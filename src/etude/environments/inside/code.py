@@ -203,5 +203,3 @@ def from_file(cache: Cache, name: str, path: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-

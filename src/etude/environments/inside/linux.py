@@ -20,7 +20,6 @@ MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
-_PR_SET_CHILD_SUBREAPER = 36
 _MOUNT_SETATTR = 442  # the same number on every architecture
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
@@ -58,11 +57,11 @@ def bind(source: str, target: str, read_only: bool = True) -> None:
     set_attributes(target, (MS_RDONLY if read_only else 0) | MS_NOSUID | MS_NODEV)
 
 
-def set_attributes(target: str, attributes: int) -> None:
-    """mount_setattr(2) on the whole tree: MOUNT_ATTR_{RDONLY,NOSUID,NODEV,NOEXEC} equal the MS_ flags."""
+def set_attributes(target: str, attributes: int, tree: bool = True) -> None:
+    """mount_setattr(2): MOUNT_ATTR_{RDONLY,NOSUID,NODEV,NOEXEC} equal the MS_ flags."""
     data = struct.pack("QQQQ", attributes, 0, 0, 0)
-    path = os.fsencode(target)
-    _check(libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, data, len(data)), f"read-only {target}")
+    path, flags = os.fsencode(target), _AT_RECURSIVE if tree else 0
+    _check(libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, flags, data, len(data)), f"read-only {target}")
 
 
 def unmount(target: str) -> None:
@@ -79,7 +78,10 @@ def _prctl(option: int, a: int = 0, b: object = 0) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL when the parent ends. `parent` is its pid as seen here: the signal is lost if it is gone already."""
+    """SIGKILL when the parent ends. `parent` is its pid as seen here: the signal is lost if it is gone already.
+
+    A change of credentials clears this, so it comes after `become`. Pid 1 sees its parent as 0.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

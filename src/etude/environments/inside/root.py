@@ -12,6 +12,7 @@ RUNNER = "/opt/runner"  # this folder and pytest
 WORKSPACE = "/workspace"
 SITE = "/site"
 RUN = "/run"  # private mounts; its entries can't be listed
+LAYER = "/run/box"  # what a box writes
 BOX_ID = 1000
 BASE_ID = 200_000  # host ids of boxes when the sandbox is started by root
 
@@ -34,7 +35,19 @@ def build(prefix: str, runner: dict[str, str]) -> None:
     binds += [(source, f"{RUNNER}/{name}") for name, source in runner.items()]
     etc = {name: f"/etc/{name}" for name in _ETC if os.path.isfile(f"/etc/{name}")}
     linux.mount("tmpfs", new, "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    for folder in (HOST, WORKSPACE, SITE, RUN, "/proc", "/dev/shm", "/dev/pts", "/etc", "/home/user", "/tmp", "/var/tmp"):
+    for folder in (
+        HOST,
+        WORKSPACE,
+        SITE,
+        LAYER,
+        "/proc",
+        "/dev/shm",
+        "/dev/pts",
+        "/etc",
+        "/home/user",
+        "/tmp",
+        "/var/tmp",
+    ):
         os.makedirs(new + folder, 0o755)
     for name, source in etc.items():
         # Resolved below the old root: /tmp there is covered by now.
@@ -100,6 +113,6 @@ def enter(repository: str, site: str | None, host_id: int | None, extra: dict[st
         _bind(HOST + source, target)
     os.chmod(RUN, 0o711)
     linux.unmount(HOST)
-    os.rmdir(HOST)
+    linux.set_attributes("/", linux.MS_RDONLY, tree=False)
     namespaces = linux.NEWNS | linux.NEWPID | linux.NEWIPC | linux.NEWUTS | linux.NEWNET | linux.NEWCGROUP
     linux.become(host_id, BOX_ID, namespaces)

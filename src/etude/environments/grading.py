@@ -1,0 +1,90 @@
+"""The grade of an attempt: its change set, and nothing else of its box, meets the hidden tests in a fresh box."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from etude.environments.base import BoxError, Image, Limits, Sandbox, TestReport
+from etude.environments.box import MAX_FILE, checked
+from etude.records import Outcome, Task
+
+LIMITS = Limits()
+MAX_CHANGES = 1000
+
+_NAMES = frozenset(
+    {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "noxfile.py"}
+    | {"sitecustomize.py", "usercustomize.py", "pytest.py", "Makefile"}
+)
+_FOLDERS = frozenset({"tests", "test", ".git", ".github", ".venv", "venv", "__pycache__", "node_modules"})
+_SUFFIXES = (".pth", ".pyc", ".so", ".ini", ".cfg", ".lock")
+
+
+@dataclass(frozen=True)
+class Grade:
+    """`detail` is one sentence. `report` is None if no test was run."""
+
+    outcome: Outcome
+    reward: float
+    passed: bool
+    detail: str
+    report: TestReport | None
+
+
+async def grade(sandbox: Sandbox, task: Task, image: Image, hidden: Path, changes: Mapping[str, bytes | None]) -> Grade:
+    """Run the task's hidden tests on `image` with the acceptable part of `changes`.
+
+    Whatever the change does to the tests is the agent's to pay. Raises BoxError, payer infra, if we failed.
+    """
+    taken, aside = split(changes, task.source_roots)
+    note = f"; set aside {len(aside)}: {', '.join(aside[:3])}"[:200] if aside else ""
+    tests = tuple(dict.fromkeys((*task.fail_to_pass, *task.pass_to_pass)))
+    report = await sandbox.run_tests(image, taken, tests, hidden, LIMITS)
+    if report.tampered:
+        return Grade(Outcome.TAMPERED, 0.0, False, f"the test results are not genuine{note}", report)
+    bad = [test for test in tests if report.outcomes.get(test) != "passed"]
+    if not bad and not report.crashed and not report.timed_out:
+        return Grade(Outcome.SCORED, 1.0, True, f"all {len(tests)} tests passed{note}", report)
+    return Grade(Outcome.SCORED, 0.0, False, _why(report, bad, len(tests)) + note, report)
+
+
+def _why(report: TestReport, bad: Sequence[str], total: int) -> str:
+    if report.timed_out:
+        return f"the tests did not end within {LIMITS.seconds:.0f} s"
+    if report.crashed:
+        return "the test process died"
+    return f"{len(bad)} of {total} tests failed, first {bad[0]}: {report.messages.get(bad[0], '')}"
+
+
+def split(
+    changes: Mapping[str, bytes | None], source_roots: Sequence[str]
+) -> tuple[dict[str, bytes | None], list[str]]:
+    """(what is graded, sorted paths that are set aside): only code below the task's source roots counts."""
+    taken: dict[str, bytes | None] = {}
+    aside: list[str] = []
+    for path in sorted(changes):
+        data = changes[path]
+        fits = len(taken) < MAX_CHANGES and (data is None or len(data) <= MAX_FILE)
+        if fits and acceptable(path, source_roots):
+            taken[path] = data
+        else:
+            aside.append(path)
+    return taken, aside
+
+
+def acceptable(path: str, source_roots: Sequence[str]) -> bool:
+    """Whether a changed file may take part in grading."""
+    try:
+        if checked(path) != path:
+            return False
+    except BoxError:
+        return False
+    pure = PurePosixPath(path)
+    below = any(path == root or path.startswith(f"{root.rstrip('/')}/") for root in source_roots)
+    outer = next((root for root in source_roots if path.startswith(f"{root.rstrip('/')}/")), "")
+    inner = pure.relative_to(outer).parts if outer else pure.parts
+    name = pure.name
+    if name in _NAMES or name.endswith(_SUFFIXES) or name.startswith("test_") or name.endswith("_test.py"):
+        return False
+    return below and not _FOLDERS.intersection(inner[:-1])

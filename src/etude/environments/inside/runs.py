@@ -1,0 +1,304 @@
+"""The template: one process per image that forks a throwaway box for every test run.
+
+It has pytest configured and the pristine sources compiled, and it never runs code of an agent. It never sees one
+either: a request is a descriptor that only the forked child reads. What the child reports travels through a pipe back
+to the owner, who judges it; the template watches deadlines and the pipe.
+
+Wire format in both directions: a 4-byte little-endian length and JSON. A run's request carries one descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from base64 import b64decode
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import code, linux, root, suite
+
+MAX_REPORT = 8 << 20  # bytes that a run may report
+_LIBRARY_SKIP = frozenset({"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "__main__"})
+
+
+@dataclass
+class Run:
+    """A forked child, seen from the template."""
+
+    id: int
+    pid: int
+    pidfd: int
+    pipe: int
+    deadline: float
+    started: float
+    data: bytearray = field(default_factory=bytearray)
+    timed_out: bool = False
+
+
+class Template:
+    """`connection` is the owner; `hidden` the folder of hidden tests inside, if this image is for grading."""
+
+    def __init__(self, connection: socket.socket, hidden: str | None, token: str | None) -> None:
+        self.connection = connection
+        self.hidden = hidden
+        self.cache = code.Cache()
+        workspace = root.WORKSPACE
+        inner = f"{workspace}/src" if os.path.isdir(f"{workspace}/src") else workspace
+        roots = [inner] if inner == workspace else [inner, workspace]
+        self.roots = [*([hidden] if hidden else []), *roots, root.SITE]
+        code.install(self.cache, self.roots)
+        self.config, self.reporter = suite.prepare(hidden or workspace)
+        self.cache.rewrite = suite.rewriter(self.config, token)
+        self.warm: set[str] = set()
+        self.runs: dict[int, Run] = {}  # by pipe
+        self.filter = linux.filter_program(os.uname().machine)
+        self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self.buffer = bytearray()
+        self.descriptors: list[int] = []
+
+    def serve(self) -> None:
+        """Until the owner hangs up."""
+        poll = select.poll()
+        self.poll = poll
+        poll.register(self.connection, select.POLLIN)
+        gc.collect()
+        gc.freeze()
+        while True:
+            now = time.monotonic()
+            wait = min((run.deadline - now for run in self.runs.values()), default=60.0)
+            for fd, _ in poll.poll(max(0.0, wait) * 1000 + 1):
+                if fd == self.connection.fileno():
+                    if not self._requests():
+                        return
+                else:
+                    self._read(self.runs[fd])
+            now = time.monotonic()
+            for run in self.runs.values():
+                if now >= run.deadline and not run.timed_out:
+                    run.timed_out = True
+                    signal.pidfd_send_signal(run.pidfd, signal.SIGKILL)
+                    run.deadline = now + 60
+
+    def _requests(self) -> bool:
+        data, descriptors, _, _ = socket.recv_fds(self.connection, 65536, 16)
+        if not data:
+            return False
+        self.buffer += data
+        self.descriptors += descriptors
+        while len(self.buffer) >= 4:
+            (size,) = struct.unpack_from("<I", self.buffer)
+            if len(self.buffer) < 4 + size:
+                break
+            request = json.loads(self.buffer[4 : 4 + size])
+            del self.buffer[: 4 + size]
+            self._start(request, self.descriptors.pop(0))
+        return True
+
+    def _start(self, request: dict[str, Any], payload: int) -> None:
+        cold = [path for path in request["files"] if path not in self.warm]
+        if cold:
+            self._warm_up(cold)
+        started = time.monotonic()
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        pid = self._fork()
+        if pid == 0:
+            os.close(reader)
+            self._child(payload, writer, request["limits"], None)
+        os.close(writer)
+        os.close(payload)
+        deadline = started + request["limits"]["seconds"]
+        self.runs[reader] = Run(request["id"], pid, os.pidfd_open(pid), reader, deadline, started)
+        self.poll.register(reader, select.POLLIN)
+
+    def _fork(self) -> int:
+        """Fork pid 1 of a new pid namespace."""
+        linux.unshare(linux.NEWPID)
+        pid = -1
+        try:
+            pid = os.fork()
+        finally:
+            if pid != 0:
+                linux.setns(self.own_pids, linux.NEWPID)
+        return pid
+
+    def _read(self, run: Run) -> None:
+        try:
+            data = os.read(run.pipe, 1 << 16)
+        except OSError:
+            data = b""
+        run.data += data
+        if data and len(run.data) <= MAX_REPORT:
+            return
+        signal.pidfd_send_signal(run.pidfd, signal.SIGKILL)
+        _, status, usage = os.wait4(run.pid, 0)
+        self.poll.unregister(run.pipe)
+        os.close(run.pipe)
+        os.close(run.pidfd)
+        del self.runs[run.pipe]
+        head = {
+            "id": run.id,
+            "status": os.waitstatus_to_exitcode(status),
+            "timed_out": run.timed_out,
+            "seconds": time.monotonic() - run.started,
+            "cpu": usage.ru_utime + usage.ru_stime,
+        }
+        send(self.connection, head, bytes(run.data[:MAX_REPORT]))
+
+    def _warm_up(self, files: Sequence[str]) -> None:
+        """Import test modules in a box of their own, on the pristine image, to learn what to keep compiled."""
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        pid = self._fork()
+        if pid == 0:
+            os.close(reader)
+            limits = {"memory": 4 << 30, "processes": 64, "disk": 64 << 20, "seconds": 60}
+            self._child(-1, writer, limits, list(files))
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            ready, _, _ = select.select([pipe], [], [], 60)
+            data = pipe.read() if ready else b""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        self.warm.update(files)
+        learned = json.loads(data or b"{}")
+        self.cache.tests.update(learned.get("tests", ()))
+        for path in learned.get("sources", ()):
+            with contextlib.suppress(SyntaxError, ValueError, OSError):
+                self.cache.learn(path)
+        for name in learned.get("modules", ()):
+            # Of the pristine image only the standard library and the dependencies; both are read-only.
+            with contextlib.suppress(Exception):
+                __import__(name)
+        gc.collect()
+        gc.freeze()
+
+    def _child(self, payload: int, writer: int, limits: dict[str, Any], warm: list[str] | None) -> None:
+        """In the fork; never returns."""
+        try:
+            request = {"changes": {}} if payload < 0 else json.loads(_read_all(payload))
+            _close_all(keep=writer)
+            changes = {path: None if data is None else b64decode(data) for path, data in request["changes"].items()}
+            self.cache.changed = {f"{root.WORKSPACE}/{path}": data for path, data in changes.items()}
+            enter(limits, changes)
+            confine(limits, self.filter)
+            if warm is not None:
+                self._learn(warm, writer)
+            else:
+                self._run(request, writer)
+        except MemoryError:
+            os._exit(3)
+        except BaseException as e:  # the tested code may raise anything, SystemExit too
+            with contextlib.suppress(BaseException):
+                _write(writer, {"lost": suite.describe(e)})
+            os._exit(2)
+        os._exit(0)
+
+    def _suite(self, report: suite.Report) -> suite.Suite:
+        return suite.Suite(self.config, self.reporter, self.cache, self.hidden, root.WORKSPACE, report)
+
+    def _run(self, request: dict[str, Any], writer: int) -> None:
+        def report(test: str, outcome: str, message: str) -> None:
+            _write(writer, {"test": test, "outcome": outcome, "message": message})
+
+        if "random" in sys.modules:
+            sys.modules["random"].seed(0)  # forks reseed it
+        run = self._suite(report)
+        run.virtual = request["virtual"]
+        run.run(request["tests"])
+        _write(writer, {"end": len(request["tests"])})
+
+    def _learn(self, files: list[str], writer: int) -> None:
+        before = set(sys.modules)
+        run = self._suite(lambda *_: None)
+        for path in files:
+            with contextlib.suppress(BaseException):
+                if path.endswith(".py"):
+                    run.warm(path)
+        stable = (sys.base_prefix + "/", root.SITE + "/", root.RUNNER + "/", "/usr/lib/")
+        names = []
+        for name, module in list(sys.modules.items()):
+            origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
+            if name not in before and name.split(".")[0] not in _LIBRARY_SKIP:
+                if origin in ("built-in", "frozen") or origin.startswith(stable):
+                    names.append(name)
+        sources = list(dict.fromkeys(self.cache.loaded))
+        _write(writer, {"sources": sources, "tests": sorted(self.cache.tests), "modules": names})
+
+
+def enter(limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+    """Own namespaces, a writable layer over the workspace with the changed files in it, and a fresh /proc."""
+    linux.unshare(linux.NEWNS | linux.NEWIPC | linux.NEWUTS | linux.NEWNET)
+    socket.sethostname("devbox")
+    layer = root.LAYER
+    linux.mount("tmpfs", layer, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, f"size={limits['disk']},nr_inodes=16384")
+    upper, workspace = f"{layer}/upper", root.WORKSPACE
+    for name in ("upper", "work", "tmp", "shm"):
+        os.mkdir(f"{layer}/{name}")
+    for path, data in changes.items():
+        if data is not None:
+            os.makedirs(os.path.dirname(f"{upper}/{path}"), exist_ok=True)
+            with open(f"{upper}/{path}", "wb") as file:
+                file.write(data)
+    options = f"lowerdir={workspace},upperdir={upper},workdir={layer}/work,userxattr"
+    linux.mount("overlay", workspace, "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
+    for path, data in changes.items():
+        if data is None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{workspace}/{path}")
+    linux.mount(f"{layer}/tmp", "/tmp", None, linux.MS_BIND)
+    linux.mount(f"{layer}/shm", "/dev/shm", None, linux.MS_BIND)
+    linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+    linux.become(None, root.BOX_ID, 0)  # so that processes are counted for this box alone
+
+
+def confine(limits: dict[str, Any], program: bytes) -> None:
+    """Resource limits, no capabilities, the system-call filter; then this process is the box."""
+    os.setsid()
+    os.umask(0o022)
+    os.chdir(root.WORKSPACE)
+    hard = {
+        resource.RLIMIT_AS: limits["memory"],
+        resource.RLIMIT_NPROC: limits["processes"],
+        resource.RLIMIT_FSIZE: limits["disk"],
+        resource.RLIMIT_CPU: int(limits["seconds"]) + 2,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: 256,
+    }
+    for kind, value in hard.items():
+        resource.setrlimit(kind, (value, value))
+    linux.drop_privileges()
+    linux.install_filter(program)
+
+
+def _close_all(keep: int) -> None:
+    os.closerange(3, keep)
+    os.closerange(keep + 1, 65536)
+
+
+def _read_all(fd: int) -> bytes:
+    parts = []
+    offset = 0
+    while part := os.pread(fd, 1 << 20, offset):
+        parts.append(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def _write(fd: int, record: dict[str, Any]) -> None:
+    os.write(fd, json.dumps(record).encode() + b"\n")
+
+
+def send(connection: socket.socket, head: dict[str, Any], body: bytes = b"") -> None:
+    """A length-prefixed JSON head, followed by `head["bytes"]` raw bytes."""
+    data = json.dumps(head | {"bytes": len(body)}).encode()
+    connection.sendall(struct.pack("<I", len(data)) + data + body)

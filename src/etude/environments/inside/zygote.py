@@ -1,0 +1,108 @@
+"""The process that all boxes descend from: single-threaded, standard library and pytest only.
+
+Started by `etude.environments.namespace`; argv holds the descriptor of the control socket and a JSON configuration.
+Every message on the control socket asks for one handler and carries the handler's own connection. When the owner ends,
+or hangs up, the zygote ends, and with it (parent-death signals, pid namespaces) everything below.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from . import linux, root
+
+
+def main() -> None:
+    """Never returns normally: leaves by os._exit."""
+    owner, config = int(sys.argv[2]), json.loads(sys.argv[3])
+    control = socket.socket(fileno=int(sys.argv[1]))
+    real_root = os.geteuid() == 0
+    try:
+        linux.unshare(linux.NEWNS) if real_root else linux.become(None, root.BOX_ID, linux.NEWNS)
+        linux.die_with_parent(owner)
+        root.build(config["prefix"], config["runner"])
+    except (OSError, KeyError) as e:
+        control.send(json.dumps({"error": str(e)}).encode())
+        os._exit(1)
+    sys.path[:] = [path for path in sys.path if path.startswith(config["prefix"])] + [root.RUNNER]
+    sys.modules[__package__].__path__ = [f"{root.RUNNER}/inside"]
+    _preload()
+    assert "torch" not in sys.modules
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # handlers are reaped by the kernel
+    control.send(json.dumps({"ready": os.getpid()}).encode())
+    serve(control, real_root)
+    os._exit(0)
+
+
+def _preload() -> None:
+    """What tests usually need, so that a fork has it."""
+    import asyncio  # noqa: F401
+    import collections.abc
+    import contextlib
+    import copy
+    import dataclasses
+    import datetime
+    import decimal
+    import fractions
+    import functools
+    import itertools
+    import json
+    import math
+    import operator
+    import random
+    import re
+    import string
+    import tempfile
+    import textwrap
+    import typing
+    import unittest.mock
+    import urllib.parse
+    import warnings  # noqa: F401
+
+    from . import runs  # noqa: F401
+
+
+def serve(control: socket.socket, real_root: bool) -> None:
+    """Fork a handler for each message, until the owner hangs up."""
+    count = 0
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 65536, 1)
+        if not data:
+            return
+        count += 1
+        host_id = root.BASE_ID + count % 100_000 if real_root else None
+        zygote = os.getpid()
+        if os.fork() == 0:
+            control.close()
+            _handle(socket.socket(fileno=descriptors[0]), json.loads(data), host_id, zygote)
+        os.close(descriptors[0])
+
+
+def _handle(connection: socket.socket, hello: dict[str, Any], host_id: int | None, zygote: int) -> None:
+    """In the fork; never returns. The handler itself only waits: what serves is pid 1 of a namespace below it."""
+    from . import runs
+
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        root.enter(hello["repository"], hello["site"], host_id, hello["mounts"])
+        linux.die_with_parent(zygote)
+        pid = os.fork()
+        if pid:
+            connection.close()
+            os.waitpid(pid, 0)
+            os._exit(0)
+        linux.die_with_parent(0)
+        template = runs.Template(connection, hello["hidden"], hello["token"])
+        runs.send(connection, {"ready": True})
+        template.serve()
+    except BaseException as e:
+        import traceback
+
+        traceback.print_exc()
+        runs.send(connection, {"error": f"{type(e).__name__}: {e}"})
+    os._exit(0)

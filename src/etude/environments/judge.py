@@ -1,0 +1,103 @@
+"""What a test run is asked, and what its answer is worth: decided here, outside the tested process.
+
+The tested code shares a process with the assertions, so its report is checked by tests whose result only we know:
+sentinels that must pass or fail, and twins of the real tests with a wrong expectation, which honest code fails.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etude.environments.base import TestReport
+from etude.environments.inside.mirrors import name as twin_name
+
+OUTCOMES = frozenset({"passed", "failed", "error"})
+MAX_TWINS = 4
+MAX_MESSAGE = 160
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The tests of one run in order, extra ones mixed in."""
+
+    wanted: tuple[str, ...]
+    asked: tuple[str, ...]
+    virtual: dict[str, str]  # generated test modules
+    sentinels: dict[str, str]  # node id -> outcome that an honest run reports
+    twins: dict[str, str]  # node id of a twin -> node id of its test
+
+
+def ask(tests: Sequence[str], guarded: bool, token: str | None) -> Questions:
+    """Questions for `tests`; with sentinels and twins if `guarded`."""
+    wanted = tuple(dict.fromkeys(tests))
+    if not guarded or token is None:
+        return Questions(wanted, wanted, {}, {}, {})
+    random = secrets.SystemRandom()
+    names = [secrets.token_hex(6) for _ in range(4)]
+    a, b = random.sample(range(1000), 2)
+    path = f"test_{names[0]}.py"
+    text = (
+        f"def test_{names[1]}():\n    assert [{a}, 'x'] == [{b}, 'x']\n"
+        f"def test_{names[2]}():\n    raise ValueError({a})\n"
+        f"def test_{names[3]}():\n    assert {{'k': {a}}} == {{'k': {a}}}\n"
+    )
+    expected = dict(zip((f"{path}::test_{name}" for name in names[1:]), ("failed", "failed", "passed"), strict=True))
+    asked = list(wanted)
+    for test in expected:
+        asked.insert(random.randrange(len(asked) + 1), test)
+    functions = [test for test in wanted if test.count("::") == 1 and "::doctest:" not in test]
+    chosen = random.sample(functions, min(MAX_TWINS, len(functions)))
+    twins = {twin_name(test, token): test for test in chosen}
+    return Questions(wanted, (*asked, *twins), {path: text}, expected, twins)
+
+
+def decide(questions: Questions, status: int, timed_out: bool, seconds: float, data: bytes) -> TestReport:
+    """The report of a run that wrote `data` and left with `status` (negative: a signal)."""
+    outcomes: dict[str, str] = {}
+    messages: dict[str, str] = {}
+    forged = ended = False
+    asked = frozenset(questions.asked)
+    lines = data.split(b"\n")
+    if lines.pop() and not timed_out and status == 0:
+        forged = True  # an honest run that ends by itself ends its last line
+    for line in lines:
+        record = _record(line)
+        if "end" in record and not ended:
+            ended = True
+        elif "lost" in record:
+            messages.setdefault("", str(record["lost"]))
+        elif ended or record.get("test") not in asked or record["test"] in outcomes:
+            forged = True
+        elif record.get("outcome") in OUTCOMES:
+            outcomes[record["test"]] = record["outcome"]
+            messages[record["test"]] = str(record.get("message"))[:MAX_MESSAGE]
+    crashed = not timed_out and (not ended or status != 0)
+    tampered = forged or _caught(questions, outcomes)
+    lost = messages.get("", "killed" if status < 0 else "the test process ended early")
+    reason = "timed out" if timed_out else lost
+    result = {test: outcomes.get(test, "missing") for test in questions.wanted}
+    texts = {test: messages.get(test) or reason for test, outcome in result.items() if outcome != "passed"}
+    return TestReport(result, texts, seconds, timed_out, crashed, tampered)
+
+
+def _record(line: bytes) -> dict[str, object]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _caught(questions: Questions, outcomes: dict[str, str]) -> bool:
+    """Whether a sentinel came out wrong, a test and its twin both passed, or all passed but a sentinel is missing."""
+    for test, expected in questions.sentinels.items():
+        if outcomes.get(test, expected) != expected:
+            return True
+    for twin, test in questions.twins.items():
+        if outcomes.get(test) == "passed" == outcomes.get(twin):
+            return True
+    missing = any(test not in outcomes for test in (*questions.sentinels, *questions.twins))
+    return missing and all(outcomes.get(test) == "passed" for test in questions.wanted)

@@ -1,0 +1,343 @@
+"""The Linux backend: boxes from namespaces, overlays, seccomp and resource limits, without Docker and without root.
+
+`open_sandbox` starts the zygote (`inside/zygote.py`), in a process of its own that never holds a model. A test run is
+one fork of a prepared process: see `inside/runs.py`. Runs are pure functions of image, changes and tests, so equal
+ones are run once and remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+from base64 import b64encode
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from etude.environments import judge
+from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, Limits, TestReport
+from etude.environments.box import ValueBox
+from etude.errors import UserError
+
+START_SECONDS = 60.0
+GRACE_SECONDS = 20.0  # beyond a run's own deadline, before the template is taken for dead
+_PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
+_HERE = Path(__file__).resolve().parent
+
+
+class Connection:
+    """To one process below the zygote: length-prefixed requests, replies by id. Broken for good once it ends."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.count = 0
+        self.dead: str | None = None
+        self._buffer = bytearray()
+        sock.setblocking(False)
+        asyncio.get_running_loop().add_reader(sock.fileno(), self._receive)
+
+    def _receive(self) -> None:
+        try:
+            data = self.sock.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close("the process that makes boxes has died")
+            return
+        self._buffer += data
+        while (frame := self._frame()) is not None:
+            head, body = frame
+            if "ready" in head and not self.ready.done():
+                self.ready.set_result(None)
+            elif "error" in head and not self.ready.done():
+                self.ready.set_exception(LaunchFailed(head["error"]))
+            elif (future := self.waiting.pop(head.get("id", -1), None)) is not None and not future.done():
+                future.set_result((head, body))
+
+    def _frame(self) -> tuple[dict[str, Any], bytes] | None:
+        buffer = self._buffer
+        if len(buffer) < 4:
+            return None
+        (size,) = struct.unpack_from("<I", buffer)
+        if len(buffer) < 4 + size:
+            return None
+        head = json.loads(buffer[4 : 4 + size])
+        end = 4 + size + head["bytes"]
+        if len(buffer) < end:
+            return None
+        body = bytes(buffer[4 + size : end])
+        del buffer[:end]
+        return head, body
+
+    async def request(self, head: dict[str, Any], payload: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
+        """Send a request whose `payload` travels in memory that only its reader sees. Raises BoxDead."""
+        if self.dead is not None:
+            raise BoxDead(self.dead)
+        self.count = number = self.count + 1
+        future = asyncio.get_running_loop().create_future()
+        self.waiting[number] = future
+        data = json.dumps(head | {"id": number}).encode()
+        memory = os.memfd_create("request", os.MFD_CLOEXEC)
+        try:
+            _write_all(memory, payload)
+            # A few small requests are in flight at most, so the socket's buffer always has room.
+            socket.send_fds(self.sock, [struct.pack("<I", len(data)) + data], [memory])
+        except OSError as e:
+            self.close(f"the process that makes boxes cannot be reached ({e})")
+        finally:
+            os.close(memory)
+        try:
+            async with asyncio.timeout(seconds):
+                return await future
+        except TimeoutError:
+            self.close("the process that makes boxes does not answer")
+            raise BoxDead(self.dead) from None
+        finally:
+            self.waiting.pop(number, None)
+
+    def close(self, why: str = "the sandbox is closed") -> None:
+        if self.dead is not None:
+            return
+        self.dead = why
+        asyncio.get_running_loop().remove_reader(self.sock.fileno())
+        self.sock.close()
+        for future in (self.ready, *self.waiting.values()):
+            if not future.done():
+                future.set_exception(BoxDead(why))
+                future.exception()  # somebody may have stopped waiting for it
+        self.waiting.clear()
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+@dataclass
+class Stats:
+    """Counts of test runs: asked for, answered from memory, and run."""
+
+    hits: int = 0
+    misses: int = 0
+    cpu_seconds: float = 0.0  # of the runs, their boxes included
+
+
+class NamespaceSandbox:
+    """A started zygote and the templates below it. Made by `open_sandbox`."""
+
+    def __init__(self, control: socket.socket, zygote: asyncio.subprocess.Process, workers: int, memo: int) -> None:
+        self.stats = Stats()
+        self._control = control
+        self._zygote = zygote
+        self._slots = asyncio.Semaphore(workers)  # wakes in order of arrival
+        self._memo: OrderedDict[bytes, asyncio.Task[TestReport]] = OrderedDict()
+        self._memo_size = memo
+        self._templates: dict[tuple[Path, Path | None, Path | None], tuple[Connection, str | None]] = {}
+
+    @property
+    def zygote_pid(self) -> int:
+        return self._zygote.pid
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            isolation="namespace", rootless=os.geteuid() != 0, egress=False, pty=True, seccomp=True, cgroup="none"
+        )
+
+    async def create(self, image: Image, limits: Limits) -> ValueBox:
+        return ValueBox(self, image, limits)
+
+    async def run_tests(
+        self,
+        image: Image,
+        changes: Mapping[str, bytes | None],
+        tests: Sequence[str],
+        hidden: Path | None,
+        limits: Limits,
+    ) -> TestReport:
+        layers: dict[str, bytes | None] = {
+            path: text.encode("utf-8", "surrogateescape") for path, text in image.changes.items()
+        }
+        layers |= changes
+        if not self._memo_size:
+            self.stats.misses += 1
+            return await self._run(image, layers, tests, hidden, limits)
+        key = _key(image, layers, tests, hidden, limits)
+        task = self._memo.get(key)
+        if task is None:
+            self.stats.misses += 1
+            task = asyncio.create_task(self._run(image, layers, tests, hidden, limits))
+            self._memo[key] = task
+            task.add_done_callback(lambda done: self._settle(key, done))
+        else:
+            self.stats.hits += 1
+            self._memo.move_to_end(key)
+        return await asyncio.shield(task)
+
+    def _settle(self, key: bytes, task: asyncio.Task[TestReport]) -> None:
+        """Keep only what is a function of its key: a deadline also depends on the machine's load."""
+        if task.cancelled() or task.exception() is not None or task.result().timed_out:
+            self._memo.pop(key, None)
+        while len(self._memo) > self._memo_size:
+            self._memo.popitem(last=False)
+
+    async def _run(
+        self,
+        image: Image,
+        layers: Mapping[str, bytes | None],
+        tests: Sequence[str],
+        hidden: Path | None,
+        limits: Limits,
+    ) -> TestReport:
+        async with self._slots:
+            connection, token = await self._template(image, hidden)
+            questions = judge.ask(tests, hidden is not None, token)
+            changes = {path: None if data is None else b64encode(data).decode() for path, data in layers.items()}
+            payload = {"tests": questions.asked, "virtual": questions.virtual, "changes": changes}
+            head = {
+                "files": sorted({test.partition("::")[0] for test in questions.wanted}),
+                "limits": {
+                    "memory": limits.memory_mb << 20,
+                    "processes": limits.processes,
+                    "disk": limits.disk_mb << 20,
+                    "seconds": limits.seconds,
+                },
+            }
+            reply, data = await connection.request(head, json.dumps(payload).encode(), limits.seconds + GRACE_SECONDS)
+            self.stats.cpu_seconds += reply["cpu"]
+            return judge.decide(questions, reply["status"], reply["timed_out"], reply["seconds"], data)
+
+    async def _template(self, image: Image, hidden: Path | None) -> tuple[Connection, str | None]:
+        key = (image.repository, image.site, hidden)
+        found = self._templates.get(key)
+        if found is None:
+            token = None if hidden is None else secrets.token_hex(6)
+            inside = f"/run/{secrets.token_hex(12)}"
+            hello = {
+                "repository": _folder(image.repository),
+                "site": None if image.site is None else _folder(image.site),
+                "mounts": {} if hidden is None else {inside: _folder(hidden)},
+                "hidden": None if hidden is None else inside,
+                "token": token,
+            }
+            found = (self._handler(hello), token)
+            self._templates[key] = found
+        connection = found[0]
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.shield(connection.ready)
+        except TimeoutError:
+            connection.close("a box did not start in time")
+            raise LaunchFailed("a box did not start in time") from None
+        return found
+
+    def _handler(self, hello: dict[str, Any]) -> Connection:
+        ours, theirs = socket.socketpair()
+        try:
+            socket.send_fds(self._control, [json.dumps(hello).encode()], [theirs.fileno()])
+        except OSError:
+            ours.close()
+            raise BoxDead("the process that makes boxes has died") from None
+        finally:
+            theirs.close()
+        return Connection(ours)
+
+    async def close(self) -> None:
+        """End the zygote and everything below it."""
+        for connection, _ in self._templates.values():
+            connection.close()
+        self._control.close()
+        if self._zygote.returncode is None:
+            self._zygote.kill()
+        await self._zygote.wait()
+
+
+def _folder(path: Path) -> str:
+    if not path.is_dir():
+        raise LaunchFailed(f"{path} is not a folder")
+    return str(path.resolve())
+
+
+def _key(
+    image: Image, layers: Mapping[str, bytes | None], tests: Sequence[str], hidden: Path | None, limits: Limits
+) -> bytes:
+    digest = blake3.blake3(repr((image.repository, image.site, hidden, limits, tuple(tests))).encode())
+    for path in sorted(layers):
+        data = layers[path]
+        size = -1 if data is None else len(data)
+        digest.update(b"%d %d " % (len(path.encode()), size) + path.encode() + (data or b""))
+    return digest.digest()
+
+
+def _runner() -> dict[str, str]:
+    """Name below the runner folder -> where this installation has it."""
+    places = {"inside": str(_HERE / "inside")}
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise UserError(f"{name} is not installed; install etude again with its dependencies.")
+        origin = Path(spec.origin).resolve()
+        if origin.name == "__init__.py":
+            places[name] = str(origin.parent)
+        else:
+            places[origin.name] = str(origin)
+    return places
+
+
+@asynccontextmanager
+async def open_sandbox(*, workers: int = 2, memo: int = 4096) -> AsyncIterator[NamespaceSandbox]:
+    """A sandbox of `workers` test runs at a time that remembers `memo` results (0: runs every time).
+
+    Raises UserError where the machine lacks what boxes need.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    config = json.dumps({"prefix": sys.base_prefix, "runner": _runner()})
+    start = f"import sys; sys.path.append({str(_HERE)!r}); from inside.zygote import main; main()"
+    environment = {
+        "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+    }
+    flags = ["-S", "-s", "-P", "-B"]
+    zygote = await asyncio.create_subprocess_exec(
+        sys._base_executable,
+        *flags,
+        "-c",
+        start,
+        str(theirs.fileno()),
+        str(os.getpid()),
+        config,
+        pass_fds=[theirs.fileno()],
+        env=environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        cwd="/",
+    )
+    theirs.close()
+    ours.setblocking(False)
+    sandbox = NamespaceSandbox(ours, zygote, workers, memo)
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            answer = await asyncio.get_running_loop().sock_recv(ours, 65536)
+        answer = json.loads(answer or b'{"error": "it died"}')
+        if "error" in answer:
+            raise UserError(f"boxes cannot be made here ({answer['error']}); run `etude doctor` for cause and cure.")
+        yield sandbox
+    finally:
+        await sandbox.close()

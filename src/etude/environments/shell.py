@@ -1,0 +1,1 @@
+"""The live box: a persistent shell on a pseudo-terminal, in namespaces of its own."""
