@@ -76,10 +76,10 @@ class Store:
                     raise
                 raise NotFound(key) from None
 
-    def list(self, folder: str = "") -> list[str]:
-        """All keys in `folder` and below it, sorted."""
+    def list(self, folder: str = "", after: str | None = None) -> list[str]:
+        """All keys in `folder` and below it, sorted; with `after` only those that sort after that key."""
         with self._errors("list", folder):
-            pages = obstore.list(self._backend, folder or None)
+            pages = obstore.list(self._backend, folder or None, offset=after)
             return sorted(meta["path"] for page in pages for meta in page)
 
     def delete(self, key: str) -> None:
@@ -101,7 +101,7 @@ class Store:
         try:
             yield
         except (BaseError, OSError) as e:
-            raise UserError(f"cannot {verb} {key!r} in the store {self.url}: {_first_line(e)}; {ADVICE}") from e
+            raise UserError(f"cannot {verb} {key} in {self.url}: {_first_line(e)}; {ADVICE}") from e
 
 
 ADVICE = "check that it is reachable, writable and not full"
@@ -112,18 +112,19 @@ def open_store(url: str) -> Store:
 
     A cloud store is not contacted before its first use.
     """
-    scheme = urlsplit(url).scheme if "://" in url else ""
+    scheme = urlsplit(url).scheme if "://" in url else "file"
     try:
-        if scheme in ("", "file"):
-            return Store(url, LocalStore(_folder(url), mkdir=True))
+        if scheme == "file":
+            folder = _folder(url)
+            return Store(folder.as_uri(), LocalStore(folder, mkdir=True))
         if scheme not in CLOUDS:
-            raise UserError(f"{url!r} is not a store; give a folder or a file://, s3://, gs:// or az:// URL")
+            raise UserError(f"{url} cannot be opened as a store; give a folder or a file://, s3://, gs:// or az:// URL")
         if not urlsplit(url).netloc:
-            raise UserError(f"{url!r} names no bucket; give {scheme}://BUCKET/FOLDER")
+            raise UserError(f"{url} names no bucket; give {scheme}://BUCKET/FOLDER")
         retries: RetryConfig = {"max_retries": 5, "retry_timeout": RETRYING}
         return Store(url, from_url(url, client_options=_client(), retry_config=retries))
     except (BaseError, OSError, ValueError) as e:
-        raise UserError(f"the store {url} cannot be opened ({_first_line(e)}); {ADVICE}") from e
+        raise UserError(f"{url} cannot be opened as a store: {_first_line(e)}; {ADVICE}") from e
 
 
 def _folder(url: str) -> Path:
@@ -131,7 +132,7 @@ def _folder(url: str) -> Path:
         return Path(url).absolute()
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
-        raise UserError(f"{url!r} is not a local folder; write file:///ABSOLUTE/PATH")
+        raise UserError(f"{url} is not a local folder; write file:///ABSOLUTE/PATH")
     return Path(unquote(parts.path))
 
 
