@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from etude.corpus.filters import functions
 from etude.corpus.sources import File
-from etude.harness.focus import EditError, moved, view_of, whole_file
+from etude.harness.focus import EditError, edit_file, moved, view_of
 
 FILE = '''\
 """A module."""
@@ -190,9 +190,12 @@ def test_a_function_that_moved_is_found_again() -> None:
 
 def test_a_whole_file_is_edited_with_its_own_line_ends() -> None:
     text = "a = 1\r\nb = 2\nc = 3"
-    assert whole_file(text).edit("a = 1\nb = 2", "a = 5\nb = 6").file == "a = 5\r\nb = 6\r\nc = 3"
-    assert whole_file("a\n").edit("a\n", "b\n").file == "b\n"
-    assert whole_file("a\n").edit("a\n", "").file == ""
+    assert edit_file(text, "a = 1\nb = 2", "a = 5\nb = 6") == "a = 5\r\nb = 6\r\nc = 3"
+    for newline in ("\n", "\r\n"):
+        assert edit_file(f"a{newline}", "a\n", "b\r\n") == f"b{newline}"
+        assert edit_file(f"a{newline}", "a\n", "") == ""
+        with pytest.raises(EditError, match="2 matches"):
+            edit_file(f"a{newline}a", "a", "b")
 
 
 def test_the_view_is_what_the_model_was_trained_on() -> None:

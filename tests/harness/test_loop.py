@@ -340,7 +340,7 @@ def test_sixteen_agents_of_fifty_turns_do_not_mix(dialect: tuple[Renderer, Speak
 def test_memory_grows_by_tokens_only(dialect: tuple[Renderer, Speaker]) -> None:
     """A turn may keep its tokens and its record, a few kilobytes; not a prompt, a view of the file or a box's text."""
     renderer, speaker = dialect
-    turn = speaker.turn(edit(speaker, "return total", "return total  # x"), ("undo", {}))
+    turn = speaker.turn(edit(speaker, "- 3", "- 3 - 0"), ("list", {}))
     held: dict[int, int] = {}
     task = msgspec.structs.replace(a_task(), instruction="Fix it.\n" + "long " * 2000)
 
@@ -350,10 +350,12 @@ def test_memory_grows_by_tokens_only(dialect: tuple[Renderer, Speaker]) -> None:
         async def generate(self, ids: list[int], **request: Any) -> Generation:
             Counting.n += 1
             held[Counting.n] = tracemalloc.get_traced_memory()[0] - 8 * len(ids)
-            said = turn if Counting.n < 200 else speaker.turn(("finish", {}))
+            said = turn if Counting.n < 90 else speaker.turn(("finish", {}))
             return Generation(ids=said, logprobs=[-1.0] * len(said), versions=[0] * len(said), finish_reason="stop")
 
+    box = a_box()
+    box.files[PATH] += b"# a long file\n" * 5000
     tracemalloc.start()
-    play(renderer, Counting(), task=task)
+    play(renderer, Counting(), task=task, box=box)
     tracemalloc.stop()
-    assert (held[200] - held[100]) / 100 < 6000
+    assert (held[90] - held[40]) / 50 < 6000

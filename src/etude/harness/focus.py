@@ -63,11 +63,7 @@ class View:
     def edit(self, old: str, new: str) -> View:
         """The view after replacing the only occurrence of `old`. Raises EditError."""
         old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
-        if old == new:
-            raise EditError("no change")
-        matches = self.source.count(old) if old else 0
-        if matches != 1:
-            raise EditError("no match" if matches == 0 else f"{matches} matches", matches)
+        _check(self.source, old, new)
         start = self.source.index(old)
         first = self.source.count("\n", 0, start)
         before = self.source[self.source.rfind("\n", 0, start) + 1 : start]
@@ -142,13 +138,31 @@ def view_of_body(before: str, body: str, after: str) -> View:
     return View(before + body[:above], lines[first:], after, margin, _newline(body or before))
 
 
-def whole_file(text: str) -> View:
+def edit_file(text: str, old: str, new: str) -> str:
+    """A whole file after replacing the only occurrence of `old`; its line ends are kept. Raises EditError."""
+    if "\r" in text:
+        return _whole(text).edit(old, new).file
+    old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
+    _check(text, old, new)
+    return text.replace(old, new)
+
+
+def _whole(text: str) -> View:
     """A view that shows every line as it is."""
     pieces = [match.groups() for match in _LINE.finditer(text) if match.group()]
     lines = tuple(Line(line, end, line) for line, end in pieces)
     if not lines or lines[-1].end:
         lines = (*lines, Line("", "", ""))  # so that the shown text ends with a newline where the file does
     return View("", lines, "", "", _newline(text))
+
+
+def _check(text: str, old: str, new: str) -> None:
+    """Raises EditError unless replacing `old` by `new` in `text` is one change."""
+    if old == new:
+        raise EditError("no change")
+    matches = text.count(old) if old else 0
+    if matches != 1:
+        raise EditError("no match" if matches == 0 else f"{matches} matches", matches)
 
 
 def moved(view: View, text: str) -> View | None:
@@ -199,9 +213,11 @@ def _first_line(node: ast.stmt) -> int:
 def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> range:
     """Indices of the lines that hold nothing but the docstring; none when the body is only that."""
     first, *rest = node.body
-    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    if not documented or not isinstance(first.value.value, str) or not rest:
-        return range(0)
+    match first:
+        case ast.Expr(value=ast.Constant(value=str())) if rest:
+            pass
+        case _:
+            return range(0)
     end = first.end_lineno or first.lineno
     if first.lineno == node.lineno or _first_line(rest[0]) == end:
         return range(0)

@@ -11,11 +11,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+
+import blake3
 
 from etude.environments.base import Box, BoxError, ExecResult, NotFound, NotRegular, TestReport
 from etude.harness import grep
-from etude.harness.focus import EditError, View, moved, view_of, whole_file
+from etude.harness.focus import EditError, View, edit_file, moved, view_of
 from etude.harness.schemas import SCHEMAS
 from etude.harness.text import one_line, printable
 from etude.records import Task, ToolCall
@@ -85,7 +88,7 @@ class Tools:
         return data.decode("utf-8", "surrogateescape")
 
     async def _write(self, path: str, text: str) -> None:
-        data = text.encode("utf-8", "surrogateescape")
+        data = _bytes(text)
         if len(data) > MAX_FILE:
             raise ToolError(f"a file has at most {MAX_FILE} bytes")
         await self.box.write(path, data)
@@ -205,12 +208,30 @@ class CompactTools(Tools):
         return self._views[-1]
 
 
+@dataclass(frozen=True)
+class _Edited:
+    """What takes an edit back, without keeping the file: at `start`, `removed` stood instead of `inserted` bytes."""
+
+    path: str
+    start: int
+    removed: bytes
+    inserted: int
+    digest: bytes  # of the file after the edit
+
+    @staticmethod
+    def between(path: str, before: bytes, after: bytes) -> _Edited:
+        start = _common_prefix(before, after)
+        tail = _common_prefix(before[start:][::-1], after[start:][::-1])
+        removed = before[start : len(before) - tail]
+        return _Edited(path, start, removed, len(after) - tail - start, blake3.blake3(after).digest())
+
+
 class FullTools(Tools):
     """Tools with the arguments of `SCHEMAS`."""
 
     def __init__(self, box: Box, task: Task) -> None:
         super().__init__(box, task)
-        self._edits: list[tuple[str, bytes | None, bytes]] = []  # path, content before and after
+        self._edits: list[_Edited] = []
         self._handlers = {
             "list": self._list,
             "read": self._read,
@@ -271,19 +292,19 @@ class FullTools(Tools):
             self.metrics["edit_errors"] += 1
             raise
         await self._write(path, after)
-        data = after.encode("utf-8", "surrogateescape")
-        self._edits.append((path, None if before is None else before.encode("utf-8", "surrogateescape"), data))
+        self._edits.append(_Edited.between(path, _bytes(before), _bytes(after)))
         self.metrics["edits"] += 1
         return "ok"
 
-    async def _edited(self, path: str, old: str, new: str) -> tuple[str | None, str]:
+    async def _edited(self, path: str, old: str, new: str) -> tuple[str, str]:
+        """The text of a file before and after an edit; before is empty for a new file."""
         if not old:
             if await self._exists(path):
                 raise ToolError(f"{path} exists; give the text to replace")
-            return None, new
+            return "", new
         text = await self._text(path)
         try:
-            return text, whole_file(text).edit(old, new).file
+            return text, edit_file(text, old, new)
         except EditError as e:
             if e.matches > 1:
                 raise ToolError(f"{e}: give more lines around the text, so that it occurs once") from None
@@ -300,16 +321,18 @@ class FullTools(Tools):
     async def _undo(self) -> str:
         if not self._edits:
             raise ToolError("nothing to undo")
-        path, before, after = self._edits[-1]
-        if await self.box.read(path, MAX_FILE) != after:
-            raise ToolError(f"{path} has changed since that edit")
-        if before is None:
-            await self.box.delete(path)
+        edit = self._edits[-1]
+        data = await self.box.read(edit.path, MAX_FILE)
+        if blake3.blake3(data).digest() != edit.digest:
+            raise ToolError(f"{edit.path} has changed since that edit")
+        if edit.removed == b"" and edit.inserted == len(data):
+            await self.box.delete(edit.path)
         else:
-            await self.box.write(path, before)
+            stop = edit.start + edit.inserted
+            await self.box.write(edit.path, data[: edit.start] + edit.removed + data[stop:])
         self._edits.pop()
         self.metrics["undo"] += 1
-        return f"undone: {path}"
+        return f"undone: {edit.path}"
 
     async def _run(self, command: str, seconds: int = 30) -> str:
         done = await self._exec(command, max(1.0, min(float(seconds), RUN_SECONDS)))
@@ -344,6 +367,19 @@ def clean_failure(node: str, reason: str, limit: int) -> str:
     """One line that names a test without its file or class, and why it failed."""
     name, bracket, case = node.partition("::")[2].partition("[")
     return one_line(f"failed: {name.rpartition('::')[2]}{bracket}{case}: {reason}", limit)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _common_prefix(a: bytes, b: bytes) -> int:
+    """Length of the longest common prefix, by halving: comparing slices is fast, a loop over bytes is not."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def _nearest(text: str, old: str) -> str:

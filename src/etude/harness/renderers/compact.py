@@ -40,15 +40,17 @@ class CompactRenderer:
     dialect = "compact"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        missing = [token for token in _CONTROL if tokenizer.token_to_id(token) is None]
+        ids = {token: tokenizer.token_to_id(token) for token in _CONTROL}
+        missing = [token for token, i in ids.items() if i is None]
         if missing:
             raise UserError(f"The tokenizer lacks {', '.join(missing)} of the compact dialect; use dialect = hermes.")
+        known = {token.strip("<|>"): i for token, i in ids.items() if i is not None}
         self._tokenizer = tokenizer
         self._encoder = PlainEncoder(tokenizer)
-        self._role = {role: tokenizer.token_to_id(f"<|{role}|>") for role in ROLES}
-        self._end, self._call, self._arg = (tokenizer.token_to_id(f"<|{name}|>") for name in ("end", "call", "arg"))
+        self._role = {role: known[role] for role in ROLES}
+        self._end, self._call, self._arg = known["end"], known["call"], known["arg"]
         text_end = tokenizer.token_to_id("<|endoftext|>")
-        self.stop_ids = (self._end,) if text_end is None else (self._end, text_end)
+        self.stop_ids: tuple[int, ...] = (self._end,) if text_end is None else (self._end, text_end)
         self.digest = blake3.blake3(b"compact\n" + tokenizer.to_str().encode()).hexdigest()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:

@@ -48,7 +48,9 @@ class HermesRenderer:
         self._tokenizer = tokenizer
         self._template = template
         self._encoder = PlainEncoder(tokenizer)
-        added = tokenizer.get_added_tokens_decoder().values()
+        ids = tokenizer.get_added_tokens_decoder()
+        added = ids.values()
+        self._ids = {token.content: i for i, token in ids.items()}
         self._tokens = token_pattern(added, swallow=True)
         self._names = token_pattern(added, swallow=False)
         self._special_names = token_pattern((t for t in added if t.special), swallow=False)
@@ -105,7 +107,7 @@ class HermesRenderer:
             ids += self._encoder.encode(text[start : match.start()].replace(mark, ""))
             name = self._names.search(match.group())
             assert name is not None, "a token with white space around it holds the token"
-            ids.append(self._tokenizer.token_to_id(name.group()))
+            ids.append(self._ids[name.group()])
             start = match.end()
         return ids + self._encoder.encode(text[start:].replace(mark, ""))
 
@@ -158,10 +160,10 @@ class HermesRenderer:
     def _turn_end(self) -> int:
         """Id of the token that ends a turn; it is cut from the front of the bridge."""
         match = self._names.match(self._before)
-        if match is None:
-            raise self._refusal("a turn does not end with a special token")
+        if match is None or match.group() in self._generation_prompt():
+            raise self._refusal("a turn does not end with a special token of its own")
         self._before = self._before[match.end() :]
-        return self._tokenizer.token_to_id(match.group())
+        return self._ids[match.group()]
 
     def _generation_prompt(self) -> str:
         closed, opened = (self._template.render([_USER], generate=generate) for generate in (False, True))
