@@ -106,7 +106,12 @@ def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
         max_lines=tasks.max_lines,
         heldout_fraction=tasks.heldout_fraction,
     )
-    return build(repository, target, options, lambda stage, done, total: view.update(done=done, total=total))
+
+    def progress(stage: str, done: int, total: int) -> None:
+        view.note(stage)
+        view.update(done=done, total=total)
+
+    return build(repository, target, options, progress)
 
 
 @asynccontextmanager

@@ -1,0 +1,48 @@
+"""`etude tasks build` and `etude tasks check`: the library functions with a progress bar and a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from etude.tasks import check as checking
+from etude.tasks import search
+from etude.tasks.build import build as build_dataset
+from etude.tasks.options import BuildOptions
+
+SHOWN_FAILURES = 20
+
+
+def build(repository: Path, output: Path, **options: Any) -> int:
+    """Makes the dataset and says what came of it."""
+    with _bar() as progress:
+        dataset = build_dataset(repository, output, BuildOptions(**options), progress)
+    counts = dataset.manifest.counts
+    print(f"{counts['train']} train and {counts['heldout']} held-out tasks in {output}; see {output / 'DATACARD.md'}")
+    return 0
+
+
+def check(folder: Path) -> int:
+    """Runs the gates again; 1 if one does not hold."""
+    with _bar() as progress:
+        report = checking.check(folder, progress)
+    found = [*report.problems, *(f"{task}: {why}" for task, why in sorted(report.failures.items()))]
+    for line in found[:SHOWN_FAILURES]:
+        print(line)
+    if len(found) > SHOWN_FAILURES:
+        print(f"and {len(found) - SHOWN_FAILURES} more")
+    print(f"{report.tasks} tasks checked: {'all gates hold' if report.ok else f'{len(found)} problems'}")
+    return 0 if report.ok else 1
+
+
+@contextmanager
+def _bar() -> Generator[search.Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)

@@ -1,0 +1,52 @@
+import subprocess
+import sys
+
+import pytest
+
+from etude import cli
+
+
+def test_help_imports_nothing_heavy():
+    """The command line must answer in well under half a second: what costs that much is torch and its like."""
+    code = (
+        "import sys; from etude import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'sqlalchemy', 'pydantic', 'rich', 'numpy', 'msgspec'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for command in ("demo", "tasks", "train", "eval", "serve", "doctor", "bench"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "none.toml"], "none.toml does not exist"),
+        (["eval", "none", "--suite", "also-none"], "none"),
+        (["tasks", "build", "none", "-o", "out"], "none is not a folder"),
+        (["tasks", "check", "none"], "none is not a task dataset"),
+        (["doctor", "--what"], "unexpected argument '--what'"),
+        (["bench", "engine"], "run `etude bench` from the root"),
+        (["serve", "none"], "none"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert sentence in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_stage(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.toml").write_text('stage = "pretrain"')
+    with pytest.raises(SystemExit):
+        cli.main(["train", "x.toml"])
+    assert "unknown stage 'pretrain'; use midtrain, sft or rl" in capsys.readouterr().err

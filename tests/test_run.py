@@ -1,0 +1,217 @@
+"""Whole runs: every process is real; the model is the bundled one and the tasks are a library of four functions."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from etude.records import Episode, decode
+from etude.store import open_store
+from etude.weights.manifest import manifests
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 240
+
+CONFIG = f"""
+stage = "rl"
+name = "run"
+deterministic = true
+
+[model]
+path = "{ROOT / "models/nano"}"
+
+[tasks]
+repository = "unused"
+dataset = "{ROOT / "tests/tasks/data/tiny"}"
+
+[rollout]
+prompts = 2
+group = 3
+staleness = 0
+max_in_flight = 6
+turns = 2
+tokens = 48
+context = 512
+
+[trainer]
+steps = 3
+lr = 1e-3
+
+[eval]
+before = false
+after = false
+"""
+
+
+def etude(folder: Path, *arguments: str, failpoint: str | None = None) -> subprocess.Popen[str]:
+    env = {**os.environ, "TERM": "dumb"} | ({"ETUDE_FAILPOINT": failpoint} if failpoint else {})
+    return subprocess.Popen(
+        [sys.executable, "-m", "etude.cli", *arguments],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=SECONDS)
+    return process.returncode, output
+
+
+def start(folder: Path, *arguments: str, config: str = CONFIG, failpoint: str | None = None) -> subprocess.Popen[str]:
+    (folder / "run.toml").write_text(config)
+    return etude(folder, "train", "run.toml", *arguments, failpoint=failpoint)
+
+
+def versions(folder: Path) -> list[tuple[int, str, int]]:
+    """(version, digest of the tensors, groups trained on) of every published version."""
+    published = manifests(open_store(str(folder / "outputs/run/weights")))
+    return [(m.version, m.digest, len(m.groups)) for m in published]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run that nothing disturbs, to compare with."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    code, output = finished(start(folder))
+    assert code == 0, output
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_trains_and_leaves_a_whole_folder(undisturbed):
+    run = undisturbed / "outputs/run"
+    published = versions(undisturbed)
+    assert [(v, g) for v, _, g in published] == [(0, 0), (1, 2), (2, 2), (3, 2)]
+    assert len({digest for _, digest, _ in published}) > 1, "no step changed the weights: the comparisons are void"
+    report = json.loads((run / "report.json").read_text())
+    assert report["steps"] == 3
+    assert report["episodes"]["scored"] == 18
+    assert all(report["checks"].values()), report["checks"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["off_policy/max"] == 0 for line in lines), "staleness 0 is on-policy"
+    assert "<html" in (run / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_episodes_keep_their_tokens(undisturbed):
+    store = open_store(str(undisturbed / "outputs/run/rollouts"))
+    episodes = [decode(store.get(key), Episode) for key in store.list()]
+    assert len(episodes) == 18
+    for episode in episodes:
+        for segment in episode.segments:
+            ids_T, mask_T, logprobs_T, versions_T = segment.arrays()
+            assert len(ids_T) == len(mask_T) == len(logprobs_T) == len(versions_T)
+            assert (logprobs_T[mask_T == 1] <= 0).all()
+            assert (versions_T[mask_T == 0] == -1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        "trainer.stepped:2",
+        "trainer.checkpointed:2",
+        "trainer.published:2",
+        "trainer.consumed:2",
+        "controller.finished:8",
+    ],
+)
+def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(undisturbed, tmp_path, failpoint):
+    code, output = finished(start(tmp_path, failpoint=failpoint))
+    assert code != 0, output
+    if failpoint.startswith("trainer"):
+        assert "the trainer was killed by SIGKILL" in output
+        assert "Traceback" not in output
+    code, output = finished(etude(tmp_path, "train", "run.toml", "--resume"))
+    assert code == 0, output
+    assert versions(tmp_path) == versions(undisturbed)
+    report = json.loads((tmp_path / "outputs/run/report.json").read_text())
+    assert report["checks"]["ledger_conserved"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["etude.inference.server", "zygote"])
+def test_a_run_survives_the_death_of_an_engine_or_the_zygote(undisturbed, tmp_path, victim):
+    process = start(tmp_path)
+    metrics = tmp_path / "outputs/run/metrics.jsonl"
+    deadline = time.monotonic() + SECONDS
+    while not metrics.exists():  # the first step is done: episodes of the second are being played
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    os.kill(descendant(process.pid, victim), signal.SIGKILL)
+    code, output = finished(process)
+    if code != 0:
+        assert "Traceback" not in output
+        code, output = finished(etude(tmp_path, "train", "run.toml", "--resume"))
+    assert code == 0, output
+    assert versions(tmp_path) == versions(undisturbed)
+
+
+def descendant(pid: int, name: str) -> int:
+    """The first process below `pid` whose command line holds `name`."""
+    queue = [pid]
+    while queue:
+        for task in Path(f"/proc/{queue.pop(0)}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                if name in Path(f"/proc/{child}/cmdline").read_text().replace("\0", " "):
+                    return child
+                queue.append(child)
+    raise AssertionError(f"no {name} below {pid}")
+
+
+# what a user may get wrong
+
+
+def refused(folder: Path, *arguments: str, config: str = CONFIG) -> str:
+    code, output = finished(start(folder, *arguments, config=config))
+    assert code == 2, output
+    assert output.startswith("etude: ")
+    assert output.count("\n") == 1, output
+    return output
+
+
+def test_an_unknown_key(tmp_path):
+    assert "unknown key rollout.gruop" in refused(tmp_path, "--rollout.gruop", "4")
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_missing_model(tmp_path):
+    assert "nowhere" in refused(tmp_path, "--model.path", "nowhere")
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_repository_that_is_not_there(tmp_path):
+    config = CONFIG.replace(f'dataset = "{ROOT / "tests/tasks/data/tiny"}"', "").replace("unused", "nowhere")
+    assert "nowhere is not a folder" in refused(tmp_path, config=config)
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_model_folder_with_a_corrupt_shard(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in (ROOT / "models/nano").iterdir():
+        if file.is_file():
+            (model / file.name).write_bytes(file.read_bytes())
+    shard = model / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert "model.safetensors" in refused(tmp_path, "--model.path", str(model))
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_run_that_exists(tmp_path):
+    (tmp_path / "outputs/run").mkdir(parents=True)
+    assert "already holds a run" in refused(tmp_path)
+
+
+def test_resuming_what_never_ran(tmp_path):
+    assert "holds no run to resume" in refused(tmp_path, "--resume")
