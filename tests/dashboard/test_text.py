@@ -4,7 +4,19 @@ import unicodedata
 
 import pytest
 
-from etude.dashboard.text import byte_count, clock, compact, duration, escape, inert, percent, points, shorten, tick
+from etude.dashboard.text import (
+    byte_count,
+    clock,
+    compact,
+    duration,
+    escape,
+    inert,
+    percent,
+    points,
+    shorten,
+    signed,
+    tick,
+)
 
 
 def test_markup_and_quotes_are_escaped():
@@ -45,6 +57,7 @@ def test_compact(value, text):
 def test_units():
     assert percent(0.3456) == "34.6 %"
     assert points(-0.0123) == "−1.2"
+    assert [signed(v) for v in (0.256, -0.256, -0.001)] == ["+0.26", "−0.26", "0.00"]
     assert [byte_count(n) for n in (12, 3_400, 5_600_000)] == ["12 B", "3.4 kB", "5.6 MB"]
     assert [duration(s) for s in (2.04, 59, 125, 3720)] == ["2.0 s", "59 s", "2 min 05 s", "1 h 02 min"]
     assert clock(125) == "2:05"

@@ -265,15 +265,13 @@ def _tables(report: Report) -> str:
         rows = [(name.replace("_", " "), _change(before.get(name), after.get(name))) for name in names]
         table = _table(["before", "after", "change"], rows)
         cards.append(f'<div class="card"><h3>A held-out episode on average</h3>{table}</div>')
-    counts = {
-        "training": report.episodes,
-        "held-out, before": report.outcomes_before,
-        "held-out, after": report.outcomes_after,
-    }
-    outcomes = list(dict.fromkeys([*map(str, Outcome), *(name for c in counts.values() for name in c)]))
-    rows = [(name, [f"{c.get(outcome, 0):,}" for outcome in outcomes]) for name, c in counts.items() if c]
-    if rows:
-        cards.append(f'<div class="card"><h3>Episodes by outcome</h3>{_table(outcomes, rows)}</div>')
+    sides = {"training": report.episodes, "before": report.outcomes_before, "after": report.outcomes_after}
+    sides = {when: counts for when, counts in sides.items() if counts}
+    if sides:
+        outcomes = dict.fromkeys([*map(str, Outcome), *(name for counts in sides.values() for name in counts)])
+        rows = [(name, [f"{counts.get(name, 0):,}" for counts in sides.values()]) for name in outcomes]
+        note = '<p class="note">Before and after: held-out episodes.</p>'
+        cards.append(f'<div class="card"><h3>Episodes by outcome</h3>{_table(list(sides), rows)}{note}</div>')
     return f'<div class="pair">{"".join(cards)}</div>' if cards else ""
 
 

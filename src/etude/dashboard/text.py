@@ -53,7 +53,8 @@ def points(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    return f"{value:+.2f}".replace("-", "−")
+    text = f"{value:+.2f}".replace("-", "−")
+    return "0.00" if text in ("+0.00", "−0.00") else text
 
 
 def compact(value: float) -> str:
