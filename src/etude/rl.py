@@ -106,12 +106,7 @@ def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
         max_lines=tasks.max_lines,
         heldout_fraction=tasks.heldout_fraction,
     )
-
-    def progress(stage: str, done: int, total: int) -> None:
-        view.note(stage)
-        view.update(done=done, total=total)
-
-    return build(repository, target, options, progress)
+    return build(repository, target, options, view.note)
 
 
 @asynccontextmanager
@@ -167,7 +162,7 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
             max_tasks=run.config.eval.max_tasks,
             seed=run.config.seed,
             concurrency=run.config.rollout.max_in_flight,
-            progress=lambda done, total, passed: view.update(done=done, total=total, pass_rate=passed / max(done, 1)),
+            progress=view.evaluated,
             on_episode=keep,
         )
     path.write_bytes(msgspec.json.encode(result))
