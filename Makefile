@@ -4,30 +4,33 @@ BIN = .venv/bin
 
 .PHONY: setup demo test test-slow lint bench
 
-setup: .venv/ready
+setup: .venv/installed
 
-# CPU-only PyTorch is tried first from wheels that pip finds locally or on the configured index; see README for GPUs.
-.venv/ready: pyproject.toml
+# pip takes this torch from wheels at hand or from its index; install a CUDA build into .venv first to use a GPU.
+.venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	touch .venv/ready
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
 
-demo: setup
+.venv/installed-dev: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: .venv/installed
 	$(BIN)/etude demo --seed $(SEED)
 
-test: setup
+test: .venv/installed-dev
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
-test-slow: setup
+test-slow: .venv/installed-dev
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
-lint: setup
+lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: setup
+bench: .venv/installed
 	$(BIN)/etude bench engine --json
 	$(BIN)/etude bench sandbox --json
