@@ -130,7 +130,7 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _eval(arguments: argparse.Namespace, _: list[str]) -> None:
-    from etude.rl import evaluate_models
+    from etude.evaluate import evaluate_models
 
     evaluate_models(
         [arguments.model, *([arguments.against] if arguments.against else [])],

@@ -242,26 +242,35 @@ async def wait_for_version(run: Run, version: int) -> None:
 
 
 def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[processes.Child], list[str]]:
-    """The inference servers and their URLs, ready to answer."""
-    children, ready = [], []
-    root = config.store or str(folder)
-    for i in range(config.inference.servers):
-        file = logs / f"inference-{i}.json"
-        argv = ["etude.inference.server", "--model", config.model.path, "--weights", f"{root}/weights"]
-        argv += ["--port", str(config.inference.port and config.inference.port + i), "--ready-file", str(file)]
-        argv += ["--threads", str(config.inference.threads), "--device", config.inference.device, "--parent-death"]
-        argv += ["--max-batch", str(config.rollout.max_in_flight), "--max-length", str(config.rollout.context)]
-        if config.deterministic:
-            argv.append("--deterministic")
-        children.append(processes.start("inference server", argv, logs / f"inference-{i}.log"))
-        ready.append(file)
+    """The inference servers of a run and their URLs, ready to answer."""
+    inference = config.inference
+    argv = ["--model", config.model.path, "--weights", f"{config.store or folder}/weights"]
+    argv += ["--threads", str(inference.threads), "--device", inference.device]
+    argv += ["--max-batch", str(config.rollout.max_in_flight), "--max-length", str(config.rollout.context)]
+    argv += ["--deterministic"] if config.deterministic else []
+    children = [
+        spawn_engine([*argv, "--port", str(inference.port and inference.port + i)], logs, i)
+        for i in range(inference.servers)
+    ]
     try:
-        answers = [processes.wait_for_file(f, c, START_SECONDS) for f, c in zip(ready, children, strict=True)]
+        return children, [engine_url(child, logs, i) for i, child in enumerate(children)]
     except UserError:
         for child in children:
             child.stop(1)
         raise
-    return children, [json.loads(answer)["url"] for answer in answers]
+
+
+def spawn_engine(argv: list[str], logs: Path, number: int) -> processes.Child:
+    """An inference server that dies with this process; `engine_url` waits until it is ready."""
+    ready = ["--ready-file", str(logs / f"inference-{number}.json"), "--parent-death"]
+    return processes.start(
+        "inference server", ["etude.inference.server", *argv, *ready], logs / f"inference-{number}.log"
+    )
+
+
+def engine_url(engine: processes.Child, logs: Path, number: int) -> str:
+    """Where a spawned server answers. Raises UserError if it dies or is not ready in time."""
+    return json.loads(processes.wait_for_file(logs / f"inference-{number}.json", engine, START_SECONDS))["url"]
 
 
 def start_trainer(folder: Path, logs: Path) -> processes.Child:
