@@ -99,11 +99,10 @@ async def evaluate(
 
     Raises UserError if the split is empty and RuntimeError if infrastructure lost every episode.
     """
-    from etude.harness.episode import play
-
     tasks = pick_tasks(dataset.tasks, split, max_tasks)
     if not tasks:
-        raise UserError(f"the dataset {dataset.name} has no {split} tasks; build it with a larger heldout fraction")
+        raise UserError(f"the dataset {dataset.name} has no {split} tasks; choose another split or build it anew")
+    from etude.harness.episode import play  # here, because reports read results without the harness
 
     async def attempt(task: Task, index: int, sample: int, number: int, episode_seed: int) -> Episode:
         spent = task.budget or budget

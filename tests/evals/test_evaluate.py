@@ -1,0 +1,114 @@
+"""`evaluate` with everything real but the model, which knows the answers: dataset, sandbox, agent loop, grading."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from etude.corpus.tokenizer import train
+from etude.environments.namespace import open_sandbox
+from etude.errors import UserError
+from etude.evals.suite import EvalResult, compare, evaluate
+from etude.harness.loop import Sampling
+from etude.harness.renderers import Renderer, renderer_for
+from etude.records import Budget, Episode, Generation, Task
+from etude.tasks.dataset import Dataset, load
+
+TINY = Path(__file__).parent.parent / "tasks" / "data" / "tiny"
+
+
+class Solver:
+    """Repairs a task the first `solved` times that it is asked to, and gives up after that."""
+
+    def __init__(self, tokenizer: Tokenizer, tasks: tuple[Task, ...], solved: int) -> None:
+        self.tokenizer, self.tasks, self.solved = tokenizer, tasks, solved
+        self.asked: dict[str, int] = {}
+        self.seeds: list[int] = []
+
+    async def generate(self, ids: list[int], *, seed: int, **_: object) -> Generation:
+        prompt = self.tokenizer.decode(ids, skip_special_tokens=False)
+        task = next(task for task in self.tasks if task.instruction in prompt)
+        self.asked[task.id] = self.asked.get(task.id, 0) + 1
+        self.seeds.append(seed)
+        turn = "<|call|>finish<|end|>"
+        if self.asked[task.id] <= self.solved:
+            old, new = the_edit(task)
+            turn = f"<|call|>edit<|arg|>{old}<|arg|>{new}<|call|>test{turn}"
+        said = self.tokenizer.encode(turn, add_special_tokens=False).ids
+        return Generation(ids=said, logprobs=[-0.1] * len(said), versions=[0] * len(said), finish_reason="stop")
+
+
+def the_edit(task: Task) -> tuple[str, str]:
+    """The one line that the solution changes."""
+    [path] = task.changes
+    pairs = zip(task.changes[path].splitlines(), task.solution[path].splitlines(), strict=True)
+    [(old, new)] = [(a.strip(), b.strip()) for a, b in pairs if a != b]
+    return old, new
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    train([Path(json.__file__).read_text()], 1024).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(model: Path) -> tuple[EvalResult, EvalResult, list[Episode], list[Solver]]:
+    dataset, renderer = load(TINY), renderer_for(model)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    solvers = [Solver(tokenizer, dataset.tasks, solved) for solved in (0, 1)]
+    kept: list[Episode] = []
+
+    async def both() -> list[EvalResult]:
+        async with open_sandbox() as sandbox:
+            return [await played(dataset, sandbox, solver, renderer, kept) for solver in solvers]
+
+    before, after = asyncio.run(asyncio.wait_for(both(), 60))
+    return before, after, kept, solvers
+
+
+async def played(dataset: Dataset, sandbox, policy: Solver, renderer: Renderer, kept: list[Episode]) -> EvalResult:
+    return await evaluate(
+        dataset, sandbox, policy, renderer, budget=Budget(), sampling=Sampling(), samples=2, split="train",
+        seed=3, on_episode=kept.append,
+    )  # fmt: skip
+
+
+def test_solved_tasks_pass_and_the_rest_fail(results):
+    before, after, kept, _ = results
+    assert before.pass_1.mean == 0.0
+    assert after.pass_1.mean == 0.5
+    assert after.pass_k == {1: 0.5, 2: 1.0}
+    assert len(kept) == 2 * 3 * 2
+    assert after.outcomes == {"scored": 6}
+    assert after.stops == {"finished": 6}
+
+
+def test_behaviour_is_what_the_agent_did(results):
+    _, after, _, _ = results
+    assert after.behaviour["turns"] == 1.0
+    assert after.behaviour["edits"] == after.behaviour["tests_run"] == 0.5
+    assert after.behaviour["edit_errors"] == after.behaviour["malformed"] == 0.0
+    assert after.behaviour["sampled_tokens"] > 3
+
+
+def test_both_models_met_the_same_seeds(results):
+    *_, solvers = results
+    assert sorted(solvers[0].seeds) == sorted(solvers[1].seeds)
+    assert len(set(solvers[0].seeds)) == 6
+
+
+def test_the_difference_is_paired(results):
+    before, after, _, _ = results
+    comparison = compare(before, after)
+    assert comparison.difference.mean == 0.5
+    assert (comparison.better, comparison.worse) == (3, 0)
+
+
+def test_an_empty_split_is_the_user_s_to_fix(model):
+    options = {"budget": Budget(), "sampling": Sampling(), "samples": 1, "split": "nosuch"}
+    with pytest.raises(UserError, match="no nosuch tasks"):
+        asyncio.run(evaluate(load(TINY), None, None, renderer_for(model), **options))
