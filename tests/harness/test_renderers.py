@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from speakers import ADDED, SPECIAL, TEMPLATE, Speaker, hermes_tokenizer, write_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from etude.corpus import dialect
 from etude.errors import UserError
 from etude.harness.renderers import Renderer, renderer_for
 from etude.harness.renderers.base import PlainEncoder
@@ -88,6 +89,20 @@ def test_compact_turns_put_together_equal_the_whole(compact: Renderer, compact_f
     expected = "<|user|>" + str(USER["content"]) + "<|end|><|assistant|>"
     assert compact.text(compact.prompt([USER])) == expected
     assert compact.prompt([USER]) == speaker.encode(expected)
+
+
+def test_the_compact_dialect_has_the_tokens_of_the_training_corpus(compact: Renderer, compact_folder: Path) -> None:
+    """Written by different code: the corpus encodes pieces of documents, the renderer prompts and bridges."""
+    speaker = Speaker(compact_folder)
+    turn = (dialect.Call("edit", ("    a\n", " b")), dialect.Call("test"))
+    opening = dialect.message("user", dialect.prompt("f", "src/a.py", "def f(x):\n    return x"))
+    document = (
+        opening + dialect.turn(turn) + dialect.message("tool", "ok\npassed") + dialect.turn([dialect.Call("finish")])
+    )
+    ((expected, _),) = dialect.encode(Tokenizer.from_file(str(compact_folder / "tokenizer.json")), [document])
+    said = speaker.turn(("edit", {"old": "    a\n", "new": " b"}), ("test", {}))
+    ids = compact.prompt([USER]) + said + compact.bridge(said, "stop", ["ok", "passed"])
+    assert ids + speaker.turn(("finish", {})) == expected.tolist()
 
 
 def test_compact_bridge_closes_a_cut_turn_once(compact: Renderer, compact_folder: Path) -> None:

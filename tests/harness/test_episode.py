@@ -1,0 +1,187 @@
+"""Whole episodes in the real sandbox: played, graded, and paid for by whoever broke them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from speakers import PATH, SOURCE, Scripted, Speaker, a_box, a_task
+
+from etude.environments.base import BoxDead, Image, LaunchFailed, Limits, TestReport, TooLarge
+from etude.environments.namespace import open_sandbox
+from etude.harness import loop
+from etude.harness.episode import play
+from etude.harness.loop import Sampling
+from etude.harness.renderers import Renderer
+from etude.inference.client import EngineError
+from etude.records import Budget, Episode, Generation, Outcome, StopReason, decode, encode
+from etude.tasks.dataset import FORMAT, Dataset, Manifest
+
+BUDGET = Budget(turns=20, tokens=4000, context=8000, seconds=60.0)
+HIDDEN = "from shop import Shop\n\n\ndef test_price():\n    assert Shop().price(4) == 12\n"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    root = tmp_path_factory.mktemp("dataset")
+    texts = {f"repository/{PATH}": SOURCE.replace("- 3", "* 3"), "hidden/tests/test_shop.py": HIDDEN, "site/.keep": ""}
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    manifest = Manifest(
+        format=FORMAT,
+        name="shop-1.0",
+        licence="MIT",
+        licence_source="pyproject.toml",
+        seed=0,
+        python_path=("src",),
+        source_roots=("src",),
+        visible="doctests",
+        options={},
+        counts={},
+        digests={},
+    )
+    return Dataset(root, "shop-1.0", root / "repository", root / "site", root / "hidden", (a_task(),), manifest)
+
+
+def turns(speaker: Speaker, *scripts: Sequence[Any]) -> list[list[int]]:
+    return [speaker.turn(*calls) for calls in scripts]
+
+
+def edit(speaker: Speaker, old: str, new: str) -> tuple[str, dict[str, object]]:
+    return ("edit", {"old": old, "new": new} if speaker.compact else {"path": PATH, "old": old, "new": new})
+
+
+def repair(speaker: Speaker) -> list[list[int]]:
+    wrong, right = edit(speaker, "- 3", "+ 3"), edit(speaker, "- 3", "* 3")
+    test, undo, finish = ("test", {}), ("undo", {}), ("finish", {})
+    return turns(speaker, [wrong, test], [undo, right, test], [finish])
+
+
+def attempt(dataset: Dataset, sandbox: Any, renderer: Renderer, policy: Any, budget: Budget = BUDGET) -> Any:
+    """One attempt; a coroutine."""
+    return play(a_task(), dataset, sandbox, policy, renderer, budget, Sampling(), 5, group_id=3, member=1, attempt=0)
+
+
+def test_whole_episodes_in_the_sandbox(
+    dataset: Dataset, compact: Renderer, compact_folder: Path, hermes: Renderer, hermes_folder: Path
+) -> None:
+    small, big = Speaker(compact_folder), Speaker(hermes_folder)
+    gives_up = turns(small, [edit(small, "- 3", "+ 3"), ("test", {})], [("finish", {})])
+    shell = turns(small, [("run", {"command": "sed -i 's/- 3/* 3/' src/shop.py; cat src/shop.py | grep total"})],
+                  [("read", {}), ("test", {}), ("undo", {})], [("finish", {})])  # fmt: skip
+    forged = turns(big, [("edit", {"path": "tests/conftest.py", "old": "", "new": "x = 1\n"})], [("finish", {})])
+
+    async def all_of_them() -> list[Episode]:
+        async with open_sandbox(workers=1) as sandbox:
+            pairs = [
+                (compact, repair(small)),
+                (hermes, repair(big)),
+                (compact, gives_up),
+                (compact, shell),
+                (hermes, forged),
+            ]
+            return [await attempt(dataset, sandbox, renderer, Scripted(script)) for renderer, script in pairs]
+
+    repaired, repaired_big, gave_up, by_shell, set_aside = asyncio.run(all_of_them())
+    for episode in (repaired, repaired_big):
+        assert (episode.outcome, episode.reward, episode.passed) == (Outcome.SCORED, 1.0, True)
+        assert (episode.id, episode.group_id, episode.member, episode.attempt) == ("3-1-0", 3, 1, 0)
+        assert (episode.task_id, episode.seed, episode.stop_reason) == ("shop-1", 5, StopReason.FINISHED)
+        assert decode(encode(episode), Episode) == episode
+    assert repaired.turns[0].results == ("ok", "failed: doctest:Shop.price: " + repaired.turns[0].results[1][28:])
+    assert "6" in repaired.turns[0].results[1]
+    assert repaired.turns[1].results == ("undone", "ok", "passed")
+    assert repaired_big.turns[1].results == (f"undone: {PATH}", "ok", "1 of 1 passed")
+    assert (gave_up.outcome, gave_up.reward) == (Outcome.SCORED, 0.0)
+    assert "test_price" in gave_up.detail
+    assert "total = amount * 3" in by_shell.turns[0].results[0]
+    assert by_shell.turns[1].results == (
+        "def price(self, amount):\n    total = amount * 3\n    return total", "passed", "error: nothing to undo"
+    )  # fmt: skip
+    assert by_shell.passed
+    assert set_aside.reward == 0.0
+    assert "tests/conftest.py" in set_aside.detail
+
+
+class Fake:
+    """A sandbox whose faults are ours to choose."""
+
+    def __init__(self, **faults: BaseException) -> None:
+        self.faults = faults
+        self.box = a_box()
+
+    async def create(self, image: Image, limits: Limits) -> Any:
+        if "create" in self.faults:
+            raise self.faults["create"]
+        if "changes" in self.faults:
+            self.box.changes = self._fail("changes")  # type: ignore[method-assign]
+        return self.box
+
+    async def run_tests(self, *_: Any) -> TestReport:
+        if "run_tests" in self.faults:
+            raise self.faults["run_tests"]
+        return TestReport({"tests/test_shop.py::test_price": "passed"}, {}, 0.0)
+
+    def _fail(self, name: str) -> Any:
+        async def fail() -> dict[str, bytes | None]:
+            raise self.faults[name]
+
+        return fail
+
+
+@pytest.mark.parametrize(
+    ("faults", "outcome", "stop"),
+    [
+        ({}, Outcome.SCORED, StopReason.FINISHED),
+        ({"create": LaunchFailed("no memory")}, Outcome.INFRA, StopReason.ERROR),
+        ({"changes": BoxDead("gone")}, Outcome.INFRA, StopReason.ERROR),
+        ({"changes": TooLarge("too many files")}, Outcome.SCORED, StopReason.FINISHED),
+        ({"run_tests": BoxDead("gone")}, Outcome.INFRA, StopReason.ERROR),
+    ],
+)
+def test_who_pays_for_a_broken_box(
+    dataset: Dataset, compact: Renderer, compact_folder: Path, faults: dict[str, BaseException], outcome: Outcome,
+    stop: StopReason,
+) -> None:  # fmt: skip
+    sandbox = Fake(**faults)
+    episode = asyncio.run(attempt(dataset, sandbox, compact, Scripted(repair(Speaker(compact_folder)))))
+    assert (episode.outcome, episode.stop_reason) == (outcome, stop)
+    assert episode.reward == (0.0 if faults else 1.0)
+    assert sandbox.box.closed is ("create" not in faults)
+    assert all(str(fault) in episode.detail for fault in faults.values())
+
+
+@pytest.mark.parametrize("error", [EngineError("the server is gone"), "abort"])
+def test_a_lost_engine_is_ours(dataset: Dataset, compact: Renderer, error: EngineError | str) -> None:
+    class Lost:
+        async def generate(self, ids: list[int], **_: Any) -> Generation:
+            if isinstance(error, EngineError):
+                raise error
+            return Generation(ids=[], logprobs=[], versions=[], finish_reason="abort")
+
+    sandbox = Fake()
+    episode = asyncio.run(attempt(dataset, sandbox, compact, Lost()))
+    assert (episode.outcome, episode.stop_reason, episode.segments) == (Outcome.INFRA, StopReason.ERROR, ())
+    assert sandbox.box.closed
+
+
+def test_a_tool_that_does_not_end_is_a_timeout_with_its_tokens(
+    dataset: Dataset, compact: Renderer, compact_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "GRACE_SECONDS", 0.1)
+    sandbox = Fake()
+
+    async def hang(*_: Any) -> TestReport:
+        await asyncio.Event().wait()  # never
+        raise AssertionError
+
+    sandbox.box.run_tests = hang  # type: ignore[method-assign]
+    budget = Budget(turns=20, tokens=4000, context=8000, seconds=0.1)
+    episode = asyncio.run(attempt(dataset, sandbox, compact, Scripted(repair(Speaker(compact_folder))), budget))
+    assert (episode.outcome, episode.reward, episode.stop_reason) == (Outcome.TIMEOUT, 0.0, StopReason.SECONDS)
+    assert episode.sampled_tokens > 0
+    assert sandbox.box.closed
