@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from etude import controller, processes
+from etude import controller
 from etude.config import RolloutConfig
 from etude.dashboard.live import LiveView
 from etude.environments.namespace import open_sandbox
