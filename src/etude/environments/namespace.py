@@ -13,9 +13,8 @@ import json
 import os
 import secrets
 import socket
-import struct
 import sys
-from base64 import b64encode
+import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -28,105 +27,13 @@ import blake3
 from etude.environments import judge
 from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, Limits, TestReport
 from etude.environments.box import ValueBox
+from etude.environments.connection import START_SECONDS, Connection, encode_changes
+from etude.environments.shell import Shell
 from etude.errors import UserError
 
-START_SECONDS = 60.0
 GRACE_SECONDS = 20.0  # beyond a run's own deadline, before the template is taken for dead
 _PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 _HERE = Path(__file__).resolve().parent
-
-
-class Connection:
-    """To one process below the zygote: length-prefixed requests, replies by id. Broken for good once it ends."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.count = 0
-        self.dead: str | None = None
-        self._buffer = bytearray()
-        sock.setblocking(False)
-        asyncio.get_running_loop().add_reader(sock.fileno(), self._receive)
-
-    def _receive(self) -> None:
-        try:
-            data = self.sock.recv(1 << 18)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self.close("the process that makes boxes has died")
-            return
-        self._buffer += data
-        while (frame := self._frame()) is not None:
-            head, body = frame
-            if "ready" in head and not self.ready.done():
-                self.ready.set_result(None)
-            elif "error" in head and not self.ready.done():
-                self.ready.set_exception(LaunchFailed(head["error"]))
-            elif (future := self.waiting.pop(head.get("id", -1), None)) is not None and not future.done():
-                future.set_result((head, body))
-
-    def _frame(self) -> tuple[dict[str, Any], bytes] | None:
-        buffer = self._buffer
-        if len(buffer) < 4:
-            return None
-        (size,) = struct.unpack_from("<I", buffer)
-        if len(buffer) < 4 + size:
-            return None
-        head = json.loads(buffer[4 : 4 + size])
-        end = 4 + size + head["bytes"]
-        if len(buffer) < end:
-            return None
-        body = bytes(buffer[4 + size : end])
-        del buffer[:end]
-        return head, body
-
-    async def request(self, head: dict[str, Any], payload: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
-        """Send a request whose `payload` travels in memory that only its reader sees. Raises BoxDead."""
-        if self.dead is not None:
-            raise BoxDead(self.dead)
-        self.count = number = self.count + 1
-        future = asyncio.get_running_loop().create_future()
-        self.waiting[number] = future
-        data = json.dumps(head | {"id": number}).encode()
-        memory = os.memfd_create("request", os.MFD_CLOEXEC)
-        try:
-            _write_all(memory, payload)
-            # A few small requests are in flight at most, so the socket's buffer always has room.
-            socket.send_fds(self.sock, [struct.pack("<I", len(data)) + data], [memory])
-        except OSError as e:
-            self.close(f"the process that makes boxes cannot be reached ({e})")
-        finally:
-            os.close(memory)
-        try:
-            async with asyncio.timeout(seconds):
-                return await future
-        except TimeoutError:
-            self.close("the process that makes boxes does not answer")
-            raise BoxDead(self.dead) from None
-        finally:
-            self.waiting.pop(number, None)
-
-    def close(self, why: str = "the sandbox is closed") -> None:
-        if self.dead is not None:
-            return
-        self.dead = why
-        asyncio.get_running_loop().remove_reader(self.sock.fileno())
-        self.sock.close()
-        for future in (self.ready, *self.waiting.values()):
-            if not future.done():
-                future.set_exception(BoxDead(why))
-                future.exception()  # somebody may have stopped waiting for it
-        self.waiting.clear()
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 @dataclass
@@ -148,6 +55,8 @@ class NamespaceSandbox:
         self._slots = asyncio.Semaphore(workers)  # wakes in order of arrival
         self._memo: OrderedDict[bytes, asyncio.Task[TestReport]] = OrderedDict()
         self._memo_size = memo
+        self._prefix = sys.base_prefix
+        self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
         self._templates: dict[tuple[Path, Path | None, Path | None], tuple[Connection, str | None]] = {}
 
     @property
@@ -207,16 +116,10 @@ class NamespaceSandbox:
         async with self._slots:
             connection, token = await self._template(image, hidden)
             questions = judge.ask(tests, hidden is not None, token)
-            changes = {path: None if data is None else b64encode(data).decode() for path, data in layers.items()}
-            payload = {"tests": questions.asked, "virtual": questions.virtual, "changes": changes}
+            payload = {"tests": questions.asked, "virtual": questions.virtual, "changes": encode_changes(layers)}
             head = {
                 "files": sorted({test.partition("::")[0] for test in questions.wanted}),
-                "limits": {
-                    "memory": limits.memory_mb << 20,
-                    "processes": limits.processes,
-                    "disk": limits.disk_mb << 20,
-                    "seconds": limits.seconds,
-                },
+                "limits": limits_of(limits),
             }
             reply, data = await connection.request(head, json.dumps(payload).encode(), limits.seconds + GRACE_SECONDS)
             self.stats.cpu_seconds += reply["cpu"]
@@ -229,6 +132,7 @@ class NamespaceSandbox:
             token = None if hidden is None else secrets.token_hex(6)
             inside = f"/run/{secrets.token_hex(12)}"
             hello = {
+                "live": False,
                 "repository": _folder(image.repository),
                 "site": None if image.site is None else _folder(image.site),
                 "mounts": {} if hidden is None else {inside: _folder(hidden)},
@@ -237,14 +141,27 @@ class NamespaceSandbox:
             }
             found = (self._handler(hello), token)
             self._templates[key] = found
-        connection = found[0]
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                await asyncio.shield(connection.ready)
-        except TimeoutError:
-            connection.close("a box did not start in time")
-            raise LaunchFailed("a box did not start in time") from None
+        await found[0].started()
         return found
+
+    async def shell(self, image: Image, layers: Mapping[str, bytes | None], limits: Limits) -> Shell:
+        """A live box on `image` with `layers` over it."""
+        hello = {
+            "live": True,
+            "repository": _folder(image.repository),
+            "site": None if image.site is None else _folder(image.site),
+            "mounts": {},
+        }
+        connection = self._handler(hello)
+        shell = Shell(connection)
+        self._shells.add(shell)
+        try:
+            await connection.started()
+            await shell.start(limits_of(limits), layers, self._prefix)
+        except BaseException:
+            await shell.close()
+            raise
+        return shell
 
     def _handler(self, hello: dict[str, Any]) -> Connection:
         ours, theirs = socket.socketpair()
@@ -261,10 +178,21 @@ class NamespaceSandbox:
         """End the zygote and everything below it."""
         for connection, _ in self._templates.values():
             connection.close()
+        for shell in list(self._shells):
+            await shell.close()
         self._control.close()
         if self._zygote.returncode is None:
             self._zygote.kill()
         await self._zygote.wait()
+
+
+def limits_of(limits: Limits) -> dict[str, float]:
+    return {
+        "memory": limits.memory_mb << 20,
+        "processes": limits.processes,
+        "disk": limits.disk_mb << 20,
+        "seconds": limits.seconds,
+    }
 
 
 def _folder(path: Path) -> str:

@@ -1,1 +1,112 @@
-"""The live box: a persistent shell on a pseudo-terminal, in namespaces of its own."""
+"""The owner's side of a live box: see `inside/shell.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from etude.environments import base
+from etude.environments.base import BoxDead, BoxError, Busy, ExecResult, TooLarge
+from etude.environments.connection import Connection, encode_changes
+from etude.environments.inside.root import RUNNER, SITE, WORKSPACE
+
+FILE_SECONDS = 30.0
+GRACE_SECONDS = 5.0  # a command that is killed at its deadline still has to end
+MAX_LINE = 100_000  # bytes
+
+_ESCAPES = re.compile(
+    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # operating system commands, such as setting the clipboard
+    r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"
+    r"|\x1b\[[0-?]*[ -/]*[@-~]?"
+    r"|\x1b[ -/]*[0-~]?"
+)
+
+
+class Shell:
+    """A connection to pid 1 of a live box. One operation at a time."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = asyncio.Lock()
+        self._running = False
+
+    async def start(self, limits: dict[str, float], layers: Mapping[str, bytes | None], prefix: str) -> None:
+        environment = {
+            "HOME": "/home/user",
+            "LANG": "C.UTF-8",
+            "LOGNAME": "user",
+            "PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": f"{WORKSPACE}/src:{WORKSPACE}:{SITE}:{RUNNER}",
+            "SHELL": "/bin/bash",
+            "TERM": "xterm-256color",
+            "USER": "user",
+        }
+        payload = json.dumps({"changes": encode_changes(layers)}).encode()
+        await self._connection.request({"limits": limits, "environment": environment}, payload, FILE_SECONDS)
+
+    async def exec(self, line: str, timeout: float) -> ExecResult:
+        """Run `line`. Raises Busy if a command is running."""
+        data = line.encode("utf-8", "surrogateescape")
+        if b"\0" in data or len(data) > MAX_LINE:
+            raise TooLarge(f"a command line has at most {MAX_LINE} bytes and no NUL")
+        if self._running:
+            raise Busy("a command is still running in this box")
+        self._running = True
+        try:
+            head, body = await self._ask({"op": "exec", "seconds": timeout}, data, timeout + GRACE_SECONDS)
+        finally:
+            self._running = False
+        first, rest = body[: head["head"]], body[head["head"] :]
+        text = shown(first + rest) if not head["cut"] else f"{shown(first)}\n[{head['cut']} bytes cut]\n{shown(rest)}"
+        return ExecResult(head["rc"], text, head["cut"], head["seconds"], head["timed_out"])
+
+    async def read(self, path: str, max_bytes: int) -> bytes:
+        return (await self._ask({"op": "read", "path": path, "max": max_bytes}))[1]
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._ask({"op": "write", "path": path}, data)
+
+    async def list(self, path: str) -> list[str]:
+        return (await self._ask({"op": "list", "path": path}))[0]["names"]
+
+    async def delete(self, path: str) -> None:
+        await self._ask({"op": "delete", "path": path})
+
+    async def changes(self) -> dict[str, bytes | None]:
+        """Files in the upper layer; None is a deletion."""
+        head, body = await self._ask({"op": "changes"})
+        found: dict[str, bytes | None] = {}
+        offset = 0
+        for path, size in head["files"]:
+            found[path] = None if size is None else body[offset : offset + size]
+            offset += size or 0
+        return found
+
+    async def close(self) -> None:
+        """The box ends when its pid 1 loses this connection."""
+        self._connection.close("the box is closed")
+
+    async def _ask(
+        self, head: dict[str, Any], payload: bytes = b"", seconds: float = FILE_SECONDS
+    ) -> tuple[dict[str, Any], bytes]:
+        async with asyncio.timeout(seconds + FILE_SECONDS), self._lock:
+            if self._connection.dead is not None:
+                raise BoxDead(self._connection.dead)
+            reply, body = await self._connection.request(head, payload, seconds)
+        if "refused" in reply:
+            error: type[BoxError] = getattr(base, reply["refused"])
+            raise error(reply["message"])
+        return reply, body
+
+
+def shown(data: bytes) -> str:
+    """What a reader of the terminal sees: no escape sequences, redrawn lines folded, invalid UTF-8 replaced."""
+    text = _ESCAPES.sub("", data.decode("utf-8", "replace")).replace("\r\n", "\n")
+    if "\r" in text:
+        text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    return "".join(c for c in text if c >= " " or c in "\n\t")

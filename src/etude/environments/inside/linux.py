@@ -105,6 +105,11 @@ def become(host_id: int | None, box_id: int, flags: int) -> None:
             file.write(text)
 
 
+def hide() -> None:
+    """Keep processes of the same user out of this one's /proc entry."""
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
 def loopback_up() -> None:
     """Bring `lo` up in a new network namespace."""
     import fcntl

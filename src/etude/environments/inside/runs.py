@@ -185,11 +185,13 @@ class Template:
     def _child(self, payload: int, writer: int, limits: dict[str, Any], warm: list[str] | None) -> None:
         """In the fork; never returns."""
         try:
-            request = {"changes": {}} if payload < 0 else json.loads(_read_all(payload))
+            request = {"changes": {}} if payload < 0 else json.loads(read_all(payload))
             _close_all(keep=writer)
-            changes = {path: None if data is None else b64decode(data) for path, data in request["changes"].items()}
+            changes = decode_changes(request["changes"])
             self.cache.changed = {f"{root.WORKSPACE}/{path}": data for path, data in changes.items()}
             enter(limits, changes)
+            linux.become(None, root.BOX_ID, 0)  # processes are counted for this box alone
+            os.setsid()
             confine(limits, self.filter)
             if warm is not None:
                 self._learn(warm, writer)
@@ -242,7 +244,7 @@ def enter(limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
     layer = root.LAYER
     linux.mount("tmpfs", layer, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, f"size={limits['disk']},nr_inodes=16384")
     upper, workspace = f"{layer}/upper", root.WORKSPACE
-    for name in ("upper", "work", "tmp", "shm"):
+    for name in ("upper", "work", "tmp", "shm", "home"):
         os.mkdir(f"{layer}/{name}")
     for path, data in changes.items():
         if data is not None:
@@ -257,27 +259,31 @@ def enter(limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
                 os.unlink(f"{workspace}/{path}")
     linux.mount(f"{layer}/tmp", "/tmp", None, linux.MS_BIND)
     linux.mount(f"{layer}/shm", "/dev/shm", None, linux.MS_BIND)
+    linux.mount(f"{layer}/home", "/home/user", None, linux.MS_BIND)
     linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
-    linux.become(None, root.BOX_ID, 0)  # so that processes are counted for this box alone
 
 
 def confine(limits: dict[str, Any], program: bytes) -> None:
     """Resource limits, no capabilities, the system-call filter; then this process is the box."""
-    os.setsid()
     os.umask(0o022)
     os.chdir(root.WORKSPACE)
     hard = {
         resource.RLIMIT_AS: limits["memory"],
         resource.RLIMIT_NPROC: limits["processes"],
         resource.RLIMIT_FSIZE: limits["disk"],
-        resource.RLIMIT_CPU: int(limits["seconds"]) + 2,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: 256,
     }
+    if limits["seconds"]:
+        hard[resource.RLIMIT_CPU] = int(limits["seconds"]) + 2
     for kind, value in hard.items():
         resource.setrlimit(kind, (value, value))
     linux.drop_privileges()
     linux.install_filter(program)
+
+
+def decode_changes(changes: dict[str, str | None]) -> dict[str, bytes | None]:
+    return {path: None if data is None else b64decode(data) for path, data in changes.items()}
 
 
 def _close_all(keep: int) -> None:
@@ -285,7 +291,7 @@ def _close_all(keep: int) -> None:
     os.closerange(keep + 1, 65536)
 
 
-def _read_all(fd: int) -> bytes:
+def read_all(fd: int) -> bytes:
     parts = []
     offset = 0
     while part := os.pread(fd, 1 << 20, offset):

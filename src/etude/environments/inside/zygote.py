@@ -64,7 +64,7 @@ def _preload() -> None:
     import urllib.parse
     import warnings  # noqa: F401
 
-    from . import runs  # noqa: F401
+    from . import runs, shell  # noqa: F401
 
 
 def serve(control: socket.socket, real_root: bool) -> None:
@@ -85,7 +85,7 @@ def serve(control: socket.socket, real_root: bool) -> None:
 
 def _handle(connection: socket.socket, hello: dict[str, Any], host_id: int | None, zygote: int) -> None:
     """In the fork; never returns. The handler itself only waits: what serves is pid 1 of a namespace below it."""
-    from . import runs
+    from . import runs, shell
 
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -97,9 +97,9 @@ def _handle(connection: socket.socket, hello: dict[str, Any], host_id: int | Non
             os.waitpid(pid, 0)
             os._exit(0)
         linux.die_with_parent(0)
-        template = runs.Template(connection, hello["hidden"], hello["token"])
+        served = shell.Live(connection) if hello["live"] else runs.Template(connection, hello["hidden"], hello["token"])
         runs.send(connection, {"ready": True})
-        template.serve()
+        served.serve()
     except BaseException as e:
         import traceback
 

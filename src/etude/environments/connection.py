@@ -1,0 +1,123 @@
+"""Requests to one process below the zygote, and its replies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import struct
+from base64 import b64encode
+from collections.abc import Mapping
+from typing import Any
+
+from etude.environments.base import BoxDead, LaunchFailed
+
+START_SECONDS = 60.0
+
+
+class Connection:
+    """To one process below the zygote: length-prefixed requests, replies by id. Broken for good once it ends."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.count = 0
+        self.dead: str | None = None
+        self._buffer = bytearray()
+        sock.setblocking(False)
+        asyncio.get_running_loop().add_reader(sock.fileno(), self._receive)
+
+    def _receive(self) -> None:
+        try:
+            data = self.sock.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close("the process that makes boxes has died")
+            return
+        self._buffer += data
+        while (frame := self._frame()) is not None:
+            head, body = frame
+            if "ready" in head and not self.ready.done():
+                self.ready.set_result(None)
+            elif "error" in head and not self.ready.done():
+                self.ready.set_exception(LaunchFailed(head["error"]))
+            elif (future := self.waiting.pop(head.get("id", -1), None)) is not None and not future.done():
+                future.set_result((head, body))
+
+    def _frame(self) -> tuple[dict[str, Any], bytes] | None:
+        buffer = self._buffer
+        if len(buffer) < 4:
+            return None
+        (size,) = struct.unpack_from("<I", buffer)
+        if len(buffer) < 4 + size:
+            return None
+        head = json.loads(buffer[4 : 4 + size])
+        end = 4 + size + head["bytes"]
+        if len(buffer) < end:
+            return None
+        body = bytes(buffer[4 + size : end])
+        del buffer[:end]
+        return head, body
+
+    async def started(self) -> None:
+        """Raises LaunchFailed or BoxDead."""
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.shield(self.ready)
+        except TimeoutError:
+            self.close("a box did not start in time")
+            raise LaunchFailed("a box did not start in time") from None
+
+    async def request(self, head: dict[str, Any], payload: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
+        """Send a request whose `payload` travels in memory that only its reader sees. Raises BoxDead."""
+        if self.dead is not None:
+            raise BoxDead(self.dead)
+        self.count = number = self.count + 1
+        future = asyncio.get_running_loop().create_future()
+        self.waiting[number] = future
+        data = json.dumps(head | {"id": number}).encode()
+        memory = os.memfd_create("request", os.MFD_CLOEXEC)
+        try:
+            _write_all(memory, payload)
+            # A few small requests are in flight at most, so the socket's buffer always has room.
+            socket.send_fds(self.sock, [struct.pack("<I", len(data)) + data], [memory])
+        except OSError as e:
+            self.close(f"the process that makes boxes cannot be reached ({e})")
+        finally:
+            os.close(memory)
+        try:
+            async with asyncio.timeout(seconds):
+                return await future
+        except TimeoutError:
+            self.close("the process that makes boxes does not answer")
+            raise BoxDead(self.dead) from None
+        finally:
+            self.waiting.pop(number, None)
+
+    def close(self, why: str = "the sandbox is closed") -> None:
+        if self.dead is not None:
+            return
+        self.dead = why
+        asyncio.get_running_loop().remove_reader(self.sock.fileno())
+        self.sock.close()
+        for future in (self.ready, *self.waiting.values()):
+            if not future.done():
+                future.set_exception(BoxDead(why))
+                future.exception()  # somebody may have stopped waiting for it
+        self.waiting.clear()
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def encode_changes(changes: Mapping[str, bytes | None]) -> dict[str, str | None]:
+    """A change set as JSON can carry it."""
+    return {path: None if data is None else b64encode(data).decode() for path, data in changes.items()}

@@ -1,0 +1,195 @@
+"""File operations below a folder that its owner may rearrange at any moment: no link is followed, nothing hangs."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Iterator
+
+from . import linux
+
+MAX_ENTRIES = 100_000
+MAX_DEPTH = 64
+MAX_FILE = 10 << 20  # bytes
+MAX_TOTAL = 200 << 20
+
+_OPENAT2 = 437
+_RESOLVE = 0x01 | 0x02 | 0x04 | 0x08  # NO_XDEV, NO_MAGICLINKS, NO_SYMLINKS, BENEATH
+_O_PATH = 0o10000000
+_KINDS = {
+    errno.ENOENT: "NotFound",
+    errno.ELOOP: "Escape",
+    errno.EXDEV: "Escape",
+    errno.ENOTDIR: "NotRegular",
+    errno.EISDIR: "NotRegular",
+    errno.ENXIO: "NotRegular",
+    errno.ENODEV: "NotRegular",
+    errno.ENOSPC: "NoSpace",
+    errno.EDQUOT: "NoSpace",
+    errno.EFBIG: "NoSpace",
+    errno.ENAMETOOLONG: "TooLarge",
+}
+
+
+class Refused(Exception):
+    """`kind` names the error class of `etude.environments.base`."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def refusal(error: OSError, path: str) -> Refused:
+    return Refused(_KINDS.get(error.errno or 0, "NotRegular"), f"{path}: {error.strerror}")
+
+
+def _open(root: int, path: str, flags: int) -> int:
+    """openat2(2) from `root`, beneath it, without links."""
+    how = struct.pack("QQQ", flags | os.O_CLOEXEC | os.O_NONBLOCK * (not flags & _O_PATH), 0, _RESOLVE)
+    fd = linux.libc.syscall(_OPENAT2, root, os.fsencode(path or "."), how, len(how))
+    if fd < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(fd)
+
+
+def read(root: int, path: str, max_bytes: int) -> bytes:
+    fd = _open(root, path, os.O_RDONLY)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise Refused("NotRegular", f"{path} is not a regular file")
+        if found.st_size > max_bytes:
+            raise Refused("TooLarge", f"{path} has more than {max_bytes} bytes")
+        return file.read(max_bytes)
+
+
+def write(root: int, path: str, data: bytes) -> None:
+    """By a temporary file and a rename; folders are made as needed."""
+    folder, _, name = path.rpartition("/")
+    parent = _make_folders(root, folder)
+    temporary = f".{secrets.token_hex(8)}"
+    try:
+        mode = 0o644
+        try:
+            found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        except FileNotFoundError:
+            pass
+        else:
+            if not stat.S_ISREG(found.st_mode):
+                raise Refused("NotRegular", f"{path} is not a regular file")
+            mode = stat.S_IMODE(found.st_mode) & 0o777
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=parent)
+        try:
+            with open(fd, "wb") as file:
+                file.write(data)
+            os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+        except OSError:
+            os.unlink(temporary, dir_fd=parent)
+            raise
+    finally:
+        os.close(parent)
+
+
+def _make_folders(root: int, folder: str) -> int:
+    current = os.dup(root)
+    for part in filter(None, folder.split("/")):
+        try:
+            try:
+                following = _open(current, part, _O_PATH | os.O_DIRECTORY)
+            except FileNotFoundError:
+                os.mkdir(part, 0o755, dir_fd=current)
+                following = _open(current, part, _O_PATH | os.O_DIRECTORY)
+        finally:
+            os.close(current)
+        current = following
+    return current
+
+
+def names(root: int, path: str) -> list[str]:
+    fd = _open(root, path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with os.scandir(fd) as entries:
+            found = []
+            for entry in entries:
+                found.append(entry.name + "/" if entry.is_dir(follow_symlinks=False) else entry.name)
+                if len(found) > MAX_ENTRIES:
+                    raise Refused("TooLarge", f"{path} has more than {MAX_ENTRIES} entries")
+        return sorted(found)
+    finally:
+        os.close(fd)
+
+
+def delete(root: int, path: str) -> None:
+    folder, _, name = path.rpartition("/")
+    parent = _open(root, folder, _O_PATH | os.O_DIRECTORY)
+    try:
+        if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            raise Refused("NotRegular", f"{path} is a folder")
+        os.unlink(name, dir_fd=parent)
+    finally:
+        os.close(parent)
+
+
+def changed(upper: int, lower: int) -> Iterator[tuple[str, bytes | None]]:
+    """(path, content or None if deleted) of an overlay's upper folder, links and special files left out.
+
+    A deletion is a character device 0:0; a folder that replaced another is marked opaque.
+    """
+    entries = total = 0
+    pending = [""]
+    while pending:
+        folder = pending.pop()
+        if folder.count("/") >= MAX_DEPTH:
+            raise Refused("TooLarge", f"folders are nested more than {MAX_DEPTH} deep")
+        here = _open(upper, folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            present = set()
+            with os.scandir(here) as found:
+                for entry in found:
+                    entries += 1
+                    if entries > MAX_ENTRIES:
+                        raise Refused("TooLarge", f"more than {MAX_ENTRIES} files were changed")
+                    path = f"{folder}/{entry.name}" if folder else entry.name
+                    present.add(path)
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(status.st_mode):
+                        pending.append(path)
+                    elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
+                        for gone in _files(lower, path):
+                            yield gone, None
+                    elif stat.S_ISREG(status.st_mode):
+                        total += status.st_size
+                        if status.st_size > MAX_FILE or total > MAX_TOTAL:
+                            raise Refused("TooLarge", f"{path} is too large to hand in")
+                        yield path, read(upper, path, MAX_FILE)
+            if folder and _opaque(here):
+                for gone in _files(lower, folder):
+                    if not any(gone == path or gone.startswith(path + "/") for path in present):
+                        yield gone, None
+        finally:
+            os.close(here)
+
+
+def _opaque(folder: int) -> bool:
+    try:
+        return os.getxattr(folder, "user.overlay.opaque") in (b"y", b"x")
+    except OSError:
+        return False
+
+
+def _files(root: int, path: str) -> Iterator[str]:
+    """Regular files at or below `path` of the pristine tree."""
+    try:
+        status = os.stat(path, dir_fd=root, follow_symlinks=False)
+    except OSError:
+        return
+    if stat.S_ISREG(status.st_mode):
+        yield path
+    elif stat.S_ISDIR(status.st_mode):
+        for name in names(root, path):
+            yield from _files(root, f"{path}/{name.rstrip('/')}")

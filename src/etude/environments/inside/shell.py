@@ -1,0 +1,303 @@
+"""Pid 1 of a live box: a persistent bash on a pseudo-terminal, and file operations for the owner.
+
+The shell takes lines from one pipe and answers on another; programs it starts have neither, so nothing they print can
+be taken for an exit status. Requests come and go as in `runs.py`, one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import termios
+import time
+from typing import Any, NoReturn
+
+from . import files, linux, root, runs
+
+KEEP = 16_000  # bytes of output kept at each end
+WATCH_SECONDS = 0.2  # between looks at the memory of the box
+GRACE_SECONDS = 0.5  # between INT, TERM and KILL
+
+_LOOP = """
+set -m; shopt -s expand_aliases
+while IFS= read -r -d '' __n <&8 && IFS= read -r -d '' __line <&8; do
+  eval "$__line" 8<&- 9>&-
+  printf '%s %s\\0' "$__n" "$?" >&9
+done
+"""
+
+
+class Lost(Exception):
+    """The shell has ended: with its exit status, or None after a signal."""
+
+    def __init__(self, code: int | None, late: bool) -> None:
+        super().__init__()
+        self.code, self.late = code, late
+
+
+class Shell:
+    """One bash and its terminal."""
+
+    def __init__(self, limits: dict[str, Any], program: bytes, environment: dict[str, str]) -> None:
+        self.master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        command, self.command = os.pipe()
+        self.status, status = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _exec(slave, command, status, limits, program, environment)
+        os.close(command)
+        os.close(status)
+        self.slave = slave
+        self.modes = termios.tcgetattr(slave)
+        self.modes[1] &= ~termios.OPOST
+        self.modes[3] &= ~(termios.ECHO | termios.ICANON)
+        self.pidfd = os.pidfd_open(self.pid)
+        self.count = 0
+        os.set_blocking(self.master, False)
+
+    def start(self, line: str) -> None:
+        termios.tcsetattr(self.slave, termios.TCSANOW, self.modes)
+        termios.tcflow(self.slave, termios.TCOON)
+        self.count += 1
+        data = f"{self.count}\0{line}\0".encode("utf-8", "surrogateescape")
+        while data:  # the shell is reading
+            data = data[os.write(self.command, data) :]
+
+    def answer(self) -> int | None:
+        """The status on the pipe, if it belongs to the present line."""
+        for record in os.read(self.status, 4096).split(b"\0"):
+            number, _, code = record.partition(b" ")
+            if number == b"%d" % self.count and code.isdigit():
+                return int(code)
+        return None
+
+    def foreground(self) -> int:
+        """Process group that holds the terminal."""
+        with contextlib.suppress(OSError):
+            return struct.unpack("i", fcntl.ioctl(self.master, termios.TIOCGPGRP, b"\0" * 4))[0]
+        return 0
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        for fd in (self.master, self.slave, self.command, self.status, self.pidfd):
+            os.close(fd)
+
+
+def _exec(
+    slave: int, command: int, status: int, limits: dict[str, Any], program: bytes, environment: dict[str, str]
+) -> NoReturn:
+    try:
+        linux.become(None, root.BOX_ID, 0)
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in (slave, command, status)]
+        for source, target in zip((high[0], high[0], high[0], high[1], high[2]), (0, 1, 2, 8, 9), strict=True):
+            os.dup2(source, target, inheritable=True)
+        os.closerange(3, 8)
+        os.closerange(10, 65536)
+        for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        runs.confine(limits | {"seconds": 0}, program)
+        os.execve("/bin/bash", ["bash", "--noprofile", "--norc", "-c", _LOOP], environment)
+    finally:
+        os._exit(127)
+
+
+class Output:
+    """The two ends of what was printed."""
+
+    def __init__(self) -> None:
+        self.head, self.tail, self.size = bytearray(), bytearray(), 0
+
+    def add(self, data: bytes) -> None:
+        self.size += len(data)
+        room = KEEP - len(self.head)
+        if room > 0:
+            self.head += data[:room]
+            data = data[room:]
+        self.tail += data
+        del self.tail[: max(0, len(self.tail) - KEEP)]
+
+    @property
+    def cut(self) -> int:
+        return self.size - len(self.head) - len(self.tail)
+
+
+class Live:
+    """Serves one live box until the owner hangs up."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.shell: Shell | None = None
+
+    def serve(self) -> None:
+        request, payload = self._request()
+        self.limits = request["limits"]
+        changes = runs.decode_changes(json.loads(payload)["changes"])
+        self.lower = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # the overlay will cover it
+        runs.enter(self.limits, changes)
+        linux.loopback_up()
+        linux.mount("devpts", "/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, "newinstance,ptmxmode=0666")
+        linux.hide()
+        os.chdir("/")
+        self.program = linux.filter_program(os.uname().machine)
+        self.workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.upper = os.open(f"{root.LAYER}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.environment = request["environment"]
+        runs.send(self.connection, {"id": request["id"]})
+        while True:
+            request, payload = self._request()
+            try:
+                head, body = self._answer(request, payload)
+            except files.Refused as e:
+                head, body = {"refused": e.kind, "message": str(e)}, b""
+            except OSError as e:
+                refusal = files.refusal(e, request.get("path", "box"))
+                head, body = {"refused": refusal.kind, "message": str(refusal)}, b""
+            runs.send(self.connection, head | {"id": request["id"]}, body)
+
+    def _request(self) -> tuple[dict[str, Any], bytes]:
+        """Waits, reaping orphans and watching memory."""
+        while not select.select([self.connection], [], [], 1.0)[0]:
+            self._reap()
+            if self.shell is not None:
+                self._watch()
+        data, descriptors, _, _ = socket.recv_fds(self.connection, 65536, 1)
+        if not data:
+            os._exit(0)
+        while len(data) < 4 or len(data) < 4 + struct.unpack_from("<I", data)[0]:
+            data += self.connection.recv(65536)
+        payload = runs.read_all(descriptors[0])
+        os.close(descriptors[0])
+        return json.loads(data[4:]), payload
+
+    def _answer(self, request: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
+        path = request.get("path", "")
+        match request["op"]:
+            case "exec":
+                return self._exec(payload.decode("utf-8", "surrogateescape"), request["seconds"])
+            case "read":
+                return {}, files.read(self.workspace, path, request["max"])
+            case "write":
+                files.write(self.workspace, path, payload)
+            case "list":
+                return {"names": files.names(self.workspace, path)}, b""
+            case "delete":
+                files.delete(self.workspace, path)
+            case "changes":
+                return self._changes()
+        return {}, b""
+
+    def _changes(self) -> tuple[dict[str, Any], bytes]:
+        """With every other process stopped, so that nothing moves while we look."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGSTOP)
+        try:
+            found = dict(files.changed(self.upper, self.lower))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGCONT)
+        sizes = [(path, None if data is None else len(data)) for path, data in found.items()]
+        return {"files": sizes}, b"".join(data for data in found.values() if data is not None)
+
+    def _exec(self, line: str, seconds: float) -> tuple[dict[str, Any], bytes]:
+        restarted = self.shell is None
+        if self.shell is None:
+            self.shell = Shell(self.limits, self.program, self.environment)
+        started = time.monotonic()
+        output = Output()
+        code: int | None = None
+        timed_out = False
+        try:
+            self.shell.start(line)
+            code, timed_out = self._wait(output, started + seconds)
+        except (Lost, BrokenPipeError) as e:
+            if isinstance(e, Lost):
+                code, timed_out = e.code, e.late
+            self._drain(output)
+            self.shell.close()
+            self.shell = None
+        self._reap()
+        head = {
+            "rc": code,
+            "timed_out": timed_out,
+            "cut": output.cut,
+            "head": len(output.head),
+            "seconds": time.monotonic() - started,
+            "fresh": restarted,
+        }
+        return head, bytes(output.head + output.tail)
+
+    def _wait(self, output: Output, deadline: float) -> tuple[int | None, bool]:
+        """(exit status, timed out). Raises Lost."""
+        shell = self.shell
+        assert shell is not None
+        signals = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+        watch = time.monotonic() + WATCH_SECONDS
+        late = False
+        while True:
+            now = time.monotonic()
+            if now >= watch:
+                self._watch()
+                watch = now + WATCH_SECONDS
+            if now >= deadline:
+                late = True
+                deadline = now + GRACE_SECONDS
+                self._interrupt(shell, signals.pop(0) if signals else signal.SIGKILL, last=not signals)
+            wait = max(0.0, min(deadline, watch) - now)
+            ready, _, _ = select.select([shell.status, shell.master, shell.pidfd, self.connection], [], [], wait)
+            if self.connection in ready and not self.connection.recv(1, socket.MSG_PEEK):
+                os._exit(0)
+            if shell.status in ready and (code := shell.answer()) is not None:
+                self._drain(output)
+                return code, late
+            if shell.master in ready:
+                self._drain(output, once=True)
+            if shell.pidfd in ready:
+                _, status = os.waitpid(shell.pid, 0)
+                raise Lost(os.WEXITSTATUS(status) if os.WIFEXITED(status) and not late else None, late)
+
+    def _interrupt(self, shell: Shell, number: int, last: bool) -> None:
+        group = shell.foreground()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if group > 1 and group != shell.pid:
+                os.killpg(group, number)
+            elif last:  # a loop of the shell itself
+                os.kill(shell.pid, signal.SIGKILL)
+
+    def _drain(self, output: Output, once: bool = False) -> None:
+        assert self.shell is not None
+        with contextlib.suppress(OSError):
+            for _ in range(1 if once else 64):
+                data = os.read(self.shell.master, 65536)
+                if not data:
+                    return
+                output.add(data)
+
+    def _reap(self) -> None:
+        """Orphans come to pid 1. The shell is waited for by name."""
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if self.shell is not None and found.si_pid == self.shell.pid:
+                    break
+                os.waitpid(found.si_pid, 0)
+
+    def _watch(self) -> None:
+        """End everything in the box when its processes together hold more memory than it may."""
+        pages = 0
+        for name in os.listdir("/proc"):
+            if name.isdigit() and name != "1":
+                with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/statm") as file:
+                    _, resident, shared, *_ = file.read().split()
+                    pages += int(resident) - int(shared)
+        if pages * 4096 > self.limits["memory"]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
