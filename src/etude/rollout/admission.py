@@ -1,17 +1,20 @@
-"""How much work is admitted ahead of the trainer: the one formula that bounds staleness.
+"""How many groups may start now, so that no token is ever trained more than O versions after it was sampled.
 
     capacity = (version + O + 1) * P * G - (accepted + reserved)
 
-The trainer consumes whole groups, P per version, in the order they were admitted or became ready. Work is admitted a
-whole group at a time while capacity >= G, so at version v at most (v + O + 1) * P groups were ever admitted, and the
-groups that make version n + 1 were all admitted at version n - O or later: no trained token lags more than O versions.
+P groups of G episodes make a step, `version` is what the engines serve, O is the staleness bound; accepted episodes
+belong to finished groups (trained on or not yet), reserved ones to groups still open. Work is admitted a whole group
+at a time, so group i (counted from 0) starts only once i < (version + O + 1) * P. If the trainer takes groups in that
+order, group i is trained on by the step that starts from version i // P <= version + O: the bound holds because of what
+was admitted, and nothing has to be dropped. The same holds out of order as long as no batch leaves behind an open group
+that was admitted O versions ago (`Ledger.ready_groups(due=)`). O = 0 is on-policy: each batch waits for its version.
 """
 
 from __future__ import annotations
 
 
 def capacity(*, version: int, staleness: int, prompts: int, group: int, accepted: int, reserved: int) -> int:
-    """Episodes that may still be admitted; `accepted` are done, `reserved` are admitted and not done."""
+    """Episodes that may be admitted now; negative when the served version went back, e.g. after a rollback."""
     return (version + staleness + 1) * prompts * group - (accepted + reserved)
 
 
@@ -26,8 +29,13 @@ def groups_to_admit(
     in_flight: int,
     max_in_flight: int,
 ) -> int:
-    """Whole groups to admit now. `in_flight` counts episodes admitted and not done, bounded by `max_in_flight`."""
-    room = capacity(
+    """Whole groups to admit now: within the staleness bound, and with at most `max_in_flight` episodes unfinished.
+
+    Raises ValueError where no group could ever start.
+    """
+    if max_in_flight < group:
+        raise ValueError(f"max_in_flight ({max_in_flight}) is smaller than a group of {group} episodes")
+    bound = capacity(
         version=version, staleness=staleness, prompts=prompts, group=group, accepted=accepted, reserved=reserved
     )
-    return max(0, min(room, max_in_flight - in_flight) // group)
+    return max(0, min(bound, max_in_flight - in_flight) // group)

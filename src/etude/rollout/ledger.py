@@ -1,71 +1,42 @@
-"""The run ledger: every admitted episode exactly once. Metadata only; token arrays are blobs in the store.
+"""The run ledger: which episodes were admitted, who plays them, how they ended, and which version trained on them.
 
-    group     open ──(all members done)──> ready ──(named by a manifest)──> consumed
-    episode   pending ──(lease)──> leased ──(result)──> done
-                 ^                   │ lease ran out, or infrastructure failed and retries are left
-                 └───────────────────┘
+    group     open ──(last member done)──> ready ──(a manifest names it)──> consumed
+    episode   pending ──lease──> leased ──finish──> done
+                 ^                  │
+                 └── infra, expiry ─┘   each time under a new attempt number
 
-One schema for SQLite and PostgreSQL. A version's manifest, not this database, says what was trained on: `recover`
-brings the ledger in line with the manifests after a crash.
+Metadata only: token arrays are blobs in the store. Every method is one transaction, so a process may be killed at any
+point; several processes and threads may share a ledger. Each (group, member) gets exactly one result: a lease carries
+its attempt number, and a result under an older number is ignored and counted. The manifests of published versions
+decide what was consumed (`recover`), not this database.
 """
 
 from __future__ import annotations
 
-import sqlite3
 import time
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import sqlalchemy as sa
-from sqlalchemy.event import listen
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from sqlalchemy import bindparam
+from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
 from etude.errors import UserError
 from etude.records import Group, Outcome, PolicyVersion
+from etude.rollout.conservation import Conservation, check, count_outcomes
+from etude.rollout.schema import connect, counters, episodes, groups, meta, reason
 
-INFRA_RETRIES = 2
-"""How often an episode lost to infrastructure is played again before its group goes on without it."""
-
-_schema = sa.MetaData()
-_groups: sa.Table = sa.Table(
-    "groups",
-    _schema,
-    sa.Column("id", sa.Integer, primary_key=True),
-    sa.Column("idx", sa.Integer, nullable=False, unique=True),
-    sa.Column("task_id", sa.Text, nullable=False),
-    sa.Column("size", sa.Integer, nullable=False),
-    sa.Column("admitted_version", sa.Integer, nullable=False),
-    sa.Column("state", sa.Text, nullable=False, index=True),
-    sa.Column("consumed_version", sa.Integer),
-)
-_episodes: sa.Table = sa.Table(
-    "episodes",
-    _schema,
-    sa.Column("id", sa.Integer, primary_key=True),
-    sa.Column("group_id", sa.ForeignKey("groups.id"), nullable=False),
-    sa.Column("member", sa.Integer, nullable=False),
-    sa.Column("attempt", sa.Integer, nullable=False, default=0),
-    sa.Column("state", sa.Text, nullable=False, index=True),
-    sa.Column("owner", sa.Text),
-    sa.Column("deadline", sa.Float),
-    sa.Column("outcome", sa.Text),
-    sa.Column("reward", sa.Float),
-    sa.Column("passed", sa.Boolean),
-    sa.Column("blob", sa.Text),
-    sa.Column("tokens", sa.Integer),
-    sa.Column("min_version", sa.Integer),
-    sa.Column("metrics", sa.JSON),
-    sa.Column("finished", sa.Float),
-    sa.UniqueConstraint("group_id", "member"),
-)
+MAX_RETRIES = 2
+"""Infrastructure failures of one episode before it is recorded as lost and its group goes on without it."""
 
 
 @dataclass(frozen=True)
 class EpisodeLease:
-    """The right to play one episode until `deadline` (seconds since the epoch)."""
+    """The right to play one episode until `deadline` (seconds since the epoch), unless renewed."""
 
-    episode_id: int
     group_id: int
     index: int
     task_id: str
@@ -76,110 +47,184 @@ class EpisodeLease:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What admission needs: episodes done (`accepted`), admitted and not done (`reserved`), and groups so far."""
-
-    accepted: int
-    reserved: int
-    groups: int
-    open_tasks: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class GroupResult:
-    """How the finished group `index` went; members lost to infrastructure are not counted."""
+    """A finished group as the curriculum sees it. `mark` is what to pass to the next `results`."""
 
     index: int
     task_id: str
     passed: int
-    episodes: int
+    episodes: int  # members with a result, those lost to infrastructure left out
+    mark: int
 
 
 @dataclass(frozen=True)
-class Conservation:
-    """Whether every admitted episode is accounted for; `sentence` says how, or what is wrong."""
+class Figures:
+    """What admission needs to know, in episodes unless it says otherwise."""
 
-    ok: bool
-    sentence: str
+    groups: int  # groups admitted so far: the next index
+    accepted: int  # of finished groups, consumed or not
+    reserved: int  # of open groups
+    in_flight: int  # admitted and without a result yet, whether leased or waiting for a slot
+    open_tasks: tuple[str, ...]  # task ids of the open groups
+    consumed_version: int  # newest version that consumed a group; -1 before the first
+
+
+_e, _g = episodes.c, groups.c
+
+# Statements of the hot path are built once: building one costs more than SQLite needs to run it.
+_MINE = (_e.group_id == bindparam("g"), _e.member == bindparam("m"), _e.attempt == bindparam("a"), _e.state == "leased")
+_FINISH = sa.update(episodes).where(*_MINE)
+_RETRY = (
+    sa.update(episodes)
+    .where(*_MINE, _e.failures < MAX_RETRIES)
+    .values(state="pending", attempt=_e.attempt + 1, failures=_e.failures + 1, owner=None, lease_deadline=None)
+)
+_MEMBER_DONE = (
+    sa.update(groups).where(_g.id == bindparam("g")).values(unfinished=_g.unfinished - 1).returning(_g.unfinished)
+)
+_COUNT = (
+    sa.update(counters)
+    .where(counters.c.name == bindparam("counter"))
+    .values(value=counters.c.value + bindparam("by"))
+    .returning(counters.c.value)
+)
+_LEASABLE = (
+    sa.select(_e.group_id, _e.member, _e.attempt, _e.state, _g.task_id)
+    .join_from(episodes, groups, _g.id == _e.group_id)
+    .where((_e.state == "pending") | ((_e.state == "leased") & (_e.lease_deadline < bindparam("now"))))
+    .order_by(_e.group_id, _e.member)
+    .limit(bindparam("limit"))
+    .with_for_update(of=episodes, skip_locked=True)
+)
+_LEASE = sa.update(episodes).where(_e.group_id == bindparam("g"), _e.member == bindparam("m"))
+_OPEN = sa.select(_g.task_id, _g.size, _g.unfinished).where(_g.state == "open").order_by(_g.id)
+_TOTALS = sa.select(
+    sa.select(sa.func.max(_g.id)).scalar_subquery().label("last"),
+    sa.select(sa.func.max(_g.consumed_version)).scalar_subquery().label("consumed"),
+    sa.select(counters.c.value).where(counters.c.name == "admitted").scalar_subquery().label("admitted"),
+)
+_WAITING = sa.select(_g.id, _g.state, _g.admitted_version).where(_g.state != "consumed").order_by(_g.id)
+_MEMBERS = (
+    sa.select(_e.group_id, _e.blob)
+    .where(_e.group_id.in_(bindparam("ids", expanding=True)), _e.blob.is_not(None))
+    .order_by(_e.group_id, _e.member)
+)
+_ADMITTED = sa.select(_g.id, _g.task_id, _g.admitted_version).where(_g.id.in_(bindparam("ids", expanding=True)))
+_PASSED = sa.func.sum(sa.case((_e.passed, 1), else_=0))
+
+
+def _finished_groups(mark: sa.ColumnElement[int | None]) -> sa.Select[Any, Any, int | None, Any, Any]:
+    return (
+        sa.select(
+            _g.id,
+            _g.task_id,
+            mark.label("mark"),
+            _PASSED.label("passed"),
+            sa.func.sum(sa.case((_e.outcome != Outcome.INFRA.value, 1), else_=0)).label("episodes"),
+        )
+        .join_from(groups, episodes, _g.id == _e.group_id)
+        .where(mark > bindparam("after"))
+        .group_by(_g.id, _g.task_id, mark)
+        .order_by(mark, _g.id)
+    )
+
+
+_RESULTS_READY = _finished_groups(_g.ready_order)
+_RESULTS_CONSUMED = _finished_groups(_g.consumed_version)
 
 
 class Ledger:
-    """Opened by URL. Methods are transactions; any number of processes may use one ledger at the same time."""
+    """One run's ledger. Methods raise UserError when the database cannot be reached, is full or is damaged."""
 
     def __init__(self, engine: sa.Engine):
         self._engine = engine
+        self._reader = engine.execution_options(read_only=True)
 
-    @staticmethod
-    def open(url: str) -> Ledger:
-        """The ledger at a SQLAlchemy URL, created if it is not there. Raises UserError if it cannot be opened."""
-        try:
-            parsed = sa.make_url(url)
-            if parsed.drivername == "postgresql":
-                parsed = parsed.set(drivername="postgresql+psycopg")
-            engine = sa.create_engine(parsed, connect_args={"timeout": 30} if _is_sqlite(parsed) else {})
-            if _is_sqlite(parsed):
-                listen(engine, "connect", _set_pragmas)
-                listen(engine, "begin", _begin_immediate)
-            with engine.begin() as connection:
-                if not _is_sqlite(parsed):  # two processes may create the schema at once
-                    connection.execute(sa.text("SELECT pg_advisory_xact_lock(7226)"))
-                _schema.create_all(connection)
-        except (SQLAlchemyError, ImportError) as e:
-            raise UserError(f"the ledger {url} cannot be opened: {str(e).splitlines()[0]}") from None
-        return Ledger(engine)
+    @classmethod
+    def open(cls, url: str, run: str | None = None) -> Ledger:
+        """The ledger at `sqlite:///PATH` or `postgresql://...`, made if missing.
+
+        With `run`, the ledger is bound to that name: another run that opens it later gets a UserError.
+        """
+        ledger = cls(connect(url))
+        if run is not None:
+            ledger._bind(run)
+        return ledger
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._engine.dispose()
+
+    # Admission and play -----------------------------------------------------------------------------------------------
 
     def admit(self, index: int, task_id: str, size: int, version: int) -> int:
-        """Adds group `index` with its episodes, once; returns its id. A repeated call changes nothing."""
-        with self._begin() as connection:
-            known = connection.execute(sa.select(_groups.c.id).where(_groups.c.idx == index)).scalar()
-            if known is not None:
-                return known
-            row = {"idx": index, "task_id": task_id, "size": size, "admitted_version": version, "state": "open"}
-            group_id = connection.execute(sa.insert(_groups).values(row).returning(_groups.c.id)).scalar_one()
-            members = [{"group_id": group_id, "member": m, "attempt": 0, "state": "pending"} for m in range(size)]
-            connection.execute(sa.insert(_episodes), members)
-            return group_id
+        """Opens group `index` with `size` pending episodes, unless it is there already. Returns its id.
+
+        Indices count from 0 without gaps; `version` is what the engines serve now.
+        """
+        group = {
+            "id": index,
+            "task_id": task_id,
+            "size": size,
+            "admitted_version": version,
+            "state": "open",
+            "unfinished": size,
+        }
+        members = [
+            {"group_id": index, "member": m, "attempt": 0, "failures": 0, "state": "pending"} for m in range(size)
+        ]
+        try:
+            with self._write() as c:
+                c.execute(sa.insert(groups), group)
+                c.execute(sa.insert(episodes), members)
+                c.execute(_COUNT, {"counter": "admitted", "by": size})
+        except IntegrityError:
+            pass  # admitted before
+        return index
 
     def lease(self, owner: str, limit: int, seconds: float) -> list[EpisodeLease]:
-        """At most `limit` episodes to play, oldest group first: pending ones and those whose lease ran out."""
+        """Up to `limit` episodes for `owner`, of the oldest groups first: pending ones and those of expired leases."""
         now = time.time()
-        free = sa.or_(
-            _episodes.c.state == "pending", sa.and_(_episodes.c.state == "leased", _episodes.c.deadline < now)
-        )
-        with self._begin() as connection:
-            rows = connection.execute(
-                sa.select(_episodes, _groups.c.idx, _groups.c.task_id)
-                .join(_groups)
-                .where(free)
-                .order_by(_groups.c.idx, _episodes.c.member)
-                .limit(limit)
-                .with_for_update(skip_locked=True, of=_episodes)
-            ).all()
+        with self._write() as c:
+            rows = c.execute(_LEASABLE, {"now": now, "limit": limit}).all()
             leases = [
-                EpisodeLease(r.id, r.group_id, r.idx, r.task_id, r.member, r.attempt, owner, now + seconds)
-                for r in rows
+                EpisodeLease(
+                    group_id=row.group_id,
+                    index=row.group_id,
+                    task_id=row.task_id,
+                    member=row.member,
+                    attempt=row.attempt + (row.state == "leased"),
+                    owner=owner,
+                    deadline=now + seconds,
+                )
+                for row in rows
             ]
             if leases:
-                connection.execute(
-                    sa.update(_episodes)
-                    .where(_episodes.c.id.in_([lease.episode_id for lease in leases]))
-                    .values(state="leased", owner=owner, deadline=now + seconds)
+                c.execute(
+                    _LEASE,
+                    [
+                        {
+                            "g": lease.group_id,
+                            "m": lease.member,
+                            "attempt": lease.attempt,
+                            "state": "leased",
+                            "owner": owner,
+                            "lease_deadline": lease.deadline,
+                        }
+                        for lease in leases
+                    ],
                 )
         return leases
 
     def renew(self, owner: str, seconds: float) -> int:
-        """Extends every live lease of `owner`; returns how many."""
-        with self._begin() as connection:
-            mine = sa.and_(_episodes.c.state == "leased", _episodes.c.owner == owner)
-            values = {"deadline": time.time() + seconds}
-            return connection.execute(sa.update(_episodes).where(mine).values(values)).rowcount
-
-    def release(self, owner: str) -> int:
-        """Gives back every lease of `owner`, who is gone or starts again; returns how many."""
-        with self._begin() as connection:
-            mine = sa.and_(_episodes.c.state == "leased", _episodes.c.owner == owner)
-            values = {"state": "pending", "owner": None, "deadline": None}
-            return connection.execute(sa.update(_episodes).where(mine).values(values)).rowcount
+        """Prolongs every lease of `owner` to `seconds` from now. Returns how many there are."""
+        with self._write() as c:
+            result = c.execute(
+                sa.update(episodes)
+                .where(_e.state == "leased", _e.owner == owner)
+                .values(lease_deadline=time.time() + seconds)
+            )
+            return result.rowcount
 
     def finish(
         self,
@@ -191,199 +236,213 @@ class Ledger:
         blob: str,
         tokens: int,
         min_version: int,
-        metrics: dict[str, float],
+        metrics: Mapping[str, float],
     ) -> bool:
-        """Records a result; False if it came too late: another attempt has the episode, or it is done.
+        """Records how a leased episode ended. False if the result came late and was ignored.
 
-        An episode lost to infrastructure goes back to pending while retries are left.
+        An infrastructure failure sends the episode back to pending, twice at most; after that it is done without a
+        blob. The group is ready once its last member is done.
         """
-        retry = outcome is Outcome.INFRA and lease.attempt < INFRA_RETRIES
-        values: dict[str, object] = {"state": "pending", "attempt": lease.attempt + 1, "owner": None, "deadline": None}
-        if not retry:
-            values = {
-                "state": "done",
-                "outcome": outcome.value,
-                "reward": reward,
-                "passed": passed,
-                "blob": blob,
-                "tokens": tokens,
-                "min_version": min_version,
-                "metrics": metrics,
-                "finished": time.time(),
-            }
-        with self._begin() as connection:
-            held = sa.and_(
-                _episodes.c.id == lease.episode_id,
-                _episodes.c.state == "leased",
-                _episodes.c.attempt == lease.attempt,
-                _episodes.c.owner == lease.owner,
-            )
-            if connection.execute(sa.update(_episodes).where(held).values(values)).rowcount == 0:
+        key = {"g": lease.group_id, "m": lease.member, "a": lease.attempt}
+        values = {
+            "state": "done",
+            "outcome": outcome.value,
+            "reward": reward,
+            "passed": passed,
+            "blob": None if outcome is Outcome.INFRA else blob,
+            "tokens": tokens,
+            "min_version": min_version,
+            "metrics": msgspec.json.encode(metrics).decode(),
+            "finished": time.time(),
+        }
+        with self._write() as c:
+            if outcome is Outcome.INFRA and c.execute(_RETRY, key).rowcount:
+                c.execute(_COUNT, {"counter": "retried", "by": 1})
+                return True
+            if c.execute(_FINISH, key | values).rowcount == 0:
+                c.execute(_COUNT, {"counter": "late", "by": 1})
                 return False
-            unfinished = sa.exists().where(_episodes.c.group_id == lease.group_id, _episodes.c.state != "done")
-            connection.execute(
-                sa.update(_groups).where(_groups.c.id == lease.group_id, ~unfinished).values(state="ready")
-            )
+            if c.execute(_MEMBER_DONE, {"g": lease.group_id}).scalar_one() == 0:
+                order = c.execute(_COUNT, {"counter": "ready", "by": 1}).scalar_one()
+                c.execute(sa.update(groups).where(_g.id == lease.group_id).values(state="ready", ready_order=order))
         return True
 
-    def ready_groups(self, limit: int) -> list[Group]:
-        """The next `limit` groups in order of admission, if all of them are ready; else nothing.
+    # Training ---------------------------------------------------------------------------------------------------------
 
-        Strict order is what makes the admission bound a bound: a straggler is waited for, never overtaken and then
-        trained on too late.
+    def ready_groups(self, limit: int, in_order: bool, due: int | None = None) -> list[Group]:
+        """Up to `limit` groups to train on next, oldest first; those lost to infrastructure as a whole are empty.
+
+        `in_order` stops at the first group that is still open. Otherwise younger groups may overtake open ones, but
+        none that was admitted at version `due` or before: while one of those is open, the answer is empty. With
+        `due = version - O` no group is trained on more than O versions after its admission.
         """
-        with self._begin() as connection:
-            rows = connection.execute(
-                sa.select(_groups).where(_groups.c.state != "consumed").order_by(_groups.c.idx).limit(limit)
-            ).all()
-            if len(rows) < limit or any(row.state != "ready" for row in rows):
+        with self._read() as c:
+            waiting = c.execute(_WAITING).all()
+            if due is not None and any(row.state == "open" and row.admitted_version <= due for row in waiting):
                 return []
-            return self._load(connection, rows)
+            ids: list[int] = []
+            for row in waiting:
+                if row.state == "ready":
+                    ids.append(row.id)
+                elif in_order:
+                    break
+            return _groups(c, ids[:limit])
 
-    def consume(self, groups: Collection[int], version: int) -> None:
-        """Notes that the manifest of `version` names these groups."""
-        with self._begin() as connection:
-            values = {"state": "consumed", "consumed_version": version}
-            connection.execute(sa.update(_groups).where(_groups.c.id.in_(groups)).values(values))
+    def consume(self, group_ids: Collection[int], version: int) -> None:
+        """Marks groups as trained on by `version`; again is fine. Raises ValueError if another version did."""
+        with self._write() as c:
+            _consume(c, group_ids, version)
+        if self._engine.dialect.name == "sqlite":
+            # Here, in the trainer, rather than in whichever commit of the controller fills the log: this may fsync.
+            connection = self._engine.raw_connection()
+            try:
+                connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)")
+            finally:
+                connection.close()
 
     def recover(self, manifests: Sequence[PolicyVersion]) -> None:
-        """Makes the consumed groups exactly those that the manifests name."""
-        with self._begin() as connection:
-            connection.execute(
-                sa.update(_groups).where(_groups.c.state == "consumed").values(state="ready", consumed_version=None)
-            )
+        """Makes the ledger follow the published versions; call it on resume, before any process leases or trains.
+
+        Groups that a manifest names are consumed by it, groups that none names are ready again, and every lease goes
+        back to pending under a new attempt number, so that nothing its owner may still do counts. Raises UserError
+        if a manifest names a group that was never admitted here.
+        """
+        with self._write() as c:
+            c.execute(sa.update(groups).where(_g.state == "consumed").values(state="ready", consumed_version=None))
             for manifest in manifests:
-                named = sa.update(_groups).where(_groups.c.id.in_(manifest.groups))
-                connection.execute(named.values(state="consumed", consumed_version=manifest.version))
+                try:
+                    _consume(c, manifest.groups, manifest.version)
+                except ValueError as e:
+                    raise UserError(
+                        f"the ledger does not belong to the published versions: {e}; start a new run"
+                    ) from e
+            c.execute(
+                sa.update(episodes)
+                .where(_e.state == "leased")
+                .values(state="pending", attempt=_e.attempt + 1, owner=None, lease_deadline=None)
+            )
+
+    # Figures ----------------------------------------------------------------------------------------------------------
+
+    def next_index(self) -> int:
+        """The index of the next group to admit."""
+        return self.figures().groups
 
     def figures(self) -> Figures:
-        """The numbers that admission needs."""
-        with self._begin() as connection:
-            done = _count(connection, _episodes, _episodes.c.state == "done")
-            rest = _count(connection, _episodes, _episodes.c.state != "done")
-            groups = connection.execute(sa.select(sa.func.coalesce(sa.func.max(_groups.c.idx) + 1, 0))).scalar_one()
-            tasks = connection.execute(sa.select(_groups.c.task_id).where(_groups.c.state != "consumed")).scalars()
-            return Figures(done, rest, groups, tuple(tasks))
+        """What admission needs; cheap enough to ask for after every episode."""
+        with self._read() as c:
+            totals = c.execute(_TOTALS).one()
+            rows = c.execute(_OPEN).all()
+        reserved = sum(row.size for row in rows)
+        return Figures(
+            groups=0 if totals.last is None else totals.last + 1,
+            accepted=totals.admitted - reserved,
+            reserved=reserved,
+            in_flight=sum(row.unfinished for row in rows),
+            open_tasks=tuple(row.task_id for row in rows),
+            consumed_version=-1 if totals.consumed is None else totals.consumed,
+        )
 
-    def results(self, before: int | None = None, after: int = -1) -> list[GroupResult]:
-        """Finished groups with after < index < before, without gaps: up to the first one that is still open."""
-        with self._begin() as connection:
-            first_open = connection.execute(
-                sa.select(sa.func.min(_groups.c.idx)).where(_groups.c.state == "open")
-            ).scalar()
-            counted = sa.and_(_episodes.c.outcome != Outcome.INFRA.value)
-            query = (
-                sa.select(
-                    _groups.c.idx,
-                    _groups.c.task_id,
-                    sa.func.sum(sa.case((sa.and_(counted, _episodes.c.passed), 1), else_=0)).label("passed"),
-                    sa.func.sum(sa.case((counted, 1), else_=0)).label("episodes"),
-                )
-                .join(_episodes)
-                .where(_groups.c.state != "open", _groups.c.idx > after)
-                .group_by(_groups.c.idx, _groups.c.task_id)
-                .order_by(_groups.c.idx)
-            )
-            for bound in (first_open, before):
-                if bound is not None:
-                    query = query.where(_groups.c.idx < bound)
-            rows = connection.execute(query).all()
-        return [GroupResult(r.idx, r.task_id, int(r.passed), int(r.episodes)) for r in rows]
+    def results(self, after: int, *, consumed_only: bool) -> list[GroupResult]:
+        """Finished groups beyond the mark `after` (0 at first), none twice and none left out.
 
-    def mixed_groups(self, limit: int) -> list[Group]:
-        """The last consumed groups in which some members passed and some failed."""
-        with self._begin() as connection:
-            share = sa.func.avg(sa.case((_episodes.c.passed, 1.0), else_=0.0))
-            mixed = (
-                sa.select(_episodes.c.group_id)
-                .group_by(_episodes.c.group_id)
-                .having(sa.and_(share > 0.01, share < 0.99))
-            )
-            rows = connection.execute(
-                sa.select(_groups)
-                .where(_groups.c.state == "consumed", _groups.c.id.in_(mixed))
-                .order_by(_groups.c.idx.desc())
-                .limit(limit)
-            ).all()
-            return self._load(connection, rows)
+        In order of completion, or with `consumed_only` those trained on, by version and index: an order that does not
+        depend on timing. A mark is good for the same `consumed_only` only.
+        """
+        query = _RESULTS_CONSUMED if consumed_only else _RESULTS_READY
+        with self._read() as c:
+            rows = c.execute(query, {"after": after}).all()
+        return [GroupResult(row.id, row.task_id, int(row.passed), int(row.episodes), row.mark) for row in rows]
+
+    def mixed_groups(self, count: int) -> list[Group]:
+        """The last `count` consumed groups in which some members passed and some did not, newest first."""
+        query = (
+            sa.select(_g.id)
+            .join_from(groups, episodes, _g.id == _e.group_id)
+            .where(_g.state == "consumed", _e.outcome != Outcome.INFRA.value)
+            .group_by(_g.id, _g.consumed_version)
+            .having(_PASSED > 0, sa.func.count() > _PASSED)
+            .order_by(_g.consumed_version.desc(), _g.id.desc())
+            .limit(count)
+        )
+        with self._read() as c:
+            return _groups(c, list(c.execute(query).scalars()))
 
     def counts(self) -> dict[str, int]:
-        """Finished episodes by outcome."""
-        with self._begin() as connection:
-            query = sa.select(_episodes.c.outcome, sa.func.count().label("n")).where(_episodes.c.state == "done")
-            return {str(row.outcome): int(row.n) for row in connection.execute(query.group_by(_episodes.c.outcome))}
+        """Episodes that are done, by outcome."""
+        with self._read() as c:
+            return count_outcomes(c)
 
     def conservation(self, manifests: Sequence[PolicyVersion]) -> Conservation:
-        """Proves that no episode is lost and none was trained on twice."""
-        with self._begin() as connection:
-            admitted = connection.execute(sa.select(sa.func.coalesce(sa.func.sum(_groups.c.size), 0))).scalar_one()
-            states = sa.select(_episodes.c.state, sa.func.count().label("n")).group_by(_episodes.c.state)
-            by_state = {str(row.state): int(row.n) for row in connection.execute(states)}
-            consumed = {
-                row.id: row.consumed_version
-                for row in connection.execute(sa.select(_groups).where(_groups.c.state == "consumed")).all()
-            }
-        if admitted != sum(by_state.values()):
-            return Conservation(False, f"{admitted} episodes were admitted, {sum(by_state.values())} are in the ledger")
-        named: dict[int, int] = {}
-        for manifest in manifests:
-            for group in manifest.groups:
-                if group in named:
-                    both = f"{named[group]} and {manifest.version}"
-                    return Conservation(False, f"group {group} was trained on twice, by versions {both}")
-                named[group] = manifest.version
-        if named != consumed:
-            odd = sorted(set(named.items()) ^ set(consumed.items()))[0]
-            return Conservation(False, f"ledger and manifests disagree on group {odd[0]} and version {odd[1]}")
-        parts = ", ".join(f"{n} {state}" for state, n in sorted(by_state.items()))
-        return Conservation(True, f"{admitted} episodes admitted: {parts}; {len(named)} groups trained on once")
+        """Proves from the rows that no episode is lost and no group was trained on twice; a full scan, for reports."""
+        with self._read() as c:
+            return check(c, manifests)
 
-    def _load(self, connection: sa.Connection, rows: Sequence[sa.Row[tuple[object, ...]]]) -> list[Group]:
-        ids = [row.id for row in rows]
-        query = (
-            sa.select(_episodes.c.group_id, _episodes.c.blob)
-            .where(_episodes.c.group_id.in_(ids), _episodes.c.outcome != Outcome.INFRA.value)
-            .order_by(_episodes.c.member)
-        )
-        blobs: dict[int, list[str]] = {i: [] for i in ids}
-        for group_id, blob in connection.execute(query).all():
-            blobs[group_id].append(blob)
-        return [
-            Group(
-                id=row.id,
-                index=row.idx,
-                task_id=row.task_id,
-                admitted_version=row.admitted_version,
-                episodes=tuple(blobs[row.id]),
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _bind(self, run: str) -> None:
+        with self._write() as c:
+            if c.execute(sa.update(meta).where(meta.c.key == "run", meta.c.value == "").values(value=run)).rowcount:
+                return
+            bound = c.execute(sa.select(meta.c.value).where(meta.c.key == "run")).scalar_one()
+        if bound != run:
+            raise UserError(
+                f"the ledger {self._engine.url} belongs to run {bound!r}; give this run a database of its own"
             )
-            for row in rows
-        ]
 
     @contextmanager
-    def _begin(self) -> Generator[sa.Connection]:
+    def _write(self) -> Generator[sa.Connection]:
+        with self._errors(), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _read(self) -> Generator[sa.Connection]:
+        with self._errors(), self._reader.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _errors(self) -> Generator[None]:
         try:
-            with self._engine.begin() as connection:
-                yield connection
-        except OperationalError as e:
-            raise UserError(f"the ledger {self._engine.url} failed: {str(e.orig).splitlines()[0]}") from None
+            yield
+        except (IntegrityError, ProgrammingError):
+            raise
+        except DBAPIError as e:
+            raise UserError(
+                f"the ledger {self._engine.url} failed: {reason(e)}; check the disk or the server, then --resume"
+            ) from e
 
 
-def _is_sqlite(url: sa.URL) -> bool:
-    return url.get_backend_name() == "sqlite"
+def _groups(c: sa.Connection, ids: Sequence[int]) -> list[Group]:
+    """The groups with these ids, in this order, and the blobs of their members."""
+    if not ids:
+        return []
+    blobs: dict[int, list[str]] = {group: [] for group in ids}
+    for row in c.execute(_MEMBERS, {"ids": ids}):
+        blobs[row.group_id].append(row.blob)
+    rows = {row.id: row for row in c.execute(_ADMITTED, {"ids": ids})}
+    return [
+        Group(
+            id=group,
+            index=group,
+            task_id=rows[group].task_id,
+            admitted_version=rows[group].admitted_version,
+            episodes=tuple(blobs[group]),
+        )
+        for group in ids
+    ]
 
 
-def _set_pragmas(connection: sqlite3.Connection, _record: object) -> None:
-    """WAL lets the trainer read while the controller writes. NORMAL survives `kill -9` of any process; only a power
-    failure may lose the last transactions, and then the manifests bring the ledger back (`recover`)."""
-    connection.isolation_level = None  # the driver opens no transaction of its own: `_begin_immediate` does
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
-        connection.execute(f"PRAGMA {pragma}")
-
-
-def _begin_immediate(connection: sa.Connection) -> None:
-    """Takes the write lock at once: a transaction that read first could otherwise not be upgraded, and would fail."""
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
-def _count(connection: sa.Connection, table: sa.Table, condition: sa.ColumnElement[bool]) -> int:
-    return connection.execute(sa.select(sa.func.count()).select_from(table).where(condition)).scalar_one()
+def _consume(c: sa.Connection, ids: Collection[int], version: int) -> None:
+    """Marks groups as consumed. Raises ValueError, which rolls the transaction back, if one cannot be."""
+    if not ids:
+        return
+    states = {row.id: row for row in c.execute(sa.select(_g.id, _g.state, _g.consumed_version).where(_g.id.in_(ids)))}
+    for group in sorted(ids):
+        row = states.get(group)
+        if row is None:
+            raise ValueError(f"group {group} of version {version} was never admitted")
+        if row.state == "open":
+            raise ValueError(f"group {group} of version {version} has episodes without a result")
+        if row.state == "consumed" and row.consumed_version != version:
+            raise ValueError(f"group {group} of version {version} was consumed by version {row.consumed_version}")
+    c.execute(sa.update(groups).where(_g.id.in_(ids)).values(state="consumed", consumed_version=version))
