@@ -83,7 +83,9 @@ def write(root: int, path: str, data: bytes) -> None:
             if not stat.S_ISREG(found.st_mode):
                 raise Refused("NotRegular", f"{path} is not a regular file")
             mode = stat.S_IMODE(found.st_mode) & 0o777
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=parent)
+        fd = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=parent
+        )
         try:
             with open(fd, "wb") as file:
                 file.write(data)

@@ -105,9 +105,9 @@ def become(host_id: int | None, box_id: int, flags: int) -> None:
             file.write(text)
 
 
-def hide() -> None:
+def hide(hidden: bool = True) -> None:
     """Keep processes of the same user out of this one's /proc entry."""
-    _prctl(_PR_SET_DUMPABLE, 0)
+    _prctl(_PR_SET_DUMPABLE, int(not hidden))
 
 
 def loopback_up() -> None:

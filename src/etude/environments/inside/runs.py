@@ -246,6 +246,8 @@ def enter(limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
     upper, workspace = f"{layer}/upper", root.WORKSPACE
     for name in ("upper", "work", "tmp", "shm", "home"):
         os.mkdir(f"{layer}/{name}")
+    os.chmod(f"{layer}/tmp", 0o1777)
+    os.chmod(f"{layer}/shm", 0o1777)
     for path, data in changes.items():
         if data is not None:
             os.makedirs(os.path.dirname(f"{upper}/{path}"), exist_ok=True)

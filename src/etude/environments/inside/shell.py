@@ -25,7 +25,7 @@ WATCH_SECONDS = 0.2  # between looks at the memory of the box
 GRACE_SECONDS = 0.5  # between INT, TERM and KILL
 
 _LOOP = """
-set -m; shopt -s expand_aliases
+set -m; shopt -s expand_aliases; trap : INT
 while IFS= read -r -d '' __n <&8 && IFS= read -r -d '' __line <&8; do
   eval "$__line" 8<&- 9>&-
   printf '%s %s\\0' "$__n" "$?" >&9
@@ -95,6 +95,7 @@ def _exec(
     slave: int, command: int, status: int, limits: dict[str, Any], program: bytes, environment: dict[str, str]
 ) -> NoReturn:
     try:
+        linux.hide(False)
         linux.become(None, root.BOX_ID, 0)
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
@@ -251,7 +252,7 @@ class Live:
             if now >= deadline:
                 late = True
                 deadline = now + GRACE_SECONDS
-                self._interrupt(shell, signals.pop(0) if signals else signal.SIGKILL, last=not signals)
+                self._interrupt(shell, signals.pop(0) if signals else None)
             wait = max(0.0, min(deadline, watch) - now)
             ready, _, _ = select.select([shell.status, shell.master, shell.pidfd, self.connection], [], [], wait)
             if self.connection in ready and not self.connection.recv(1, socket.MSG_PEEK):
@@ -265,13 +266,14 @@ class Live:
                 _, status = os.waitpid(shell.pid, 0)
                 raise Lost(os.WEXITSTATUS(status) if os.WIFEXITED(status) and not late else None, late)
 
-    def _interrupt(self, shell: Shell, number: int, last: bool) -> None:
+    def _interrupt(self, shell: Shell, number: int | None) -> None:
+        """Signal what holds the terminal; without a number, a loop of the shell itself: end the shell."""
         group = shell.foreground()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if group > 1 and group != shell.pid:
-                os.killpg(group, number)
-            elif last:  # a loop of the shell itself
+            if number is None:
                 os.kill(shell.pid, signal.SIGKILL)
+            elif group > 1 and group != shell.pid:
+                os.killpg(group, number)
 
     def _drain(self, output: Output, once: bool = False) -> None:
         assert self.shell is not None
