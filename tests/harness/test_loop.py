@@ -14,6 +14,7 @@ import pytest
 from speakers import PATH, SOURCE, Call, MemoryBox, Scripted, Speaker, a_box, a_task
 
 from etude.environments.base import BoxDead
+from etude.harness import loop
 from etude.harness.ledger import TokenLedger, TokenLedgerError
 from etude.harness.loop import Aborted, Draft, Sampling, run_episode, turn_seed
 from etude.harness.renderers import Renderer
@@ -198,7 +199,10 @@ def test_budgets_end_the_episode_where_it_stands(dialect: tuple[Renderer, Speake
     assert (none.stop_reason, none.turns, none.segments) == (StopReason.TOKENS, (), ())
 
 
-def test_time_ends_the_episode_between_turns_and_inside_one(dialect: tuple[Renderer, Speaker]) -> None:
+def test_time_ends_the_episode_between_turns_and_inside_one(
+    dialect: tuple[Renderer, Speaker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "POLICY_GRACE_SECONDS", 0.0)
     renderer, speaker = dialect
 
     class Slow(Scripted):

@@ -18,6 +18,7 @@ from etude.harness.tools import READ_ONLY, Tools
 from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
 
 GRACE_SECONDS = 30.0  # what a tool may run beyond the budget of seconds; its own limit should end it before
+POLICY_GRACE_SECONDS = 1.0  # what a policy may take beyond its timeout
 _COUNTS = ("edits", "edit_errors", "tests_run", "tests_failed", "undo", "malformed", "truncated")
 
 
@@ -146,7 +147,8 @@ class _Loop:
         prompt = ledger.prompt()
         seconds = self._deadline - now
         try:
-            async with asyncio.timeout(seconds):
+            # The policy keeps its own deadline, and knows whether the engine was lost or only slow.
+            async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
                 generation = await self._policy.generate(
                     prompt,
                     max_tokens=min(sampling.max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
