@@ -22,7 +22,7 @@ from . import files, linux, root, runs
 
 KEEP = 16_000  # bytes of output kept at each end
 WATCH_SECONDS = 0.2  # between looks at the memory of the box
-GRACE_SECONDS = 0.5  # between INT, TERM and KILL
+GRACE_SECONDS = 0.5  # between TERM, KILL and the end of the shell
 
 _LOOP = """
 set -m; shopt -s expand_aliases; trap : INT
@@ -241,7 +241,7 @@ class Live:
         """(exit status, timed out). Raises Lost."""
         shell = self.shell
         assert shell is not None
-        signals = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+        signals = [signal.SIGTERM, signal.SIGKILL]  # INT would end bash, too
         watch = time.monotonic() + WATCH_SECONDS
         late = False
         while True:
