@@ -134,16 +134,15 @@ def test_stop_ids(model):
     assert len(stopped.logprobs) == len(stopped.versions) == cut
 
 
-class Shift:
-    """New weights: every tensor scaled."""
+def scale(model, factor):
+    """A weight update: every tensor scaled."""
 
-    def __init__(self, model, version, factor):
-        self.model, self.version, self.factor = model, version, factor
+    @torch.no_grad()
+    def apply():
+        for p in model.parameters():
+            p.mul_(factor)
 
-    def apply(self):
-        with torch.no_grad():
-            for p in self.model.parameters():
-                p.mul_(self.factor)
+    return apply
 
 
 def test_a_swap_in_the_middle_tags_tokens_and_loses_nothing():
@@ -152,7 +151,7 @@ def test_a_swap_in_the_middle_tags_tokens_and_loses_nothing():
     rows = [engine.submit(Request(ids=prompt(20 + i, i), max_tokens=20, seed=i, session=f"s{i}")) for i in range(3)]
     for _ in range(8):
         engine.step()
-    pause = engine.swap(Shift(model, 1, 0.9))
+    pause = engine.swap(1, scale(model, 0.9))
     while not all(row.future.done() for row in rows):
         engine.step()
     assert pause.result() >= 0.0
@@ -169,7 +168,7 @@ def test_old_keys_serve_only_their_own_session():
     engine = Engine(model)
     ids = prompt(70)
     run(engine, Request(ids=ids, max_tokens=4, session="a"))
-    engine.swap(Shift(model, 1, 0.95))
+    engine.swap(1, scale(model, 0.95))
     own = run(engine, Request(ids=[*ids, 9], max_tokens=4, session="a"))[0]
     assert own.cached_tokens == 70
     other = Request(ids=[*ids, 9], max_tokens=4, session="b")
@@ -252,7 +251,7 @@ def test_broken_weights_end_the_engine_with_a_reason():
     engine = Engine(model)
     engine.start()
     row = engine.submit(Request(ids=prompt(9), max_tokens=400))
-    engine.swap(Shift(model, 3, float("nan"))).result(30)
+    engine.swap(3, scale(model, float("nan"))).result(30)
     with pytest.raises(FloatingPointError, match="version 3"):
         row.future.result(30)
     with pytest.raises(RuntimeError, match="closed"):

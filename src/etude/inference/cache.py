@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -78,9 +79,7 @@ class PagedCache:
         self.max_length = min(max_length, self.num_pages * BLOCK)
         self.blocks_per_row = -(-self.max_length // BLOCK)
         shape = (self.layers, self.num_pages, heads, BLOCK, head_dim)
-        # Zeros, because the end of a row's last page is read with weight 0, where garbage could be a NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
         self.experts: Tensor | None = None  # uint8 [pages, BLOCK, MoE layers, K], made when the first ids arrive
         self.free = list(range(self.num_pages - 1, -1, -1))
         self.root = Node(page=-1, tokens=(), parent=None, version=-1, sessions=set())
@@ -238,6 +237,16 @@ class PagedCache:
             self.nodes.remove(node)
             self.idle -= 1
             self.free.append(node.page)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, because the end of a row's last page is read with weight 0, where garbage could be a NaN.
+
+    On the CPU from numpy, whose zeros take memory only once they are written to.
+    """
+    if device.type == "cpu" and dtype == torch.float32:
+        return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:

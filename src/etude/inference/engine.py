@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,14 +32,6 @@ from etude.records import Generation
 
 _WORTH_WAITING = 16  # prompt tokens saved by waiting for another prompt
 _IDLE_SECONDS = 0.5  # how long the thread sleeps at most before it looks around
-
-
-class Update(Protocol):
-    """New weights, downloaded and verified, ready to be written into the live tensors."""
-
-    version: int
-
-    def apply(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -91,10 +82,11 @@ class Engine:
         )
         self.max_length = self.cache.max_length
         self.last_pause = 0.0
+        self.on_failure: Callable[[], None] = lambda: None
         self._waiting: deque[Row] = deque()
         self._prefilling: list[Row] = []
         self._decoding: list[Row] = []
-        self._swaps: deque[tuple[Update, Future[float]]] = deque()
+        self._swaps: deque[tuple[int, Callable[[], None], Future[float]]] = deque()
         self._paused: str | None = None
         self._clear_cache = False
         self._wake = threading.Condition()
@@ -125,11 +117,16 @@ class Engine:
         """Submit and wait. Needs the thread."""
         return self.submit(request).future.result(timeout)
 
-    def swap(self, update: Update) -> Future[float]:
-        """Apply `update` between two steps; the future gives the seconds that rows stood still."""
+    def swap(self, version: int, apply: Callable[[], None]) -> Future[float]:
+        """Between two steps call `apply`, which writes new weights into the live tensors, and go on as `version`.
+
+        The future gives the seconds that rows stood still.
+        """
         future: Future[float] = Future()
         with self._wake:
-            self._swaps.append((update, future))
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            self._swaps.append((version, apply, future))
             self._wake.notify()
         return future
 
@@ -189,6 +186,7 @@ class Engine:
                 self.step()
         except BaseException as e:
             self._failure = e
+            self.on_failure()
             raise
         finally:
             with self._wake:
@@ -196,7 +194,7 @@ class Engine:
             reason = self._failure or RuntimeError("the engine was closed")
             for row in [*self._waiting, *self._prefilling, *self._decoding]:
                 row.future.set_exception(reason)
-            for _, future in self._swaps:
+            for _, _, future in self._swaps:
                 future.set_exception(reason)
 
     def _has_work(self) -> bool:
@@ -225,14 +223,14 @@ class Engine:
 
     def _apply_swaps(self) -> None:
         while self._swaps:
-            update, future = self._swaps.popleft()
+            version, apply, future = self._swaps.popleft()
             start = time.perf_counter()
             try:
-                update.apply()
+                apply()
             except BaseException as e:
                 future.set_exception(e)
                 raise
-            self.version = update.version
+            self.version = version
             self.last_pause = time.perf_counter() - start
             self.counters.pause_seconds += self.last_pause
             self.counters.swaps += 1
@@ -316,16 +314,14 @@ class Engine:
         logits = self._logits(ids_N, slot_N, position_N, sampled_N)
         self.counters.prefilled_tokens += sum(n for _, n in chunks)
 
-        finished_prompts = []
-        for (row, n), done in zip(chunks, complete, strict=True):
+        for row, n in chunks:
             row.fed += n
-            if done:
-                finished_prompts.append(row)
+        finished_prompts = [row for (row, _), done in zip(chunks, complete, strict=True) if done]
         for row in finished_prompts:
-            self._prefilling.remove(row)
             self._share_prompt(row)
         if len(sampled_N):
             self._sample([*decoding, *finished_prompts], logits)
+        self._prefilling = [row for row in self._prefilling if row not in finished_prompts]
 
     def _sorted_decoding(self) -> list[Row]:
         """Decoding rows, those with a common prompt next to each other, so that attention reads its pages once."""

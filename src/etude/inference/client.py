@@ -1,0 +1,153 @@
+"""The controller's side of the engine: no torch, one connection pool, a deadline on every call."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import httpx2
+import msgspec
+
+from etude.records import Generation, Record
+
+MSGPACK = "application/msgpack"
+_RETRY_SECONDS = 0.2  # between two attempts to reach a server that does not answer
+_CONNECT_SECONDS = 5.0
+
+
+class EngineError(Exception):
+    """The engine is dead, cannot be reached before the deadline, or refused the request."""
+
+
+class GenerateRequest(Record, frozen=True, kw_only=True):
+    """Body of `POST /generate`, as JSON or MessagePack."""
+
+    ids: list[int]
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[int, ...] = ()
+    seed: int = 0
+    session: str | None = None
+    experts: bool = False
+
+
+class EngineClient:
+    """Talks to one or several inference servers that serve the same model.
+
+    A session stays on one server, where its keys and values are; a new one goes to the server with the fewest calls
+    in flight. Without a name for it, the asyncio task that calls is the session: an agent loop plays in one.
+    """
+
+    def __init__(self, base_urls: Sequence[str]) -> None:
+        if not base_urls:
+            raise ValueError("the engine client needs at least one URL")
+        self.base_urls = [url.rstrip("/") for url in base_urls]
+        self._in_flight = dict.fromkeys(self.base_urls, 0)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx2.AsyncClient(limits=limits, trust_env=False)
+        self._numbers = itertools.count()
+        self._sessions: weakref.WeakKeyDictionary[asyncio.Task[object], str] = weakref.WeakKeyDictionary()
+        self._servers: dict[str, str] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def generate(
+        self,
+        ids: list[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        stop: Sequence[int],
+        seed: int,
+        timeout: float,
+        session: str | None = None,
+        experts: bool = False,
+    ) -> Generation:
+        """At most `max_tokens` tokens after `ids`, the stop token included.
+
+        A server that cannot be reached is tried again until the deadline. Raises TimeoutError after `timeout` seconds,
+        EngineError if no server could be reached in that time, or if one refused the request.
+        """
+        session = session if session is not None else self._task_session()
+        request = GenerateRequest(
+            ids=ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop), seed=seed,
+            session=session, experts=experts,
+        )  # fmt: skip
+        body = msgspec.msgpack.encode(request)
+        url = self._server(session)
+        self._in_flight[url] += 1
+        try:
+            response = await self._post(url, body, timeout)
+        finally:
+            self._in_flight[url] -= 1
+        if response.status_code != 200:
+            raise EngineError(f"{url} refused a request ({response.status_code}): {_reason(response)}")
+        try:
+            return msgspec.msgpack.decode(response.content, type=Generation)
+        except msgspec.MsgspecError as e:
+            raise EngineError(f"{url} sent an answer that is not a generation: {e}") from None
+
+    async def health(self, url: str, timeout: float = 10.0) -> dict[str, object]:
+        """What the server says of itself: status, version, digest, load and utilisation. Raises EngineError."""
+        try:
+            response = await self._http.get(f"{url.rstrip('/')}/health", timeout=timeout)
+            return msgspec.json.decode(response.content, type=dict[str, object])
+        except (httpx2.HTTPError, msgspec.MsgspecError) as e:
+            raise EngineError(f"{url} does not answer: {type(e).__name__} {e}") from None
+
+    async def _post(self, url: str, body: bytes, timeout: float) -> httpx2.Response:
+        headers = {"content-type": MSGPACK, "accept": MSGPACK}
+        lost: httpx2.HTTPError | None = None
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    try:
+                        limits = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
+                        return await self._http.post(f"{url}/generate", content=body, headers=headers, timeout=limits)
+                    except httpx2.TransportError as e:
+                        lost = e
+                    await asyncio.sleep(_RETRY_SECONDS)
+        except TimeoutError:
+            if lost is not None:
+                raise EngineError(
+                    f"{url} could not be reached for {timeout:.1f} seconds: {type(lost).__name__} {lost}"
+                ) from None
+            raise
+
+    def _task_session(self) -> str | None:
+        task = asyncio.current_task()
+        if task is None:
+            return None
+        if task not in self._sessions:
+            session = f"task-{id(self):x}-{next(self._numbers)}"
+            self._sessions[task] = session
+            weakref.finalize(task, self._servers.pop, session, None)
+        return self._sessions[task]
+
+    def _server(self, session: str | None) -> str:
+        url = self._servers.get(session or "") or min(self.base_urls, key=self._in_flight.__getitem__)
+        if session is not None:
+            self._servers[session] = url
+        return url
+
+
+def _reason(response: httpx2.Response) -> str:
+    try:
+        return str(msgspec.json.decode(response.content)["error"]["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return response.text[:200]

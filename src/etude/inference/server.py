@@ -1,0 +1,281 @@
+"""The inference server: token routes for training, OpenAI routes for everyone else, weights followed from a store.
+
+POST /generate                      ids in, a Generation out (JSON or MessagePack)
+POST /v1/chat/completions, /v1/completions;  GET /v1/models        see `openai.py`
+GET  /health [?verify=1]            version and digest of the live tensors, load, utilisation
+GET  /metrics                       Prometheus
+POST /pause?mode=abort|wait|keep&clear_cache=true, /resume;  GET /is_paused        vLLM's verbs
+
+python -m etude.inference.server --model DIR [--weights STORE_URL] [--port N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.applications import Starlette
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from transformers import PreTrainedModel
+
+from etude.errors import UserError
+from etude.inference.client import MSGPACK, GenerateRequest
+from etude.inference.engine import Counters, Engine, Limits
+from etude.inference.openai import OpenAI, error
+from etude.inference.rows import Request, Row
+from etude.inference.weights import Follower
+from etude.models.loading import load_model
+from etude.processes import die_with_parent
+from etude.records import Generation
+
+_WARM_UP_SECONDS = 300.0
+_DRAIN_SECONDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to serve. Port 0 picks a free one; `ready_file` is written once requests are answered."""
+
+    model: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    weights: str | None = None
+    threads: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+    max_batch: int = 128
+    max_length: int | None = None
+    cache_mb: int = 512
+    deterministic: bool = False
+    ready_file: Path | None = None
+
+
+def serve(
+    model: Path | str, *, host: str = "127.0.0.1", port: int = 8000, threads: int = 1, weights: str | None = None
+) -> None:
+    """Serve a Hugging Face model folder until interrupted. Raises UserError for a bad folder or a taken port."""
+    run(Options(model=Path(model), host=host, port=port, threads=threads, weights=weights))
+
+
+def run(options: Options) -> None:
+    """Load, warm up, answer until SIGINT or SIGTERM. Raises UserError; RuntimeError if the engine died."""
+    listener = _listen(options.host, options.port)
+    if options.threads < 1:
+        raise UserError(f"--threads {options.threads}: give at least 1")
+    torch.set_num_threads(options.threads)
+    # The engine's thread takes the GIL back from the event loop after this long: 5 ms would be a whole step.
+    sys.setswitchinterval(0.0005)
+    model = load_model(options.model, dtype=getattr(torch, options.dtype), device=options.device)
+    limits = Limits(rows=options.max_batch, cache_bytes=options.cache_mb * 2**20, max_length=options.max_length)
+    try:
+        engine = Engine(model, limits=limits, deterministic=options.deterministic)
+    except ValueError as e:
+        raise UserError(f"{e} (--cache-mb)") from None
+    engine.start()
+    follower = Follower(engine, model, options.weights)
+    try:
+        follower.start()
+        # The kernels compile here, before the first request waits for them.
+        engine.generate(Request(ids=[0, 1], max_tokens=2), timeout=_WARM_UP_SECONDS)
+        engine.counters = Counters()
+        app = build_app(engine, follower, model, options.model)
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_SECONDS)
+        )
+        engine.on_failure = lambda: setattr(server, "should_exit", True)
+        if options.ready_file is not None:
+            host, port = listener.getsockname()[:2]
+            _write_ready(options.ready_file, f"http://{host}:{port}")
+        server.run(sockets=[listener])
+    finally:
+        follower.close()
+        engine.close()
+    if engine.failure is not None:
+        raise RuntimeError(f"the engine died: {engine.failure}") from engine.failure
+
+
+def build_app(engine: Engine, follower: Follower, model: PreTrainedModel, folder: Path) -> Starlette:
+    """The ASGI application on a running engine."""
+    api = _Api(engine, follower, str(next(model.parameters()).device))
+    openai = OpenAI(engine, folder)
+    return Starlette(
+        routes=[
+            Route("/generate", api.generate, methods=["POST"]),
+            Route("/health", api.health),
+            Route("/metrics", api.metrics),
+            Route("/pause", api.pause, methods=["POST"]),
+            Route("/resume", api.resume, methods=["POST"]),
+            Route("/is_paused", api.is_paused),
+            *openai.routes(),
+        ]
+    )
+
+
+class _Api:
+    """The routes that are not OpenAI's."""
+
+    def __init__(self, engine: Engine, follower: Follower, device: str) -> None:
+        self._engine = engine
+        self._follower = follower
+        self._device = device
+        self._started = time.monotonic()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    async def generate(self, http: HTTPRequest) -> Response:
+        packed = http.headers.get("content-type", "").startswith(MSGPACK)
+        decoder = msgspec.msgpack.decode if packed else msgspec.json.decode
+        try:
+            request = decoder(await http.body(), type=GenerateRequest)
+            row = self._engine.submit(
+                Request(**{name: getattr(request, name) for name in GenerateRequest.__struct_fields__})
+            )
+        except (msgspec.MsgspecError, ValueError) as e:
+            return error(400, str(e))
+        except RuntimeError as e:
+            return error(503, str(e), "server_error")
+        generation = await finished(http, row)
+        if MSGPACK in http.headers.get("accept", ""):
+            return Response(msgspec.msgpack.encode(generation), media_type=MSGPACK)
+        return Response(msgspec.json.encode(generation), media_type="application/json")
+
+    async def health(self, http: HTTPRequest) -> Response:
+        follower, engine = self._follower, self._engine
+        served = follower.served
+        running, waiting = engine.load
+        body: dict[str, object] = {
+            "status": "ok" if engine.failure is None and not follower.error else "failed",
+            "version": served.version,
+            "digest": served.digest,
+            "error": str(engine.failure or follower.error),
+            "pid": os.getpid(),
+            "device": self._device,
+            "running": running,
+            "waiting": waiting,
+            "uptime_seconds": time.monotonic() - self._started,
+            "generated_tokens": engine.counters.sampled_tokens,
+            "last_pause_ms": engine.last_pause * 1e3,
+            **{k: v for k, v in vars(engine.counters).items() if k != "sampled_tokens"},
+        }
+        if http.query_params.get("verify"):
+            body["digest"] = await asyncio.to_thread(follower.live_digest)
+        return JSONResponse(body)
+
+    async def metrics(self, http: HTTPRequest) -> Response:
+        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def pause(self, http: HTTPRequest) -> Response:
+        query = http.query_params
+        try:
+            self._engine.pause(query.get("mode", "abort"), query.get("clear_cache", "true").lower() != "false")
+        except ValueError as e:
+            return error(400, str(e), param="mode")
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self, http: HTTPRequest) -> Response:
+        self._engine.resume()
+        return JSONResponse({"status": "resumed"})
+
+    async def is_paused(self, http: HTTPRequest) -> Response:
+        return JSONResponse({"is_paused": self._engine.is_paused})
+
+    def collect(self) -> Iterable[Metric]:
+        """What Prometheus scrapes."""
+        for name, value in vars(self._engine.counters).items():
+            yield CounterMetricFamily(f"etude_engine_{name}", name.replace("_", " "), value=value)
+        running, waiting = self._engine.load
+        yield GaugeMetricFamily("etude_engine_requests_running", "requests being computed", value=running)
+        yield GaugeMetricFamily("etude_engine_requests_waiting", "requests waiting for a slot", value=waiting)
+        yield GaugeMetricFamily("etude_weights_version", "weight version served", value=self._follower.served.version)
+        yield GaugeMetricFamily("etude_weights_pause_ms", "last pause for a swap", value=self._engine.last_pause * 1e3)
+
+
+async def finished(http: HTTPRequest, row: Row) -> Generation:
+    """The row's generation; the row is aborted if the client goes away first."""
+    answer = asyncio.wrap_future(row.future)
+    gone = asyncio.create_task(http.receive())  # after the body, the next message is the disconnection
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            row.abort()
+        return await answer
+    finally:
+        row.abort()
+        gone.cancel()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises UserError if the port is taken."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as e:
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+        raise UserError(
+            f"cannot listen on {host}:{port} ({reason}): choose another --port, or 0 for a free one"
+        ) from None
+    # With Nagle's algorithm a small answer would wait for the client's acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.listen(1024)
+    return listener
+
+
+def _write_ready(path: Path, url: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+    temporary.replace(path)
+
+
+def _arguments(argv: list[str] | None) -> tuple[Options, bool]:
+    parser = argparse.ArgumentParser(prog="python -m etude.inference.server", description="Serve a model folder.")
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 picks a free one")
+    parser.add_argument("--weights", help="URL of the store whose newest version to serve")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--max-batch", type=int, default=128, help="rows that run at a time")
+    parser.add_argument("--max-length", type=int, help="tokens of prompt and answer; default: the model's context")
+    parser.add_argument("--cache-mb", type=int, default=512, help="memory for keys and values")
+    parser.add_argument("--deterministic", action="store_true", help="one request at a time, reproducible in every bit")
+    parser.add_argument("--ready-file", type=Path, help="written with url and pid once the server answers")
+    parser.add_argument("--parent-death", action="store_true", help="die with the process that started this one")
+    values = vars(parser.parse_args(argv))
+    parent_death = values.pop("parent_death")
+    return Options(**values), parent_death
+
+
+def main(argv: list[str] | None = None) -> int:
+    options, parent_death = _arguments(argv)
+    if parent_death:
+        die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        run(options)
+    except UserError as e:
+        print(f"etude: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
