@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from speakers import PATH, SOURCE, Call, MemoryBox, Scripted, Speaker, a_box, a_task
+from speakers import PATH, SOURCE, TEMPLATE, Call, MemoryBox, Scripted, Speaker, a_box, a_task, write_model
 
-from etude.environments.base import BoxDead
+from etude.environments.base import BoxDead, ExecResult
 from etude.harness import loop
 from etude.harness.ledger import TokenLedger, TokenLedgerError
 from etude.harness.loop import Aborted, Draft, Sampling, run_episode, turn_seed
-from etude.harness.renderers import Renderer
+from etude.harness.renderers import Renderer, renderer_for
 from etude.records import Budget, Generation, StopReason, Task
 
 WIDE = Budget(turns=1000, tokens=1_000_000, context=1_000_000, seconds=300.0)
@@ -140,6 +140,18 @@ def test_a_call_is_kept_as_it_was_sampled(hermes: Renderer, hermes_folder: Path)
     assert odd in draft.turns[0].text
 
 
+def test_a_template_that_trims_does_not_touch_the_ledger(hermes_folder: Path, tmp_path: Path) -> None:
+    """T13: white space at the ends of a turn is kept as sampled, whatever a render of the messages would do."""
+    speaker = Speaker(hermes_folder)
+    trims = TEMPLATE.replace("set said = m.content %}", "set said = m.content | trim %}")
+    renderer = renderer_for(write_model(tmp_path, speaker.tokenizer, trims))
+    said = [*speaker.encode('\n\n <tool_call>{"name": "list", "arguments": {}}</tool_call>  \n\n'), speaker.end]
+    policy = Scripted([said, speaker.turn(("finish", {}))])
+    play(renderer, policy)
+    start = len(policy.prompts[0])
+    assert policy.prompts[1][start : start + len(said)] == said
+
+
 def test_a_cut_turn_is_observed_closed_and_goes_on(dialect: tuple[Renderer, Speaker]) -> None:
     """T11: the end token that the model did not say is in the ledger with mask 0."""
     renderer, speaker = dialect
@@ -215,6 +227,21 @@ def test_time_ends_the_episode_between_turns_and_inside_one(
     draft = play(renderer, Slow([speaker.turn(("list", {}))]), spend({"seconds": 0.2}))
     assert (draft.stop_reason, len(draft.turns), draft.timed_out) == (StopReason.SECONDS, 1, False)
     assert draft.segments[0].arrays()[1].sum() == len(speaker.turn(("list", {})))
+
+
+def test_calls_after_the_deadline_are_not_run(compact: Renderer, compact_folder: Path) -> None:
+    speaker, box = Speaker(compact_folder), a_box()
+
+    class Late(MemoryBox):
+        async def exec(self, line: str, timeout: float) -> ExecResult:
+            await asyncio.sleep(timeout)  # a command that takes all the time it may
+            return ExecResult(None, "", 0, timeout, True)
+
+    late = Late(box.files)
+    turn = speaker.turn(("run", {"command": "sleep 99"}), edit(speaker, "- 3", "* 3"), ("finish", {}))
+    draft = play(compact, Scripted([turn]), spend({"seconds": 0.2}), box=late)
+    assert draft.turns[0].results == ("timed out", "error: no time left", "error: no time left")
+    assert (draft.stop_reason, late.files) == (StopReason.SECONDS, box.start)
 
 
 def test_turns_are_seeded_by_episode_and_number(compact: Renderer, compact_folder: Path) -> None:

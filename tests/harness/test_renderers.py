@@ -61,6 +61,20 @@ def test_hermes_prompt_equals_the_tokenizers_own_encoding_of_the_render(hermes: 
     assert hermes.prompt([{"role": "system", "content": "S"}, USER], []) == speaker.encode(rendered)  # T8: [] is None
 
 
+def test_what_a_template_adds_at_the_start_is_there_once(hermes_folder: Path, tmp_path: Path) -> None:
+    """T6: a token that opens the text and a default system message are not repeated by bridges."""
+    speaker = Speaker(hermes_folder)
+    opening = "{{- '<|endoftext|>' }}{%- if messages[0].role != 'system' %}"
+    default = opening + "{{- '<|im_start|>system\\nHi.<|im_end|>\\n' }}{% endif %}"
+    renderer = renderer_for(write_model(tmp_path, speaker.tokenizer, default + TEMPLATE))
+    ids = renderer.prompt([USER])
+    for _ in range(3):
+        turn = speaker.turn(("list", {}))
+        ids += turn + renderer.bridge(turn, "stop", ["ok"])
+    text = renderer.text(ids)
+    assert (text.count("<|endoftext|>"), text.count("Hi."), text.count("<|im_start|>assistant\n")) == (1, 1, 4)
+
+
 def test_the_separator_stands_once_however_the_turn_ended(hermes: Renderer, hermes_folder: Path) -> None:
     """T1, T11: a closed turn gets the template's newline, a cut one the end token too."""
     speaker = Speaker(hermes_folder)

@@ -185,6 +185,8 @@ async def _run_calls(tools: Tools, calls: Sequence[ToolCall]) -> tuple[list[str]
     results: list[str] = []
     at = 0
     while at < len(calls):
+        if time.monotonic() >= tools.deadline:
+            return results + ["error: no time left"] * (len(calls) - at), False
         run = [calls[at]]
         if calls[at].name in READ_ONLY:
             while at + len(run) < len(calls) and calls[at + len(run)].name in READ_ONLY:
