@@ -102,7 +102,8 @@ def _compile(body: list[ast.stmt], path: str, flags: int, first: bool) -> CodeTy
 def _moved(code: CodeType, lines: int) -> CodeType:
     """The same code `lines` further down: line tables are relative to the first line."""
     constants = tuple(_moved(c, lines) if isinstance(c, CodeType) else c for c in code.co_consts)
-    return code.replace(co_firstlineno=code.co_firstlineno + lines, co_consts=constants)
+    # A module's own code starts at line 1 wherever its statements are, so it can't be moved up; its functions can.
+    return code.replace(co_firstlineno=max(1, code.co_firstlineno + lines), co_consts=constants)
 
 
 class Cache:
