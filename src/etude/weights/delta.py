@@ -1,7 +1,8 @@
 """Plain lossless deltas: per tensor, where the bits changed and the new bits.
 
-A payload is zstd over a MessagePack list of (name, dtype, shape, gaps, values): `gaps` are uint32 distances between
-changed elements, the first counted from -1; `values` are the new bits. An anchor is the same list with every element.
+A payload is zstd over a MessagePack list of changes. Positions are gaps: distances between changed elements, the first
+one counted from -1, in the narrowest unsigned type that holds the widest of them. A tensor that changed almost
+everywhere, or that is new, is given whole; an anchor is a delta against nothing. Bits are compared, never values.
 """
 
 from __future__ import annotations
@@ -10,76 +11,96 @@ from collections.abc import Mapping
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 import zstandard
 
-from etude.weights.digest import bits
+from etude.weights.digest import bits, type_name
 
 LEVEL = 1
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+Bits = npt.NDArray[np.unsignedinteger]
 
 
-class Change(msgspec.Struct, frozen=True, array_like=True):
-    """The changed elements of one tensor; `gaps` is empty and `whole` set when all of them are given."""
+class Change(msgspec.Struct, array_like=True, frozen=True):
+    """The changed elements of one tensor."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    whole: bool
-    gaps: bytes  # uint32 [changed]
-    values: bytes  # unsigned [changed], as wide as the dtype
+    gap_bytes: int  # 1, 2 or 4; 0: every element is given and `gaps` is empty
+    gaps: bytes
+    values: bytes
 
 
-def encode(old: Mapping[str, torch.Tensor] | None, new: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
-    """The payload that turns `old` into `new`, and how many elements differ; without `old`, all of `new`.
+def encode(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
+    """The payload that turns `old` into `new`, and how many elements differ. `old` may be empty: an anchor.
 
-    Bits are compared, so -0.0 and NaN payloads are kept. Raises ValueError if the two differ in names, types or shapes.
+    Raises ValueError if a tensor is gone, or has another type or shape than before.
     """
-    if old is not None and old.keys() != new.keys():
-        raise ValueError(f"versions differ in tensors: {sorted(old.keys() ^ new.keys())[0]} is in one of them only")
+    if gone := sorted(old.keys() - new.keys()):
+        raise ValueError(f"{gone[0]} was part of the last version and is not part of this one")
     changes: list[Change] = []
     changed = 0
     for name in sorted(new):
-        change, count = _change(name, None if old is None else old[name], new[name])
+        change, count = _change(name, old.get(name), new[name])
         changed += count
-        if count or old is None:
+        if change is not None:
             changes.append(change)
     return zstandard.ZstdCompressor(level=LEVEL).compress(msgspec.msgpack.encode(changes)), changed
 
 
-def _change(name: str, old: torch.Tensor | None, new: torch.Tensor) -> tuple[Change, int]:
-    after = bits(new)
-    kind = str(new.dtype).removeprefix("torch.")
-    shape = tuple(new.shape)
-    if old is None:
-        return Change(name, kind, shape, True, b"", after.tobytes()), after.size
-    if (old.dtype, old.shape) != (new.dtype, new.shape):
-        raise ValueError(f"{name} changed from {old.dtype} {tuple(old.shape)} to {new.dtype} {shape}")
-    index = np.flatnonzero(bits(old) != after)
-    gaps = np.diff(index, prepend=-1).astype("<u4")
-    return Change(name, kind, shape, False, gaps.tobytes(), after[index].tobytes()), index.size
+def apply(tensors: Mapping[str, torch.Tensor], payload: bytes) -> dict[str, torch.Tensor]:
+    """`tensors` with the payload's changes, as new host tensors; unchanged ones are shared, none is written to.
 
-
-def decode(payload: bytes) -> list[Change]:
-    """The changes in a payload. Raises ValueError if it is damaged."""
+    Raises ValueError if the payload is damaged or does not fit.
+    """
     try:
-        return msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(payload), type=list[Change])
+        changes = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(payload), type=list[Change])
     except (zstandard.ZstdError, msgspec.MsgspecError) as e:
-        raise ValueError(f"damaged weight payload: {e}") from None
+        raise ValueError(f"the payload is damaged: {e}") from None
+    return {**tensors, **{change.name: _changed(change, tensors.get(change.name)) for change in changes}}
 
 
-def apply(changes: list[Change], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes the changes into contiguous host `tensors`. Raises ValueError, before writing, if they do not fit."""
-    for change in changes:
-        tensor = tensors.get(change.name)
-        if tensor is None or str(tensor.dtype) != f"torch.{change.dtype}" or tuple(tensor.shape) != change.shape:
-            have = "no such tensor" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"the payload holds {change.name} as {change.dtype} {change.shape}, here is {have}")
-        if not tensor.is_contiguous() or tensor.device.type != "cpu":
-            raise ValueError(f"{change.name} is not a contiguous tensor on the host")
-    for change in changes:
-        target = bits(tensors[change.name])
-        values = np.frombuffer(change.values, target.dtype)
-        if change.whole:
-            target[:] = values
-        else:
-            target[np.cumsum(np.frombuffer(change.gaps, "<u4").astype(np.int64)) - 1] = values
+def _change(name: str, old: torch.Tensor | None, new: torch.Tensor) -> tuple[Change | None, int]:
+    kind, shape, after = type_name(new), tuple(new.shape), bits(new)
+    if kind not in DTYPES:
+        raise ValueError(f"{name} is {kind}; weights are published as {', '.join(DTYPES)}")
+    whole = Change(name, kind, shape, 0, b"", after.tobytes())
+    if old is None:
+        return whole, after.size
+    if (type_name(old), tuple(old.shape)) != (kind, shape):
+        raise ValueError(f"{name} was {type_name(old)} {tuple(old.shape)} and is {kind} {shape}")
+    index = np.flatnonzero(bits(old) != after)
+    if index.size == 0:
+        return None, 0
+    gaps = np.diff(index, prepend=-1)
+    gap_bytes = 1 if gaps.max() < 1 << 8 else 2 if gaps.max() < 1 << 16 else 4
+    if index.size * (gap_bytes + after.itemsize) >= after.nbytes:
+        return whole, index.size
+    return Change(
+        name, kind, shape, gap_bytes, gaps.astype(f"<u{gap_bytes}").tobytes(), after[index].tobytes()
+    ), index.size
+
+
+def _changed(change: Change, old: torch.Tensor | None) -> torch.Tensor:
+    dtype = DTYPES.get(change.dtype)
+    if dtype is None:
+        raise ValueError(f"{change.name} has the unknown type {change.dtype}")
+    values = np.frombuffer(change.values, f"<u{dtype.itemsize}")
+    elements = int(np.prod(change.shape))
+    if change.gap_bytes == 0:
+        if values.size != elements:
+            raise ValueError(f"{change.name} {change.shape} is given by {values.size} elements")
+        whole = torch.from_numpy(values.copy())  # pyright: ignore[reportUnknownMemberType]
+        return whole.view(dtype).view(change.shape)
+    if old is None or old.dtype != dtype or tuple(old.shape) != change.shape:
+        have = "there is none" if old is None else f"there is {type_name(old)} {tuple(old.shape)}"
+        raise ValueError(f"the payload changes {change.name}, {change.dtype} {change.shape}; {have}")
+    index = np.cumsum(np.frombuffer(change.gaps, f"<u{change.gap_bytes}"), dtype=np.int64) - 1
+    if index.size != values.size or (index.size and not 0 <= index[-1] < elements):
+        raise ValueError(f"the changes of {change.name} do not fit into {change.shape}")
+    new = old.detach().cpu().contiguous().clone()
+    bits(new)[index] = values
+    return new

@@ -1,4 +1,7 @@
-"""Version manifests: `versions/NNNNNNNN.json`, immutable, created if absent. With its manifest a version exists."""
+"""Version manifests: `versions/NNNNNNNN.json`, immutable, created if absent. A version exists once its manifest does.
+
+Manifests are small and never deleted, so there is no gap in the numbers. Payloads lie apart, under their own digests.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ def read(store: Store, version: int) -> PolicyVersion | None:
 
 def versions(store: Store, after: int = -1) -> list[int]:
     """Published version numbers greater than `after`, ascending."""
-    numbers = [int(name.rsplit("/", 1)[1].removesuffix(".json")) for name in store.list(FOLDER)]
-    return [number for number in numbers if number > after]
+    keys = store.list(FOLDER, after=key(after) if after >= 0 else None)
+    return [int(name.rsplit("/", 1)[1].removesuffix(".json")) for name in keys]
 
 
 def manifests(store: Store, after: int = -1) -> list[PolicyVersion]:

@@ -12,92 +12,159 @@ from etude.errors import UserError
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights import delta
-from etude.weights.digest import digest, narrow
-from etude.weights.manifest import read, versions
+from etude.weights.digest import digest
+from etude.weights.manifest import key, read, versions
+
+Tensors = Mapping[str, torch.Tensor]
 
 
 class DamagedVersion(Exception):
     """A version that cannot be had whole: a payload is missing, altered, or not what its manifest says."""
 
 
+class WeightsMismatch(Exception):
+    """The live tensors did not take a version's values; they were put back and the old version goes on."""
+
+
+class Receiver:
+    """Brings the live tensors of an engine from version to version.
+
+    It keeps a host copy of the bits it has, so that a delta never touches the live tensors before it is proven. The
+    live ones may be wider (float32 for bfloat16) and on any device.
+    """
+
+    def __init__(self, store: Store, live: Tensors):
+        self._store = store
+        self._live = live
+        self._held: dict[str, torch.Tensor] = {}
+        self.version = -1
+        self.manifest: PolicyVersion | None = None
+
+    def poll(self, limit: int | None = None) -> Update | None:
+        """The newest version (up to `limit`), downloaded and verified; None if it is live already.
+
+        One look-up when there is nothing new. Raises DamagedVersion if the version cannot be had whole: the engine
+        goes on serving what it has and may ask again; the next anchor bridges a hole in the chain.
+        """
+        if self.version >= 0 and not self._store.exists(key(self.version + 1)):
+            return None
+        numbers = [n for n in versions(self._store, after=self.version) if limit is None or n <= limit]
+        if not numbers:
+            return None
+        manifest, staged = _load(self._store, numbers[-1], self.version, self._held)
+        _check_fit(manifest.version, staged, self._live)
+        return Update(self, manifest, staged)
+
+    @torch.no_grad()
+    def _flip(self, update: Update) -> None:
+        before = self._held or {name: tensor.clone() for name, tensor in self._live.items()}
+        for name, tensor in update.staged.items():
+            if self._held.get(name) is not tensor:
+                self._live[name].copy_(tensor)
+        why = _difference(self._live, update.manifest)
+        if why is None:
+            self._held, self.version, self.manifest = dict(update.staged), update.manifest.version, update.manifest
+            return
+        for name, tensor in before.items():
+            self._live[name].copy_(tensor)
+        raise WeightsMismatch(f"version {update.manifest.version} did not arrive in the live tensors: {why}")
+
+
 @dataclass(frozen=True)
 class Update:
     """A verified version, not yet live."""
 
+    receiver: Receiver
     manifest: PolicyVersion
-    staged: Mapping[str, torch.Tensor]
-    live: Mapping[str, torch.Tensor]
+    staged: Tensors
 
-    @torch.no_grad()
     def apply(self) -> None:
-        """Copies the staged tensors into the live ones; call it between two steps of the engine."""
-        for name, tensor in self.live.items():
-            tensor.copy_(self.staged[name])
+        """Makes it live and proves the digest of the live tensors; call it between two steps of the engine.
 
-
-class Receiver:
-    """Keeps a host copy of the bits it has, so that a delta never touches the live tensors before it is proven."""
-
-    def __init__(self, store: Store, live: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16):
-        self._store = store
-        self._live = live
-        self._staged = {name: narrow(name, t, dtype).cpu().contiguous().clone() for name, t in live.items()}
-        self.version = -1
-
-    def poll(self) -> Update | None:
-        """The newest version, downloaded and verified; None if there is nothing newer than the last one.
-
-        Raises DamagedVersion if it cannot be had whole; the caller goes on serving what it has, and may ask again.
+        Raises WeightsMismatch if they do not have it; the old values are back then.
         """
-        numbers = versions(self._store, after=self.version)
-        if not numbers:
-            return None
-        chain = self._chain(numbers[-1])
-        staged = {name: tensor.clone() for name, tensor in self._staged.items()}
-        for manifest in chain:
-            try:
-                delta.apply(delta.decode(self._payload(manifest)), staged)
-            except ValueError as e:
-                raise DamagedVersion(f"version {manifest.version}: {e}") from None
-        target = chain[-1]
-        if digest(staged) != target.digest:
-            raise DamagedVersion(f"version {target.version}: the tensors do not have the digest that was published")
-        self._staged, self.version = staged, target.version
-        return Update(target, staged, self._live)
-
-    def _chain(self, target: int) -> list[PolicyVersion]:
-        """Manifests from the version held, or from the nearest anchor, up to `target`, in the order to apply them."""
-        chain: list[PolicyVersion] = []
-        number: int | None = target
-        while number is not None and (not chain or number != self.version):
-            manifest = read(self._store, number)
-            if manifest is None:
-                raise DamagedVersion(f"version {target} builds on version {number}, whose manifest is gone")
-            chain.append(manifest)
-            number = manifest.parent
-        return chain[::-1]
-
-    def _payload(self, manifest: PolicyVersion) -> bytes:
-        try:
-            payload = self._store.get(manifest.payload)
-        except KeyError:
-            raise DamagedVersion(f"version {manifest.version}: its payload {manifest.payload} is gone") from None
-        if blake3.blake3(payload).hexdigest() != manifest.payload_digest:
-            raise DamagedVersion(f"version {manifest.version}: its payload was altered")
-        return payload
+        self.receiver._flip(self)  # pyright: ignore[reportPrivateUsage]
 
 
-def materialise(store: Store, version: int, tensors: Mapping[str, torch.Tensor]) -> PolicyVersion:
-    """Writes a published version into `tensors` (bfloat16, host). Raises UserError if it is not there or damaged."""
-    if read(store, version) is None:
-        raise UserError(f"{store.url} has no version {version}")
-    receiver = Receiver(store, tensors)
+def materialise(store: Store, version: int, tensors: Tensors) -> PolicyVersion:
+    """Writes a published version into `tensors`, e.g. a model's own, which may be wider.
+
+    Raises UserError if the version is not there, is damaged or does not fit.
+    """
+    manifest, staged = load(store, version)
     try:
-        chain = receiver._chain(version)
-        for manifest in chain:
-            delta.apply(delta.decode(receiver._payload(manifest)), tensors)
-    except (DamagedVersion, ValueError) as e:
-        raise UserError(f"{store.url}: {e}") from None
-    if digest(tensors) != chain[-1].digest:
-        raise UserError(f"{store.url}: version {version} does not have the digest that was published")
-    return chain[-1]
+        _check_fit(version, staged, tensors)
+        Update(Receiver(store, tensors), manifest, staged).apply()
+    except (DamagedVersion, WeightsMismatch) as e:
+        raise UserError(f"{store.url}: {e}; give the folder of the model that the run began with") from None
+    return manifest
+
+
+def load(store: Store, version: int) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:
+    """The manifest and the tensors of a published version, as published. Raises UserError."""
+    if read(store, version) is None:
+        raise UserError(f"{store.url} has no version {version}; the newest is {max(versions(store), default=None)}")
+    try:
+        return _load(store, version, -1, {})
+    except DamagedVersion as e:
+        raise UserError(f"{store.url}: {e}; choose another version") from None
+
+
+def _load(store: Store, target: int, held: int, tensors: Tensors) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:
+    """Version `target`, from version `held` with these tensors or from the nearest anchor."""
+    chain = _chain(store, target, held)
+    staged = dict(tensors) if chain[0].parent is not None else {}
+    for manifest in chain:
+        try:
+            staged = delta.apply(staged, _payload(store, manifest))
+        except ValueError as e:
+            raise DamagedVersion(f"version {manifest.version}: {e}") from None
+    if digest(staged) != chain[-1].digest:
+        raise DamagedVersion(f"version {target}: the tensors do not have the digest that was published")
+    return chain[-1], staged
+
+
+def _chain(store: Store, target: int, held: int) -> list[PolicyVersion]:
+    """Manifests after `held`, or from the nearest anchor, up to `target`, in the order to apply them."""
+    chain: list[PolicyVersion] = []
+    number: int | None = target
+    while number is not None and number != held:
+        try:
+            manifest = read(store, number)
+        except ValueError as e:
+            raise DamagedVersion(str(e)) from None
+        if manifest is None:
+            raise DamagedVersion(f"version {target} builds on version {number}, whose manifest is gone")
+        chain.append(manifest)
+        number = manifest.parent
+    return chain[::-1]
+
+
+def _payload(store: Store, manifest: PolicyVersion) -> bytes:
+    try:
+        payload = store.get(manifest.payload)
+    except KeyError:
+        raise DamagedVersion(f"version {manifest.version}: its payload {manifest.payload} is gone") from None
+    if blake3.blake3(payload).hexdigest() != manifest.payload_digest:
+        raise DamagedVersion(f"version {manifest.version}: its payload was altered")
+    return payload
+
+
+def _check_fit(version: int, staged: Tensors, live: Tensors) -> None:
+    published, here = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (staged, live))
+    for name in sorted(published.keys() | here.keys()):
+        if published.get(name) != here.get(name):
+            raise DamagedVersion(
+                f"version {version} is of another model: {name} has shape {published.get(name)}, here {here.get(name)}"
+            )
+
+
+def _difference(live: Tensors, manifest: PolicyVersion) -> str | None:
+    """Why the live tensors are not the manifest's; None if they are."""
+    try:
+        found = digest(live)
+    except ValueError as e:
+        return str(e)
+    if found == manifest.digest:
+        return None
+    return f"their digest is {found[:12]}, published was {manifest.digest[:12]}"
