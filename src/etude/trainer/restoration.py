@@ -106,13 +106,10 @@ def generate(
         new = model.generate(
             input_ids=ids_BT,
             attention_mask=mask_BT,
-            do_sample=sample,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
             max_new_tokens=max_new_tokens,
             eos_token_id=IDS["<|end|>"],
             pad_token_id=IDS["<|pad|>"],
+            **({"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}),
         )
         for row, i in enumerate(some):
             out[i] = new[row, width:].tolist()

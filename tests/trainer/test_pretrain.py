@@ -1,0 +1,156 @@
+"""The stages on a model of a few thousand parameters and a corpus of a few functions; no network, no compilation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from etude.corpus import build, packing
+from etude.corpus.dialect import IDS
+from etude.corpus.filters import Function, functions
+from etude.corpus.sources import File
+from etude.trainer import pretrain, pretrain_config, restoration
+from etude.trainer.pretrain_config import CorpusConfig, MidtrainConfig, ModelConfig, OptimConfig, SftConfig
+
+CODE = "\n\n\n".join(
+    f"def f{i}(items, low={i}):\n    total = 0\n    for item in items:\n        if item > low:\n"
+    f"            total += item\n    return total - low"
+    for i in range(30)
+)
+MODEL = ModelConfig(
+    vocab_size=320, hidden_size=32, intermediate_size=48, layers=2, heads=2, kv_heads=1, head_dim=16, expert_size=16,
+    experts=4, max_positions=256,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: tuple[Function, ...] = tuple(functions(File("demo", "demo/sums.py", CODE)))
+    corpus = build.Corpus(found[:-4], found[-4:], {"functions": {"kept": len(found) - 4}})
+    monkeypatch.setattr(build, "build_corpus", lambda *args, **kwargs: corpus)
+
+
+def _optim(**changes: object) -> OptimConfig:
+    values = {"tokens": 40_000, "batch": 4, "length": 128, "lr": 5e-3, "compile": False, "threads": 1, "log_every": 1}
+    return OptimConfig.model_validate({**values, **changes})
+
+
+def _midtrain(output: Path, **changes: object) -> MidtrainConfig:
+    return MidtrainConfig(output=output, seed=3, model=MODEL, optim=_optim(**changes), corpus=CorpusConfig())
+
+
+def _losses(output: Path) -> list[float]:
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss/token"] for row in rows if "loss/token" in row]
+
+
+def test_midtrain_then_sft_lower_the_loss_and_give_a_loadable_model(tmp_path: Path) -> None:
+    folder = pretrain.midtrain(_midtrain(tmp_path / "mid"))
+    losses = _losses(tmp_path / "mid")
+    assert np.mean(losses[-5:]) < 0.6 * losses[0]
+    config = SftConfig(
+        output=tmp_path / "sft", model=folder, optim=_optim(tokens=20_000, lr=3e-3), corpus=CorpusConfig()
+    )
+    tuned = pretrain.sft(config)
+    after = _losses(tmp_path / "sft")
+    assert np.mean(after[-5:]) < 0.8 * after[0]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tuned)
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert AutoTokenizer.from_pretrained(tuned).eos_token_id == IDS["<|end|>"]
+    found = restoration.mutants(build.build_corpus().evaluation, 4, seed=0)
+    result = restoration.measure(model, pretrain.bpe.load(tuned), found, k=2)
+    assert result.mutants == 4
+    assert 0 <= result.sampled <= result.pass_k <= 1
+
+
+def test_interrupted_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    pretrain.midtrain(_midtrain(whole, tokens=6_000))
+    pretrain.midtrain(_midtrain(parts, tokens=6_000), stop_after=4)
+    pretrain.midtrain(_midtrain(parts, tokens=6_000), resume=True)
+    one, two = load_file(whole / "state.safetensors"), load_file(parts / "state.safetensors")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert _losses(whole) == _losses(parts)
+
+
+def test_run_folder_is_not_reused_and_resume_needs_a_state(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no saved state"):
+        pretrain.midtrain(_midtrain(tmp_path / "run"), resume=True)
+    pretrain.midtrain(_midtrain(tmp_path / "run", tokens=2_000), stop_after=1)
+    with pytest.raises(ValueError, match="already holds a run"):
+        pretrain.midtrain(_midtrain(tmp_path / "run"))
+    with pytest.raises(ValueError, match="not a model folder"):
+        pretrain.sft(SftConfig(output=tmp_path / "sft", model=tmp_path / "nothing"))
+
+
+def test_loss_counts_only_labelled_targets(tmp_path: Path) -> None:
+    """The gathered loss equals the plain one over all logits with unlabelled targets ignored."""
+    model = pretrain.new_model(MODEL, 0).float()
+    generator = np.random.default_rng(0)
+    rows = packing.Rows(
+        generator.integers(32, 320, (4, 24)).astype(np.uint16), generator.integers(0, 2, (4, 24)).astype(np.uint8)
+    )
+    batch = pretrain._Batches.of(rows, 4)[0]
+    loss, balance, load_LE = pretrain.loss_function(model)(*batch)
+    ids_BT = torch.from_numpy(rows.ids.astype(np.int64))
+    targets_BT = torch.where(torch.from_numpy(rows.mask) > 0, ids_BT, -100)[:, 1:]
+    logits_BTV = model(input_ids=ids_BT).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+    # Same float32 sums in another order.
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert load_LE.shape == (1, MODEL.experts)
+    assert float(load_LE.sum()) == pytest.approx(1.0)
+    assert float(balance.detach()) > 0.9
+
+
+def test_schedule_warms_up_stays_and_decays_to_zero() -> None:
+    config = _optim(lr=1.0, warmup=0.1, decay=0.5)
+    rates = [pretrain.learning_rate(config, p) for p in (0.0, 0.05, 0.1, 0.4, 0.75, 1.0)]
+    assert rates == pytest.approx([0.02, 0.5, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_master_weights_keep_updates_smaller_than_bfloat16_can_hold() -> None:
+    model = pretrain.new_model(MODEL, 0)
+    optimizer = pretrain.MasterAdamW(model, _optim(weight_decay=0.0))
+    before = optimizer.masters[0].clone()
+    for _ in range(3):
+        for param in optimizer.params:
+            param.grad = torch.ones_like(param)
+        optimizer.step(1e-6)
+    # Adam's step is the learning rate itself when every gradient is equal.
+    assert torch.allclose(before - optimizer.masters[0], torch.full_like(before, 3e-6), atol=1e-7)
+    assert torch.equal(optimizer.params[0], optimizer.masters[0].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ('stage = "other"\n', "stage must be one of"),
+        ('stage = "midtrain"\noutput = "x"\nspeed = 1\n', "speed"),
+        ('stage = "midtrain"\noutput = "x"\n[mix]\ncode = 0.9\n', "sum to 1"),
+        ('stage = "sft"\noutput = "x"\n', "model"),
+    ],
+)
+def test_bad_configuration_is_refused(tmp_path: Path, table: str, message: str) -> None:
+    path = tmp_path / "stage.toml"
+    path.write_text(table)
+    with pytest.raises((ValueError, ValidationError), match=message):
+        pretrain_config.load(path)
+
+
+@pytest.mark.parametrize("name", ["nano-midtrain.toml", "nano-sft.toml"])
+def test_recipes_load_and_hold_out_the_demo_library(name: str) -> None:
+    config = pretrain_config.load(Path(__file__).parents[2] / "recipes" / name)
+    names = {package.split("==")[0] for package in config.corpus.packages}
+    assert not names & {"pydash", "toolz", "boltons", "more-itertools", "funcy"}
+    assert any(package.startswith("pydash==") for package in config.corpus.held_out)
