@@ -15,43 +15,67 @@ from etude.environments.base import TestReport
 from etude.environments.inside.mirrors import name as twin_name
 
 OUTCOMES = frozenset({"passed", "failed", "error"})
-MAX_TWINS = 4
+COLD = b'{"cold": true}\n'  # a hot template's answer when a change needs a fresh import
+MAX_TWINS = 3
 MAX_MESSAGE = 160
 
 
 @dataclass(frozen=True)
+class Guard:
+    """Tests that the grading template of one image holds besides the real ones, under names that can't be guessed."""
+
+    token: str  # in the names of twins
+    virtual: dict[str, str]  # path -> text of the module of sentinels
+    expected: dict[str, str]  # sentinel -> outcome that an honest run reports
+
+
+def new_guard() -> Guard:
+    token, module, *names = (secrets.token_hex(6) for _ in range(5))
+    a, b = secrets.SystemRandom().sample(range(1000), 2)
+    path = f"test_{module}.py"
+    text = (
+        f"def test_{names[0]}():\n    assert [{a}, 'x'] == [{b}, 'x']\n"
+        f"def test_{names[1]}():\n    raise ValueError({a})\n"
+        f"def test_{names[2]}():\n    assert {{'k': {a}}} == {{'k': {a}}}\n"
+    )
+    outcomes = ("failed", "failed", "passed")
+    expected = {f"{path}::test_{name}": outcome for name, outcome in zip(names, outcomes, strict=True)}
+    return Guard(token, {path: text}, expected)
+
+
+@dataclass(frozen=True)
 class Questions:
-    """The tests of one run in order, extra ones mixed in."""
+    """The tests of one run in order, the guard's mixed in."""
 
     wanted: tuple[str, ...]
     asked: tuple[str, ...]
-    virtual: dict[str, str]  # generated test modules
     sentinels: dict[str, str]  # node id -> outcome that an honest run reports
     twins: dict[str, str]  # node id of a twin -> node id of its test
 
+    @property
+    def files(self) -> list[str]:
+        """What a template has to import: test files, and `path::doctest:` for source files."""
+        return sorted({_file(test) for test in self.asked})
 
-def ask(tests: Sequence[str], guarded: bool, token: str | None) -> Questions:
-    """Questions for `tests`; with sentinels and twins if `guarded`."""
+
+def _file(test: str) -> str:
+    path, _, rest = test.partition("::")
+    return f"{path}::doctest:" if rest.startswith("doctest:") else path
+
+
+def ask(tests: Sequence[str], guard: Guard | None) -> Questions:
+    """Questions for `tests`; with sentinels at random places, and twins at the end, if there is a guard."""
     wanted = tuple(dict.fromkeys(tests))
-    if not guarded or token is None:
-        return Questions(wanted, wanted, {}, {}, {})
+    if guard is None:
+        return Questions(wanted, wanted, {}, {})
     random = secrets.SystemRandom()
-    names = [secrets.token_hex(6) for _ in range(4)]
-    a, b = random.sample(range(1000), 2)
-    path = f"test_{names[0]}.py"
-    text = (
-        f"def test_{names[1]}():\n    assert [{a}, 'x'] == [{b}, 'x']\n"
-        f"def test_{names[2]}():\n    raise ValueError({a})\n"
-        f"def test_{names[3]}():\n    assert {{'k': {a}}} == {{'k': {a}}}\n"
-    )
-    expected = dict(zip((f"{path}::test_{name}" for name in names[1:]), ("failed", "failed", "passed"), strict=True))
     asked = list(wanted)
-    for test in expected:
+    for test in guard.expected:
         asked.insert(random.randrange(len(asked) + 1), test)
     functions = [test for test in wanted if test.count("::") == 1 and "::doctest:" not in test]
     chosen = random.sample(functions, min(MAX_TWINS, len(functions)))
-    twins = {twin_name(test, token): test for test in chosen}
-    return Questions(wanted, (*asked, *twins), {path: text}, expected, twins)
+    twins = {twin_name(test, guard.token): test for test in chosen}
+    return Questions(wanted, (*asked, *twins), guard.expected, twins)
 
 
 def decide(questions: Questions, status: int, timed_out: bool, seconds: float, data: bytes) -> TestReport:

@@ -12,6 +12,7 @@ import ast
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.machinery import FileFinder, ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 
@@ -43,14 +44,23 @@ class Source:
             groups[-1].append(node)
             end = node.end_lineno or 0
         for i, group in enumerate(groups):
-            yield _start(group[0]), _compile(group, self.path, self.flags, first=i == 0)
+            yield _start(group[0]), compile_part(group, self.path, self.flags, first=i == 0)
 
     def changed(self, text: str) -> list[CodeType]:
         """Code objects to execute in order for `text` in place of this file. Raises what compile raises."""
         return self._patch(text) or [compile(text, self.path, "exec", dont_inherit=True)]
 
     def _patch(self, text: str) -> list[CodeType] | None:
-        """None if the change can't be confined to whole statements.
+        """None if the change can't be confined to whole statements."""
+        cut = self.cut(text)
+        if cut is None or any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in cut.new):
+            return None
+        middle = [compile_part(cut.new, self.path, self.flags, cut.first == 0)] if cut.new else []
+        after = [code if not cut.shift else moved(code, cut.shift) for _, code in self.pieces[cut.last :]]
+        return [code for _, code in self.pieces[: cut.first]] + middle + after
+
+    def cut(self, text: str) -> Cut | None:
+        """What differs between this file and `text`, in whole top-level statements.
 
         Sound because the cut text parses on its own between two places where a statement of the pristine file
         starts: neither a string, a bracket, an indented block nor an `else` can reach over such a cut.
@@ -65,21 +75,32 @@ class Source:
         starts = [line for line, _ in self.pieces]
         first = max((i for i, line in enumerate(starts) if line <= head), default=0)
         last = next((i for i, line in enumerate(starts) if line > len(old) - tail), len(starts))
-        if last <= first:
-            last = first + 1
+        last = max(last, first + 1)
         begin = starts[first] if first else 1
         shift = len(new) - len(old)
-        end = starts[last] - 1 + shift if last < len(starts) else len(new)
-        region = "\n".join(new[begin - 1 : end])
+        end = starts[last] - 1 if last < len(starts) else len(old)
         try:
-            body = ast.parse("\n" * (begin - 1) + region + "\n").body
+            body = parse(new, begin, end + shift)
         except (SyntaxError, ValueError):
             return None
-        if any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in body):
-            return None
-        middle = [_compile(body, self.path, self.flags, first == 0)] if body else []
-        after = [code if not shift else _moved(code, shift) for _, code in self.pieces[last:]]
-        return [code for _, code in self.pieces[:first]] + middle + after
+        return Cut(first, last, begin, end, shift, body)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Pieces `first` to `last` (exclusive), lines `begin` to `end` of the pristine file, and what replaces them."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    shift: int  # lines that what follows moves down
+    new: list[ast.stmt]
+
+
+def parse(lines: list[str], begin: int, end: int) -> list[ast.stmt]:
+    """Statements of some lines, numbered as in the whole."""
+    return ast.parse("\n" * (begin - 1) + "\n".join(lines[begin - 1 : end]) + "\n").body
 
 
 def _divisible(text: str) -> bool:
@@ -92,16 +113,16 @@ def _start(node: ast.stmt) -> int:
     return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
 
 
-def _compile(body: list[ast.stmt], path: str, flags: int, first: bool) -> CodeType:
+def compile_part(body: list[ast.stmt], path: str, flags: int, first: bool) -> CodeType:
     # Only at the head of the module is a string a docstring.
     if not first and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         body = body[1:]
     return compile(ast.Module(body, []), path, "exec", flags, dont_inherit=True)
 
 
-def _moved(code: CodeType, lines: int) -> CodeType:
+def moved(code: CodeType, lines: int) -> CodeType:
     """The same code `lines` further down: line tables are relative to the first line."""
-    constants = tuple(_moved(c, lines) if isinstance(c, CodeType) else c for c in code.co_consts)
+    constants = tuple(moved(c, lines) if isinstance(c, CodeType) else c for c in code.co_consts)
     # A module's own code starts at line 1 wherever its statements are, so it can't be moved up; its functions can.
     return code.replace(co_firstlineno=max(1, code.co_firstlineno + lines), co_consts=constants)
 

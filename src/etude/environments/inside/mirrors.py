@@ -44,15 +44,37 @@ def _twin(node: ast.stmt, token: str) -> ast.stmt | None:
     twin.name = f"test_{token}_{node.name}"
     compare = twin.body[-1].test  # type: ignore[attr-defined]
     if _calls(compare.comparators[0]) and not _calls(compare.left):
-        compare.left = _wrapped(compare.left)
+        compare.left = _falsified(twin, compare.left)
     else:
-        compare.comparators[0] = _wrapped(compare.comparators[0])
+        compare.comparators[0] = _falsified(twin, compare.comparators[0])
     ast.fix_missing_locations(twin)
     return twin
 
 
 def _calls(node: ast.expr) -> bool:
     return any(isinstance(part, ast.Call) for part in ast.walk(node))
+
+
+def _falsified(twin: ast.FunctionDef, expected: ast.expr) -> ast.expr:
+    """An expression with another value than `expected`, so that no right one is left in the twin's frame.
+
+    Code that takes what it returns from its caller's variables or constants thereby passes the twin, too.
+    """
+    if isinstance(expected, ast.Name):
+        uses = sum(isinstance(part, ast.Name) and part.id == expected.id for part in ast.walk(twin))
+        if uses == 1 and any(parameter.arg == expected.id for parameter in twin.args.args):
+            assign = ast.Assign([ast.Name(expected.id, ast.Store())], _wrapped(expected))
+            twin.body.insert(0, ast.copy_location(assign, twin.body[0]))
+            return expected
+    try:
+        text = repr(wrong(ast.literal_eval(expected)))
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError):
+        return _wrapped(expected)
+    literal = ast.parse(text, mode="eval").body
+    for part in ast.walk(literal):
+        ast.copy_location(part, expected)
+    return literal
 
 
 def _wrapped(node: ast.expr) -> ast.expr:

@@ -13,19 +13,21 @@ import contextlib
 import gc
 import json
 import os
+import re
 import resource
 import select
 import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import code, linux, root, suite
+from . import code, linux, root, suite, swap
 
 MAX_REPORT = 8 << 20  # bytes that a run may report
 _LIBRARY_SKIP = frozenset({"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "__main__"})
@@ -46,9 +48,14 @@ class Run:
 
 
 class Template:
-    """`connection` is the owner; `hidden` the folder of hidden tests inside, if this image is for grading."""
+    """`connection` is the owner; `hidden` the folder of hidden tests inside, if this image is for grading.
 
-    def __init__(self, connection: socket.socket, hidden: str | None, token: str | None) -> None:
+    A hot template holds the pristine library and tests imported, a cold one only their compiled code; see `swap.py`.
+    """
+
+    def __init__(
+        self, connection: socket.socket, hot: bool, hidden: str | None, token: str | None, virtual: dict[str, str]
+    ) -> None:
         self.connection = connection
         self.hidden = hidden
         self.cache = code.Cache()
@@ -59,6 +66,10 @@ class Template:
         code.install(self.cache, self.roots)
         self.config, self.reporter = suite.prepare(hidden or workspace)
         self.cache.rewrite = suite.rewriter(self.config, token)
+        self.suite = suite.Suite(self.config, self.reporter, self.cache, hidden, workspace)
+        self.suite.virtual = virtual
+        self.hot = hot
+        self.ran: swap.Ran = set()
         self.warm: set[str] = set()
         self.runs: dict[int, Run] = {}  # by pipe
         self.filter = linux.filter_program(os.uname().machine)
@@ -179,6 +190,14 @@ class Template:
             # Of the pristine image only the standard library and the dependencies; both are read-only.
             with contextlib.suppress(Exception):
                 __import__(name)
+        for pattern, flags in learned.get("patterns", ()):
+            with contextlib.suppress(re.error):
+                re.compile(pattern, flags)
+        if self.hot:
+            with swap.record(self.ran, root.WORKSPACE):
+                for path in learned.get("loaded", ()):
+                    with contextlib.suppress(Exception):
+                        self.suite.warm(path)
         gc.collect()
         gc.freeze()
 
@@ -205,27 +224,40 @@ class Template:
             os._exit(2)
         os._exit(0)
 
-    def _suite(self, report: suite.Report) -> suite.Suite:
-        return suite.Suite(self.config, self.reporter, self.cache, self.hidden, root.WORKSPACE, report)
-
     def _run(self, request: dict[str, Any], writer: int) -> None:
         def report(test: str, outcome: str, message: str) -> None:
             _write(writer, {"test": test, "outcome": outcome, "message": message})
 
+        if self.hot and not self._swap():
+            _write(writer, {"cold": True})
+            return
         if "random" in sys.modules:
             sys.modules["random"].seed(0)  # forks reseed it
-        run = self._suite(report)
-        run.virtual = request["virtual"]
-        run.run(request["tests"])
+        self.suite.run(request["tests"], report)
         _write(writer, {"end": len(request["tests"])})
+
+    def _swap(self) -> bool:
+        """Bring the imported library to the state of this run; False if that takes a fresh import."""
+        modules = {getattr(module, "__file__", None): module for module in list(sys.modules.values())}
+        for path, data in self.cache.changed.items():
+            source = self.cache.sources.get(path)
+            if source is None or data is None or path not in modules:
+                return False
+            try:
+                text = code.decode(data)
+            except SyntaxError:
+                return False
+            if not swap.swap(source, text, modules[path], self.ran):
+                return False
+        return True
 
     def _learn(self, files: list[str], writer: int) -> None:
         before = set(sys.modules)
-        run = self._suite(lambda *_: None)
+        loaded = []
         for path in files:
             with contextlib.suppress(BaseException):
-                if path.endswith(".py"):
-                    run.warm(path)
+                self.suite.warm(path)
+                loaded.append(path)
         stable = (sys.base_prefix + "/", root.SITE + "/", root.RUNNER + "/", "/usr/lib/")
         names = []
         for name, module in list(sys.modules.items()):
@@ -234,7 +266,16 @@ class Template:
                 if origin in ("built-in", "frozen") or origin.startswith(stable):
                     names.append(name)
         sources = list(dict.fromkeys(self.cache.loaded))
-        _write(writer, {"sources": sources, "tests": sorted(self.cache.tests), "modules": names})
+        learned = {
+            "sources": sources,
+            "tests": sorted(self.cache.tests),
+            "modules": names,
+            "patterns": [key[1:] for key in getattr(re, "_cache", {}) if key[0] is str],
+            "loaded": loaded if threading.active_count() == 1 else [],
+        }
+        data = json.dumps(learned).encode() + b"\n"
+        while data:
+            data = data[os.write(writer, data) :]
 
 
 def enter(limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:

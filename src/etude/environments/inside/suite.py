@@ -95,30 +95,31 @@ _session = pytest.StashKey[pytest.Session]()
 class _Module(pytest.Module):
     """A test module that is imported already, and of which only `wanted` names are collected."""
 
-    wanted: frozenset[str]
+    wanted: frozenset[str] | None
     imported: ModuleType
 
     def _getobj(self) -> ModuleType:
         return self.imported
 
     def funcnamefilter(self, name: str) -> bool:
-        return name in self.wanted
+        return super().funcnamefilter(name) if self.wanted is None else name in self.wanted
 
     def classnamefilter(self, name: str) -> bool:
-        return name in self.wanted
+        return super().classnamefilter(name) if self.wanted is None else name in self.wanted
 
 
 class Suite:
     """The tests of one run. `hidden` and `workspace` are folders that ids are relative to; the first wins."""
 
     def __init__(
-        self, config: Config, reporter: _Reporter, cache: code.Cache, hidden: str | None, workspace: str, report: Report
+        self, config: Config, reporter: _Reporter, cache: code.Cache, hidden: str | None, workspace: str
     ) -> None:
         self.config, self.reporter, self.cache = config, reporter, cache
         self.session = config.stash[_session]
         self.trees = [tree for tree in (hidden, workspace) if tree is not None]
-        self.hidden, self.workspace, self.report = hidden, workspace, report
+        self.hidden, self.workspace = hidden, workspace
         self.folders: dict[str, Any] = {}
+        self.items: dict[str, dict[str, Any]] = {}  # path -> node id -> item, of files collected ahead
         self.virtual: dict[str, str] = {}  # path -> text of test modules that are on no disk
 
     def locate(self, path: str) -> str | None:
@@ -145,13 +146,13 @@ class Suite:
         exec(self.cache.rewrite(path, self.virtual[path]), vars(module))
         return module
 
-    def warm(self, path: str) -> None:
-        """Import what tests in this file need."""
-        if self.hidden is not None and self.locate(path) == f"{self.hidden}/{path}" or "test" in path.rsplit("/")[-1]:
-            self._folder(path.rpartition("/")[0])
-            self.load(path)
-        else:
+    def warm(self, entry: str) -> None:
+        """Import and collect a test file, or (`path::doctest:`) import a source file."""
+        path, mark, _ = entry.partition("::doctest:")
+        if mark:
             _importable(self.cache, f"{self.workspace}/{path}", path)
+        else:
+            self.items[path] = {item.nodeid: item for item in _items(self._module(path, None))}
 
     def _package(self, path: str, file: str) -> str:
         """Module name of a test file; its packages are imported, from every tree that has them."""
@@ -189,7 +190,7 @@ class Suite:
             self.config.pluginmanager.register(module, os.path.join(self.trees[0], path, "conftest.py"))
         return node
 
-    def run(self, tests: Sequence[str]) -> None:
+    def run(self, tests: Sequence[str], report: Report) -> None:
         """Run and report every test, in order; tests of one file that follow each other share its fixtures."""
         items: list[Any] = []
         found: dict[str, Any] = {}
@@ -203,15 +204,15 @@ class Suite:
         for test in tests:
             entry = found.get(test, f"no such test {test}")
             if isinstance(entry, str):
-                self.report(test, "error", one_line(entry))
+                report(test, "error", one_line(entry))
             else:
                 items.append((test, entry))
         for i, (test, entry) in enumerate(items):
             if isinstance(entry, pytest.Item):
                 following = items[i + 1][1] if i + 1 < len(items) else None
-                self._run_item(test, entry, following if isinstance(following, pytest.Item) else None)
+                self._run_item(test, entry, following if isinstance(following, pytest.Item) else None, report)
             else:
-                self.report(test, *entry())
+                report(test, *entry())
 
     def _collect(self, path: str, ids: Sequence[str]) -> dict[str, Any]:
         """Node id -> item, callable, or the text of an error."""
@@ -224,23 +225,29 @@ class Suite:
             else:
                 names.add(re.split(r"::|\[", rest, maxsplit=1)[0])
         if names:
-            folder = self._folder(path.rpartition("/")[0])
-            module = self.load(path)
-            node = _Module.from_parent(folder, path=Path(self.trees[0], path))
-            node._nodeid = path
-            node.wanted, node.imported = frozenset(names), module
-            wanted = set(ids)
-            entries |= {item.nodeid: item for item in _items(node) if item.nodeid in wanted}
+            items = self.items.get(path)
+            if items is None:
+                items = {item.nodeid: item for item in _items(self._module(path, frozenset(names)))}
+            entries |= {test: items[test] for test in ids if test in items}
         return entries
 
-    def _run_item(self, test: str, item: pytest.Item, following: pytest.Item | None) -> None:
+    def _module(self, path: str, wanted: frozenset[str] | None) -> _Module:
+        """The collector of a test file; of `wanted` functions and classes only, if given."""
+        folder = self._folder(path.rpartition("/")[0])
+        module = self.load(path)
+        node: _Module = _Module.from_parent(folder, path=Path(self.trees[0], path))
+        node._nodeid = path
+        node.wanted, node.imported = wanted, module
+        return node
+
+    def _run_item(self, test: str, item: pytest.Item, following: pytest.Item | None, report: Report) -> None:
         self.reporter.reports = []
         try:
             self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         except BaseException as e:
             if isinstance(e, MemoryError):
                 raise
-            self.report(test, "error", describe(e))
+            report(test, "error", describe(e))
             return
         outcome, message = "missing", ""
         for phase, result, text in self.reporter.reports:
@@ -250,7 +257,7 @@ class Suite:
                 break
             if phase == "call":
                 outcome = "passed"
-        self.report(test, outcome, message)
+        report(test, outcome, message)
 
     def _doctest(self, path: str, name: str) -> Callable[[], tuple[str, str]]:
         file = f"{self.workspace}/{path}"

@@ -97,7 +97,11 @@ def _handle(connection: socket.socket, hello: dict[str, Any], host_id: int | Non
             os.waitpid(pid, 0)
             os._exit(0)
         linux.die_with_parent(0)
-        served = shell.Live(connection) if hello["live"] else runs.Template(connection, hello["hidden"], hello["token"])
+        if hello["live"]:
+            served = shell.Live(connection)
+        else:
+            guard = hello["guard"] or {"token": None, "virtual": {}}
+            served = runs.Template(connection, hello["hot"], hello["hidden"], guard["token"], guard["virtual"])
         runs.send(connection, {"ready": True})
         served.serve()
     except BaseException as e:
