@@ -109,13 +109,14 @@ def test_the_compact_dialect_has_the_tokens_of_the_training_corpus(compact: Rend
     """Written by different code: the corpus encodes pieces of documents, the renderer prompts and bridges."""
     speaker = Speaker(compact_folder)
     turn = (dialect.Call("edit", ("    a\n", " b")), dialect.Call("test"))
-    opening = dialect.message("user", dialect.prompt("f", "src/a.py", "def f(x):\n    return x"))
+    source = "def f(x):\n    return x"
+    opening = dialect.message("user", dialect.prompt("f", "src/a.py", source)) + dialect.message("tool", NASTY[2])
     document = (
         opening + dialect.turn(turn) + dialect.message("tool", "ok\npassed") + dialect.turn([dialect.Call("finish")])
     )
     ((expected, _),) = dialect.encode(Tokenizer.from_file(str(compact_folder / "tokenizer.json")), [document])
     said = speaker.turn(("edit", {"old": "    a\n", "new": " b"}), ("test", {}))
-    ids = compact.prompt([USER]) + said + compact.bridge(said, "stop", ["ok", "passed"])
+    ids = compact.prompt([USER, tool(NASTY[2])]) + said + compact.bridge(said, "stop", ["ok", "passed"])
     assert ids + speaker.turn(("finish", {})) == expected.tolist()
 
 
