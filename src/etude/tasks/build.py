@@ -80,7 +80,7 @@ async def _run(plan: _Plan) -> None:
     plan.progress("installing dependencies", 0, 1)
     requirements = fetch.install_dependencies(plan.repo, work / "site")
     licence_name, licence_source = licence.find_licence(plan.repo)
-    async with open_sandbox(workers=options.workers) as sandbox:
+    async with open_sandbox(workers=options.workers, memo=0) as sandbox:
         callers = await _trace(plan, sandbox)
         policy = _lay_out(plan, callers)
         bench = Bench(

@@ -74,7 +74,7 @@ def _shown_tests(data: Dataset) -> list[str]:
 
 async def _grade_all(data: Dataset, progress: Progress) -> dict[str, str]:
     failures: dict[str, str] = {}
-    async with open_sandbox(workers=_WORKERS) as sandbox:
+    async with open_sandbox(workers=_WORKERS, memo=0) as sandbox:
 
         async def check_task(task: Task) -> str | None:
             image = data.image(task)

@@ -1,0 +1,171 @@
+"""A small library becomes gated tasks, through the sandbox and the grader that training uses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from etude.environments.base import TestReport
+from etude.errors import UserError
+from etude.tasks import dataset, gates
+from etude.tasks.build import build
+from etude.tasks.check import check
+from etude.tasks.gates import Bench
+from etude.tasks.options import BuildOptions
+
+TINY = Path(__file__).parent / "repositories/tiny-1.0"
+OPTIONS = BuildOptions(seed=1, max_tasks=14, kinds=("mutation", "removal"), per_function=2, heldout_fraction=0.3)
+# Passes once in sixteen runs, so that it survives the trace and three repeats once in 65,536.
+FLAKY = "import os\n\nfrom tiny import chunk\n\n\ndef test_flaky():\n    assert chunk([1]) and os.urandom(1)[0] < 16\n"
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    assert 0 <= done <= total, stage
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dataset.Dataset:
+    return build(TINY, tmp_path_factory.mktemp("built") / "tiny", OPTIONS, quiet)
+
+
+def test_tasks(built: dataset.Dataset) -> None:
+    assert len(built.tasks) == 14
+    assert {task.kind for task in built.tasks} == {"mutation", "removal"}
+    assert len({task.id for task in built.tasks}) == 14
+    train, heldout = ({task.function for task in built.split(name)} for name in ("train", "heldout"))
+    assert train
+    assert heldout
+    assert not train & heldout
+    for task in built.tasks:
+        path, name = task.function.split("::")
+        assert task.instruction == f"{'Implement' if task.kind == 'removal' else 'Fix'} `{name}` in {path}"
+        assert task.visible_tests == (f"{path}::doctest:{name}",)
+        assert task.fail_to_pass
+        assert task.difficulty["visible_fails"] == 1
+        assert task.solution[path] == (TINY / path).read_text()
+        focus = task.changes[path].split("\n")[task.focus.first_line - 1 : task.focus.last_line]
+        assert focus[0].lstrip().startswith(f"def {name.split('.')[-1]}(")
+        outside = "\n".join(line for line in task.changes[path].split("\n") if line not in focus)
+        assert all(line in task.solution[path] for line in outside.split("\n"))
+
+
+def test_what_the_agent_sees(built: dataset.Dataset) -> None:
+    files = {p.relative_to(built.repository).as_posix() for p in built.repository.rglob("*") if p.is_file()}
+    assert files == {"LICENSE", "pyproject.toml", "src/tiny/__init__.py", "src/tiny/lists.py", "src/tiny/words.py"}
+    assert {p.name for p in built.hidden.rglob("*") if p.is_file()} == {"test_lists.py", "test_words.py"}
+    image = built.image(built.tasks[0])
+    assert (image.repository, image.changes) == (built.repository, built.tasks[0].changes)
+
+
+def test_check(built: dataset.Dataset, tmp_path: Path) -> None:
+    report = check(built.root, quiet)
+    assert (report.tasks, report.problems, report.failures) == (14, (), {})
+    assert report.ok
+    spoiled = tmp_path / "spoiled"
+    shutil.copytree(built.root, spoiled)
+    fixed, wrong = built.tasks[0], built.tasks[1]
+    for path, text in fixed.solution.items():
+        (spoiled / "tasks" / fixed.id / "environment/files" / path).write_text(text)
+    for path, text in wrong.changes.items():
+        (spoiled / "tasks" / wrong.id / "solution/files" / path).write_text(text)
+    shutil.copytree(built.hidden / "tests", spoiled / "repository/tests")
+    report = check(spoiled, quiet)
+    assert not report.ok
+    assert set(report.failures) == {fixed.id, wrong.id}
+    assert "repository/ has changed since it was built" in report.problems
+    assert "tasks/ has changed since it was built" in report.problems
+    assert "repository/tests/test_lists.py holds hidden tests" in report.problems
+
+
+def test_card(built: dataset.Dataset) -> None:
+    card = (built.root / "DATACARD.md").read_text()
+    assert "Licence of the code: MIT (from pyproject.toml)" in card
+    assert "| removal | removal |" in card
+    assert "14 tasks were kept." in card
+    assert json.loads((built.root / "dataset.json").read_text())["counts"]["tasks"] == 14
+
+
+def test_same_seed_same_bytes(built: dataset.Dataset, tmp_path: Path) -> None:
+    again = build(TINY, tmp_path / "again", OPTIONS, quiet)
+    assert dataset.tree_digest(again.root) == dataset.tree_digest(built.root)
+
+
+def test_half_of_the_tests_visible_and_flaky_ones_left_out(tmp_path: Path) -> None:
+    repository = tmp_path / "tiny-1.0"
+    shutil.copytree(TINY, repository)
+    (repository / "tests/test_flaky.py").write_text(FLAKY)
+    (repository / "tests/test_wrong.py").write_text(
+        "from tiny import chunk\n\n\ndef test_wrong():\n    assert chunk([1]) == 2\n"
+    )
+    data = build(repository, tmp_path / "out", BuildOptions(max_tasks=6, visible="half", min_lines=2, repeats=3), quiet)
+    seen = {test for task in data.tasks for test in task.visible_tests}
+    hidden = {test for task in data.tasks for test in (*task.fail_to_pass, *task.pass_to_pass)}
+    assert seen
+    assert hidden
+    assert not {t.partition("[")[0] for t in seen} & {t.partition("[")[0] for t in hidden}
+    assert not any("flaky" in test or "wrong" in test for test in seen | hidden)
+    shown = "".join(p.read_text() for p in (data.repository / "tests").glob("*.py"))
+    assert all(f"def {test.split('::')[1].partition('[')[0]}(" in shown for test in seen)
+    assert not any(f"def {test.split('::')[1].partition('[')[0]}(" in shown for test in hidden)
+    assert check(data.root, quiet).ok
+
+
+class _Scripted:
+    """A sandbox whose test "b" fails in the second of three runs; a real flaky test could not fail on demand."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    async def run_tests(self, image: object, changes: object, tests: Sequence[str], *_: object) -> TestReport:
+        self.runs += 1
+        outcomes = {test: "failed" if test == "b" and self.runs == 2 else "passed" for test in tests}
+        return TestReport(outcomes=outcomes, messages={}, seconds=0.0)
+
+
+def test_a_test_that_fails_once_is_dropped(tmp_path: Path) -> None:
+    bench = Bench(
+        sandbox=_Scripted(),  # type: ignore[arg-type]
+        name="x",
+        repository=tmp_path,
+        site=tmp_path,
+        hidden=tmp_path,
+        source_roots=(),
+        licence="MIT",
+        options=BuildOptions(workers=1),
+    )
+    assert asyncio.run(gates.stable_tests(bench, ["a", "b", "c"])) == ({"a", "c"}, {"b"})
+
+
+def _repository(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_refusals(tmp_path: Path) -> None:
+    def refused(repository: Path, reason: str, out: Path = tmp_path / "out") -> None:
+        with pytest.raises(UserError, match=reason):
+            build(repository, out, OPTIONS, quiet)
+        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "out.incomplete").exists()
+
+    refused(tmp_path / "absent", "is not a folder")
+    refused(_repository(tmp_path / "empty", {"README": ""}), "no Python package")
+    refused(_repository(tmp_path / "untested", {"m.py": "def f():\n    return 1\n"}), "has no test modules")
+    refused(_repository(tmp_path / "broken", {"m.py": "def f(:\n", "test_m.py": ""}), "m.py, line 1 is not valid")
+    refused(TINY, "lies inside the repository", TINY / "out")
+    taken = _repository(tmp_path / "taken", {"file": ""})
+    refused(TINY, "exists and is not empty", taken)
+
+
+def test_a_suite_that_fails_is_refused(tmp_path: Path) -> None:
+    repository = _repository(tmp_path / "r", {"m.py": "x = 1\n", "test_m.py": "def test_m():\n    assert 0\n"})
+    with pytest.raises(UserError, match="no test of this repository passes"):
+        build(repository, tmp_path / "out", OPTIONS, quiet)
+    assert not (tmp_path / "out.incomplete").exists()
