@@ -10,6 +10,7 @@ Wire format in both directions: a 4-byte little-endian length and JSON. A run's 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -24,12 +25,13 @@ import threading
 import time
 from base64 import b64decode
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from . import code, linux, root, suite, swap
 
-MAX_REPORT = 8 << 20  # bytes that a run may report
+MAX_REPORT = 1 << 20  # bytes that a run may report
 _LIBRARY_SKIP = frozenset({"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "__main__"})
 
 
@@ -43,7 +45,6 @@ class Run:
     pipe: int
     deadline: float
     started: float
-    data: bytearray = field(default_factory=bytearray)
     timed_out: bool = False
 
 
@@ -70,8 +71,9 @@ class Template:
         self.suite.virtual = virtual
         self.hot = hot
         self.ran: swap.Ran = set()
+        self.modules: dict[str, ModuleType] = {}  # imported, by file
         self.warm: set[str] = set()
-        self.runs: dict[int, Run] = {}  # by pipe
+        self.runs: dict[int, Run] = {}  # by pidfd
         self.filter = linux.filter_program(os.uname().machine)
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.buffer = bytearray()
@@ -88,14 +90,13 @@ class Template:
             now = time.monotonic()
             wait = min((run.deadline - now for run in self.runs.values()), default=60.0)
             for fd, _ in poll.poll(max(0.0, wait) * 1000 + 1):
-                if fd == self.connection.fileno():
-                    if not self._requests():
-                        return
-                else:
-                    self._read(self.runs[fd])
+                if fd != self.connection.fileno():
+                    self._finish(self.runs[fd])
+                elif not self._requests():
+                    return
             now = time.monotonic()
             for run in self.runs.values():
-                if now >= run.deadline and not run.timed_out:
+                if now >= run.deadline:
                     run.timed_out = True
                     signal.pidfd_send_signal(run.pidfd, signal.SIGKILL)
                     run.deadline = now + 60
@@ -121,6 +122,8 @@ class Template:
             self._warm_up(cold)
         started = time.monotonic()
         reader, writer = os.pipe2(os.O_CLOEXEC)
+        # Read once, after the end: every wake-up in between would cost as much as a test.
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, MAX_REPORT)
         pid = self._fork()
         if pid == 0:
             os.close(reader)
@@ -128,8 +131,9 @@ class Template:
         os.close(writer)
         os.close(payload)
         deadline = started + request["limits"]["seconds"]
-        self.runs[reader] = Run(request["id"], pid, os.pidfd_open(pid), reader, deadline, started)
-        self.poll.register(reader, select.POLLIN)
+        run = Run(request["id"], pid, os.pidfd_open(pid), reader, deadline, started)
+        self.runs[run.pidfd] = run
+        self.poll.register(run.pidfd, select.POLLIN)
 
     def _fork(self) -> int:
         """Fork pid 1 of a new pid namespace."""
@@ -142,20 +146,14 @@ class Template:
                 linux.setns(self.own_pids, linux.NEWPID)
         return pid
 
-    def _read(self, run: Run) -> None:
-        try:
-            data = os.read(run.pipe, 1 << 16)
-        except OSError:
-            data = b""
-        run.data += data
-        if data and len(run.data) <= MAX_REPORT:
-            return
-        signal.pidfd_send_signal(run.pidfd, signal.SIGKILL)
+    def _finish(self, run: Run) -> None:
+        """Pid 1 of a box has ended, and with it everything in the box."""
         _, status, usage = os.wait4(run.pid, 0)
-        self.poll.unregister(run.pipe)
-        os.close(run.pipe)
+        self.poll.unregister(run.pidfd)
+        del self.runs[run.pidfd]
         os.close(run.pidfd)
-        del self.runs[run.pipe]
+        with open(run.pipe, "rb") as pipe:
+            data = pipe.read(MAX_REPORT)
         head = {
             "id": run.id,
             "status": os.waitstatus_to_exitcode(status),
@@ -163,7 +161,7 @@ class Template:
             "seconds": time.monotonic() - run.started,
             "cpu": usage.ru_utime + usage.ru_stime,
         }
-        send(self.connection, head, bytes(run.data[:MAX_REPORT]))
+        send(self.connection, head, data)
 
     def _warm_up(self, files: Sequence[str]) -> None:
         """Import test modules in a box of their own, on the pristine image, to learn what to keep compiled."""
@@ -198,6 +196,8 @@ class Template:
                 for path in learned.get("loaded", ()):
                     with contextlib.suppress(Exception):
                         self.suite.warm(path)
+            files = ((getattr(module, "__file__", None), module) for module in list(sys.modules.values()))
+            self.modules = {path: module for path, module in files if path in self.cache.sources}
         gc.collect()
         gc.freeze()
 
@@ -238,16 +238,15 @@ class Template:
 
     def _swap(self) -> bool:
         """Bring the imported library to the state of this run; False if that takes a fresh import."""
-        modules = {getattr(module, "__file__", None): module for module in list(sys.modules.values())}
         for path, data in self.cache.changed.items():
             source = self.cache.sources.get(path)
-            if source is None or data is None or path not in modules:
+            if source is None or data is None or path not in self.modules:
                 return False
             try:
                 text = code.decode(data)
             except SyntaxError:
                 return False
-            if not swap.swap(source, text, modules[path], self.ran):
+            if not swap.swap(source, text, self.modules[path], self.ran):
                 return False
         return True
 

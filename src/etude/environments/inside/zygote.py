@@ -16,6 +16,13 @@ from typing import Any
 
 from . import linux, root
 
+_PRELOADED = (
+    *("asyncio", "collections.abc", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
+    *("functools", "inspect", "io", "itertools", "json", "logging", "math", "operator", "pathlib", "random", "re"),
+    *("statistics", "string", "subprocess", "tempfile", "textwrap", "threading", "typing", "unittest.mock"),
+    *("urllib.parse", "uuid", "warnings"),
+)
+
 
 def main() -> None:
     """Never returns normally: leaves by os._exit."""
@@ -40,31 +47,11 @@ def main() -> None:
 
 
 def _preload() -> None:
-    """What tests usually need, so that a fork has it."""
-    import asyncio  # noqa: F401
-    import collections.abc
-    import contextlib
-    import copy
-    import dataclasses
-    import datetime
-    import decimal
-    import fractions
-    import functools
-    import itertools
-    import json
-    import math
-    import operator
-    import random
-    import re
-    import string
-    import tempfile
-    import textwrap
-    import typing
-    import unittest.mock
-    import urllib.parse
-    import warnings  # noqa: F401
-
+    """Import what tests usually need, so that a fork has it."""
     from . import runs, shell  # noqa: F401
+
+    for name in _PRELOADED:
+        __import__(name)
 
 
 def serve(control: socket.socket, real_root: bool) -> None:
