@@ -98,7 +98,7 @@ def test_the_next_turn_finds_the_last_one(model):
 
 
 def test_a_full_cache_evicts_and_goes_on(model):
-    engine = Engine(model, limits=Limits(cache_bytes=8 * BLOCK * 4 * 2 * 2 * 16 * 4, max_length=128))
+    engine = Engine(model, limits=Limits(cache_bytes=8 * BLOCK * 4 * 2 * 2 * 64 * 4, max_length=128))
     assert engine.cache.num_pages == 8
     for i in range(12):
         request = Request(ids=prompt(50, i), max_tokens=20, seed=i)

@@ -15,11 +15,11 @@ from transformers import (
 
 SIZES = {
     "vocab_size": 97,
-    "hidden_size": 32,
+    "hidden_size": 48,
     "intermediate_size": 48,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 64,  # the bundled model's: one compiled kernel serves both
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
     "initializer_range": 0.25,  # wide, so that logits differ and attention matters
@@ -39,6 +39,8 @@ def random_model(kind: str = "moe", seed: int = 0, **overrides: object) -> PreTr
     torch.manual_seed(seed)
     if kind == "moe":
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**(SIZES | MOE | {"num_hidden_layers": 4} | overrides))).eval()
+    if kind == "llama":
+        overrides = {"num_attention_heads": 3, "num_key_value_heads": 1} | overrides  # an odd number of heads per key
     config, model = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[kind]
     return model(config(**(SIZES | {"num_hidden_layers": 3} | overrides))).eval()
 

@@ -16,6 +16,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -75,39 +76,45 @@ def serve(
 
 def run(options: Options) -> None:
     """Load, warm up, answer until SIGINT or SIGTERM. Raises UserError; RuntimeError if the engine died."""
-    listener = _listen(options.host, options.port)
     if options.threads < 1:
         raise UserError(f"--threads {options.threads}: give at least 1")
-    torch.set_num_threads(options.threads)
-    # The engine's thread takes the GIL back from the event loop after this long: 5 ms would be a whole step.
-    sys.setswitchinterval(0.0005)
-    model = load_model(options.model, dtype=getattr(torch, options.dtype), device=options.device)
-    limits = Limits(rows=options.max_batch, cache_bytes=options.cache_mb * 2**20, max_length=options.max_length)
-    try:
-        engine = Engine(model, limits=limits, deterministic=options.deterministic)
-    except ValueError as e:
-        raise UserError(f"{e} (--cache-mb)") from None
-    engine.start()
-    follower = Follower(engine, model, options.weights)
-    try:
-        follower.start()
-        # The kernels compile here, before the first request waits for them.
-        engine.generate(Request(ids=[0, 1], max_tokens=2), timeout=_WARM_UP_SECONDS)
-        engine.counters = Counters()
-        app = build_app(engine, follower, model, options.model)
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_SECONDS)
-        )
-        engine.on_failure = lambda: setattr(server, "should_exit", True)
-        if options.ready_file is not None:
-            host, port = listener.getsockname()[:2]
-            _write_ready(options.ready_file, f"http://{host}:{port}")
-        server.run(sockets=[listener])
-    finally:
-        follower.close()
-        engine.close()
+    with _listen(options.host, options.port) as listener:
+        torch.set_num_threads(options.threads)
+        # The engine's thread takes the GIL back from the event loop after this long: 5 ms would be a whole step.
+        sys.setswitchinterval(0.0005)
+        model = load_model(options.model, dtype=getattr(torch, options.dtype), device=options.device)
+        limits = Limits(rows=options.max_batch, cache_bytes=options.cache_mb * 2**20, max_length=options.max_length)
+        try:
+            engine = Engine(model, limits=limits, deterministic=options.deterministic)
+        except ValueError as e:
+            raise UserError(f"{e} (--cache-mb)") from None
+        follower = Follower(engine, model, options.weights)
+        engine.start()
+        try:
+            follower.start()
+            # The kernels compile here, before the first request waits for them.
+            engine.generate(Request(ids=[0, 1], max_tokens=2), timeout=_WARM_UP_SECONDS)
+            engine.counters = Counters()
+            _answer(build_app(engine, follower, model, options.model), engine, listener, options.ready_file)
+        finally:
+            follower.close()
+            engine.close()
     if engine.failure is not None:
         raise RuntimeError(f"the engine died: {engine.failure}") from engine.failure
+
+
+def _answer(app: Starlette, engine: Engine, listener: socket.socket, ready_file: Path | None) -> None:
+    """Answer on `listener` until a signal comes or the engine dies."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_SECONDS)
+    server = uvicorn.Server(config)
+    engine.on_failure = lambda: setattr(server, "should_exit", True)
+    # uvicorn raises the signal again once it has drained: being asked to end is not a failure.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    if ready_file is not None:
+        host, port = listener.getsockname()[:2]
+        _write_ready(ready_file, f"http://{host}:{port}")
+    server.run(sockets=[listener])
 
 
 def build_app(engine: Engine, follower: Follower, model: PreTrainedModel, folder: Path) -> Starlette:
@@ -225,9 +232,13 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as e:
+        raise UserError(f"cannot listen on {host} ({e.strerror or e}): give the address of this machine") from None
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
     except (OSError, OverflowError) as e:
+        listener.close()
         reason = e.strerror if isinstance(e, OSError) and e.strerror else e
         raise UserError(
             f"cannot listen on {host}:{port} ({reason}): choose another --port, or 0 for a free one"

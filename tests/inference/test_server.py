@@ -1,0 +1,281 @@
+"""One inference server, as a process, on the bundled model: its routes, its clients, its weights, its end."""
+
+import asyncio
+import base64
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from etude import processes
+from etude.errors import UserError
+from etude.harness.renderers import renderer_for
+from etude.inference.client import EngineClient, EngineError
+from etude.inference.server import main
+from etude.models.loading import load_model, named_tensors
+from etude.store import open_store
+from etude.weights.publisher import Publisher
+
+NANO = Path(__file__).parents[2] / "models" / "nano"
+SECONDS = 120.0
+
+
+def start(folder, *options):
+    ready, log = folder / "ready.json", folder / "server.log"
+    argv = ["etude.inference.server", "--model", str(NANO), "--port", "0", "--ready-file", str(ready)]
+    child = processes.start("server", [*argv, "--cache-mb", "128", *options], log)
+    return child, json.loads(processes.wait_for_file(ready, child, SECONDS))["url"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    child, url = start(folder, "--weights", str(folder / "weights"), "--parent-death")
+    yield folder, child, url
+    child.stop(20)
+    assert child.exit_code == 0, child.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def url(server):
+    return server[2]
+
+
+@pytest.fixture(scope="module")
+def http(url):
+    with httpx2.Client(base_url=url, timeout=SECONDS) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def chat(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=SECONDS, max_retries=0)
+
+
+ASK = [
+    {"role": "user", "content": "Fix `chunk` in src/pydash/arrays.py\ndef chunk(array, size=1):\n    return array\n"}
+]
+
+
+def test_generate_as_json_with_curl(url):
+    body = json.dumps({"ids": [3, 40, 41], "max_tokens": 5, "seed": 1, "experts": True})
+    command = ["curl", "-sS", "-m", "60", "-d", body, "-H", "content-type: application/json", f"{url}/generate"]
+    answer = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=90).stdout)
+    assert len(answer["ids"]) == len(answer["logprobs"]) == 5
+    assert answer["finish_reason"] == "length"
+    assert set(answer["versions"]) == {0}
+    assert answer["experts_shape"] == [7, 3, 2]
+    assert np.frombuffer(base64.b64decode(answer["experts"]), np.uint8).max() < 8
+
+
+def test_client_repeats_itself_and_counts_as_one_session(url):
+    async def play():
+        async with EngineClient([url]) as client:
+            options = {"temperature": 1.0, "top_p": 0.9, "stop": [6], "seed": 7, "timeout": SECONDS}
+            ids = list(range(100, 150))
+            turns = [await client.generate(ids, max_tokens=20, **options) for _ in range(2)]
+            longer = await client.generate(ids + turns[0].ids, max_tokens=3, **options)
+            health = await client.health(url)
+        return ids, turns, longer, health
+
+    ids, (first, second), longer, health = asyncio.run(play())
+    assert first.ids == second.ids
+    # The second run finds its prompt in the cache: other GEMM sizes, so the last bits of the log-probabilities differ.
+    np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-4)
+    assert second.cached_tokens == len(ids) - 1
+    assert longer.cached_tokens == len(ids) + len(first.ids) - 1
+    assert health["status"] == "ok"
+    assert health["generated_tokens"] >= 20
+
+
+def test_client_errors(url):
+    async def fail(base, ids, timeout):
+        async with EngineClient([base]) as client:
+            await client.generate(ids, max_tokens=9, temperature=1.0, top_p=1.0, stop=[], seed=0, timeout=timeout)
+
+    with pytest.raises(EngineError, match="the prompt is empty"):
+        asyncio.run(fail(url, [], SECONDS))
+    with pytest.raises(EngineError, match=r"4096"):
+        asyncio.run(fail(url, [40] * 5000, SECONDS))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        with pytest.raises(EngineError, match="could not be reached"):
+            asyncio.run(fail(f"http://127.0.0.1:{taken.getsockname()[1]}", [1], 0.5))
+
+
+def test_a_client_that_goes_away_aborts_its_request(url, http):
+    async def leave():
+        async with EngineClient([url]) as client:
+            options = {"temperature": 1.0, "top_p": 1.0, "stop": [], "seed": 0}
+            with pytest.raises(TimeoutError):
+                await client.generate([40] * 20, max_tokens=4000, timeout=0.3, **options)
+            async with asyncio.timeout(SECONDS):
+                while (await client.health(url))["running"]:
+                    pass  # every turn of the loop waits for the server
+
+    aborted = http.get("/health").json()["aborted"]
+    asyncio.run(leave())
+    assert http.get("/health").json()["aborted"] == aborted + 1
+
+
+def test_chat_calls_tools(chat):
+    """What the model was trained to answer is a call; the same seed streams the same message."""
+    options = {"model": "nano", "messages": ASK, "seed": 3, "temperature": 0.0, "max_tokens": 200}
+    whole = chat.chat.completions.create(**options, logprobs=True)
+    choice = whole.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls
+    for call in choice.message.tool_calls:
+        assert isinstance(json.loads(call.function.arguments), dict)
+    assert whole.usage.prompt_tokens == len(renderer_for(NANO).prompt(ASK))
+    assert len(choice.logprobs.content) == whole.usage.completion_tokens
+    assert all(entry.logprob <= 0.0 for entry in choice.logprobs.content)
+
+    chunks = list(chat.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    calls = [call for chunk in chunks for c in chunk.choices for call in c.delta.tool_calls or ()]
+    told = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
+    assert [(c.function.name, c.function.arguments) for c in calls] == told
+    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_completions_stream_stop_strings_and_choices(chat):
+    options = {"model": "nano", "prompt": "def chunk(array, size):\n", "seed": 5, "max_tokens": 40}
+    free = chat.completions.create(**options, logprobs=1).choices[0]
+    streamed = "".join(chunk.choices[0].text for chunk in chat.completions.create(**options, stream=True))
+    assert streamed == free.text
+    assert len(free.logprobs.tokens) == len(free.logprobs.token_logprobs)
+    stop = free.text[len(free.text) // 2 :][:3]
+    cut = chat.completions.create(**options, stop=[stop, "never said"]).choices[0]
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    several = chat.completions.create(**options, n=3)
+    assert len({choice.text for choice in several.choices}) == 3
+
+
+def test_errors_have_openais_shape(http, chat):
+    for route, body, param in (
+        ("/v1/chat/completions", b"{", None),
+        ("/v1/chat/completions", json.dumps({"messages": []}).encode(), "messages"),
+        ("/v1/chat/completions", json.dumps({"messages": [{"role": "alien", "content": "x"}]}).encode(), None),
+        ("/v1/chat/completions", json.dumps({"messages": ASK, "temperature": -1}).encode(), None),
+        ("/v1/completions", json.dumps({"prompt": "x", "n": 0}).encode(), "n"),
+        ("/v1/completions", json.dumps({"prompt": "x " * 5000}).encode(), None),
+        ("/generate", json.dumps({"ids": [1], "max_tokens": "many"}).encode(), None),
+        ("/generate", b"\xff", None),
+    ):
+        answer = http.post(route, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, body
+        assert answer.json()["error"]["message"]
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert answer.json()["error"]["param"] == param
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        chat.chat.completions.create(model="gpt-7", messages=ASK)
+
+
+def test_pause_keeps_requests_and_resume_goes_on(http, url):
+    assert http.get("/is_paused").json() == {"is_paused": False}
+    assert http.post("/pause?mode=later").status_code == 400
+    http.post("/pause?mode=wait")
+    assert http.get("/is_paused").json() == {"is_paused": True}
+
+    async def generate_over_a_pause():
+        async with EngineClient([url]) as client, httpx2.AsyncClient(base_url=url) as admin:
+            options = {"max_tokens": 3, "temperature": 1.0, "top_p": 1.0, "stop": [], "seed": 0, "timeout": SECONDS}
+            task = asyncio.create_task(client.generate([40, 41], **options))
+            while not (await client.health(url))["waiting"]:
+                pass  # every turn of the loop waits for the server
+            assert not task.done()
+            await admin.post("/resume")
+            return await task
+
+    assert len(asyncio.run(generate_over_a_pause()).ids) == 3
+
+
+def test_models_and_metrics(http):
+    card = http.get("/v1/models").json()["data"][0]
+    assert (card["id"], card["max_model_len"]) == ("nano", 4096)
+    metrics = http.get("/metrics").text
+    assert "etude_engine_sampled_tokens_total" in metrics
+    assert "etude_weights_version 0.0" in metrics
+
+
+def test_new_versions_are_served_verified(server, http):
+    """A published version goes live in a running server; a damaged one never does, and the reason is told."""
+    folder, _, url = server
+    store = open_store(str(folder / "weights"))
+    tensors = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(NANO)).items()}
+    publisher = Publisher(store, anchor_every=8)
+    publisher.publish(0, tensors, (), {})
+    tensors["model.norm.weight"] += 0.125
+    manifest = publisher.publish(1, tensors, (), {})
+
+    async def wait_for(key, value):
+        async with EngineClient([url]) as client, asyncio.timeout(SECONDS):
+            while (health := await client.health(url))[key] != value:
+                await asyncio.sleep(0.02)
+        return health
+
+    assert asyncio.run(wait_for("version", 1))["digest"] == manifest.digest
+    assert http.get("/health?verify=1").json()["digest"] == manifest.digest
+    answer = http.post("/generate", json={"ids": [40], "max_tokens": 2}).json()
+    assert answer["versions"] == [1, 1]
+
+    tensors["model.norm.weight"] += 0.125
+    broken = publisher.publish(2, tensors, (), {})
+    store.put(broken.payload, b"not what was published")
+    health = asyncio.run(wait_for("status", "failed"))
+    assert "version 2" in health["error"]
+    assert health["version"] == 1
+    tensors["model.norm.weight"] += 0.125
+    repaired = Publisher(store, anchor_every=8).publish(3, tensors, (), {})
+    assert asyncio.run(wait_for("version", 3))["digest"] == repaired.digest
+    assert asyncio.run(wait_for("status", "ok"))
+
+
+def test_user_errors_are_one_sentence(tmp_path, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        assert main(["--model", str(NANO), "--port", port]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    folder = tmp_path / "cut"
+    shutil.copytree(NANO, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    assert main(["--model", str(folder), "--port", "0"]) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_it_dies_with_its_parent(tmp_path):
+    """A parent that is killed leaves no server behind."""
+    script = (
+        "import sys, pathlib, time; sys.path.insert(0, sys.argv[1]); import test_server as t\n"
+        "child, url = t.start(pathlib.Path(sys.argv[2]), '--parent-death'); print(child.popen.pid, flush=True)\n"
+        "time.sleep(300)"
+    )
+    command = [sys.executable, "-c", script, str(Path(__file__).parent), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        server = os.pidfd_open(pid)  # refers to this very process, also when its number is given to another
+        parent.kill()
+    try:
+        assert select.select([server], [], [], 20)[0], "the server outlived its parent"
+    finally:
+        os.close(server)
+
+
+def test_serve_raises_user_errors(tmp_path):
+    from etude.inference.server import serve
+
+    with pytest.raises(UserError, match="is not a folder"):
+        serve(tmp_path / "nothing", port=0)
