@@ -29,7 +29,7 @@ from pathlib import Path
 
 from etude import processes
 from etude.config import RLConfig
-from etude.environments.base import Sandbox
+from etude.environments.namespace import NamespaceSandbox
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
 from etude.harness.episode import play
@@ -57,6 +57,8 @@ class Progress:
     served: int = 0
     live: int = 0
     finished: int = 0
+    tests_run: int = 0
+    tests_remembered: int = 0
     engine: dict[str, float] = field(default_factory=dict[str, float])
 
 
@@ -70,7 +72,7 @@ class Run:
     ledger: Ledger
     weights: Store
     rollouts: Store
-    sandbox: Sandbox
+    sandbox: NamespaceSandbox
     renderer: Renderer
     client: EngineClient
     engines: Sequence[str]  # base URLs
@@ -117,6 +119,7 @@ async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress]
                 run.ledger.renew(OWNER, run.config.rollout.lease_seconds)
                 renewed = time.monotonic()
             run.progress.live = len(live)
+            run.progress.tests_run, run.progress.tests_remembered = run.sandbox.stats.misses, run.sandbox.stats.hits
             tick(run.progress)
             done, _ = await asyncio.wait(live, timeout=0.1, return_when=asyncio.FIRST_COMPLETED) if live else ((), ())
             if not live:

@@ -34,7 +34,7 @@ class Monitor:
         self._finished = progress.finished
         view = self._view
         view.process("controller", f"{progress.live} live episodes, {progress.finished} finished")
-        view.process("sandbox", f"{progress.testing} test runs in flight")
+        view.process("sandbox", f"{progress.tests_run} test runs, {progress.tests_remembered} answered from memory")
         view.update(
             done=self._steps,
             total=self._config.trainer.steps,
