@@ -5,7 +5,6 @@ Of a changed file only the top-level statements that changed are compiled: 20 ms
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast

@@ -20,8 +20,9 @@ MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
-_MOUNT_SETATTR = 442  # the same number on every architecture
-_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # the same numbers on every architecture
+_AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE, _CLONE_TREE = -100, 0x1000, 0x8000, 1
+_ATTR_IDMAP = 0x100000
 
 
 def _check(result: int, what: str) -> int:
@@ -55,6 +56,50 @@ def bind(source: str, target: str, read_only: bool = True) -> None:
     """Bind a tree with everything mounted below it; no set-user-id files or devices count in it."""
     mount(source, target, None, MS_BIND | MS_REC)
     set_attributes(target, (MS_RDONLY if read_only else 0) | MS_NOSUID | MS_NODEV)
+
+
+def bind_owned(source: str, target: str, host_id: int) -> None:
+    """Bind a folder read-only so that what its owner owns belongs to `host_id`: then an overlay can copy it up.
+
+    Real root only; falls back to a plain bind on file systems without id-mapped mounts.
+    """
+    owner = os.stat(source)
+    tree = -1
+    try:
+        users = _user_namespace(owner.st_uid, owner.st_gid, host_id)
+        try:
+            tree = _check(libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(source), _CLONE_TREE | os.O_CLOEXEC), "clone")
+            data = struct.pack("QQQQ", _ATTR_IDMAP | MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, users)
+            _check(libc.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, data, len(data)), "map owners")
+            _check(libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), 4), "attach")
+        finally:
+            os.close(users)
+            if tree >= 0:
+                os.close(tree)
+    except OSError:
+        bind(source, target)
+
+
+def _user_namespace(uid: int, gid: int, host_id: int) -> int:
+    """Descriptor of a user namespace that maps one owner to `host_id`."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        libc.unshare(NEWUSER)
+        os.write(writer, b".")
+        signal.pause()
+        os._exit(0)
+    os.close(writer)
+    try:
+        os.read(reader, 1)
+        for name, inside in (("uid_map", uid), ("gid_map", gid)):
+            with open(f"/proc/{pid}/{name}", "w") as file:
+                file.write(f"{inside} {host_id} 1")
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(reader)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def set_attributes(target: str, attributes: int, tree: bool = True) -> None:

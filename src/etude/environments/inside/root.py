@@ -1,4 +1,4 @@
-"""The root file system of boxes: the system's programs read-only, a small /etc and /dev, and nothing else of the host."""
+"""The root file system of boxes: the system's programs read-only, a small /etc and /dev, nothing else of the host."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def build(prefix: str, runner: dict[str, str]) -> None:
     os.chmod("/var/tmp", 0o1777)
 
 
-def _bind(source: str, target: str, read_only: bool = True) -> None:
+def _bind(source: str, target: str) -> None:
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with open(target, "w"):
             pass
-    linux.bind(source, target, read_only)
+    linux.bind(source, target)
 
 
 def _etc() -> None:
@@ -103,14 +103,16 @@ def _dev() -> None:
 def enter(repository: str, site: str | None, host_id: int | None, extra: dict[str, str]) -> None:
     """In a handler: own mount namespace with the image bound, the host gone, and fresh namespaces to fork into.
 
-    `extra` maps targets to host paths. The next fork is pid 1 of a new pid namespace.
+    `extra` maps targets to host folders. The next fork is pid 1 of a new pid namespace.
     """
     linux.unshare(linux.NEWNS)
-    linux.bind(HOST + repository, WORKSPACE)
-    if site is not None:
-        linux.bind(HOST + site, SITE)
-    for target, source in extra.items():
-        _bind(HOST + source, target)
+    folders = {WORKSPACE: repository} | ({SITE: site} if site is not None else {}) | extra
+    for target, source in folders.items():
+        os.makedirs(target, exist_ok=True)
+        if host_id is None:
+            linux.bind(HOST + source, target)
+        else:
+            linux.bind_owned(HOST + source, target, host_id)
     os.chmod(RUN, 0o711)
     linux.unmount(HOST)
     linux.set_attributes("/", linux.MS_RDONLY, tree=False)

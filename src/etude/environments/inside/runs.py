@@ -261,9 +261,9 @@ class Template:
         names = []
         for name, module in list(sys.modules.items()):
             origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
-            if name not in before and name.split(".")[0] not in _LIBRARY_SKIP:
-                if origin in ("built-in", "frozen") or origin.startswith(stable):
-                    names.append(name)
+            known = origin in ("built-in", "frozen") or origin.startswith(stable)
+            if known and name not in before and name.split(".")[0] not in _LIBRARY_SKIP:
+                names.append(name)
         sources = list(dict.fromkeys(self.cache.loaded))
         learned = {
             "sources": sources,
