@@ -29,9 +29,9 @@ class Conservation:
 
 def check(c: sa.Connection, manifests: Sequence[PolicyVersion]) -> Conservation:
     """Counts the rows and holds them against each other and against the manifests of published versions."""
-    totals = dict(c.execute(sa.select(counters.c.name, counters.c.value)).tuples().all())
-    states = dict(c.execute(sa.select(_e.state, sa.func.count()).group_by(_e.state)).tuples().all())
-    consumed = dict(c.execute(sa.select(_g.id, _g.consumed_version).where(_g.state == "consumed")).tuples().all())
+    totals = dict(c.execute(sa.select(counters.c.name, counters.c.value)).all())
+    states = dict(c.execute(sa.select(_e.state, sa.func.count()).group_by(_e.state)).all())
+    consumed = dict(c.execute(sa.select(_g.id, _g.consumed_version).where(_g.state == "consumed")).all())
     done = count_outcomes(c)
     wrong = _inconsistent_group(c)
     problem = (
@@ -60,7 +60,7 @@ def check(c: sa.Connection, manifests: Sequence[PolicyVersion]) -> Conservation:
 def count_outcomes(c: sa.Connection) -> dict[str, int]:
     """Episodes that are done, by outcome."""
     query = sa.select(_e.outcome, sa.func.count()).where(_e.state == "done").group_by(_e.outcome)
-    found = dict(c.execute(query).tuples().all())
+    found = dict(c.execute(query).all())
     return {outcome.value: found.get(outcome.value, 0) for outcome in Outcome}
 
 

@@ -26,6 +26,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
 from etude.errors import UserError
 from etude.records import Group, Outcome, PolicyVersion
+from etude.rollout.admission import leaves_in_time
 from etude.rollout.conservation import Conservation, check, count_outcomes
 from etude.rollout.schema import connect, counters, episodes, groups, meta, reason
 
@@ -148,7 +149,11 @@ class Ledger:
         """
         ledger = cls(connect(url))
         if run is not None:
-            ledger._bind(run)
+            try:
+                ledger._bind(run)
+            except UserError:
+                ledger.close()
+                raise
         return ledger
 
     def close(self) -> None:
@@ -272,21 +277,25 @@ class Ledger:
     def ready_groups(self, limit: int, in_order: bool, due: int | None = None) -> list[Group]:
         """Up to `limit` groups to train on next, oldest first; those lost to infrastructure as a whole are empty.
 
-        `in_order` stops at the first group that is still open. Otherwise younger groups may overtake open ones, but
-        none that was admitted at version `due` or before: while one of those is open, the answer is empty. With
-        `due = version - O` no group is trained on more than O versions after its admission.
+        `in_order` stops at the first group that is still open. Otherwise younger groups overtake open ones; with `due`
+        (the trainer's version minus the staleness bound O) only as far as every group is still trained on within O
+        versions of its admission: where `limit` groups are ready but taking them would leave a straggler too late, the
+        answer is empty.
         """
         with self._read() as c:
             waiting = c.execute(_WAITING).all()
-            if due is not None and any(row.state == "open" and row.admitted_version <= due for row in waiting):
-                return []
             ids: list[int] = []
             for row in waiting:
                 if row.state == "ready":
                     ids.append(row.id)
                 elif in_order:
                     break
-            return _groups(c, ids[:limit])
+            ids = ids[:limit]
+            if due is not None and len(ids) == limit:
+                left = [row.admitted_version for row in waiting if row.id not in ids]
+                if not leaves_in_time(left, version=due, staleness=0, prompts=limit):
+                    return []
+            return _groups(c, ids)
 
     def consume(self, group_ids: Collection[int], version: int) -> None:
         """Marks groups as trained on by `version`; again is fine. Raises ValueError if another version did."""

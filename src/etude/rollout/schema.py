@@ -83,6 +83,9 @@ def connect(url: str) -> sa.Engine:
             if engine.dialect.name == "postgresql":  # CREATE TABLE IF NOT EXISTS is not safe against itself there
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(0x657475646)))
             _create(connection)
+    except UserError:
+        engine.dispose()
+        raise
     except DBAPIError as e:
         engine.dispose()
         raise UserError(f"the ledger {engine.url} cannot be opened: {reason(e)}; check the path or the URL") from e
