@@ -43,6 +43,7 @@ def check(folder: Path) -> int:
 @contextmanager
 def _bar() -> Generator[search.Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)
