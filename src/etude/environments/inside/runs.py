@@ -32,6 +32,7 @@ from typing import Any
 from . import code, linux, root, suite, swap
 
 MAX_REPORT = 1 << 20  # bytes that a run may report
+WATCH_SECONDS = 0.25  # between looks at the memory of a run
 _LIBRARY_SKIP = frozenset({"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "__main__"})
 
 
@@ -45,6 +46,7 @@ class Run:
     pipe: int
     deadline: float
     started: float
+    memory: int  # bytes that its processes may hold together
     timed_out: bool = False
 
 
@@ -89,17 +91,37 @@ class Template:
         while True:
             now = time.monotonic()
             wait = min((run.deadline - now for run in self.runs.values()), default=60.0)
+            if self.runs:
+                wait = min(wait, WATCH_SECONDS)
             for fd, _ in poll.poll(max(0.0, wait) * 1000 + 1):
                 if fd != self.connection.fileno():
                     self._finish(self.runs[fd])
                 elif not self._requests():
                     return
             now = time.monotonic()
+            self._watch(now)
             for run in self.runs.values():
                 if now >= run.deadline:
                     run.timed_out = True
                     signal.pidfd_send_signal(run.pidfd, signal.SIGKILL)
                     run.deadline = now + 60
+
+    def _watch(self, now: float) -> None:
+        """End runs whose processes together hold more memory than a run may: the kernel's limit is for each alone."""
+        old = {run.pid: run for run in self.runs.values() if now - run.started >= WATCH_SECONDS}
+        if not old:
+            return
+        parents, held = memory_of_processes()
+        sums = dict.fromkeys(old, 0)
+        inherited = held.get(os.getpid(), 0)  # forks share what they don't write to
+        for pid, size in held.items():
+            while pid not in sums and pid in parents:  # orphans belong to the first process of their run
+                pid = parents[pid]
+            if pid in sums:
+                sums[pid] += max(0, size - inherited)
+        for pid, size in sums.items():
+            if size > old[pid].memory:
+                signal.pidfd_send_signal(old[pid].pidfd, signal.SIGKILL)
 
     def _requests(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self.connection, 65536, 16)
@@ -131,7 +153,8 @@ class Template:
         os.close(writer)
         os.close(payload)
         deadline = started + request["limits"]["seconds"]
-        run = Run(request["id"], pid, os.pidfd_open(pid), reader, deadline, started)
+        memory = request["limits"]["memory"]
+        run = Run(request["id"], pid, os.pidfd_open(pid), reader, deadline, started, memory)
         self.runs[run.pidfd] = run
         self.poll.register(run.pidfd, select.POLLIN)
 
@@ -275,6 +298,22 @@ class Template:
         data = json.dumps(learned).encode() + b"\n"
         while data:
             data = data[os.write(writer, data) :]
+
+
+def memory_of_processes() -> tuple[dict[int, int], dict[int, int]]:
+    """(parent, bytes of its own) by process, as far as /proc shows them."""
+    parents: dict[int, int] = {}
+    held: dict[int, int] = {}
+    page = resource.getpagesize()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                with open(f"/proc/{name}/stat") as file:
+                    parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+                with open(f"/proc/{name}/statm") as file:
+                    _, resident, shared, *_ = file.read().split()
+                held[int(name)] = (int(resident) - int(shared)) * page
+    return parents, held
 
 
 def enter(limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:

@@ -76,6 +76,10 @@ def _handle(connection: socket.socket, hello: dict[str, Any], host_id: int | Non
 
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):  # what tests print concerns nobody
+            os.dup2(null, fd)
+        os.close(null)
         root.enter(hello["repository"], hello["site"], host_id, hello["mounts"])
         linux.die_with_parent(zygote)
         pid = os.fork()
@@ -84,6 +88,7 @@ def _handle(connection: socket.socket, hello: dict[str, Any], host_id: int | Non
             os.waitpid(pid, 0)
             os._exit(0)
         linux.die_with_parent(0)
+        linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
         if hello["live"]:
             served = shell.Live(connection)
         else:
@@ -92,8 +97,5 @@ def _handle(connection: socket.socket, hello: dict[str, Any], host_id: int | Non
         runs.send(connection, {"ready": True})
         served.serve()
     except BaseException as e:
-        import traceback
-
-        traceback.print_exc()
         runs.send(connection, {"error": f"{type(e).__name__}: {e}"})
     os._exit(0)
