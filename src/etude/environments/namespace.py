@@ -31,6 +31,7 @@ from etude.environments.connection import START_SECONDS, Connection, encode_chan
 from etude.environments.shell import Shell
 from etude.errors import UserError
 
+DIED = "the process that makes boxes has died"
 GRACE_SECONDS = 20.0  # beyond a run's own deadline, before the template is taken for dead
 _PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 _HERE = Path(__file__).resolve().parent
@@ -176,10 +177,18 @@ class NamespaceSandbox:
             socket.send_fds(self._control, [json.dumps(hello).encode()], [theirs.fileno()])
         except OSError:
             ours.close()
-            raise BoxDead("the process that makes boxes has died") from None
+            raise BoxDead(DIED) from None
         finally:
             theirs.close()
         return Connection(ours)
+
+    async def watch(self) -> None:
+        """When the zygote dies, everything that waits for it fails at once."""
+        await self._zygote.wait()
+        for connection in self._templates.values():
+            connection.close(DIED)
+        for shell in list(self._shells):
+            await shell.close()
 
     async def close(self) -> None:
         """End the zygote and everything below it."""
@@ -273,6 +282,10 @@ async def open_sandbox(*, workers: int = 2, memo: int = 4096) -> AsyncIterator[N
         answer = json.loads(answer or b'{"error": "it died"}')
         if "error" in answer:
             raise UserError(f"boxes cannot be made here ({answer['error']}); run `etude doctor` for cause and cure.")
-        yield sandbox
+        watcher = asyncio.create_task(sandbox.watch())
+        try:
+            yield sandbox
+        finally:
+            watcher.cancel()
     finally:
         await sandbox.close()

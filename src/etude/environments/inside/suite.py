@@ -68,7 +68,7 @@ def describe(error: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
-    text = re.sub(r"0x[0-9a-fA-F]{6,}", "0x...", text[:4000])
+    text = re.sub(r"(?:0x|\.\.\.)[0-9a-fA-F]{6,}(?=\W|$)", "0x...", text[:4000])  # long values are cut in the middle
     return " ".join(text.split())[:MESSAGE]
 
 
@@ -188,6 +188,7 @@ class Suite:
             self.cache.tests.add(file)
             module = code.from_file(self.cache, name, file)
             self.config.pluginmanager.register(module, os.path.join(self.trees[0], path, "conftest.py"))
+            self.session._fixturemanager.parsefactories(holder=module, node=node)
         return node
 
     def run(self, tests: Sequence[str], report: Report) -> None:

@@ -1,0 +1,157 @@
+"""Test runs: what they report, how they equal fresh imports, and what they remember."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+from boxlibrary import BROKEN, CHUNKS, CORE, DOCTEST, NUMBERS, OTHERS, PATH, Place
+
+from etude.environments.base import BoxDead, Image, LaunchFailed, Limits
+from etude.environments.namespace import open_sandbox
+
+ALL = (*CHUNKS, *OTHERS, "tests/test_core.py::TestPlaces::test_files", DOCTEST)
+
+
+def test_pristine_library_passes(place: Place) -> None:
+    report = place.test({}, ALL)
+    assert report.outcomes == dict.fromkeys(ALL, "passed")
+    assert report.messages == {}
+    assert not (report.crashed or report.timed_out or report.tampered)
+
+
+def test_failures_are_one_line_and_repeat(place: Place) -> None:
+    first, second = (place.test({PATH: BROKEN}, ALL) for _ in range(2))
+    assert first.outcomes == second.outcomes
+    assert first.messages == second.messages
+    failed = [test for test, outcome in first.outcomes.items() if outcome != "passed"]
+    assert failed == [CHUNKS[0], "tests/test_core.py::test_fixture", DOCTEST]
+    assert first.messages[CHUNKS[0]] == "AssertionError: assert [[1, 2]] == [[1, 2], [3]]"
+    assert first.messages[DOCTEST] == "expected [[1, 2], [3]] got [[1, 2]]"
+
+
+def test_addresses_are_masked(place: Place) -> None:
+    text = CORE.replace("return items[-1]", "return object()")
+    message = place.test({PATH: text}, (OTHERS[1],)).messages[OTHERS[1]]
+    assert message == "AssertionError: assert <object object at 0x...> == 'b'"
+
+
+def test_unknown_tests_and_broken_files_are_errors(place: Place) -> None:
+    absent = ("tests/test_core.py::test_absent", "tests/test_none.py::test_x", f"{PATH}::doctest:last")
+    report = place.test({}, (*absent, CHUNKS[0]))
+    assert [report.outcomes[test] for test in absent] == ["error"] * 3
+    assert report.outcomes[CHUNKS[0]] == "passed"
+    report = place.test({PATH: "def broken(:\n"}, (CHUNKS[0], DOCTEST))
+    assert report.outcomes == {CHUNKS[0]: "error", DOCTEST: "error"}
+    assert report.messages[CHUNKS[0]].startswith("SyntaxError")
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "test", "cold"),
+    [
+        (PATH, "return items[-1]", "return items[0]", "test_last", 0),
+        (PATH, "return items[-1]", "x = 0\n    y = x\n    return items[y]", "test_last", 0),
+        (PATH, "self.count += n", "self.count -= n", "test_counter", 0),
+        (PATH, "counter.count = count", "counter.count = 0", "test_counter", 0),
+        (PATH, "FOUR = double(2)", "FOUR = double(3)", "test_four", 1),
+        (PATH, "def last(items):", "def last(items, k=1):\n    items = items[:k]", "test_last", 1),
+        (PATH, "    return items[-1]\n", "    return items[-1]\n\n\ndef last(items):\n    return 0\n", "test_last", 1),
+        ("src/lib/numbers.py", "return 2 * n", "return 3 * n", "test_four", 1),  # it ran at import
+        ("src/lib/numbers.py", "return 2 * n", "return 3 * n", "test_half", 1),
+        (
+            "src/lib/numbers.py",
+            "def double(n):",
+            "@staticmethod\ndef double(n):\n    return 1\n\n\ndef other(n):",
+            "test_half",
+            1,
+        ),
+    ],
+)
+def test_changed_code_takes_effect(place: Place, path: str, old: str, new: str, test: str, cold: int) -> None:
+    """Whether it is swapped into the imported library or needs a fresh import."""
+    original = CORE if path == PATH else NUMBERS
+    assert old in original
+    before = place.sandbox.stats.cold
+    test = f"tests/test_core.py::{test}"
+    assert place.test({}, (test,)).outcomes == {test: "passed"}
+    assert place.test({path: original.replace(old, new)}, (test,)).outcomes == {test: "failed"}
+    assert place.sandbox.stats.cold - before == cold
+
+
+def test_new_and_deleted_modules(place: Place) -> None:
+    moved = {
+        PATH: CORE.replace("from .numbers", "from .moved"),
+        "src/lib/moved.py": NUMBERS,
+        "src/lib/numbers.py": None,
+    }
+    assert place.test(moved, CHUNKS).outcomes == dict.fromkeys(CHUNKS, "passed")
+    assert set(place.test({"src/lib/numbers.py": None}, CHUNKS).outcomes.values()) == {"error"}
+
+
+def test_limits_end_a_run(place: Place) -> None:
+    loop = CORE.replace("return items[-1]", "while True:\n        pass")
+    report = place.test({PATH: loop}, (CHUNKS[0], OTHERS[1]), limits=Limits(seconds=1.0))
+    assert report.timed_out
+    assert report.outcomes == {CHUNKS[0]: "passed", OTHERS[1]: "missing"}
+    hoard = CORE.replace("return items[-1]", "return len(bytearray(3 << 30))")
+    assert place.test({PATH: hoard}, (OTHERS[1],)).outcomes == {OTHERS[1]: "failed"}
+    fill = CORE.replace("return items[-1]", "return open('/tmp/big', 'wb').write(bytes(32 << 20))")
+    report = place.test({PATH: fill}, (OTHERS[1],), limits=Limits(disk_mb=16))
+    assert report.messages[OTHERS[1]].startswith("OSError")
+
+
+def test_fork_bomb_is_bounded(place: Place) -> None:
+    bomb = CORE.replace(
+        "return items[-1]",
+        "import os\n    n = 0\n    try:\n        while True:\n            if os.fork() == 0:\n                while True:\n"
+        "                    os.sched_yield() if n > 99 else __import__('time').sleep(60)\n            n += 1\n"
+        "    except OSError:\n        return n",
+    )
+    report = place.test({PATH: bomb}, (OTHERS[1],), limits=Limits(processes=16))
+    assert report.messages[OTHERS[1]] == "AssertionError: assert 15 == 'b'"
+
+
+def test_equal_runs_are_made_once(open_place: Callable[..., Place]) -> None:
+    place = open_place(memo=2)
+    sandbox = place.sandbox
+
+    async def twice() -> None:
+        run = [sandbox.run_tests(place.image(), {PATH: BROKEN.encode()}, CHUNKS, None, Limits()) for _ in range(2)]
+        first, second = await asyncio.gather(*run)
+        assert first is second
+
+    place.run(twice())
+    assert (sandbox.stats.hits, sandbox.stats.misses) == (1, 1)
+    for text in (CORE, CORE + "\n", CORE + "\n\n", BROKEN):  # the first result is forgotten
+        place.test({PATH: text}, CHUNKS, hidden=False)
+    assert (sandbox.stats.hits, sandbox.stats.misses) == (1, 5)
+
+
+def test_death_of_the_zygote_is_noticed_at_once(library_image: Image) -> None:
+    async def scenario() -> None:
+        async with open_sandbox() as sandbox:
+            loop = {PATH: CORE.replace('"""Lists."""', "while True: pass").encode()}
+            run = asyncio.create_task(sandbox.run_tests(library_image, loop, (DOCTEST,), None, Limits(seconds=60)))
+            box = await sandbox.create(library_image, Limits())
+            await box.exec("true", 20)
+            os.kill(sandbox.zygote_pid, signal.SIGKILL)
+            async with asyncio.timeout(5):
+                with pytest.raises(BoxDead) as death:
+                    await run
+                assert death.value.payer == "infra"
+                with pytest.raises(BoxDead):
+                    while True:  # its end takes a moment to get there
+                        await box.exec("true", 1)
+                with pytest.raises(BoxDead):
+                    await sandbox.run_tests(library_image, {}, (DOCTEST,), None, Limits())
+
+    asyncio.run(scenario())
+
+
+def test_missing_folder_is_a_launch_failure(place: Place) -> None:
+    image = Image(place.root / "absent", None, {})
+    with pytest.raises(LaunchFailed, match="absent"):
+        place.run(place.sandbox.run_tests(image, {}, (DOCTEST,), None, Limits()))
