@@ -213,5 +213,20 @@ def test_a_run_that_exists(tmp_path):
     assert "already holds a run" in refused(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "etude-test", str(disk)], check=True)
+    try:
+        code, output = finished(start(disk))
+        assert code == 2, output
+        assert "Traceback" not in output
+        assert "No space left" in output.splitlines()[-1]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
 def test_resuming_what_never_ran(tmp_path):
     assert "holds no run to resume" in refused(tmp_path, "--resume")

@@ -36,7 +36,7 @@ from etude.harness.episode import play
 from etude.harness.loop import Sampling
 from etude.harness.renderers import Renderer
 from etude.inference.client import EngineClient
-from etude.records import Episode, Outcome, Task, encode
+from etude.records import Episode, Outcome, PolicyVersion, encode
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.curriculum import Curriculum
 from etude.rollout.ledger import EpisodeLease, Ledger
@@ -46,6 +46,7 @@ from etude.weights.manifest import manifests, read
 
 START_SECONDS = 180.0
 SWAP_SECONDS = 120.0
+TICK_SECONDS = 0.1
 OWNER = "controller"
 
 
@@ -78,16 +79,8 @@ class Run:
     engines: Sequence[str]  # base URLs
     children: Sequence[processes.Child]
     progress: Progress = field(default_factory=Progress)
+    manifests: dict[int, PolicyVersion] = field(default_factory=dict[int, PolicyVersion])
     digests_checked: int = 0
-
-    @property
-    def train_tasks(self) -> dict[str, Task]:
-        return {task.id: task for task in self.dataset.tasks if task.split == "train"}
-
-    @property
-    def heldout_tasks(self) -> list[Task]:
-        tasks = [task for task in self.dataset.tasks if task.split == "heldout"]
-        return tasks[: self.config.eval.max_tasks]
 
     @property
     def sampling(self) -> Sampling:
@@ -101,33 +94,32 @@ def episode_seed(seed: int, group: int, member: int) -> int:
 
 async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress], None]) -> None:
     """Admits and plays episodes until the trainer has published its last version. Raises RunFailed if a part dies."""
-    curriculum = Curriculum(sorted(run.train_tasks), run.config.rollout.group, run.config.seed)
-    replayed = 0
-    live: dict[asyncio.Task[None], EpisodeLease] = {}
+    rollout, progress = run.config.rollout, run.progress
+    curriculum = Curriculum([task.id for task in run.dataset.split("train")], rollout.group, run.config.seed)
+    learned = 0
+    live: set[asyncio.Task[None]] = set()
     renewed = time.monotonic()
     try:
         while trainer.exit_code != 0:
             _watch(run)
             await _observe_versions(run)
-            replayed = _learn(run, curriculum, replayed)
+            learned = _learn(run, curriculum, learned)
             _admit(run, curriculum)
-            free = run.config.rollout.max_in_flight - len(live)
-            if free > 0:
-                for lease in run.ledger.lease(OWNER, free, run.config.rollout.lease_seconds):
-                    live[asyncio.create_task(_play_one(run, lease))] = lease
-            if time.monotonic() - renewed > run.config.rollout.lease_seconds / 3:
-                run.ledger.renew(OWNER, run.config.rollout.lease_seconds)
+            if free := rollout.max_in_flight - len(live):
+                leases = run.ledger.lease(OWNER, free, rollout.lease_seconds)
+                live |= {asyncio.create_task(_play_one(run, lease)) for lease in leases}
+            if time.monotonic() - renewed > rollout.lease_seconds / 3:
+                run.ledger.renew(OWNER, rollout.lease_seconds)
                 renewed = time.monotonic()
-            run.progress.live = len(live)
-            run.progress.tests_run, run.progress.tests_remembered = run.sandbox.stats.misses, run.sandbox.stats.hits
-            tick(run.progress)
-            done, _ = await asyncio.wait(live, timeout=0.1, return_when=asyncio.FIRST_COMPLETED) if live else ((), ())
-            if not live:
-                await asyncio.sleep(0.05)
+            progress.live = len(live)
+            progress.tests_run, progress.tests_remembered = run.sandbox.stats.misses, run.sandbox.stats.hits
+            tick(progress)
+            await asyncio.sleep(TICK_SECONDS)
+            done = {task for task in live if task.done()}
             for task in done:
-                del live[task]
                 task.result()
-                run.progress.finished += 1
+            live -= done
+            progress.finished += len(done)
     finally:
         for task in live:
             task.cancel()
@@ -150,7 +142,9 @@ async def _observe_versions(run: Run) -> None:
     for url in run.engines:
         health = await run.client.health(url)
         version = int(health["version"])
-        manifest = read(run.weights, version)
+        if version not in run.manifests and (found := read(run.weights, version)) is not None:
+            run.manifests[version] = found
+        manifest = run.manifests.get(version)
         if manifest is not None and health["digest"] != manifest.digest:
             raise RunFailed(
                 f"{url} serves other tensors than version {version} has (digest {health['digest'][:12]}, published "
@@ -197,7 +191,7 @@ def _admit(run: Run, curriculum: Curriculum) -> None:
 
 async def _play_one(run: Run, lease: EpisodeLease) -> None:
     """Plays a leased episode, stores its tokens, and only then tells the ledger."""
-    task = run.train_tasks[lease.task_id]
+    task = run.dataset.by_id[lease.task_id]
     episode = await play(
         task,
         run.dataset,

@@ -145,7 +145,7 @@ def run(folder: Path) -> None:
             config.rollout.prompts, in_order=config.deterministic, due=trainer.version - config.rollout.staleness
         )
         if len(groups) < config.rollout.prompts:
-            time.sleep(0.02)
+            time.sleep(0.05)
             continue
         record = {"process": "trainer", "state": "wait", "start": waiting_since, "end": time.time()}
         runfolder.append_json(folder / "timeline.jsonl", record)
