@@ -55,10 +55,16 @@ def test_hidden_tests_are_cut_out() -> None:
 
 
 def test_visible_half() -> None:
-    tests = [f"a.py::test_{i}[{j}]" for i in range(4) for j in range(2)] + ["b.py::test_only"]
-    visible = split.visible_half(tests, 1)
-    assert len(visible) == 2
-    assert all(name.startswith("a.py") and "[" not in name for name in visible)
+    callers = {
+        "m.py::f": {"a.py::test_f[1]", "a.py::test_f[2]", "a.py::test_g", "a.py::test_h", "b.py::TestF::test_i"},
+        "m.py::g": {"a.py::test_g", "a.py::test_h"},
+        "m.py::only": {"b.py::test_only"},
+    }
+    visible = split.visible_half(callers, 1)
+    assert len(visible & {"a.py::test_g", "a.py::test_h"}) == 1
+    assert len(visible & {split.base(test) for test in callers["m.py::f"]}) == 2
+    assert "b.py::test_only" not in visible
+    assert visible == split.visible_half(callers, 1)
 
 
 def test_leak_share(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def build(repo: Path, out: Path, options: BuildOptions, progress: Progress) -> d
     sources = {path: discover.read_source(repo, path) for path in layout.sources}
     functions = [f for path, text in sources.items() for f in discover.functions(path, text)]
     if not any(discover.is_test_module(path) for path in layout.tests):
-        raise UserError(f"{repo} has no test modules (test_*.py), so nothing could grade a task; add tests.")
+        raise UserError(f"{repo} has no test modules (test_*.py), and doctests alone could be edited; add tests.")
     work = out.with_name(out.name + ".incomplete")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -96,6 +96,7 @@ async def _run(plan: _Plan) -> None:
         targets, stable, unstable = await _targets(plan, bench, callers, policy)
         files = [p.relative_to(bench.repository).as_posix() for p in bench.repository.rglob("*") if p.is_file()]
         found = await search(bench, targets, LeakIndex(bench.repository, sorted(files)), plan.progress)
+    shutil.rmtree(work / "whole")  # not before: the folders of a sandbox stay as they are while it is open
     if not found.tasks:
         reasons = ", ".join(f"{reason}: {n}" for reason, n in found.rejected.most_common(3))
         raise UserError(f"no broken program of {plan.repo} passed the gates ({reasons}); add tests.")
@@ -138,7 +139,6 @@ async def _trace(plan: _Plan, sandbox: Sandbox) -> dict[str, set[str]]:
         return await coverage.trace(box, plan.layout.source_roots, modules, _TRACE_SECONDS)
     finally:
         await box.close()
-        shutil.rmtree(whole)
 
 
 def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> str:
@@ -152,7 +152,7 @@ def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> str:
     _copy(plan.repo, plan.work / "hidden", plan.layout.tests)
     if policy == "half":
         everything = {split.base(test) for names in callers.values() for test in names}
-        hidden = everything - split.visible_half(everything, plan.options.seed)
+        hidden = everything - split.visible_half(callers, plan.options.seed)
         _copy(plan.repo, plan.work / "repository", plan.layout.tests)
         for path in sorted({test.split("::")[0] for test in hidden}):
             target = plan.work / "repository" / path
@@ -168,8 +168,7 @@ async def _targets(
     plan.progress("looking for flaky tests", 0, 1)
     options = plan.options
     eligible = [f for f in plan.eligible if f.id in callers]
-    everything = {split.base(test) for names in callers.values() for test in names}
-    shown = split.visible_half(everything, options.seed) if policy == "half" else set()
+    shown = split.visible_half(callers, options.seed) if policy == "half" else set()
     # A test that calls few functions says more about each of them than one that calls many.
     breadth = Counter(test for names in callers.values() for test in names)
     ranked = {f.id: sorted(callers[f.id], key=lambda test: (breadth[test], test)) for f in eligible}

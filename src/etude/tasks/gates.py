@@ -7,6 +7,7 @@ answer; each `repeats` times. Programs that hang, crash the runner or change no 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -132,6 +133,7 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
             "lines": float(function.body_lines),
             "complexity": float(function.complexity),
             "sites": 1.0,
+            "changed_lines": float(_changed_lines(mutant)),
             "f2p": float(len(f2p)),
             "p2p": float(len(p2p)),
             "visible_fails": float(visible_fails),
@@ -139,6 +141,12 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
         },
         licence=bench.licence,
     )
+
+
+def _changed_lines(mutant: Mutant) -> int:
+    """Lines of the original that the broken function lacks; at least 1, since moved lines are lacking nowhere."""
+    lost = Counter(mutant.original.split("\n")) - Counter(mutant.snippet.split("\n"))
+    return max(1, lost.total())
 
 
 def task_id(candidate: Candidate) -> str:

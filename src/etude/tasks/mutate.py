@@ -51,11 +51,12 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A module with one broken function. `snippet` is that function's text, on lines first_line to last_line."""
+    """A module with one broken function: `snippet` in place of `original`, on lines first_line to last_line."""
 
     operator: str
     source: str
     edits: tuple[Edit, ...]
+    original: str  # the function's text before
     snippet: str
     first_line: int  # 1-based, decorators included
     last_line: int  # inclusive
@@ -123,6 +124,7 @@ def _apply(place: _Place, operator: str, edits: tuple[Edit, ...]) -> Mutant | No
         operator=operator,
         source=place.source,
         edits=ordered,
+        original=place.original,
         snippet=snippet,
         first_line=first_line,
         last_line=first_line + snippet.count("\n"),
@@ -153,6 +155,7 @@ class _Place:
             self._lines.append(self._lines[-1] + len(line) + 1)
         self.first = self.line_start(function.first_line)
         self.last = min(self.line_start(function.last_line + 1), len(self.data))
+        self.original = self.data[self.first : self.last].decode().removesuffix("\n")
         self.dump = ast.dump(function.node)
         self.nodes = list(self._walk())
 

@@ -84,10 +84,8 @@ def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected:
         broken += [("removal", removed)] if removed else []
     if "mutation" in options.kinds:
         broken += [("mutation", mutant) for mutant in mutate.mutants(target.source, target.function, options.seed)]
-    lines = target.source.split("\n")[target.function.first_line - 1 : target.function.last_line]
-    original = "\n".join(lines)
     for kind, mutant in broken:
-        leak = leaks.share(original, mutant.snippet)
+        leak = leaks.share(mutant.original, mutant.snippet)
         if leak >= LEAK_SHARE:
             rejected[Rejected.LEAK.value] += 1
             continue

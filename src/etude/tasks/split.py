@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import blake3
 
@@ -25,14 +25,21 @@ def heldout_functions(functions: Sequence[Function], fraction: float, seed: int)
     return heldout
 
 
-def visible_half(tests: Iterable[str], seed: int) -> set[str]:
-    """About half of the test functions (node ids without parameters), at least one of two in every file."""
-    by_file: dict[str, list[str]] = defaultdict(list)
-    for test in {base(test) for test in tests}:
-        by_file[test.split("::")[0]].append(test)
+def visible_half(callers: Mapping[str, Iterable[str]], seed: int) -> set[str]:
+    """Test functions (node ids without parameters) to show: about half of those that call each function.
+
+    `callers` maps a function to the tests that call it. A function's only test stays hidden.
+    """
+    tests = {
+        function: sorted({base(t) for t in ids}, key=lambda t: _rank(seed, t)) for function, ids in callers.items()
+    }
     visible: set[str] = set()
-    for names in by_file.values():
-        visible.update(sorted(names, key=lambda name: _rank(seed, name))[: len(names) // 2])
+    hidden: set[str] = set()
+    for function in sorted(tests, key=lambda f: (len(tests[f]), f)):
+        for test in tests[function]:
+            if test not in visible | hidden:
+                shown = sum(t in visible for t in tests[function])
+                (visible if 2 * shown < sum(t in visible | hidden for t in tests[function]) else hidden).add(test)
     return visible
 
 
