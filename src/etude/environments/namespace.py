@@ -28,6 +28,7 @@ from etude.environments import judge
 from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, Limits, TestReport
 from etude.environments.box import ValueBox
 from etude.environments.connection import START_SECONDS, Connection, encode_changes
+from etude.environments.doctor import cause
 from etude.environments.shell import Shell
 from etude.errors import UserError
 
@@ -281,7 +282,7 @@ async def open_sandbox(*, workers: int = 2, memo: int = 4096) -> AsyncIterator[N
             answer = await asyncio.get_running_loop().sock_recv(ours, 65536)
         answer = json.loads(answer or b'{"error": "it died"}')
         if "error" in answer:
-            raise UserError(f"boxes cannot be made here ({answer['error']}); run `etude doctor` for cause and cure.")
+            raise UserError(f"boxes cannot be made here ({answer['error']}); {cause()}.")
         watcher = asyncio.create_task(sandbox.watch())
         try:
             yield sandbox
