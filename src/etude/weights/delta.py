@@ -8,6 +8,7 @@ everywhere, or that is new, is given whole; an anchor is a delta against nothing
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -29,7 +30,7 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    gap_bytes: int  # 1, 2 or 4; 0: every element is given and `gaps` is empty
+    gap_bytes: Literal[0, 1, 2, 4]  # 0: every element is given and `gaps` is empty
     gaps: bytes
     values: bytes
 

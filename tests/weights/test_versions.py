@@ -1,0 +1,265 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from small_tensors import copies, nudged, tensors, widened
+
+from etude.errors import UserError
+from etude.store import Store, open_store
+from etude.weights import manifest
+from etude.weights.digest import digest
+from etude.weights.publisher import AlreadyPublished, Publisher
+from etude.weights.receiver import DamagedVersion, Receiver, WeightsMismatch, load, materialise
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "weights"))
+
+
+def publish(store: Store, count: int, anchor_every: int):
+    """Versions 0 to count - 1: their manifests and tensors."""
+    publisher, made = Publisher(store, anchor_every), [tensors(0)]
+    published = [publisher.publish(0, made[0], (), {})]
+    for version in range(1, count):
+        made.append(nudged(made[-1], version))
+        published.append(publisher.publish(version, made[-1], (), {}))
+    return published, made
+
+
+def test_an_engine_follows_a_chain_of_versions_exactly(store):
+    publisher = Publisher(store, anchor_every=4)
+    current = tensors(0)
+    live = widened(tensors(9))
+    receiver = Receiver(store, live)
+    assert receiver.poll() is None
+    for version in range(10):
+        published = publisher.publish(version, current, (version,), {"loss": 1.0})
+        assert published.kind == ("anchor" if version % 4 == 0 else "delta")
+        assert published.digest == digest(current)
+        if version % 3 == 0:  # an engine may skip versions
+            before = copies(live)
+            update = receiver.poll()
+            assert all(torch.equal(before[name], live[name]) for name in live), "staging must not touch live tensors"
+            assert receiver.version == version - 3 if version else -1
+            update.apply()
+            assert digest(live) == published.digest
+            assert receiver.version == version
+            assert receiver.manifest == published
+            assert receiver.poll() is None
+        current = nudged(current, version)
+    assert [m.groups for m in manifest.manifests(store)] == [(v,) for v in range(10)]
+    assert [m.version for m in manifest.manifests(store, after=6)] == [7, 8, 9]
+    assert manifest.newest(store).version == 9
+
+
+def test_an_update_that_was_not_applied_is_offered_again(store):
+    published, _ = publish(store, 2, 8)
+    live = widened(tensors(9))
+    receiver = Receiver(store, live)
+    receiver.poll()
+    update = receiver.poll()
+    assert update.manifest == published[1]
+    update.apply()
+    assert digest(live) == published[1].digest
+
+
+def test_a_receiver_can_be_held_at_a_version(store):
+    published, _ = publish(store, 5, 8)
+    live = widened(tensors(9))
+    receiver = Receiver(store, live)
+    receiver.poll(limit=2).apply()
+    assert digest(live) == published[2].digest
+    assert receiver.poll(limit=2) is None
+    receiver.poll().apply()
+    assert receiver.version == 4
+
+
+def test_of_two_publishers_of_a_version_one_wins_and_the_other_learns_what_it_published(store):
+    barrier, results = threading.Barrier(2), {}
+
+    def run(seed: int) -> None:
+        publisher = Publisher(store, 8)
+        barrier.wait(20)
+        try:
+            results[seed] = publisher.publish(0, tensors(seed), (seed,), {})
+        except AlreadyPublished as e:
+            results[seed] = e
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    winner = manifest.read(store, 0).groups[0]
+    assert results[winner].digest == digest(tensors(winner))
+    lost = results[3 - winner]
+    assert isinstance(lost, AlreadyPublished)
+    assert lost.manifest == results[winner]
+    assert "another trainer has published version 0" in str(lost)
+    live = tensors(9)
+    Receiver(store, live).poll().apply()
+    assert digest(live) == digest(tensors(winner))
+
+
+KILLED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from small_tensors import tensors
+from etude.store import open_store
+from etude.weights.manifest import newest
+from etude.weights.publisher import Publisher
+store = open_store(sys.argv[2])
+publisher = Publisher(store, 8)
+publisher.resume(newest(store), tensors(0))
+publisher.publish(1, tensors(1), (7,), {})
+"""
+
+
+def test_a_trainer_killed_between_payload_and_manifest_leaves_no_version(store):
+    Publisher(store, 8).publish(0, tensors(0), (), {})
+    command = [sys.executable, "-c", KILLED, str(Path(__file__).parent), store.url]
+    environment = os.environ | {"ETUDE_FAILPOINT": "publisher.payload:1"}
+    assert subprocess.run(command, env=environment, timeout=120).returncode == -signal.SIGKILL
+    assert len(store.list("payloads")) == 2, "the payload was written"
+    assert manifest.newest(store).version == 0
+    resumed = Publisher(store, 8)
+    resumed.resume(manifest.newest(store), tensors(0))
+    resumed.publish(1, tensors(2), (), {})  # not bit-identical to the killed attempt: its payload must not be taken
+    live = tensors(9)
+    Receiver(store, live).poll().apply()
+    assert digest(live) == digest(tensors(2))
+
+
+def test_a_failed_publish_can_be_repeated(store, monkeypatch):
+    publisher = Publisher(store, 8)
+    publisher.publish(0, tensors(0), (), {})
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "create", lambda *_: (_ for _ in ()).throw(UserError("no space left")))
+        with pytest.raises(UserError, match="no space left"):
+            publisher.publish(1, nudged(tensors(0), 1), (), {})
+    published = publisher.publish(1, nudged(tensors(0), 1), (), {})
+    assert (published.kind, published.parent) == ("delta", 0)
+    live = tensors(9)
+    Receiver(store, live).poll().apply()
+    assert digest(live) == published.digest
+
+
+def test_resuming_from_other_tensors_is_refused(store):
+    published, _ = publish(store, 1, 8)
+    with pytest.raises(ValueError, match="do not have the digest of version 0"):
+        Publisher(store, 8).resume(published[0], tensors(1))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_not_published(store, value):
+    broken = tensors(0)
+    broken["b"][3, 3] = value
+    with pytest.raises(UserError, match="version 0 is not published: b hold"):
+        Publisher(store, 8).publish(0, broken, (), {})
+    assert store.list() == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_a_damaged_payload_is_never_served_and_a_repaired_one_is(store, damage):
+    published, _ = publish(store, 2, 8)
+    live = widened(tensors(9))
+    receiver = Receiver(store, live)
+    receiver.poll(limit=0).apply()
+    payload = store.get(published[1].payload)
+    if damage == "gone":
+        store.delete(published[1].payload)
+    else:
+        middle = len(payload) // 2
+        flipped = payload[:middle] + bytes([payload[middle] ^ 1]) + payload[middle + 1 :]
+        store.put(published[1].payload, {"flip": flipped, "cut": payload[:-1]}[damage])
+    with pytest.raises(DamagedVersion, match="version 1: its payload"):
+        receiver.poll()
+    assert receiver.version == 0
+    assert digest(live) == published[0].digest
+    store.put(published[1].payload, payload)
+    receiver.poll().apply()
+    assert digest(live) == published[1].digest
+
+
+@pytest.mark.parametrize("part", ["payload", "manifest"])
+def test_the_next_anchor_bridges_a_hole_in_the_chain(store, part):
+    published, made = publish(store, 4, 4)
+    live = widened(tensors(9))
+    receiver = Receiver(store, live)
+    receiver.poll(limit=1).apply()
+    if part == "payload":
+        store.delete(published[2].payload)
+    else:
+        store.put(manifest.key(2), b"{")
+    with pytest.raises(DamagedVersion, match="version 2"):
+        receiver.poll()
+    current = tensors(5)
+    resumed = Publisher(store, 4)
+    resumed.resume(published[3], made[3])
+    anchor = resumed.publish(4, current, (), {})
+    last = resumed.publish(5, nudged(current, 6), (), {})
+    assert (anchor.kind, last.kind) == ("anchor", "delta")
+    receiver.poll().apply()
+    assert digest(live) == last.digest
+
+
+def test_a_manifest_that_promises_other_tensors_is_not_served(store):
+    published, _ = publish(store, 1, 8)
+    lie = msgspec.structs.replace(published[0], digest="0" * 64)
+    store.put(manifest.key(0), msgspec.json.encode(lie))
+    with pytest.raises(DamagedVersion, match="do not have the digest that was published"):
+        Receiver(store, tensors(9)).poll()
+
+
+def test_another_model_is_refused_before_it_is_touched(store):
+    publish(store, 1, 8)
+    live = tensors(9) | {"b": torch.zeros(25, 40)}
+    with pytest.raises(DamagedVersion, match=r"of another model: b has shape \(40, 25\), here \(25, 40\)"):
+        Receiver(store, live).poll()
+    with pytest.raises(DamagedVersion, match="c has shape None"):
+        Receiver(store, tensors(9) | {"c": torch.zeros(1)}).poll()
+
+
+@pytest.mark.parametrize("applied", [0, 1])
+def test_live_tensors_that_did_not_take_the_values_are_put_back(store, applied):
+    publish(store, applied + 1, 8)
+    live = tensors(9)
+    receiver = Receiver(store, live)
+    if applied:
+        receiver.poll(limit=0).apply()
+    before = digest(live)
+    update = receiver.poll()
+    staged = dict(update.staged)
+    staged["b"] = staged["b"].clone()
+    staged["b"][0, 0] += 1  # as if the copy to the device had gone wrong
+    object.__setattr__(update, "staged", staged)
+    with pytest.raises(WeightsMismatch, match=f"version {applied} did not arrive in the live tensors: their digest is"):
+        update.apply()
+    assert digest(live) == before
+    assert receiver.version == applied - 1
+    receiver.poll().apply()
+    assert receiver.version == applied
+
+
+def test_any_version_can_be_had_again_in_any_wider_type(store):
+    published, made = publish(store, 5, 3)
+    for version in (0, 2, 4):
+        target = widened(tensors(7))
+        assert materialise(store, version, target) == published[version]
+        assert digest(target) == digest(made[version])
+    _, loaded = load(store, 3)
+    assert all(loaded[name].dtype == torch.bfloat16 for name in loaded)
+    with pytest.raises(UserError, match="has no version 9; the newest is 4"):
+        materialise(store, 9, tensors(7))
+    with pytest.raises(UserError, match="of another model"):
+        materialise(store, 1, {"x": torch.zeros(1)})
+    store.delete(published[3].payload)
+    with pytest.raises(UserError, match=r"version 3: its payload .* is gone; choose another version"):
+        load(store, 4)
