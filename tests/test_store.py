@@ -1,10 +1,18 @@
 import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
+import etude.store
 from etude.errors import UserError
-from etude.store import open_store
+from etude.store import NotFound, open_store
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +51,9 @@ def test_objects_round_trip(store):
     assert store.get("a/one") == b"11"
     assert store.exists("a/one")
     assert not store.exists("a/two")
-    with pytest.raises(KeyError):
+    with pytest.raises(NotFound):
         store.get("a/two")
+    assert issubclass(NotFound, KeyError)
     store.delete("a/one")
     store.delete("a/one")
     assert not store.exists("a/one")
@@ -90,3 +99,78 @@ def test_refusals_are_one_sentence(tmp_path):
 def test_a_bucket_that_is_not_there_is_named(s3):
     with pytest.raises(UserError, match="cannot write x in s3://absent"):
         open_store("s3://absent/run").put("x", b"")
+
+
+def test_a_folder_can_be_given_in_three_ways(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    open_store("with space/store").put("a", b"1")
+    assert open_store(f"{tmp_path}/with space/store").get("a") == b"1"
+    assert open_store(f"file://{tmp_path}/with%20space/store").get("a") == b"1"
+    for wrong, why in [("file://host/store", "not a local folder"), ("s3:///store", "names no bucket")]:
+        with pytest.raises(UserError, match=why):
+            open_store(wrong)
+
+
+def test_large_objects_go_up_in_parts(s3, monkeypatch):
+    monkeypatch.setattr(etude.store, "PART", 5 << 20)  # the smallest part that S3 takes
+    data = os.urandom(11 << 20)
+    store = open_store(f"{s3}/large")
+    store.put("big", data)
+    assert store.get("big") == data
+
+
+def test_a_store_that_does_not_answer_is_given_up_in_time(monkeypatch):
+    with socket.socket() as refused:
+        refused.bind(("127.0.0.1", 0))  # bound and never listening: connections are refused
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{refused.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        monkeypatch.setattr(etude.store, "RETRYING", timedelta(seconds=0.2))
+        store = open_store("s3://etude/run")
+        started = time.monotonic()
+        with pytest.raises(UserError, match=r"cannot read x in s3://etude/run: .* check that it is reachable"):
+            store.get("x")
+    assert time.monotonic() - started < 30
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    script = (
+        "import resource, sys\n"
+        "from etude.errors import UserError\n"
+        "from etude.store import open_store\n"
+        "store = open_store(sys.argv[1])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"  # stands in for a device without space
+        "try:\n"
+        "    store.put('key', b'x' * 5000)\n"
+        "except UserError as e:\n"
+        "    print(e, '|', store.list())\n"
+    )
+    said = subprocess.check_output([sys.executable, "-c", script, str(tmp_path / "store")], text=True, timeout=60)
+    assert said.startswith("cannot write key in file://")
+    assert said.endswith("check that it is reachable, writable and not full | []\n")
+
+
+WRITER = """
+import os, sys
+from etude.store import open_store
+store = open_store(sys.argv[1])
+data = os.urandom(1 << 20) * 4
+for i in range(10**6):
+    store.put(f"puts/{i}", data)
+    store.create(f"creates/{i}", data)
+    if i == 3:
+        print("going", flush=True)
+"""
+
+
+def test_a_writer_killed_in_the_middle_leaves_no_part_of_an_object(tmp_path):
+    folder = tmp_path / "store"
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE)
+    assert writer.stdout.readline() == b"going\n"
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.communicate(timeout=60)
+    store = open_store(str(folder))
+    keys = store.list()
+    assert len(keys) >= 8
+    assert {Path(folder, key).stat().st_size for key in keys} == {4 << 20}
+    assert all(key.split("/")[1].isdigit() for key in keys), "what was left half-written is not listed"
