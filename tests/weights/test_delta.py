@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from small_tensors import copies, nudged, tensors, widened
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_tensors import copies, nudged, tensors, widened
 
 from etude.weights import delta
 from etude.weights.digest import bits, digest
