@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ class ValueBox:
         self._changes: dict[str, bytes | None] = {}
         self._shell: Shell | None = None
         self._closed = False
+        self._start = asyncio.Lock()
 
     async def read(self, path: str, max_bytes: int = 65536) -> bytes:
         self._open()
@@ -120,8 +122,9 @@ class ValueBox:
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
         self._open()
-        if self._shell is None:
-            self._shell = await self._sandbox.shell(self._image, self._base | self._changes, self._limits)
+        async with self._start:
+            if self._shell is None:
+                self._shell = await self._sandbox.shell(self._image, self._layers(), self._limits)
         return await self._shell.exec(line, timeout)
 
     async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:

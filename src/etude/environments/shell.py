@@ -50,7 +50,7 @@ class Shell:
         await self._connection.request({"limits": limits, "environment": environment}, payload, FILE_SECONDS)
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
-        """Run `line`. Raises Busy if a command is running."""
+        """Run `line`. Raises Busy if a command is running; ends the box if it is cancelled."""
         data = line.encode("utf-8", "surrogateescape")
         if b"\0" in data or len(data) > MAX_LINE:
             raise TooLarge(f"a command line has at most {MAX_LINE} bytes and no NUL")
@@ -59,6 +59,9 @@ class Shell:
         self._running = True
         try:
             head, body = await self._ask({"op": "exec", "seconds": timeout}, data, timeout + GRACE_SECONDS)
+        except asyncio.CancelledError:
+            await self.close()
+            raise
         finally:
             self._running = False
         first, rest = body[: head["head"]], body[head["head"] :]

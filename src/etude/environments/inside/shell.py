@@ -26,8 +26,10 @@ GRACE_SECONDS = 0.5  # between TERM, KILL and the end of the shell
 
 _LOOP = """
 set -m; shopt -s expand_aliases; trap : INT
+exec 7<>/dev/tty
 while IFS= read -r -d '' __n <&8 && IFS= read -r -d '' __line <&8; do
-  eval "$__line" 8<&- 9>&-
+  exec 0<&7 1>&7 2>&7
+  eval "$__line" 7>&- 8<&- 9>&-
   printf '%s %s\\0' "$__n" "$?" >&9
 done
 """

@@ -1,0 +1,347 @@
+"""Boxes as values and live boxes: files, the shell, limits, and what an agent tries against them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from boxlibrary import BROKEN, CORE, DOCTEST, PATH, Place
+
+from etude.environments import doctor
+from etude.environments.base import (
+    Box,
+    BoxDead,
+    BoxError,
+    Busy,
+    Escape,
+    ExecResult,
+    Limits,
+    NoSpace,
+    NotFound,
+    NotRegular,
+    TooLarge,
+)
+from etude.environments.shell import shown
+
+Make = Callable[..., Box]
+
+
+@pytest.fixture(params=["value", "live"])
+def make(place: Place, request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Makes boxes of the broken library; live ones have run a command."""
+    boxes = []
+
+    def new(limits: Limits | None = None) -> Box:
+        box = place.run(place.sandbox.create(place.image({PATH: BROKEN}), limits or Limits()))
+        boxes.append(box)
+        if request.param == "live":
+            place.run(box.exec("true", 20))
+        return box
+
+    yield new
+    for box in boxes:
+        place.run(box.close())
+
+
+@pytest.fixture(scope="module")
+def shell(place: Place) -> Iterator[Callable[..., ExecResult]]:
+    """Runs lines in one live box."""
+    box = place.run(place.sandbox.create(place.image({PATH: BROKEN}), Limits(processes=32, disk_mb=16)))
+    yield lambda line, timeout=20.0: place.run(box.exec(line, timeout))
+    place.run(box.close())
+
+
+def test_files(place: Place, make: Make) -> None:
+    box = make()
+    run = place.run
+    assert run(box.read(PATH)) == BROKEN.encode()
+    assert run(box.list("")) == ["README.md", "src/"]
+    assert run(box.list("src/lib")) == ["__init__.py", "core.py", "numbers.py"]
+    assert run(box.changes()) == {}
+    run(box.write("src/lib/new/deep.py", b"\x00\xff"))
+    run(box.write("./src//lib/core.py", CORE.encode()))
+    run(box.delete("README.md"))
+    assert run(box.read("src/lib/new/deep.py")) == b"\x00\xff"
+    assert run(box.list("")) == ["src/"]
+    assert run(box.list("src/lib")) == ["__init__.py", "core.py", "new/", "numbers.py"]
+    assert run(box.changes()) == {PATH: CORE.encode(), "README.md": None, "src/lib/new/deep.py": b"\x00\xff"}
+    assert run(box.run_tests([DOCTEST], 10)).outcomes == {DOCTEST: "passed"}
+    run(box.write(PATH, BROKEN.encode()))
+    run(box.delete("src/lib/new/deep.py"))
+    assert run(box.changes()) == {"README.md": None}
+    assert run(box.run_tests([DOCTEST], 10)).outcomes == {DOCTEST: "failed"}
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda box: box.read("/etc/passwd"), Escape),
+        (lambda box: box.read("src/../../etc/passwd"), Escape),
+        (lambda box: box.write("a\0b", b""), Escape),
+        (lambda box: box.list(".."), Escape),
+        (lambda box: box.read("absent"), NotFound),
+        (lambda box: box.list("absent"), NotFound),
+        (lambda box: box.delete("absent"), NotFound),
+        (lambda box: box.read("src"), NotRegular),
+        (lambda box: box.delete("src"), NotRegular),
+        (lambda box: box.write("src", b""), NotRegular),
+        (lambda box: box.write("", b""), NotRegular),
+        (lambda box: box.list("README.md"), NotRegular),
+        (lambda box: box.write("README.md/x", b""), NotRegular),
+        (lambda box: box.read(PATH, 3), TooLarge),
+        (lambda box: box.write("big", bytes(11 << 20)), TooLarge),
+        (lambda box: box.write("/".join("a" * 99), b""), TooLarge),
+        (lambda box: box.write("a" * 256, b""), TooLarge),
+    ],
+)
+def test_refusals_are_the_agents(
+    place: Place, make: Make, call: Callable[[Box], object], error: type[BoxError]
+) -> None:
+    """C2, C14."""
+    with pytest.raises(error) as refusal:
+        place.run(call(make()))
+    assert refusal.value.payer == "agent"
+
+
+def test_full_disk(place: Place, make: Make) -> None:
+    box = make(Limits(disk_mb=8))
+    place.run(box.write("a", bytes(5 << 20)))
+    with pytest.raises(NoSpace):
+        place.run(box.write("b", bytes(5 << 20)))
+
+
+def test_closed_boxes(place: Place, make: Make) -> None:
+    box = make()
+    place.run(box.close())
+    place.run(box.close())
+    with pytest.raises(BoxDead):
+        place.run(box.read(PATH))
+
+
+def test_state_persists(shell: Callable[..., ExecResult]) -> None:
+    assert shell("cd src/lib; export A=5; b=6; alias say=echo; f() { return 7; }").rc == 0
+    done = shell("say $A $b; pwd; f")
+    assert (done.rc, done.output, done.cut, done.timed_out) == (7, "5 6\n/workspace/src/lib\n", 0, False)
+    assert shell("cd /workspace").rc == 0
+    assert shell("if true; then").rc == 2
+    assert shell("echo 'two\nlines'").output == "two\nlines\n"
+
+
+def test_exit_status_is_out_of_band(shell: Callable[..., ExecResult]) -> None:
+    """C10: what programs print or write to descriptors is no status."""
+    forge = "import os\nfor fd in range(3, 200):\n try: os.write(fd, b'99 0\\0' * 100)\n except OSError: pass\nraise SystemExit(5)"
+    assert shell(f'python -c "{forge}"').rc == 5
+    assert shell("printf '99 0\\0' >&9").rc == 1
+    assert shell("printf '__END__ 0\\n'; false").rc == 1
+
+
+def test_output_is_cut_in_the_middle(shell: Callable[..., ExecResult]) -> None:
+    done = shell("echo first; head -c 300000 /dev/zero | tr '\\0' x; echo last")
+    assert done.cut > 250_000
+    assert done.output.startswith("first\nxxx")
+    assert done.output.endswith("xxxlast\n")
+    assert len(done.output) < 40_000
+
+
+def test_timeout_ends_the_command_not_the_shell(shell: Callable[..., ExecResult]) -> None:
+    shell("keep=8")
+    done = shell("echo before; sleep 60", 0.5)
+    assert (done.timed_out, done.rc) == (True, 143)
+    assert done.output.startswith("before\n")
+    assert shell("echo $keep").output == "8\n"
+
+
+def test_lost_shells_are_replaced(shell: Callable[..., ExecResult]) -> None:
+    """C7."""
+    assert shell("exit 4").rc == 4
+    assert shell("kill -9 $$").rc is None
+    spin = shell("while :; do :; done", 0.2)
+    assert (spin.timed_out, spin.rc) == (True, None)
+    shell("python -c 'import os; os.kill(-1, 9)'")
+    shell("exec 0<&- 1>&- 2>&-")
+    shell("python -c 'import termios; termios.tcflow(0, termios.TCOOFF)'")
+    done = shell("pwd")
+    assert (done.rc, done.output) == (0, "/workspace\n")
+
+
+def test_a_box_sees_little(shell: Callable[..., ExecResult]) -> None:
+    """C15, D1, D2, D4, D7: the probes of the doctor print nothing."""
+    assert {name: shell(line).output for name, line in doctor.PROBES.items()} == dict.fromkeys(doctor.PROBES, "")
+    names = shell("env | cut -d= -f1 | sort | tr '\\n' ' '").output.split()
+    assert not {"HOSTNAME", "SSH_AUTH_SOCK", "AWS_ACCESS_KEY_ID"} & set(names)
+    assert len(names) < 16
+    assert shell("cat /proc/net/unix | tail -n +2").output == ""
+
+
+CALLS = """
+import ctypes, errno, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def call(*arguments):
+    ctypes.set_errno(0)
+    return errno.errorcode.get(ctypes.get_errno(), "done") if libc.syscall(*arguments) < 0 else "done"
+MACHINE = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
+for name, numbers in (("unshare", (272, 97)), ("clone", (56, 220)), ("clone3", (435, 435)), ("ptrace", (101, 117)),
+                      ("bpf", (321, 280)), ("keyctl", (250, 219)), ("setns", (308, 268)), ("mount", (165, 40)),
+                      ("process_vm_readv", (310, 270)), ("pidfd_getfd", (438, 438)), ("io_uring_setup", (425, 425)),
+                      ("perf_event_open", (298, 241)), ("userfaultfd", (323, 282)), ("kexec_load", (246, 104))):
+    print(name, call(numbers[MACHINE], 0x10000000, 0, 0, 0, 0))
+for name, family in (("packet", 17), ("alg", 38), ("vsock", 40)):
+    try:
+        socket.socket(family, socket.SOCK_STREAM if name != "packet" else socket.SOCK_RAW)
+        print(name, "done")
+    except OSError as e:
+        print(name, errno.errorcode[e.errno])
+for address in ("169.254.169.254", "10.0.0.1", "8.8.8.8"):
+    try:
+        socket.create_connection((address, 80), 1)
+        print(address, "done")
+    except OSError as e:
+        print(address, errno.errorcode.get(e.errno, e))
+import fcntl
+try:
+    fcntl.ioctl(0, 0x5412, b"x")
+    print("TIOCSTI done")
+except OSError as e:
+    print("TIOCSTI", errno.errorcode[e.errno])
+"""
+
+
+def test_system_calls(place: Place) -> None:
+    """D1, D2, D3, D8, C8."""
+    box = place.run(place.sandbox.create(place.image(), Limits()))
+    place.run(box.write("calls.py", CALLS.encode()))
+    done = place.run(box.exec("python calls.py", 20))
+    place.run(box.close())
+    answers = dict(line.split() for line in done.output.splitlines())
+    assert answers.pop("clone3") == "ENOSYS"
+    assert {answers.pop(name) for name in ("packet", "alg", "vsock")} == {"EAFNOSUPPORT"}
+    assert {answers.pop(name) for name in ("169.254.169.254", "10.0.0.1", "8.8.8.8")} == {"ENETUNREACH"}
+    assert set(answers.values()) == {"EPERM"}
+    assert len(answers) == 14
+
+
+def test_bombs_are_bounded(place: Place, shell: Callable[..., ExecResult]) -> None:
+    """C6: processes, memory, disk; the owner still gets answers."""
+    done = shell('python -c \'import subprocess\nfor _ in range(100): subprocess.Popen(["sleep", "60"])\'; kill -9 -1')
+    assert "Resource temporarily unavailable" in done.output
+    assert "No space left" in shell("head -c 32M /dev/zero > /tmp/big; rm -f /tmp/big").output
+    assert "MemoryError" in shell("python -c 'bytes(2 << 30)'").output
+
+
+def test_special_files_are_data(place: Place, shell: Callable[..., ExecResult]) -> None:
+    """C2, C3, C5, B12: links and devices are never followed or read; odd names come back exactly."""
+    box = place.run(place.sandbox.create(place.image(), Limits()))
+    line = (
+        "ln -s /etc/passwd link; ln -s /etc folder; mkfifo pipe; ln -s ../../../../etc/passwd src/up; "
+        "rm src/lib/numbers.py; ln -s /etc/passwd src/lib/numbers.py; printf x > $'a\\nb'; printf y > $'\\xff'; printf z > -dash; "
+        "truncate -s 9M sparse; rm -r src/lib/core.py; mkdir src/lib/core.py; printf w > src/lib/core.py/in"
+    )
+    assert place.run(box.exec(line, 20)).rc == 0
+    for path, error in (("link", Escape), ("folder/passwd", Escape), ("src/up", Escape), ("pipe", NotRegular)):
+        with pytest.raises(error):
+            place.run(box.read(path))
+    with pytest.raises((Escape, NotRegular)):
+        place.run(box.write("link", b"x"))
+    with pytest.raises(Escape):
+        place.run(box.write("folder/x", b"x"))
+    changes = place.run(box.changes())
+    assert changes.pop("sparse") == bytes(9 << 20)
+    assert changes == {
+        "a\nb": b"x",
+        "\udcff": b"y",
+        "-dash": b"z",
+        PATH: None,
+        f"{PATH}/in": b"w",
+    }
+    assert place.run(box.exec("truncate -s 5G huge", 20)).rc != 0
+    place.run(box.exec("mkdir -p $(seq -s/ 70)", 20))
+    with pytest.raises(TooLarge):
+        place.run(box.changes())
+    place.run(box.close())
+
+
+def test_a_running_command_makes_the_box_busy(place: Place) -> None:
+    async def scenario() -> None:
+        box = await place.sandbox.create(place.image(), Limits())
+        await box.exec("true", 20)
+        first = asyncio.create_task(box.exec("sleep 60", 60))
+        await asyncio.sleep(0)  # lets it start
+        with pytest.raises(Busy):
+            await box.exec("true", 1)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        with pytest.raises(BoxDead):
+            await box.exec("true", 1)
+        await box.close()
+
+    place.run(scenario())
+
+
+def test_two_boxes_share_nothing(place: Place, shell: Callable[..., ExecResult]) -> None:
+    """A8."""
+    shell("touch /tmp/mine /dev/shm/mine; echo x > mine; python -c 'import socket, time; s = socket.socket(socket.AF_UNIX); "
+          "s.bind(chr(0) + \"mine\"); s.listen(); time.sleep(30)' & sleep 0.2")  # fmt: skip
+    other = place.run(place.sandbox.create(place.image(), Limits()))
+    found = place.run(other.exec("ls -A /tmp /dev/shm; ls mine; cat /proc/net/unix | grep mine; pgrep -c sleep", 20))
+    place.run(other.close())
+    assert "mine" not in found.output.replace("cannot access 'mine'", "")
+
+
+def test_the_host_is_as_before(place: Place, library: Path) -> None:
+    """H0: the image's files are untouched, and nothing of a closed box is left in the host's mount table."""
+    assert (library / "repository" / PATH).read_text() == CORE
+    assert not (library / "repository" / "note").exists()
+    assert "/run/box" not in Path("/proc/self/mountinfo").read_text()
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\x1b[31mred\x1b[0m\x1b]52;c;AAAA\x07!", "red!"),
+        (b"10%\r50%\r100%\n", "100%\n"),
+        (b"a\r\nb\x00\x07\n", "a\nb\n"),
+        (b"\xff\xfe", "\ufffd\ufffd"),
+        (b"\x1b]0;title", ""),
+    ],
+)
+def test_terminal_output_is_inert(data: bytes, text: str) -> None:
+    """C8."""
+    assert shown(data) == text
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.show(as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    assert {check["name"] for check in found["checks"]} >= {"isolation", "no network", "live box", "test run"}
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Darwin")
+    assert doctor.show(as_json=False) == 1
+    assert "cure: use a Linux machine" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root then")
+def test_without_root(library: Path, tmp_path: Path) -> None:
+    """The same backend for a user without privileges, if such a user can reach this Python."""
+    program = "import sys; from etude.environments.doctor import show; sys.exit(show(True))"
+    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    for python in dict.fromkeys((sys.executable, f"/usr/bin/python3.{sys.version_info.minor}")):
+        command = [*drop, python, "-B", "-c", program]
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ["PATH"]}
+        try:
+            done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=60)
+        except (FileNotFoundError, PermissionError):
+            continue
+        if "rootless" in done.stdout:
+            break
+    else:
+        pytest.skip("no Python here is readable by other users")
+    checks = json.loads(done.stdout)
+    assert checks["ok"], done.stdout
+    assert {"name": "rootless", "ok": True, "detail": "True", "cure": ""} in checks["checks"]
