@@ -23,6 +23,7 @@ from etude.inference.client import EngineClient, EngineError
 from etude.inference.server import main
 from etude.models.loading import load_model, named_tensors
 from etude.store import open_store
+from etude.weights.manifest import create
 from etude.weights.publisher import Publisher
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
@@ -230,9 +231,11 @@ def test_new_versions_are_served_verified(server, http):
     answer = http.post("/generate", json={"ids": [40], "max_tokens": 2}).json()
     assert answer["versions"] == [1, 1]
 
+    # Published elsewhere first, so that the server never sees the good payload.
     tensors["model.norm.weight"] += 0.125
-    broken = publisher.publish(2, tensors, (), {})
+    broken = Publisher(open_store(str(folder / "elsewhere")), anchor_every=8).publish(2, tensors, (), {})
     store.put(broken.payload, b"not what was published")
+    assert create(store, broken)
     health = asyncio.run(wait_for("status", "failed"))
     assert "version 2" in health["error"]
     assert health["version"] == 1

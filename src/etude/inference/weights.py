@@ -85,7 +85,10 @@ class Follower:
         while not self._stop.wait(_POLL_SECONDS) and self._engine.failure is None:
             try:
                 self.poll()
-            except RuntimeError:  # the engine was closed, or died: the server says so
+            except Exception as e:
+                if not self._stop.is_set() and self._engine.failure is None:
+                    _log.exception("following the weights ended")
+                self.error = f"no longer following the weights: {type(e).__name__} {e}"
                 return
 
 

@@ -1,0 +1,126 @@
+"""The engine on the bundled model, one thread, against transformers' own `generate` on the same prompts in the same run.
+
+decode at batch N      N rows of 8 per prompt, 250 prompt tokens; seconds from the first to the last decode step
+group rollout          from submission to the last token, prefill included: 8 prompts, 8 members each
+next turn              a second turn of the same rows, whose first turn is in the prefix cache, against a cold engine
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from etude.inference.engine import Engine, Limits, Request
+from etude.inference.rows import Row
+from etude.models.loading import load_model
+
+MODEL = Path(__file__).parent.parent / "models" / "nano"
+GROUP, PROMPT = 8, 250
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Rows and checks; `quick` samples fewer tokens. Takes about one minute, or a quarter of that, on an idle core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _run(load_model(MODEL), 24 if quick else 100)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(model: PreTrainedModel, tokens: int) -> dict[str, Any]:
+    engine = Engine(model, limits=Limits(rows=128))
+    _finish(engine, _submit(engine, 1, 2, seed=99))  # compiles the kernels
+    rows: list[dict[str, Any]] = []
+
+    def add(case: str, value: float, unit: str, baseline: str = "") -> None:
+        rows.append({"case": case, "value": value, "unit": unit, "baseline": baseline})
+
+    for batch in (1, 16, 64):
+        decode, prefill, total = _measure(engine, batch, tokens, seed=batch)
+        plain = _generate(model, batch, tokens, seed=batch)
+        add(f"decode at batch {batch}", decode, "tokens/s", "sampled tokens per second of decode steps, 1 thread")
+        if batch == 64:
+            add("prefill", prefill, "tokens/s", f"{batch // GROUP} prompts of {PROMPT} tokens, 1 thread")
+            add(
+                "group rollout / transformers generate", plain / total, "x", f"{batch} rows, sdpa, grouped_mm, KV cache"
+            )
+        else:
+            add(f"batch {batch} / transformers generate", plain / total, "x", f"{batch} rows, sdpa, KV cache")
+    warm, cold, agree = _next_turn(model, engine, tokens)
+    add("next turn, prefix cache / cold", cold / warm, "x", f"64 rows, 30 new tokens after {PROMPT + tokens}")
+    return {"bench": "engine", "rows": rows, "checks": {"cached and cold log-probabilities agree": agree}}
+
+
+def _prompts(model: PreTrainedModel, batch: int, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    groups = rng.integers(32, model.config.vocab_size, (max(1, batch // GROUP), PROMPT)).tolist()
+    return [groups[i // GROUP] for i in range(batch)]
+
+
+def _submit(engine: Engine, batch: int, tokens: int, seed: int) -> list[Row]:
+    prompts = _prompts(engine.model, batch, seed)
+    return [engine.submit(Request(ids=ids, max_tokens=tokens, seed=i)) for i, ids in enumerate(prompts)]
+
+
+def _finish(engine: Engine, rows: list[Row]) -> float:
+    start = time.perf_counter()
+    while not all(row.future.done() for row in rows):
+        engine.step()
+    return time.perf_counter() - start
+
+
+def _measure(engine: Engine, batch: int, tokens: int, seed: int) -> tuple[float, float, float]:
+    """Decode tokens/s, prefill tokens/s, and seconds for everything."""
+    rows = _submit(engine, batch, tokens, seed)
+    start = time.perf_counter()
+    engine.step()  # the prompts; their siblings wait for them
+    first = time.perf_counter()
+    while any(row.fed < PROMPT for row in rows):
+        engine.step()
+    decoding = time.perf_counter()
+    sampled = engine.counters.sampled_tokens
+    _finish(engine, rows)
+    end = time.perf_counter()
+    prefilled = PROMPT * max(1, batch // GROUP)
+    return (engine.counters.sampled_tokens - sampled) / (end - decoding), prefilled / (first - start), end - start
+
+
+@torch.inference_mode()
+def _generate(model: PreTrainedModel, batch: int, tokens: int, seed: int) -> float:
+    """Seconds of transformers' generate for the same rows."""
+    ids = torch.tensor(_prompts(model, batch, seed))
+    ours = model.config._attn_implementation, model.config._experts_implementation
+    model.set_attn_implementation("sdpa")
+    model.set_experts_implementation("grouped_mm")
+    try:
+        start = time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True,
+            top_k=0, pad_token_id=1,
+        )  # fmt: skip
+        return time.perf_counter() - start
+    finally:
+        model.set_attn_implementation(ours[0])
+        model.set_experts_implementation(ours[1])
+
+
+def _next_turn(model: PreTrainedModel, engine: Engine, tokens: int) -> tuple[float, float, bool]:
+    """Seconds of a second turn with and without the first one's keys and values, and whether both agree."""
+    first = _submit(engine, 64, tokens, seed=5)
+    _finish(engine, first)
+    result = np.random.default_rng(6).integers(32, model.config.vocab_size, 30).tolist()
+    turns = [row.request.ids + row.future.result().ids + result for row in first]
+    seconds, generations = [], []
+    for instance in (engine, Engine(model)):
+        rows = [instance.submit(Request(ids=ids, max_tokens=1, temperature=0.0)) for ids in turns]
+        seconds.append(_finish(instance, rows))
+        generations.append([row.future.result() for row in rows])
+    pairs = zip(*generations, strict=True)
+    agree = all(abs(a.logprobs[0] - b.logprobs[0]) < 1e-3 for a, b in pairs)
+    return seconds[0], seconds[1], agree
