@@ -26,7 +26,8 @@ TORCH_FREE = (
 )
 HEAVY = {"torch", "transformers"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-MAIN = {"cli", "controller", "evaluate", "monitor", "rl", "run_report", "train"}  # the command and the stages that it starts
+# the command and the stages that it starts
+MAIN = {"cli", "controller", "evaluate", "monitor", "rl", "run_report", "train"}
 
 
 def modules(*parts: str) -> list[str]:
