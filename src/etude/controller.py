@@ -171,6 +171,8 @@ def _learn(run: Run, curriculum: Curriculum, after: int) -> int:
 def _admit(run: Run, curriculum: Curriculum) -> None:
     rollout = run.config.rollout
     figures = run.ledger.figures()
+    if rollout.staleness == 0 and run.progress.served > max(figures.consumed_version, 0):
+        return  # on-policy, draws depend on all earlier results: wait until the ledger has caught up with the engines
     count = groups_to_admit(
         version=run.progress.served,
         staleness=rollout.staleness,

@@ -20,7 +20,7 @@ import torch
 
 from etude import processes, runfolder
 from etude.config import RLConfig
-from etude.errors import UserError
+from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
 from etude.models.loading import load_model
 from etude.records import Episode, Group, PolicyVersion, decode
@@ -167,6 +167,9 @@ def main() -> None:
     except UserError as e:
         print(f"etude: {e}", file=sys.stderr)
         sys.exit(2)
+    except RunFailed as e:
+        print(f"etude: {e}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
