@@ -103,8 +103,7 @@ async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress]
         while trainer.exit_code != 0:
             _watch(run)
             await _observe_versions(run)
-            learned = _learn(run, curriculum, learned)
-            _admit(run, curriculum)
+            learned = _admit(run, curriculum, learned)
             if free := rollout.max_in_flight - len(live):
                 leases = run.ledger.lease(OWNER, free, rollout.lease_seconds)
                 live |= {asyncio.create_task(_play_one(run, lease)) for lease in leases}
@@ -141,6 +140,8 @@ async def _observe_versions(run: Run) -> None:
     served = []
     for url in run.engines:
         health = await run.client.health(url)
+        if health["status"] != "ok":
+            raise RunFailed(f"the engine at {url} failed: {health['error']}; continue with --resume {run.folder}")
         version = int(health["version"])
         if version not in run.manifests and (found := read(run.weights, version)) is not None:
             run.manifests[version] = found
@@ -168,11 +169,13 @@ def _learn(run: Run, curriculum: Curriculum, after: int) -> int:
     return after
 
 
-def _admit(run: Run, curriculum: Curriculum) -> None:
+def _admit(run: Run, curriculum: Curriculum, learned: int) -> int:
+    """Admits what the bound allows; returns the mark up to which the curriculum has learned."""
     rollout = run.config.rollout
     figures = run.ledger.figures()
     if rollout.staleness == 0 and run.progress.served > max(figures.consumed_version, 0):
-        return  # on-policy, draws depend on all earlier results: wait until the ledger has caught up with the engines
+        return learned  # on-policy, a draw depends on all earlier results: the ledger must catch up with the engines
+    learned = _learn(run, curriculum, learned)
     count = groups_to_admit(
         version=run.progress.served,
         staleness=rollout.staleness,
@@ -189,6 +192,7 @@ def _admit(run: Run, curriculum: Curriculum) -> None:
         task = curriculum.draw(index, busy)
         busy |= {task}
         run.ledger.admit(index, task, rollout.group, run.progress.served)
+    return learned
 
 
 async def _play_one(run: Run, lease: EpisodeLease) -> None:
