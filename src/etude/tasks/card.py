@@ -61,8 +61,8 @@ def datacard(manifest: Manifest, tasks: Sequence[Task], history: History) -> str
         ),
         f"{accepted} tasks were kept. Each one: the broken tree fails, no change scores 0, and the gold answer passes, "
         f"{manifest.options['repeats']} times each, in the grading box.\n",
-        "Duplicates: no two tasks have the same broken text. Leaks: a program is dropped if half of the runs of eight "
-        "tokens that it lost stand elsewhere in the tree.\n",
+        "Duplicates: no two tasks have the same broken text. Leaks: a program is dropped if nine tenths of the "
+        "runs of eight tokens that it lost stand elsewhere in the tree.\n",
         "## Difficulty\n",
         *(_histogram(name, width, [task.difficulty.get(name, 0.0) for task in tasks]) for name, width in _FACTS),
     ]

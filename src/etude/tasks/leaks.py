@@ -29,7 +29,10 @@ class LeakIndex:
                 self._counts.update(shingles(data.decode(errors="replace")))
 
     def share(self, original: str, broken: str) -> float:
-        """Share of the shingles lost between two texts of a function that the rest of the tree still holds; 0..1."""
+        """Share of the shingles lost between two texts of a body that the rest of the tree still holds; 0..1.
+
+        Bodies, not functions: what docstrings end with is alike in a whole library.
+        """
         mine = shingles(original)
         lost = mine - shingles(broken)
         if not lost:

@@ -61,6 +61,17 @@ class Mutant:
     first_line: int  # 1-based, decorators included
     last_line: int  # inclusive
 
+    body_line: int  # lines before it hold the signature and the docstring, the same in both
+
+    @property
+    def body(self) -> str:
+        """The broken statements, docstring left out."""
+        return "\n".join(self.snippet.split("\n")[self.body_line - self.first_line :])
+
+    @property
+    def original_body(self) -> str:
+        return "\n".join(self.original.split("\n")[self.body_line - self.first_line :])
+
     @property
     def text(self) -> str:
         """The broken module; built on demand, since thousands of mutants share one long module."""
@@ -128,6 +139,7 @@ def _apply(place: _Place, operator: str, edits: tuple[Edit, ...]) -> Mutant | No
         snippet=snippet,
         first_line=first_line,
         last_line=first_line + snippet.count("\n"),
+        body_line=place.function.body[0].lineno,
     )
 
 

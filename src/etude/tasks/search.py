@@ -17,7 +17,7 @@ from etude.tasks.leaks import LeakIndex
 from etude.tasks.options import BuildOptions
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
-LEAK_SHARE = 0.5  # of a program's lost text found elsewhere, from which on it is dropped
+LEAK_SHARE = 0.9  # of a program's lost text found elsewhere, from which on it is dropped; siblings often share half
 _ATTEMPTS = 3  # broken programs tried per wanted task
 
 
@@ -33,6 +33,11 @@ class Target:
     telling: list[Task] = field(default_factory=list)  # tasks whose visible tests fail too
     spare: list[Task] = field(default_factory=list)
 
+    @property
+    def good(self) -> int:
+        """Tasks that need no better ones: without visible tests none can be telling."""
+        return len(self.telling) + (0 if self.visible else len(self.spare))
+
 
 @dataclass(frozen=True)
 class Found:
@@ -42,7 +47,7 @@ class Found:
 
 
 async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, progress: Progress) -> Found:
-    """Gate broken programs of `targets` until there are `max_tasks` telling ones, or no programs are left.
+    """Gate broken programs of `targets` until there are `max_tasks` good ones, or no programs are left.
 
     A wave holds one program of every function that still needs one, so what is tried does not depend on timing.
     """
@@ -52,28 +57,27 @@ async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, prog
     rejected: Counter[str] = Counter()
     programs = [_programs(target, options, leaks, rejected) for target in targets]
     wanted = options.per_function * len(options.kinds)
-    tried = 0
     seen: set[str] = set()
     for _ in range(_ATTEMPTS * wanted):
         wave: list[tuple[Target, Candidate]] = []
         for target, queue in zip(targets, programs, strict=True):
-            candidate = _next(queue, seen, rejected) if len(target.telling) < wanted else None
+            candidate = _next(queue, seen, rejected) if target.good < wanted else None
             if candidate is not None:
                 wave.append((target, candidate))
         if not wave:
             break
         results = await gates.in_order(lambda pair: gates.gate(bench, pair[1]), wave, options.workers)
-        tried += len(wave)
         for (target, _), result in zip(wave, results, strict=True):
             if isinstance(result, Rejected):
                 rejected[result.value] += 1
             else:
                 (target.telling if result.difficulty["visible_fails"] else target.spare).append(result)
-        found = sum(len(target.telling) for target in targets)
+        found = sum(target.good for target in targets)
         progress("gating tasks", min(found, options.max_tasks), options.max_tasks)
         if found >= options.max_tasks:
             break
-    return Found(tasks=_select(targets, options, wanted), tried=tried, rejected=rejected)
+    accepted = sum(len(target.telling) + len(target.spare) for target in targets)
+    return Found(tasks=_select(targets, options, wanted), tried=accepted + sum(rejected.values()), rejected=rejected)
 
 
 def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected: Counter[str]) -> Iterator[Candidate]:
@@ -85,7 +89,7 @@ def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected:
     if "mutation" in options.kinds:
         broken += [("mutation", mutant) for mutant in mutate.mutants(target.source, target.function, options.seed)]
     for kind, mutant in broken:
-        leak = leaks.share(mutant.original, mutant.snippet)
+        leak = leaks.share(mutant.original_body, mutant.body)
         if leak >= LEAK_SHARE:
             rejected[Rejected.LEAK.value] += 1
             continue
