@@ -1,4 +1,4 @@
-"""The engine on the bundled model, one thread, against transformers' own `generate` on the same prompts in the same run.
+"""The engine on the bundled model, one thread, against transformers' `generate` on the same prompts in the same run.
 
 decode at batch N      N rows of 8 per prompt, 250 prompt tokens; seconds from the first to the last decode step
 group rollout          from submission to the last token, prefill included: 8 prompts, 8 members each
