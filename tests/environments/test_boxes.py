@@ -135,7 +135,10 @@ def test_state_persists(shell: Callable[..., ExecResult]) -> None:
 
 def test_exit_status_is_out_of_band(shell: Callable[..., ExecResult]) -> None:
     """C10: what programs print or write to descriptors is no status."""
-    forge = "import os\nfor fd in range(3, 200):\n try: os.write(fd, b'99 0\\0' * 100)\n except OSError: pass\nraise SystemExit(5)"
+    forge = (
+        "import os\nfor fd in range(3, 200):\n try: os.write(fd, b'99 0\\0' * 100)\n except OSError: pass\n"
+        "raise SystemExit(5)"
+    )
     assert shell(f'python -c "{forge}"').rc == 5
     assert shell("printf '99 0\\0' >&9").rc == 1
     assert shell("printf '__END__ 0\\n'; false").rc == 1
@@ -239,7 +242,8 @@ def test_special_files_are_data(place: Place, shell: Callable[..., ExecResult]) 
     box = place.run(place.sandbox.create(place.image(), Limits()))
     line = (
         "ln -s /etc/passwd link; ln -s /etc folder; mkfifo pipe; ln -s ../../../../etc/passwd src/up; "
-        "rm src/lib/numbers.py; ln -s /etc/passwd src/lib/numbers.py; printf x > $'a\\nb'; printf y > $'\\xff'; printf z > -dash; "
+        "rm src/lib/numbers.py; ln -s /etc/passwd src/lib/numbers.py; "
+        "printf x > $'a\\nb'; printf y > $'\\xff'; printf z > -dash; "
         "truncate -s 9M sparse; rm -r src/lib/core.py; mkdir src/lib/core.py; printf w > src/lib/core.py/in"
     )
     assert place.run(box.exec(line, 20)).rc == 0
@@ -286,8 +290,9 @@ def test_a_running_command_makes_the_box_busy(place: Place) -> None:
 
 def test_two_boxes_share_nothing(place: Place, shell: Callable[..., ExecResult]) -> None:
     """A8."""
-    shell("touch /tmp/mine /dev/shm/mine; echo x > mine; python -c 'import socket, time; s = socket.socket(socket.AF_UNIX); "
-          "s.bind(chr(0) + \"mine\"); s.listen(); time.sleep(30)' & sleep 0.2")  # fmt: skip
+    listen = 'import socket, time; s = socket.socket(socket.AF_UNIX); s.bind(chr(0) + "mine"); print(1, flush=True)'
+    shell("touch /tmp/mine /dev/shm/mine; echo x > mine; mkfifo /tmp/ready")
+    shell(f"python -c '{listen}; time.sleep(30)' > /tmp/ready & read line < /tmp/ready")
     other = place.run(place.sandbox.create(place.image(), Limits()))
     found = place.run(other.exec("ls -A /tmp /dev/shm; ls mine; cat /proc/net/unix | grep mine; pgrep -c sleep", 20))
     place.run(other.close())

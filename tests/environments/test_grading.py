@@ -45,7 +45,9 @@ import sys
 return sys._getframe(1).f_locals.get("expected")"""
 PATCHED = """
 import _pytest.assertion.rewrite, builtins, _pytest.runner
-_pytest.runner.CallInfo.from_call = classmethod(lambda cls, func, when, reraise=None: cls(None, None, 0, 0, 0, when, _ispytest=True))
+def from_call(cls, func, when, reraise=None):
+    return cls(None, None, 0, 0, 0, when, _ispytest=True)
+_pytest.runner.CallInfo.from_call = classmethod(from_call)
 """
 FORGED = """
 import os, json, sys

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import struct
-from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,6 +117,8 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def encode_changes(changes: Mapping[str, bytes | None]) -> dict[str, str | None]:
-    """A change set as JSON can carry it."""
-    return {path: None if data is None else b64encode(data).decode() for path, data in changes.items()}
+def encode(request: dict[str, Any], changes: Mapping[str, bytes | None]) -> bytes:
+    """A request and its change set: a length, JSON with the sizes of files, and the files."""
+    sizes = [(path, None if data is None else len(data)) for path, data in changes.items()]
+    head = json.dumps(request | {"changes": sizes}).encode()
+    return b"".join([struct.pack("<I", len(head)), head, *(data for data in changes.values() if data is not None)])

@@ -27,7 +27,7 @@ import blake3
 from etude.environments import judge
 from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, Limits, TestReport
 from etude.environments.box import ValueBox
-from etude.environments.connection import START_SECONDS, Connection, encode_changes
+from etude.environments.connection import START_SECONDS, Connection, encode
 from etude.environments.doctor import cause
 from etude.environments.shell import Shell
 from etude.errors import UserError
@@ -125,7 +125,7 @@ class NamespaceSandbox:
             guard = self._guards.setdefault(key, None if hidden is None else judge.new_guard())
             questions = judge.ask(tests, guard)
             head = {"files": questions.files, "limits": limits_of(limits)}
-            payload = json.dumps({"tests": questions.asked, "changes": encode_changes(layers)}).encode()
+            payload = encode({"tests": questions.asked}, layers)
             for hot in (True, False):
                 connection = await self._template(key, hot, guard)
                 reply, data = await connection.request(head, payload, limits.seconds + GRACE_SECONDS)
@@ -137,7 +137,7 @@ class NamespaceSandbox:
 
     async def _template(self, key: ImageKey, hot: bool, guard: judge.Guard | None) -> Connection:
         connection = self._templates.get((key, hot))
-        if connection is None:
+        if connection is None or connection.dead is not None:
             repository, site, hidden = key
             inside = f"/run/{secrets.token_hex(12)}"
             hello = {

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from etude.environments import base
 from etude.environments.base import BoxDead, BoxError, Busy, ExecResult, TooLarge
-from etude.environments.connection import Connection, encode_changes
+from etude.environments.connection import Connection, encode
 from etude.environments.inside.root import RUNNER, SITE, WORKSPACE
 
 FILE_SECONDS = 30.0
@@ -46,8 +45,8 @@ class Shell:
             "TERM": "xterm-256color",
             "USER": "user",
         }
-        payload = json.dumps({"changes": encode_changes(layers)}).encode()
-        await self._connection.request({"limits": limits, "environment": environment}, payload, FILE_SECONDS)
+        head = {"limits": limits, "environment": environment}
+        await self._connection.request(head, encode({}, layers), FILE_SECONDS)
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
         """Run `line`. Raises Busy if a command is running; ends the box if it is cancelled."""

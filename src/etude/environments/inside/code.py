@@ -10,6 +10,8 @@ import __future__
 import ast
 import os
 import sys
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import FileFinder, ModuleSpec, SourceFileLoader
@@ -26,11 +28,15 @@ class Source:
     """A pristine file: its code as a whole, and in pieces between lines where a top-level statement starts."""
 
     def __init__(self, path: str, text: str) -> None:
-        self.lines = text.split("\n")
+        self.text = text
         self.path = path
         self.code = compile(text, path, "exec", dont_inherit=True)
         self.flags = self.code.co_flags & _FUTURE
         self.pieces = list(self._pieces(text)) if _divisible(text) else []
+        # Machine integers: reading a list's items would copy its pages in every fork.
+        self.lines = array("q", [line for line, _ in self.pieces])  # where pieces start
+        offsets = [0, *(i + 1 for i, c in enumerate(text) if c == "\n")]
+        self.offsets = array("q", [offsets[line - 1] for line in self.lines])
 
     def _pieces(self, text: str) -> Iterator[Statement]:
         groups: list[list[ast.stmt]] = []
@@ -66,23 +72,36 @@ class Source:
         """
         if not self.pieces or not _divisible(text):
             return None
-        old, new = self.lines, text.split("\n")
-        limit = min(len(old), len(new))
-        head = next((i for i in range(limit) if old[i] != new[i]), limit)
-        limit -= head
-        tail = next((i for i in range(limit) if old[-1 - i] != new[-1 - i]), limit)
-        starts = [line for line, _ in self.pieces]
-        first = max((i for i, line in enumerate(starts) if line <= head), default=0)
-        last = next((i for i, line in enumerate(starts) if line > len(old) - tail), len(starts))
-        last = max(last, first + 1)
-        begin = starts[first] if first else 1
-        shift = len(new) - len(old)
-        end = starts[last] - 1 if last < len(starts) else len(old)
+        old = self.text
+        limit = min(len(old), len(text))
+        same = _common(limit, lambda n: old[:n] == text[:n])
+        rest = limit - same
+        head = old.count("\n", 0, same)  # lines that are equal at the start
+        tail = old.count("\n", len(old) - _common(rest, lambda n: old[len(old) - n :] == text[len(text) - n :]))
+        total = old.count("\n") + 1
+        first = max(bisect_right(self.lines, head) - 1, 0)
+        last = max(bisect_right(self.lines, total - tail), first + 1)
+        begin, from_ = (self.lines[first], self.offsets[first]) if first else (1, 0)
+        following = last < len(self.lines)
+        end, to = (self.lines[last] - 1, self.offsets[last]) if following else (total, len(old))
+        grown = len(text) - len(old)
         try:
-            body = parse(new, begin, end + shift)
+            body = parse(text[from_ : to + grown], begin)
         except (SyntaxError, ValueError):
             return None
-        return Cut(first, last, begin, end, shift, body)
+        return Cut(first, last, begin, end, text.count("\n") + 1 - total, old[from_:to], body)
+
+
+def _common(limit: int, equal: Callable[[int], bool]) -> int:
+    """The largest n <= limit for which `equal(n)`, if it holds up to there and nowhere beyond."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if equal(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 @dataclass(frozen=True)
@@ -94,12 +113,13 @@ class Cut:
     begin: int
     end: int
     shift: int  # lines that what follows moves down
+    old: str
     new: list[ast.stmt]
 
 
-def parse(lines: list[str], begin: int, end: int) -> list[ast.stmt]:
-    """Statements of some lines, numbered as in the whole."""
-    return ast.parse("\n" * (begin - 1) + "\n".join(lines[begin - 1 : end]) + "\n").body
+def parse(text: str, begin: int) -> list[ast.stmt]:
+    """Statements of a text that starts at line `begin`, numbered as in the whole."""
+    return ast.parse("\n" * (begin - 1) + text).body
 
 
 def _divisible(text: str) -> bool:

@@ -23,7 +23,6 @@ import struct
 import sys
 import threading
 import time
-from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -227,9 +226,8 @@ class Template:
     def _child(self, payload: int, writer: int, limits: dict[str, Any], warm: list[str] | None) -> None:
         """In the fork; never returns."""
         try:
-            request = {"changes": {}} if payload < 0 else json.loads(read_all(payload))
+            request, changes = ({}, {}) if payload < 0 else decode(read_all(payload))
             _close_all(keep=writer)
-            changes = decode_changes(request["changes"])
             self.cache.changed = {f"{root.WORKSPACE}/{path}": data for path, data in changes.items()}
             enter(limits, changes)
             linux.become(None, root.BOX_ID, 0)  # processes are counted for this box alone
@@ -363,8 +361,15 @@ def confine(limits: dict[str, Any], program: bytes) -> None:
     linux.install_filter(program)
 
 
-def decode_changes(changes: dict[str, str | None]) -> dict[str, bytes | None]:
-    return {path: None if data is None else b64decode(data) for path, data in changes.items()}
+def decode(payload: bytes) -> tuple[dict[str, Any], dict[str, bytes | None]]:
+    """A request and its change set: a length, JSON with the sizes of files, and the files."""
+    end = 4 + struct.unpack_from("<I", payload)[0]
+    request = json.loads(payload[4:end])
+    changes: dict[str, bytes | None] = {}
+    for path, size in request["changes"]:
+        changes[path] = None if size is None else payload[end : end + size]
+        end += size or 0
+    return request, changes
 
 
 def _close_all(keep: int) -> None:

@@ -144,7 +144,7 @@ class Live:
     def serve(self) -> None:
         request, payload = self._request()
         self.limits = request["limits"]
-        changes = runs.decode_changes(json.loads(payload)["changes"])
+        _, changes = runs.decode(payload)
         self.lower = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # the overlay will cover it
         runs.enter(self.limits, changes)
         linux.loopback_up()

@@ -42,7 +42,7 @@ def swap(source: code.Source, text: str, module: ModuleType, ran: Ran) -> bool:
     cut = source.cut(text)
     if cut is None:
         return False
-    old = code.parse(source.lines, cut.begin, cut.end)
+    old = code.parse(cut.old, cut.begin)
     found: list[tuple[str, ast.FunctionDef, int]] = []  # qualified name, new definition, pristine line
     if not _differing(old, cut.new, "", found):
         return False
