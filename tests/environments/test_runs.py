@@ -168,9 +168,9 @@ def test_a_lost_template_is_replaced(open_place: Callable[..., Place]) -> None:
     with open(f"/proc/{zygote}/task/{zygote}/children") as file:
         for pid in file.read().split():
             os.kill(int(pid), signal.SIGKILL)
-    with pytest.raises(BoxDead):
-        for _ in range(1000):  # its end takes a moment to get there
-            place.test({}, CHUNKS)
+    hidden = place.hidden
+    with pytest.raises(BoxDead):  # its end takes a moment to get there
+        place.run(forever(lambda: place.sandbox.run_tests(place.image(), {}, CHUNKS, hidden, Limits())))
     assert place.test({}, CHUNKS).outcomes == dict.fromkeys(CHUNKS, "passed")
 
 
