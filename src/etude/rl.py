@@ -103,6 +103,8 @@ def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
         seed=config.seed,
         max_tasks=tasks.max_tasks,
         kinds=tasks.kinds,
+        operators=tasks.operators,
+        per_function=tasks.per_function,
         max_lines=tasks.max_lines,
         heldout_fraction=tasks.heldout_fraction,
     )

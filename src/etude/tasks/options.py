@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from etude.tasks.mutate import OPERATORS
+
 KINDS = ("mutation", "removal")
 
 
@@ -15,6 +17,7 @@ class BuildOptions:
     seed: int = 1
     max_tasks: int = 600
     kinds: tuple[Literal["mutation", "removal"], ...] = ("mutation",)
+    operators: tuple[str, ...] = ()  # mutation operators to use; empty: all of them
     per_function: int = 3  # tasks of one function and kind, at most
     min_lines: int = 3  # lines of the body, docstring left out
     max_lines: int = 30
@@ -25,6 +28,11 @@ class BuildOptions:
     test_cap: int = 12  # hidden tests of a task that must change, and that must not; bounds the price of grading
     hang_seconds: float = 5.0  # a broken program that runs longer is dropped
 
+    @property
+    def wanted(self) -> int:
+        """Tasks of one function over all kinds, at most."""
+        return self.per_function * len(self.kinds)
+
     def __post_init__(self) -> None:
         if self.max_tasks < 2 or self.per_function < 1 or self.repeats < 1 or self.workers < 1 or self.test_cap < 1:
             raise ValueError("max_tasks must be at least 2; per_function, repeats, workers and test_cap at least 1")
@@ -32,5 +40,7 @@ class BuildOptions:
             raise ValueError("min_lines must be positive and not above max_lines")
         if not 0 < self.heldout_fraction < 1:
             raise ValueError("heldout_fraction must lie between 0 and 1")
+        if unknown := sorted(set(self.operators) - set(OPERATORS)):
+            raise ValueError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(OPERATORS))}")
         if not self.kinds or set(self.kinds) - set(KINDS):
             raise ValueError(f"kinds must be some of {', '.join(KINDS)}")
