@@ -56,7 +56,7 @@ def datacard(manifest: Manifest, tasks: Sequence[Task], history: History) -> str
         f"those called by a hidden test. Broken programs tried: {history.candidates}.\n",
         _table(
             ("result", "programs", "share"),
-            [("became a task or a spare", tried - sum(history.rejected.values()), "")]
+            [("fit to be a task", tried - sum(history.rejected.values()), "")]
             + [(reason, n, f"{n / tried:.0%}") for reason, n in sorted(history.rejected.items())],
         ),
         f"{accepted} tasks were kept. Each one: the broken tree fails, no change scores 0, and the gold answer passes, "

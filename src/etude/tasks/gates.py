@@ -74,10 +74,17 @@ class Bench:
         return Image(repository=self.repository, site=self.site, changes=changes)
 
 
-async def gate(bench: Bench, candidate: Candidate) -> Task | Rejected:
-    """The task a candidate makes, or why it makes none."""
-    path = candidate.function.path
-    image = bench.image({path: candidate.mutant.text})
+@dataclass(frozen=True)
+class Probe:
+    """A task that one run found fit, not yet proved; `outcomes` are those of that run."""
+
+    task: Task
+    outcomes: dict[str, str]
+
+
+async def probe(bench: Bench, candidate: Candidate) -> Probe | Rejected:
+    """Run the tests of a candidate once: the task it would make, or why it makes none."""
+    image = bench.image({candidate.function.path: candidate.mutant.text})
     tests = [*candidate.hidden, *candidate.visible]
     report = await bench.sandbox.run_tests(image, {}, tests, bench.hidden, bench.limits)
     if report.timed_out:
@@ -87,19 +94,23 @@ async def gate(bench: Bench, candidate: Candidate) -> Task | Rejected:
     failed = [test for test in candidate.hidden if report.outcomes.get(test) != "passed"]
     if not failed:
         return Rejected.EQUIVALENT
-    task = _task(bench, candidate, report, failed)
-    return await _prove(bench, task, image, report) or task
+    return Probe(task=_task(bench, candidate, report, failed), outcomes=report.outcomes)
 
 
-async def _prove(bench: Bench, task: Task, image: Image, first: TestReport) -> Rejected | None:
-    """Repeat the broken tree and the gold answer through the grader itself."""
-    decisive = (*task.fail_to_pass, *task.pass_to_pass)
+async def prove(bench: Bench, found: Probe) -> Rejected | None:
+    """Repeat the broken tree and the gold answer through the grader itself; why the task does not hold, or None.
+
+    With the probe, the broken tree has then been run `repeats` times, and the gold answer as often.
+    """
+    task = found.task
+    image = bench.image(task.changes)
     gold = {path: text.encode() for path, text in task.solution.items()}
-    for _ in range(bench.options.repeats):
+    for _ in range(max(1, bench.options.repeats - 1)):
         none = await grade(bench.sandbox, task, image, bench.hidden, {})
         if none.passed or none.outcome is not Outcome.SCORED:
             return Rejected.NO_OP
-        if none.report is None or any(none.report.outcomes.get(t) != first.outcomes[t] for t in decisive):
+        decisive = (*task.fail_to_pass, *task.pass_to_pass)
+        if none.report is None or any(none.report.outcomes.get(t) != found.outcomes[t] for t in decisive):
             return Rejected.UNSTABLE
     for _ in range(bench.options.repeats):
         fixed = await grade(bench.sandbox, task, image, bench.hidden, gold)

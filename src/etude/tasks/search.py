@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from etude.records import Task
 from etude.tasks import gates, mutate
 from etude.tasks.discover import Function
-from etude.tasks.gates import Bench, Candidate, Rejected
+from etude.tasks.gates import Bench, Candidate, Probe, Rejected
 from etude.tasks.leaks import LeakIndex
 from etude.tasks.options import BuildOptions
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 LEAK_SHARE = 0.9  # of a program's lost text found elsewhere, from which on it is dropped; siblings often share half
 _ATTEMPTS = 3  # broken programs tried per wanted task
+_BATCH = 20  # tasks between two calls of `progress`
 
 
 @dataclass
@@ -30,12 +31,12 @@ class Target:
     split: str
     visible: tuple[str, ...]
     hidden: tuple[str, ...]
-    telling: list[Task] = field(default_factory=list)  # tasks whose visible tests fail too
-    spare: list[Task] = field(default_factory=list)
+    telling: list[Probe] = field(default_factory=list)  # the visible tests fail too
+    spare: list[Probe] = field(default_factory=list)
 
     @property
     def good(self) -> int:
-        """Tasks that need no better ones: without visible tests none can be telling."""
+        """Probes that need no better ones: without visible tests none can be telling."""
         return len(self.telling) + (0 if self.visible else len(self.spare))
 
 
@@ -47,37 +48,62 @@ class Found:
 
 
 async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, progress: Progress) -> Found:
-    """Gate broken programs of `targets` until there are `max_tasks` good ones, or no programs are left.
+    """Up to `max_tasks` proved tasks, and fewer only if the programs run out."""
+    targets = list(targets)
+    random.Random(bench.options.seed).shuffle(targets)
+    rejected: Counter[str] = Counter()
+    await _probe(bench, targets, leaks, rejected, progress)
+    tasks = await _prove(bench, targets, rejected, progress)
+    fit = sum(len(target.telling) + len(target.spare) for target in targets)
+    return Found(tasks=tasks, tried=fit + sum(rejected.values()), rejected=rejected)
+
+
+async def _probe(
+    bench: Bench, targets: Sequence[Target], leaks: LeakIndex, rejected: Counter[str], progress: Progress
+) -> None:
+    """Try programs in waves until there are `max_tasks` good ones.
 
     A wave holds one program of every function that still needs one, so what is tried does not depend on timing.
     """
     options = bench.options
-    targets = list(targets)
-    random.Random(options.seed).shuffle(targets)
-    rejected: Counter[str] = Counter()
     programs = [_programs(target, options, leaks, rejected) for target in targets]
-    wanted = options.per_function * len(options.kinds)
     seen: set[str] = set()
-    for _ in range(_ATTEMPTS * wanted):
+    for _ in range(_ATTEMPTS * options.wanted):
         wave: list[tuple[Target, Candidate]] = []
         for target, queue in zip(targets, programs, strict=True):
-            candidate = _next(queue, seen, rejected) if target.good < wanted else None
+            candidate = _next(queue, seen, rejected) if target.good < options.wanted else None
             if candidate is not None:
                 wave.append((target, candidate))
-        if not wave:
-            break
-        results = await gates.in_order(lambda pair: gates.gate(bench, pair[1]), wave, options.workers)
+        results = await gates.in_order(lambda pair: gates.probe(bench, pair[1]), wave, options.workers)
         for (target, _), result in zip(wave, results, strict=True):
             if isinstance(result, Rejected):
                 rejected[result.value] += 1
             else:
-                (target.telling if result.difficulty["visible_fails"] else target.spare).append(result)
+                (target.telling if result.task.difficulty["visible_fails"] else target.spare).append(result)
         found = sum(target.good for target in targets)
-        progress("gating tasks", min(found, options.max_tasks), options.max_tasks)
-        if found >= options.max_tasks:
-            break
-    accepted = sum(len(target.telling) + len(target.spare) for target in targets)
-    return Found(tasks=_select(targets, options, wanted), tried=accepted + sum(rejected.values()), rejected=rejected)
+        progress("breaking functions", min(found, options.max_tasks), options.max_tasks)
+        if not wave or found >= options.max_tasks:
+            return
+
+
+async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str], progress: Progress) -> list[Task]:
+    """Prove the best probes, replacing those that do not hold."""
+    proved: set[str] = set()
+    while True:
+        chosen = _select(targets, bench.options)
+        pairs = [(target, found) for target, found in chosen if found.task.id not in proved]
+        if not pairs:
+            return [found.task for _, found in chosen]
+        for start in range(0, len(pairs), _BATCH):
+            batch = pairs[start : start + _BATCH]
+            results = await gates.in_order(lambda pair: gates.prove(bench, pair[1]), batch, bench.options.workers)
+            for (target, found), reason in zip(batch, results, strict=True):
+                if reason is None:
+                    proved.add(found.task.id)
+                    continue
+                rejected[reason.value] += 1
+                (target.telling if found in target.telling else target.spare).remove(found)
+            progress("proving tasks", len(proved), len(chosen))
 
 
 def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected: Counter[str]) -> Iterator[Candidate]:
@@ -87,7 +113,9 @@ def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected:
         removed = mutate.removal(target.source, target.function)
         broken += [("removal", removed)] if removed else []
     if "mutation" in options.kinds:
-        broken += [("mutation", mutant) for mutant in mutate.mutants(target.source, target.function, options.seed)]
+        wanted = options.operators or tuple(mutate.OPERATORS)
+        mutants = mutate.mutants(target.source, target.function, options.seed)
+        broken += [("mutation", mutant) for mutant in mutants if mutant.operator in wanted]
     for kind, mutant in broken:
         leak = leaks.share(mutant.original_body, mutant.body)
         if leak >= LEAK_SHARE:
@@ -122,15 +150,16 @@ def _meaning(snippet: str) -> str:
     return ast.dump(node.args) + "".join(ast.dump(statement) for statement in body)
 
 
-def _select(targets: Sequence[Target], options: BuildOptions, wanted: int) -> list[Task]:
-    """At most `wanted` tasks of a function and `max_tasks` in all: telling ones first, functions taking turns."""
-    chosen: list[Task] = []
+def _select(targets: Sequence[Target], options: BuildOptions) -> list[tuple[Target, Probe]]:
+    """At most `wanted` of a function and `max_tasks` in all: telling ones first, functions taking turns."""
+    chosen: list[tuple[Target, Probe]] = []
     used: Counter[str] = Counter()
     for name in ("telling", "spare"):
-        for turn in range(_ATTEMPTS * wanted):
+        for turn in range(_ATTEMPTS * options.wanted):
             for target in targets:
-                tasks = getattr(target, name)
-                if turn < len(tasks) and used[target.function.id] < wanted and len(chosen) < options.max_tasks:
-                    chosen.append(tasks[turn])
+                found = getattr(target, name)
+                full = used[target.function.id] >= options.wanted or len(chosen) >= options.max_tasks
+                if turn < len(found) and not full:
+                    chosen.append((target, found[turn]))
                     used[target.function.id] += 1
     return chosen
