@@ -23,9 +23,10 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from etude import processes
 from etude.config import RLConfig
@@ -48,6 +49,7 @@ START_SECONDS = 180.0
 SWAP_SECONDS = 120.0
 TICK_SECONDS = 0.1
 OWNER = "controller"
+T = TypeVar("T")
 
 
 @dataclass
@@ -230,6 +232,18 @@ def record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
         min_version=episode.min_version,
         metrics=episode.metrics,
     )
+
+
+async def watched(run: Run, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, or RunFailed as soon as a process that it needs is gone."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            _watch(run)
+            await asyncio.wait([task], timeout=1.0)
+        return task.result()
+    finally:
+        task.cancel()
 
 
 async def wait_for_version(run: Run, version: int) -> None:

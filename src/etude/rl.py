@@ -153,7 +153,7 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
         run.rollouts.put(f"eval-{when}/{episode.task_id}-{episode.member}.msgpack", encode(episode))
 
     with _stage(run.folder, view, f"eval {when}"):
-        result = await evaluate(
+        measure = evaluate(
             run.dataset,
             run.sandbox,
             run.client,
@@ -167,6 +167,7 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
             progress=view.evaluated,
             on_episode=keep,
         )
+        result = await controller.watched(run, measure)
     path.write_bytes(msgspec.json.encode(result))
     return result
 

@@ -83,7 +83,8 @@ class Engine:
         self.max_length = self.cache.max_length
         self.last_pause = 0.0
         self.on_failure: Callable[[], None] = lambda: None
-        self._waiting: deque[Row] = deque()
+        self._arrived: list[Row] = []  # submitted from any thread; under the lock
+        self._waiting: deque[Row] = deque()  # like the two below, only the engine's thread changes it
         self._prefilling: list[Row] = []
         self._decoding: list[Row] = []
         self._swaps: deque[tuple[int, Callable[[], None], Future[float]]] = deque()
@@ -109,7 +110,7 @@ class Engine:
         with self._wake:
             if self._closed:
                 raise RuntimeError("the engine is closed")
-            self._waiting.append(row)
+            self._arrived.append(row)
             self._wake.notify()
         return row
 
@@ -138,7 +139,7 @@ class Engine:
             self._paused = mode
             self._clear_cache = clear_cache
             if mode == "abort":
-                for row in [*self._waiting, *self._prefilling, *self._decoding]:
+                for row in self._rows():
                     row.abort()
             self._wake.notify()
 
@@ -154,7 +155,10 @@ class Engine:
     @property
     def load(self) -> tuple[int, int]:
         """Requests running and waiting."""
-        return len(self._prefilling) + len(self._decoding), len(self._waiting)
+        return len(self._prefilling) + len(self._decoding), len(self._arrived) + len(self._waiting)
+
+    def _rows(self) -> list[Row]:
+        return [*self._arrived, *self._waiting, *self._prefilling, *self._decoding]
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="etude-engine", daemon=True)
@@ -179,6 +183,7 @@ class Engine:
         try:
             while True:
                 with self._wake:
+                    self._take_arrivals()
                     if not self._closed and not self._has_work():
                         self._wake.wait(_IDLE_SECONDS)
                     if self._closed:
@@ -192,10 +197,15 @@ class Engine:
             with self._wake:
                 self._closed = True
             reason = self._failure or RuntimeError("the engine was closed")
-            for row in [*self._waiting, *self._prefilling, *self._decoding]:
+            for row in self._rows():
                 row.future.set_exception(reason)
             for _, _, future in self._swaps:
                 future.set_exception(reason)
+
+    def _take_arrivals(self) -> None:
+        with self._wake:
+            self._waiting.extend(self._arrived)
+            self._arrived.clear()
 
     def _has_work(self) -> bool:
         if self._swaps or any(row.aborted for row in self._waiting):
@@ -206,6 +216,7 @@ class Engine:
 
     def step(self) -> None:
         """Apply swaps and aborts, admit, run one forward pass, sample, finish."""
+        self._take_arrivals()
         self._apply_swaps()
         with torch.inference_mode():
             self._drop_aborted()
