@@ -2,8 +2,9 @@
 
 import threading
 
-from etude.inference.engine import Engine, Request
 from tiny import random_model
+
+from etude.inference.engine import Engine, Request
 
 
 def test_requests_may_arrive_at_any_moment():
