@@ -109,13 +109,13 @@ async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str]
 def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected: Counter[str]) -> Iterator[Candidate]:
     """Broken programs of a function in the order to try them; those whose answer can be copied are counted out."""
     broken: list[tuple[str, mutate.Mutant]] = []
-    if "removal" in options.kinds:
-        removed = mutate.removal(target.source, target.function)
-        broken += [("removal", removed)] if removed else []
     if "mutation" in options.kinds:
-        wanted = options.operators or tuple(mutate.OPERATORS)
-        mutants = mutate.mutants(target.source, target.function, options.seed)
-        broken += [("mutation", mutant) for mutant in mutants if mutant.operator in wanted]
+        broken += [("mutation", mutant) for mutant in mutate.mutants(target.source, target.function, options.seed)]
+    removed = mutate.removal(target.source, target.function) if "removal" in options.kinds else None
+    if removed is not None:
+        # Not first for every function: a small dataset would hold nothing else.
+        turn = random.Random(f"{options.seed} {target.function.id}").randrange(options.wanted)
+        broken.insert(turn, ("removal", removed))
     for kind, mutant in broken:
         leak = leaks.share(mutant.original_body, mutant.body)
         if leak >= LEAK_SHARE:
@@ -134,9 +134,11 @@ def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected:
 
 def _next(queue: Iterator[Candidate], seen: set[str], rejected: Counter[str]) -> Candidate | None:
     for candidate in queue:
-        body = _meaning(candidate.mutant.snippet)
-        if body not in seen:
-            seen.add(body)
+        # Removed bodies are all alike; what is to be written differs.
+        text = candidate.mutant.original if candidate.kind == "removal" else candidate.mutant.snippet
+        key = f"{candidate.kind} {_meaning(text)}"
+        if key not in seen:
+            seen.add(key)
             return candidate
         rejected[Rejected.DUPLICATE.value] += 1
     return None
