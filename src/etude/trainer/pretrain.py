@@ -32,6 +32,8 @@ from etude.trainer.pretrain_config import CorpusConfig, MidtrainConfig, ModelCon
 
 log = logging.getLogger(__name__)
 
+HELD_OUT_TOKENS = 36_864
+
 
 def new_model(config: ModelConfig, seed: int) -> PreTrainedModel:
     """A freshly initialised Qwen3-MoE in bfloat16 with tied embeddings."""
@@ -337,7 +339,8 @@ def _held_out_rows(
 ) -> packing.Rows | None:
     if not corpus.evaluation:
         return None
-    return build.sft_rows(corpus.evaluation, tokenizer, shapes, 6 * config.batch * config.length, config.length, 7)
+    # The same rows whatever the batch, so that losses of different runs can be compared.
+    return build.sft_rows(corpus.evaluation, tokenizer, shapes, HELD_OUT_TOKENS, config.length, seed=7)
 
 
 def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:

@@ -1,12 +1,17 @@
-"""How often a model's first edit restores a mutated function exactly: a cheap check of a repair model, without tests.
+"""How likely a model's first edit restores a mutated function exactly: a cheap check of a repair model, without tests.
 
 `python -m etude.trainer.restoration MODEL --config recipes/nano-sft.toml [--package pydash==8.1.0] [--json PATH]`
+
+Nothing is sampled. The probability of saying the restoring edit is read from one forward pass over it, so the rate at
+temperature 1 is exact and without sampling noise. Other edits that would restore the text too (a longer `old`, say) are
+not counted, so every figure is a lower bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,31 +23,35 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from etude.corpus import build, dialect
 from etude.corpus import tokenizer as bpe
-from etude.corpus.dialect import IDS, message, prompt, special
-from etude.corpus.episodes import Broken, Edit, break_function, inferable
+from etude.corpus.dialect import IDS, Call, message, prompt, turn
+from etude.corpus.episodes import Broken, break_function, inferable
+from etude.corpus.filters import Function
 from etude.corpus.sources import fetch
 from etude.trainer.pretrain_config import load
 
 
 @dataclass(frozen=True)
-class Restoration:
-    """Shares of mutants in [0, 1]: `greedy` and `sampled` (temperature 1) first edits that restore the text exactly.
+class Likelihood:
+    """The restoring edit of one mutant: its probability at the given temperature, and whether greedy decoding is it."""
 
-    `pass_k` is the share with at least one restoring edit among `k` samples; `valid` the share of greedy first calls
-    that are edits which apply.
-    """
+    operator: str
+    probability: float
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """Means over mutants, in [0, 1]; `pass_k` is the chance that at least one of `k` samples restores."""
 
     mutants: int
-    k: int
     greedy: float
     sampled: float
-    pass_k: float
-    valid: float
-    tests_first: float
+    pass_8: float
+    pass_16: float
 
 
-def mutants(functions: Sequence[build.Function], count: int, seed: int) -> list[Broken]:
-    """`count` mutants of different functions whose repair needs no name from outside the function."""
+def mutants(functions: Sequence[Function], count: int, seed: int) -> list[Broken]:
+    """Up to `count` mutants of different functions whose repair needs no name from outside the function."""
     rng = random.Random(seed)
     found: list[Broken] = []
     for function in rng.sample(functions, len(functions)):
@@ -54,92 +63,53 @@ def mutants(functions: Sequence[build.Function], count: int, seed: int) -> list[
     return found
 
 
-def first_edit(tokenizer: Tokenizer, ids: Sequence[int]) -> Edit | None:
-    """The first `edit` call of an assistant turn, or None when the turn has none that is well formed."""
-    calls: list[list[list[int]]] = []
-    for token in ids:
-        if token == IDS["<|end|>"]:
-            break
-        if token == IDS["<|call|>"]:
-            calls.append([[]])
-        elif token == IDS["<|arg|>"] and calls:
-            calls[-1].append([])
-        elif calls:
-            calls[-1][-1].append(token)
-    for call in calls:
-        name, *arguments = (tokenizer.decode(part, skip_special_tokens=False) for part in call)
-        if name == "edit" and len(arguments) == 2:
-            return Edit(arguments[0], arguments[1])
-    return None
-
-
-def restores(broken: Broken, edit: Edit | None) -> tuple[bool, bool]:
-    """Whether the edit applies, and whether it gives back the original text."""
-    if edit is None:
-        return False, False
-    try:
-        return True, edit.apply(broken.source) == broken.function.source
-    except ValueError:
-        return False, False
-
-
 @torch.no_grad()
-def generate(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    sample: bool,
-    max_new_tokens: int = 128,
-    batch: int = 64,
-) -> list[list[int]]:
-    """One assistant turn per prompt, generated in left-padded batches of prompts of similar length."""
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    out: list[list[int]] = [[] for _ in prompts]
+def likelihoods(
+    model: PreTrainedModel, tokenizer: Tokenizer, found: Sequence[Broken], *, temperature: float = 1.0, batch: int = 16
+) -> list[Likelihood]:
+    """The likelihood of every mutant's restoring edit, in order. Raises ValueError for a temperature of 0 or less."""
+    if temperature <= 0:
+        raise ValueError(f"temperature must be above 0, not {temperature}; greedy decoding is reported beside it")
+    ends = [IDS["<|call|>"], IDS["<|end|>"]]
+    documents = [
+        message("user", prompt(b.function.name, b.path, b.source)) + turn([Call("edit", (b.edit.old, b.edit.new))])
+        for b in found
+    ]
+    encoded = dialect.encode(tokenizer, documents)
+    order = sorted(range(len(found)), key=lambda i: len(encoded[i][0]))
+    out: dict[int, Likelihood] = {}
     for at in range(0, len(order), batch):
         some = order[at : at + batch]
-        width = max(len(prompts[i]) for i in some)
+        width = max(len(encoded[i][0]) for i in some)
+        # Padding on the right is never attended to under a causal mask.
         ids_BT = torch.full((len(some), width), IDS["<|pad|>"])
-        mask_BT = torch.zeros_like(ids_BT)
         for row, i in enumerate(some):
-            ids_BT[row, width - len(prompts[i]) :] = torch.tensor(list(prompts[i]))
-            mask_BT[row, width - len(prompts[i]) :] = 1
-        new = model.generate(
-            input_ids=ids_BT,
-            attention_mask=mask_BT,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=IDS["<|end|>"],
-            pad_token_id=IDS["<|pad|>"],
-            **({"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}),
-        )
+            ids_BT[row, : len(encoded[i][0])] = torch.from_numpy(encoded[i][0].astype("int64"))
+        logits_BTV = model(input_ids=ids_BT).logits.float() / temperature
         for row, i in enumerate(some):
-            out[i] = new[row, width:].tolist()
-    return out
+            # The labelled tokens end with <|end|>; a further call ends the edit just as well.
+            targets = [t for t, labelled in enumerate(encoded[i][1]) if labelled]
+            logp_TV = logits_BTV[row, [t - 1 for t in targets]].log_softmax(-1)
+            best_T = logp_TV.argmax(-1)
+            said = ids_BT[row, targets]
+            edit = float(logp_TV[:-1].gather(1, said[:-1, None]).sum())
+            stop = float(logp_TV[-1, ends].logsumexp(0))
+            greedy = bool((best_T[:-1] == said[:-1]).all()) and int(best_T[-1]) in ends
+            out[i] = Likelihood(found[i].operator, math.exp(edit + stop), greedy)
+    return [out[i] for i in range(len(found))]
 
 
-def measure(model: PreTrainedModel, tokenizer: Tokenizer, found: Sequence[Broken], *, k: int = 8) -> Restoration:
-    """Greedy and sampled exact restoration over the given mutants."""
-    documents = [
-        (*message("user", prompt(b.function.name, b.path, b.source)), special("<|assistant|>", False)) for b in found
-    ]
-    prompts = [ids.tolist() for ids, _ in dialect.encode(tokenizer, documents)]
-    turns = generate(model, prompts, sample=False)
-    greedy = [restores(b, first_edit(tokenizer, ids)) for b, ids in zip(found, turns, strict=True)]
-    tests = 0
-    exact = [0] * len(found)
-    for _ in range(k):
-        for i, ids in enumerate(generate(model, prompts, sample=True)):
-            exact[i] += restores(found[i], first_edit(tokenizer, ids))[1]
-            text = tokenizer.decode(ids, skip_special_tokens=False)
-            tests += "<|call|>test" in text
-    n = max(1, len(found))
+def summary(results: Sequence[Likelihood]) -> Restoration:
+    """Means over the given mutants. Raises ValueError when there are none."""
+    if not results:
+        raise ValueError("there are no mutants to average over")
+    n = len(results)
     return Restoration(
-        mutants=len(found),
-        k=k,
-        greedy=sum(right for _, right in greedy) / n,
-        sampled=sum(exact) / n / k,
-        pass_k=sum(count > 0 for count in exact) / n,
-        valid=sum(applied for applied, _ in greedy) / n,
-        tests_first=tests / n / k,
+        mutants=n,
+        greedy=sum(r.greedy for r in results) / n,
+        sampled=sum(r.probability for r in results) / n,
+        pass_8=sum(1 - (1 - r.probability) ** 8 for r in results) / n,
+        pass_16=sum(1 - (1 - r.probability) ** 16 for r in results) / n,
     )
 
 
@@ -148,18 +118,24 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--config", type=Path, required=True, help="stage TOML naming the evaluation packages")
     parser.add_argument("--package", help="one pinned package to evaluate on instead, as name==version")
-    parser.add_argument("--mutants", type=int, default=200)
-    parser.add_argument("--k", type=int, default=8)
+    parser.add_argument("--mutants", type=int, default=800)
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     arguments = parser.parse_args()
     corpus = load(arguments.config).corpus
     packages = [arguments.package] if arguments.package else corpus.evaluation
     functions = [f for package in packages for f in build.extract(fetch(package, corpus.cache))]
-    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).eval()
     found = mutants(functions, arguments.mutants, seed=0)
-    result = measure(model, bpe.load(arguments.model), found, k=arguments.k)
-    text = json.dumps({"packages": list(packages), **asdict(result)}, indent=1)
+    results = likelihoods(model, bpe.load(arguments.model), found, temperature=arguments.temperature)
+    operators = sorted({r.operator for r in results})
+    report = {
+        "packages": list(packages),
+        "temperature": arguments.temperature,
+        "all": asdict(summary(results)),
+        "operators": {name: asdict(summary([r for r in results if r.operator == name])) for name in operators},
+    }
+    text = json.dumps(report, indent=1)
     print(text)
     if arguments.json is not None:
         arguments.json.write_text(text + "\n", encoding="utf-8")
