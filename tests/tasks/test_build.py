@@ -102,7 +102,9 @@ def test_half_of_the_tests_visible_and_flaky_ones_left_out(tmp_path: Path) -> No
     (repository / "tests/test_wrong.py").write_text(
         "from tiny import chunk\n\n\ndef test_wrong():\n    assert chunk([1]) == 2\n"
     )
-    data = build(repository, tmp_path / "out", BuildOptions(max_tasks=16, visible="half", min_lines=2), quiet)
+    options = BuildOptions(max_tasks=16, visible="half", min_lines=2, operators=("op_flip", "op_const", "negate_cond"))
+    data = build(repository, tmp_path / "out", options, quiet)
+    assert {task.operator for task in data.tasks} <= set(options.operators)
     seen = {test for task in data.tasks for test in task.visible_tests}
     hidden = {test for task in data.tasks for test in (*task.fail_to_pass, *task.pass_to_pass)}
     assert seen

@@ -77,7 +77,14 @@ def test_leak_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_tasks": 1}, {"min_lines": 9, "max_lines": 8}, {"heldout_fraction": 1.0}, {"kinds": ("other",)}]
+    "wrong",
+    [
+        {"max_tasks": 1},
+        {"min_lines": 9, "max_lines": 8},
+        {"heldout_fraction": 1.0},
+        {"kinds": ("other",)},
+        {"operators": ("x",)},
+    ],
 )
 def test_options_are_checked(wrong: dict) -> None:
     with pytest.raises(ValueError):

@@ -110,7 +110,9 @@ def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected:
     """Broken programs of a function in the order to try them; those whose answer can be copied are counted out."""
     broken: list[tuple[str, mutate.Mutant]] = []
     if "mutation" in options.kinds:
-        broken += [("mutation", mutant) for mutant in mutate.mutants(target.source, target.function, options.seed)]
+        allowed = set(options.operators or mutate.OPERATORS)
+        mutants = mutate.mutants(target.source, target.function, options.seed)
+        broken += [("mutation", mutant) for mutant in mutants if mutant.operator in allowed]
     removed = mutate.removal(target.source, target.function) if "removal" in options.kinds else None
     if removed is not None:
         # Not first for every function: a small dataset would hold nothing else.
