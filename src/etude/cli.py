@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     tasks = command("tasks", _tasks, "make and check tasks from a repository")
     actions = tasks.add_subparsers(dest="action", required=True, metavar="ACTION")
     build = actions.add_parser("build", help="make gated tasks from a repository", allow_abbrev=False)
-    build.add_argument("repository", type=Path, help="folder of a Python repository with pytest tests or doctests")
+    build.add_argument("repository", type=Path, help="folder of a Python repository with tests that run under pytest")
     build.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     build.add_argument("--seed", type=int, default=1)
     build.add_argument("--max-tasks", type=int, default=600)

@@ -36,7 +36,7 @@ from etude.failpoints import visit
 from etude.harness.episode import play
 from etude.harness.loop import Sampling
 from etude.harness.renderers import Renderer
-from etude.inference.client import EngineClient
+from etude.inference.client import EngineClient, EngineError
 from etude.records import Episode, Outcome, PolicyVersion, encode
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.curriculum import Curriculum
@@ -128,6 +128,9 @@ async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress]
 
 
 def _watch(run: Run) -> None:
+    """Raises RunFailed, or UserError where the user can help, if a process of the run is gone."""
+    if not run.sandbox.alive:
+        raise RunFailed(f"the sandbox zygote died; nothing is lost: continue with `etude train --resume {run.folder}`")
     for child in run.children:
         if (why := child.failure()) is not None:
             if child.exit_code == 2:  # it said in one sentence what the user can do
@@ -141,7 +144,11 @@ async def _observe_versions(run: Run) -> None:
     """The version that every engine serves, after proving that it serves those very tensors."""
     served = []
     for url in run.engines:
-        health = await run.client.health(url)
+        try:
+            health = await run.client.health(url)
+        except EngineError as e:
+            _watch(run)
+            raise RunFailed(f"the engine at {url} does not answer ({e}); continue with --resume {run.folder}") from e
         if health["status"] != "ok":
             raise RunFailed(f"the engine at {url} failed: {health['error']}; continue with --resume {run.folder}")
         version = int(health["version"])
@@ -213,8 +220,16 @@ async def _play_one(run: Run, lease: EpisodeLease) -> None:
         member=lease.member,
         attempt=lease.attempt,
     )
+    if episode.outcome is Outcome.INFRA:
+        await _explain(run)
     record(run, lease, episode)
     visit("controller.finished")
+
+
+async def _explain(run: Run) -> None:
+    """Raises RunFailed if a lost episode is the first sign of a dead process: its retries would be lost as well."""
+    await asyncio.sleep(TICK_SECONDS)  # a killed process takes a moment to be seen as gone
+    _watch(run)
 
 
 def record(run: Run, lease: EpisodeLease, episode: Episode) -> None:

@@ -100,6 +100,10 @@ HIDDEN = {
     "tests/helpers.py": "THREE = 3\n",
     "tests/conftest.py": "import pytest\n\n\n@pytest.fixture\ndef three():\n    return [1, 2, 3]\n",
     "tests/test_core.py": TEST_CORE,
+    "tests/test_unit.py": (
+        "import unittest\n\nfrom lib import last\n\n\nclass LastTest(unittest.TestCase):\n"
+        "    def test_last(self):\n        self.assertEqual(last([1, 2]), 2)\n"
+    ),
 }
 REPOSITORY = {
     "README.md": "A small library.\n",

@@ -13,7 +13,13 @@ from boxlibrary import BROKEN, CHUNKS, CORE, DOCTEST, NUMBERS, OTHERS, PATH, Pla
 from etude.environments.base import BoxDead, Image, LaunchFailed, Limits
 from etude.environments.namespace import open_sandbox
 
-ALL = (*CHUNKS, *OTHERS, "tests/test_core.py::TestPlaces::test_files", DOCTEST)
+ALL = (
+    *CHUNKS,
+    *OTHERS,
+    "tests/test_core.py::TestPlaces::test_files",
+    DOCTEST,
+    "tests/test_unit.py::LastTest::test_last",
+)
 
 
 def test_pristine_library_passes(place: Place) -> None:

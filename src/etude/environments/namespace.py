@@ -67,6 +67,11 @@ class NamespaceSandbox:
         self._guards: dict[ImageKey, judge.Guard | None] = {}
 
     @property
+    def alive(self) -> bool:
+        """Whether the zygote is; without it every call raises BoxDead."""
+        return self._zygote.returncode is None
+
+    @property
     def zygote_pid(self) -> int:
         return self._zygote.pid
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from etude.errors import UserError
@@ -25,9 +26,10 @@ def save(folder: Path, version: int, tensors: dict[str, torch.Tensor], keep: int
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
         _sync(folder)
-    except OSError as e:
+    except (OSError, SafetensorError) as e:
         shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"the checkpoint of version {version} cannot be written to {folder}: {e.strerror}") from None
+        why = e.strerror if isinstance(e, OSError) else str(e)
+        raise UserError(f"the checkpoint of version {version} cannot be written to {folder}: {why}") from None
     for old in sorted(_versions(folder))[:-keep]:
         shutil.rmtree(_path(folder, old))
     return final

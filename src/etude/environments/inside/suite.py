@@ -27,7 +27,8 @@ from . import code, mirrors
 
 MESSAGE = 160  # characters
 _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
-_BLOCKED = ("cacheprovider", "junitxml", "pastebin", "stepwise", "faulthandler", "debugging", "setuponly", "setupplan")
+# "debugging" stays: the unittest plugin asks for its options
+_BLOCKED = ("cacheprovider", "junitxml", "pastebin", "stepwise", "faulthandler", "setuponly", "setupplan")
 Report = Callable[[str, str, str], None]  # (node id, outcome, message)
 
 
