@@ -76,7 +76,7 @@ def build_corpus(
         found += every[:per_package]
     unique = near(exact(found, lambda f: f.source), lambda f: f.source)
     tested: list[Function] = []
-    excluded: dict[str, object] = {}
+    excluded: dict[str, dict[str, float]] = {}
     flagged: set[int] = set()
     for requirement in dict.fromkeys([*held_out, *evaluation]):
         source = fetch(requirement, cache)
@@ -93,7 +93,7 @@ def build_corpus(
     for requirement in excluded:
         source = fetch(requirement, cache)
         after = contamination((f.source for f in kept), (file.text for file in files(source)))
-        excluded[requirement] |= {"worst_after": after.worst, "overlapping_after": after.overlapping}  # type: ignore[operator]
+        excluded[requirement] |= {"worst_after": after.worst, "overlapping_after": after.overlapping}
     report: dict[str, object] = {
         "functions": {"extracted": len(found), "unique": len(unique), "kept": len(kept), "evaluation": len(tested)},
         "per_source": counts,
