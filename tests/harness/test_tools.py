@@ -198,3 +198,14 @@ def test_the_worst_allowed_patterns_end() -> None:
         started = time.process_time()
         search([("f", text)], pattern, ignore_case=False, limit=10, seconds=0.05)
         assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize("arguments", [{}, {"old": "x"}, {"old": "x", "new": "y", "more": "z"}])
+def test_a_compact_call_with_other_arguments_is_malformed(arguments):
+    """Sampled by a model in training: `edit` alone. An outcome, not an exception."""
+    from etude.harness.tools import CompactTools
+    from etude.records import ToolCall
+
+    tools = CompactTools.__new__(CompactTools)
+    assert tools.invalid(ToolCall(name="edit", arguments=arguments)) == "edit takes 2 arguments"
+    assert tools.invalid(ToolCall(name="edit", arguments={"old": "x", "new": "y"})) is None

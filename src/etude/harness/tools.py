@@ -19,7 +19,7 @@ import blake3
 from etude.environments.base import Box, BoxError, ExecResult, NotFound, NotRegular, TestReport
 from etude.harness import grep
 from etude.harness.focus import EditError, View, edit_file, moved, view_of
-from etude.harness.schemas import SCHEMAS
+from etude.harness.schemas import COMPACT_PARAMETERS, SCHEMAS
 from etude.harness.text import one_line, printable
 from etude.records import Task, ToolCall
 
@@ -148,6 +148,10 @@ class CompactTools(Tools):
             "run": self._run,
             "finish": self._finish,
         }
+
+    def invalid(self, call: ToolCall) -> str | None:
+        wanted = COMPACT_PARAMETERS[call.name]
+        return None if set(call.arguments or {}) == set(wanted) else f"{call.name} takes {len(wanted)} arguments"
 
     async def open(self) -> str:
         """Reads the focus; returns the function's source as the prompt shows it."""
