@@ -43,6 +43,7 @@ class TasksConfig(Section):
     operators: tuple[str, ...] = Field(default=(), description="mutation operators to use; empty: all")
     per_function: int = Field(default=3, ge=1, description="tasks of one function, at most")
     max_lines: int = Field(default=30, ge=2, description="longest function that is broken")
+    visible_failure: bool = Field(default=False, description="only tasks in which a test fails that the agent may run")
     heldout_fraction: float = Field(default=0.25, gt=0, lt=1, description="share of functions kept for evaluation")
 
 
@@ -60,6 +61,12 @@ class RolloutConfig(Section):
 
     def budget(self) -> Budget:
         return Budget(turns=self.turns, tokens=self.tokens, context=self.context, seconds=self.seconds)
+
+
+class RewardConfig(Section):
+    refused_edits: float = Field(
+        default=0.0, ge=0, le=1, description="cost of edits that change nothing, times their share of all edits"
+    )
 
 
 class TrainerConfig(Section):
@@ -111,6 +118,7 @@ class RLConfig(Section):
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
     inference: InferenceConfig = InferenceConfig()
     weights: WeightsConfig = WeightsConfig()

@@ -41,6 +41,7 @@ from etude.records import Episode, Outcome, PolicyVersion, encode
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.curriculum import Curriculum
 from etude.rollout.ledger import EpisodeLease, Ledger
+from etude.rollout.rewards import with_reward
 from etude.store import Store
 from etude.tasks.dataset import Dataset
 from etude.weights.manifest import manifests, read
@@ -222,7 +223,7 @@ async def _play_one(run: Run, lease: EpisodeLease) -> None:
     )
     if episode.outcome is Outcome.INFRA:
         await _explain(run)
-    record(run, lease, episode)
+    record(run, lease, with_reward(episode, run.config.reward))
     visit("controller.finished")
 
 

@@ -106,6 +106,7 @@ def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
         operators=tasks.operators,
         per_function=tasks.per_function,
         max_lines=tasks.max_lines,
+        visible_failure=tasks.visible_failure,
         heldout_fraction=tasks.heldout_fraction,
     )
     return build(repository, target, options, view.note)

@@ -93,7 +93,7 @@ def test_mask_covers_exactly_what_the_assistant_should_say(corpus: list[Function
             document = episode(broken, shape, rng) if broken else None
         ((ids, mask),) = dialect.encode(tokenizer, [document])
         role = ""
-        wrong = shape in ("recovers", "no_match", "gives_up")
+        wrong = shape in ("recovers", "no_match", "no_change", "gives_up")
         for token, labelled in zip(ids.tolist(), mask.tolist(), strict=True):
             if SPECIALS[token : token + 1] and SPECIALS[token] in ("<|user|>", "<|assistant|>", "<|tool|>"):
                 role = SPECIALS[token]

@@ -73,6 +73,20 @@ def test_single_line_mutants_change_one_line(corpus: list[Function]) -> None:
             assert sum(a != b for a, b in pairs) == 1
 
 
+def test_only_operators_with_a_weight_are_used(corpus: list[Function]) -> None:
+    rng = random.Random(3)
+    made = [mutate(function.source, rng, weights={"negate": 1.0}) for function in corpus * 5]
+    assert {mutation.operator for mutation in made if mutation} == {"negate"}
+
+
+def test_a_string_is_never_replaced_by_one_that_is_not_ascii() -> None:
+    source = 'def f(x):\n    return {"\\u00e9": 1, "plain": 2}[x]'
+    rng = random.Random(0)
+    made = [mutate(source, rng, weights={"string_const": 1.0}) for _ in range(50)]
+    assert any(made)
+    assert all(mutation.apply(source).isascii() for mutation in made if mutation)
+
+
 def test_every_operator_has_a_weight_and_bad_input_is_refused() -> None:
     assert set(OPERATORS) == set(WEIGHTS)
     with pytest.raises(ValueError, match="one function"):

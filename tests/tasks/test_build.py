@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,6 +89,22 @@ def test_card(built: dataset.Dataset) -> None:
     assert "| removal | removal |" in card
     assert "14 tasks were kept." in card
     assert json.loads((built.root / "dataset.json").read_text())["counts"]["tasks"] == 14
+
+
+def test_only_tasks_that_a_visible_test_notices(tmp_path: Path) -> None:
+    """`clamp` without its doctest makes tasks only when nothing visible has to fail."""
+    repository = tmp_path / "tiny-1.0"
+    shutil.copytree(TINY, repository)
+    lists = repository / "src/tiny/lists.py"
+    lists.write_text(re.sub(r"    >>> clamp.*\n    .*\n", "", lists.read_text()))
+    assert ">>> clamp" not in lists.read_text()
+    telling: dict[bool, set[str]] = {}
+    for only in (False, True):
+        options = BuildOptions(max_tasks=40, visible="doctests", visible_failure=only)
+        data = build(repository, tmp_path / f"out-{only}", options, quiet)
+        telling[only] = {task.function.split("::")[1] for task in data.tasks}
+        assert all(task.difficulty["visible_fails"] for task in data.tasks) == only
+    assert telling[False] - telling[True] == {"clamp"}
 
 
 def test_same_seed_same_bytes(built: dataset.Dataset, tmp_path: Path) -> None:

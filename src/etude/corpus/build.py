@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from etude.corpus.dedup import contamination, exact, near
 from etude.corpus.dialect import IDS, Document, Piece, special
 from etude.corpus.episodes import break_function, episode, inferable
 from etude.corpus.filters import Function, functions, keep_file, keep_function
+from etude.corpus.mutations import WEIGHTS
 from etude.corpus.sources import Source, collect, fetch, files, provenance
 
 log = logging.getLogger(__name__)
@@ -148,13 +149,18 @@ def fim_documents(train: Sequence[Function], rng: random.Random) -> Iterator[Doc
         )  # fmt: skip
 
 
-def repair_documents(train: Sequence[Function], shapes: dict[str, float], rng: random.Random) -> Iterator[Document]:
-    """Endless repair episodes in the given shares of shapes, each over a fresh mutation; every function in turn."""
+def repair_documents(
+    train: Sequence[Function], shapes: Mapping[str, float], operators: Mapping[str, float], rng: random.Random
+) -> Iterator[Document]:
+    """Endless repair episodes, each over a fresh mutation; every function in turn.
+
+    `shapes` are shares of episode shapes, `operators` weights of mutation operators.
+    """
     names, weights = list(shapes), list(shapes.values())
     while True:
         made = False
         for function in rng.sample(train, len(train)):
-            broken = break_function(function, rng)
+            broken = break_function(function, rng, operators)
             # A repair that needs a name seen nowhere in the function teaches guessing; keep only some of these.
             if broken is not None and not inferable(broken) and rng.random() < 0.65:
                 continue
@@ -200,7 +206,7 @@ def midtrain_rows(
     Repair episodes hold no wrong edits here, because every token is learned.
     """
     rng = random.Random(seed)
-    repairs = repair_documents(train, {"blind": 0.5, "tested": 0.5}, rng)
+    repairs = repair_documents(train, {"blind": 0.5, "tested": 0.5}, WEIGHTS, rng)
     streams: dict[str, Iterable[Document]] = {
         "code": code_documents(train, rng),
         "fim": fim_documents(train, rng),
@@ -217,10 +223,16 @@ def midtrain_rows(
 
 
 def sft_rows(
-    train: Sequence[Function], tokenizer: Tokenizer, shapes: dict[str, float], tokens: int, length: int, seed: int
+    train: Sequence[Function],
+    tokenizer: Tokenizer,
+    shapes: Mapping[str, float],
+    operators: Mapping[str, float],
+    tokens: int,
+    length: int,
+    seed: int,
 ) -> packing.Rows:
     """Rows of about `tokens` tokens of repair episodes; only what the assistant says is labelled."""
-    stream = repair_documents(train, shapes, random.Random(seed))
+    stream = repair_documents(train, shapes, operators, random.Random(seed))
     encoded = take(stream, tokenizer, tokens, length)
     rows = packing.pack(encoded, length, pad=IDS["<|pad|>"], separator=IDS["<|endoftext|>"], label_separator=False)
     return packing.shuffled(rows, seed)

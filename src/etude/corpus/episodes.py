@@ -6,11 +6,12 @@ import builtins
 import keyword
 import random
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from etude.corpus.dialect import Call, Document, message, prompt, turn
 from etude.corpus.filters import Function
-from etude.corpus.mutations import mutate
+from etude.corpus.mutations import WEIGHTS, mutate
 
 MAX_EDIT_LINES = 6
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -24,10 +25,12 @@ class Edit:
     new: str
 
     def apply(self, source: str) -> str:
-        """The edited text. Raises ValueError unless `old` occurs exactly once."""
+        """The edited text. Raises ValueError unless `old` occurs exactly once and `new` differs."""
         count = source.count(self.old) if self.old else 0
         if count != 1:
             raise ValueError("no match" if count == 0 else f"{count} matches")
+        if self.old == self.new:
+            raise ValueError("no change")
         return source.replace(self.old, self.new)
 
 
@@ -72,9 +75,12 @@ def edit_between(before: str, after: str) -> Edit:
         grow_down = not grow_down
 
 
-def break_function(function: Function, rng: random.Random) -> Broken | None:
-    """One random mutation of a function, or None when none applies or its repair is longer than six lines."""
-    mutation = mutate(function.source, rng)
+def break_function(function: Function, rng: random.Random, weights: Mapping[str, float] = WEIGHTS) -> Broken | None:
+    """One random mutation of a function by operators of these weights.
+
+    None when none applies or its repair is longer than six lines.
+    """
+    mutation = mutate(function.source, rng, weights=weights)
     if mutation is None:
         return None
     source = mutation.apply(function.source)
@@ -157,15 +163,21 @@ def _near_miss(edit: Edit, rng: random.Random) -> Edit:
     return Edit(edit.old[:place] + edit.old[place + 1 :], edit.new)
 
 
-SHAPES = ("blind", "tested", "recovers", "no_match", "gives_up")
+def _no_change(broken: Broken, rng: random.Random) -> Edit | None:
+    """A line of the broken function replaced by itself; None if no line occurs only once."""
+    lines = [line for line in broken.source.split("\n") if line.strip() and broken.source.count(line) == 1]
+    return Edit(line, line) if (line := rng.choice(lines or [""])) else None
+
+
+SHAPES = ("blind", "tested", "recovers", "no_match", "no_change", "gives_up")
 
 
 def episode(broken: Broken, shape: str, rng: random.Random) -> Document | None:
     """One whole episode of the given shape; None when no wrong attempt could be made for it.
 
-    blind: edit and finish without a test. tested: edit, test, finish. recovers: one or two wrong edits, each tested and
-    undone, then the right one. no_match: an edit that misses its text, then the right one. gives_up: a wrong edit,
-    tested, then finish. Wrong edits are not labelled.
+    blind: edit and finish without a test. tested: edit, test, finish. recovers: one to three wrong edits, each
+    tested and undone, then the right one. no_match: an edit that misses its text, then the right one. no_change: an
+    edit that replaces a line by itself, then the right one. gives_up: a wrong edit, tested, then finish. Wrong edits are not labelled.
     """
     call = Call("edit", (broken.edit.old, broken.edit.new))
     test, undo, finish = Call("test"), Call("undo"), Call("finish")
@@ -179,14 +191,14 @@ def episode(broken: Broken, shape: str, rng: random.Random) -> Document | None:
         return opening + turn([call, test]) + message("tool", "ok\npassed") + end
     name = broken.function.name
     passed = message("tool", "ok\npassed") + end
-    if shape == "no_match":
-        miss = _near_miss(broken.edit, rng)
-        if miss.old in broken.source:
+    if shape in ("no_match", "no_change"):
+        miss = _near_miss(broken.edit, rng) if shape == "no_match" else _no_change(broken, rng)
+        if miss is None or (shape == "no_match" and miss.old in broken.source):
             return None
         wrong = Call("edit", (miss.old, miss.new), labelled=False)
-        failed = message("tool", f"error: no match\n{failure(name, rng)}")
+        failed = message("tool", f"error: {shape.replace('_', ' ')}\n{failure(name, rng)}")
         return opening + turn([wrong, test]) + failed + turn([call, test]) + passed
-    attempts = 2 if shape == "recovers" and rng.random() < 0.25 else 1
+    attempts = rng.choices((1, 2, 3), (6, 3, 1))[0] if shape == "recovers" else 1
     document = opening
     for index in range(attempts):
         edit = wrong_edit(broken, rng)

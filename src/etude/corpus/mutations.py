@@ -11,7 +11,7 @@ import builtins
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from etude.corpus.filters import parse
@@ -190,7 +190,11 @@ def _bool_flip(f: _Function, rng: random.Random) -> Candidates:
 def _string_const(f: _Function, rng: random.Random) -> Candidates:
     for node in f.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) <= 20:
-            others = [s for s in [*f.strings, "", " ", "_"] if s != node.value and len(s) <= 20 and s.isprintable()]
+            others = [
+                s
+                for s in [*f.strings, "", " ", "_"]
+                if s != node.value and len(s) <= 20 and s.isascii() and s.isprintable()
+            ]
             text = f.text(node)
             if others and text[:1] in "'\"" and text[:3] not in ("'''", '"""'):
                 yield *f.span(node), text[0] + rng.choice(others).replace("\\", "").replace(text[0], "") + text[0]
@@ -396,18 +400,22 @@ OPERATORS: dict[str, Operator] = {
 }  # fmt: skip
 
 
-def mutate(source: str, rng: random.Random, *, single_line: bool = False) -> Mutation | None:
+def mutate(
+    source: str, rng: random.Random, *, weights: Mapping[str, float] = WEIGHTS, single_line: bool = False
+) -> Mutation | None:
     """A random mutation of one function, or None when none applies; the broken function always parses and differs.
 
-    The operator is drawn by `WEIGHTS` among those that apply, then the place uniformly. `single_line` keeps to changes
-    inside one line. Raises ValueError when `source` is not one ASCII function.
+    The operator is drawn by `weights` among those that apply, then the place uniformly; one without a weight is not
+    used. `single_line` keeps to changes inside one line. Raises ValueError when `source` is not one ASCII function.
     """
     function = _Function(source)
     operators = [
-        name for name in OPERATORS if not (single_line and name.startswith(("remove", "shuffle", "unwrap_cond")))
+        name
+        for name in OPERATORS
+        if weights.get(name) and not (single_line and name.startswith(("remove", "shuffle", "unwrap_cond")))
     ]
     while operators:
-        name = rng.choices(operators, [WEIGHTS[operator] for operator in operators])[0]
+        name = rng.choices(operators, [weights[operator] for operator in operators])[0]
         found = list(OPERATORS[name](function, rng))
         rng.shuffle(found)
         for start, end, text in found[:3]:

@@ -111,9 +111,11 @@ def _answer(app: Starlette, engine: Engine, listener: socket.socket, ready_file:
     # uvicorn raises the signal again once it has drained: being asked to end is not a failure.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print(f"serving at {url}", flush=True)
     if ready_file is not None:
-        host, port = listener.getsockname()[:2]
-        _write_ready(ready_file, f"http://{host}:{port}")
+        _write_ready(ready_file, url)
     server.run(sockets=[listener])
 
 

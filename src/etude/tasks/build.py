@@ -190,7 +190,7 @@ async def _targets(
         )
         for f in eligible
     ]
-    targets = [target for target in targets if target.hidden]
+    targets = [t for t in targets if t.hidden and (t.visible or not options.visible_failure)]
     if not targets:
         limits = f"{options.min_lines} to {options.max_lines}"
         raise UserError(f"no hidden test calls a function of {limits} lines in {plan.repo}; widen the limits.")

@@ -31,6 +31,7 @@ class Rejected(StrEnum):
     """Why a candidate did not become a task."""
 
     EQUIVALENT = "no hidden test notices"
+    SILENT = "no visible test notices"
     HANGS = "runs too long"
     CRASHES = "kills the test runner"
     UNSTABLE = "results differ between runs"
@@ -94,6 +95,8 @@ async def probe(bench: Bench, candidate: Candidate) -> Probe | Rejected:
     failed = [test for test in candidate.hidden if report.outcomes.get(test) != "passed"]
     if not failed:
         return Rejected.EQUIVALENT
+    if bench.options.visible_failure and all(report.outcomes.get(test) == "passed" for test in candidate.visible):
+        return Rejected.SILENT
     return Probe(task=_task(bench, candidate, report, failed), outcomes=report.outcomes)
 
 

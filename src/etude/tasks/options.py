@@ -23,6 +23,7 @@ class BuildOptions:
     max_lines: int = 30
     heldout_fraction: float = 0.22  # share of functions kept for evaluation
     visible: Literal["auto", "doctests", "half"] = "auto"  # which tests the agent may run
+    visible_failure: bool = False  # only tasks in which a test fails that the agent may run
     repeats: int = 3  # times that each gate must hold
     workers: int = 2
     test_cap: int = 12  # hidden tests of a task that must change, and that must not; bounds the price of grading

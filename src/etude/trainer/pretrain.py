@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, 
 from etude.corpus import build, packing
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS
+from etude.corpus.mutations import WEIGHTS
 from etude.trainer.pretrain_config import CorpusConfig, MidtrainConfig, ModelConfig, OptimConfig, SftConfig, load
 
 log = logging.getLogger(__name__)
@@ -343,12 +344,16 @@ def _prepare(output: Path, config: MidtrainConfig | SftConfig, resume: bool) -> 
 
 
 def _held_out_rows(
-    corpus: build.Corpus, tokenizer: Tokenizer, config: OptimConfig, shapes: dict[str, float]
+    corpus: build.Corpus,
+    tokenizer: Tokenizer,
+    config: OptimConfig,
+    shapes: dict[str, float],
+    operators: dict[str, float],
 ) -> packing.Rows | None:
     if not corpus.evaluation:
         return None
     # The same rows whatever the batch, so that losses of different runs can be compared.
-    return build.sft_rows(corpus.evaluation, tokenizer, shapes, HELD_OUT_TOKENS, config.length, seed=7)
+    return build.sft_rows(corpus.evaluation, tokenizer, shapes, operators, HELD_OUT_TOKENS, config.length, seed=7)
 
 
 def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
@@ -375,7 +380,7 @@ def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | 
     model = new_model(config.model, config.seed)
     if optim.compile:
         model.set_experts_implementation("grouped_mm")
-    held_out = _held_out_rows(corpus, tokenizer, optim, {"blind": 0.5, "tested": 0.5})
+    held_out = _held_out_rows(corpus, tokenizer, optim, {"blind": 0.5, "tested": 0.5}, WEIGHTS)
     train(model, rows, held_out, optim, output, folder, resume=resume, stop_after=stop_after)
     return output / "checkpoint"
 
@@ -391,14 +396,15 @@ def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = Non
     tokenizer = bpe.load(config.model)
     optim, shapes = config.optim, config.shapes.model_dump()
     if not (output / "rows.safetensors").is_file():
-        rows = build.sft_rows(corpus.train, tokenizer, shapes, optim.tokens, optim.length, config.seed + 1)
+        short = [function for function in corpus.train if function.lines <= config.max_lines]
+        rows = build.sft_rows(short, tokenizer, shapes, config.operators, optim.tokens, optim.length, config.seed + 1)
         log.info("fine-tuning rows: %s, %d labelled tokens", rows.ids.shape, rows.labelled)
         packing.save(rows, output / "rows.safetensors")
     rows = packing.load(output / "rows.safetensors")
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.bfloat16)
     if optim.compile:
         model.set_experts_implementation("grouped_mm")
-    held_out = _held_out_rows(corpus, tokenizer, optim, shapes)
+    held_out = _held_out_rows(corpus, tokenizer, optim, shapes, config.operators)
     train(model, rows, held_out, optim, output, config.model, resume=resume, stop_after=stop_after)
     return output / "checkpoint"
 

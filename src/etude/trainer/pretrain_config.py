@@ -6,7 +6,9 @@ import tomllib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from etude.corpus.mutations import WEIGHTS
 
 
 class _Section(BaseModel):
@@ -64,6 +66,7 @@ class ShapesConfig(_Section):
     tested: float = 0.35
     recovers: float = 0.20
     no_match: float = 0.02
+    no_change: float = 0.0
     gives_up: float = 0.08
 
     @model_validator(mode="after")
@@ -112,11 +115,22 @@ class MidtrainConfig(_Stage):
 
 
 class SftConfig(_Stage):
-    """`model` is the folder of the mid-trained model to start from."""
+    """`model` is the folder of the model to start from; functions of more than `max_lines` lines are left out."""
 
     stage: Literal["sft"] = "sft"
     model: Path
     shapes: ShapesConfig = ShapesConfig()
+    operators: dict[str, float] = Field(
+        WEIGHTS, description="weights of the mutation operators; absent ones are unused"
+    )
+    max_lines: int = Field(30, ge=3)
+
+    @field_validator("operators")
+    @classmethod
+    def _known(cls, operators: dict[str, float]) -> dict[str, float]:
+        if unknown := sorted(operators.keys() - WEIGHTS.keys()):
+            raise ValueError(f"unknown operator {unknown[0]!r}; known: {', '.join(WEIGHTS)}")
+        return operators
 
 
 def load(path: Path) -> MidtrainConfig | SftConfig:
