@@ -177,7 +177,8 @@ def episode(broken: Broken, shape: str, rng: random.Random) -> Document | None:
 
     blind: edit and finish without a test. tested: edit, test, finish. recovers: one to three wrong edits, each
     tested and undone, then the right one. no_match: an edit that misses its text, then the right one. no_change: an
-    edit that replaces a line by itself, then the right one. gives_up: a wrong edit, tested, then finish. Wrong edits are not labelled.
+    edit that replaces a line by itself, then the right one. gives_up: a wrong edit, tested, then finish.
+    Wrong edits are not labelled.
     """
     call = Call("edit", (broken.edit.old, broken.edit.new))
     test, undo, finish = Call("test"), Call("undo"), Call("finish")
