@@ -192,7 +192,8 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     payload: str  # store key
     payload_bytes: int
     payload_digest: str  # blake3 of the payload
-    digest: str  # blake3 of the live tensors, see weights/digest.py
+    schema: str  # id of the tensors' names, types and shapes, see weights/schema.py
+    digest: str  # of the live tensors, see weights/digest.py
     changed: int  # elements that differ from the parent
     elements: int
     groups: tuple[int, ...]

@@ -40,6 +40,7 @@ def manifest(version, groups=()):
         payload="p",
         payload_bytes=1,
         payload_digest="d",
+        schema="0" * 32,
         digest="d",
         changed=0,
         elements=1,

@@ -18,6 +18,11 @@ def key(version: int) -> str:
     return f"{FOLDER}/{version:08d}.json"
 
 
+def schema_key(schema_id: str) -> str:
+    """Names, types and shapes; immutable, shared by the versions of a chain."""
+    return f"schemas/{schema_id}.json"
+
+
 def create(store: Store, manifest: PolicyVersion) -> bool:
     """The commit point of a version. False if another writer was first."""
     return store.create(key(manifest.version), msgspec.json.encode(manifest))

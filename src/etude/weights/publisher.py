@@ -6,15 +6,18 @@ import time
 from collections.abc import Mapping
 
 import blake3
+import numpy as np
 import torch
 
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
 from etude.records import PolicyVersion
 from etude.store import Store
-from etude.weights import delta
-from etude.weights.digest import digest
-from etude.weights.manifest import create, read
+from etude.weights import codec
+from etude.weights.codec import Codec, Digests
+from etude.weights.digest import digest, written
+from etude.weights.manifest import create, read, schema_key
+from etude.weights.schema import Bits, Schema, bits, schema_of
 
 
 class AlreadyPublished(RunFailed):
@@ -40,13 +43,16 @@ class Publisher:
         self._store = store
         self._anchor_every = anchor_every
         self._parent: int | None = None
-        self._last: dict[str, torch.Tensor] = {}
+        self._schema: Schema | None = None
+        self._last: dict[str, Bits] = {}
+        self._digests: Digests = np.zeros(0, np.uint64)
 
     def resume(self, last: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
         """Continues after `last`, whose tensors these are. Raises ValueError if they are not."""
         if digest(tensors) != last.digest:
             raise ValueError(f"the tensors do not have the digest of version {last.version}")
-        self._remember(last.version, tensors)
+        self._begin(tensors)
+        self._parent = last.version
 
     def publish(
         self, version: int, tensors: Mapping[str, torch.Tensor], groups: tuple[int, ...], metrics: dict[str, float]
@@ -57,8 +63,22 @@ class Publisher:
         Raises AlreadyPublished, or UserError if a weight is not finite or the store refuses.
         """
         _refuse_non_finite(version, tensors)
+        if self._parent is None:
+            self._begin(tensors)
+        schema = self._fitting(tensors)
         anchor = self._parent is None or version % self._anchor_every == 0
-        payload, changed = delta.encode({} if anchor else self._last, tensors)
+        new = {name: bits(tensor) for name, tensor in tensors.items()}
+        lr = metrics.get("optim/lr") or Codec.learning_rate
+        records = codec.encode(schema, self._last, new, self._digests, Codec(learning_rate=lr))
+        digests = self._digests.copy()
+        for record in records:
+            digests[record.chunk] = record.target
+        elements = sum(spec.elements for spec in schema.tensors)
+        changed = elements if anchor else sum(record.changes for record in records)
+        if anchor:
+            payload = codec.pack("anchor", version, codec.encode_anchor(schema, new, digests))
+        else:
+            payload = codec.pack("delta", version, records)
         payload_digest = blake3.blake3(payload).hexdigest()
         manifest = PolicyVersion(
             version=version,
@@ -67,23 +87,40 @@ class Publisher:
             payload=f"payloads/{version:08d}-{payload_digest[:32]}",
             payload_bytes=len(payload),
             payload_digest=payload_digest,
-            digest=digest(tensors),
+            schema=schema.id,
+            digest=written(codec.model_digest(digests)),
             changed=changed,
-            elements=sum(t.numel() for t in tensors.values()),
+            elements=elements,
             groups=groups,
             created=time.time(),
             metrics=metrics,
         )
+        if anchor:
+            self._store.put(schema_key(schema.id), schema.encode())
         self._store.put(manifest.payload, payload)
         visit("publisher.payload")
         if not create(self._store, manifest):
             raise AlreadyPublished(self._store, read(self._store, version) or manifest)
-        self._remember(version, tensors)
+        self._parent, self._digests = version, digests
+        for chunk in (schema.chunks[record.chunk] for record in records):
+            codec.chunk_bits(schema, self._last, chunk)[:] = codec.chunk_bits(schema, new, chunk)
         return manifest
 
-    def _remember(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._parent = version
-        self._last = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    def _begin(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes the tensors as what was published last."""
+        self._schema = schema_of(tensors)
+        self._last = {name: bits(tensor).copy() for name, tensor in tensors.items()}
+        self._digests = codec.digests(self._schema, self._last)
+
+    def _fitting(self, tensors: Mapping[str, torch.Tensor]) -> Schema:
+        """The schema of the chain. Raises ValueError if the tensors have another."""
+        schema = schema_of(tensors)
+        assert self._schema is not None
+        if schema != self._schema:
+            was, now = ({spec.name: spec for spec in s.tensors} for s in (self._schema, schema))
+            name = next(n for n in sorted(was.keys() | now.keys()) if was.get(n) != now.get(n))
+            raise ValueError(f"{name} is not what it was in the last version: {was.get(name)}, now {now.get(name)}")
+        return schema
 
 
 def _refuse_non_finite(version: int, tensors: Mapping[str, torch.Tensor]) -> None:

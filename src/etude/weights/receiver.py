@@ -6,16 +6,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import blake3
+import numpy as np
 import torch
 
 from etude.errors import UserError
 from etude.records import PolicyVersion
 from etude.store import Store
-from etude.weights import delta
-from etude.weights.digest import digest
-from etude.weights.manifest import key, read, versions
+from etude.weights import codec, schema
+from etude.weights.codec import Digests
+from etude.weights.digest import digest, written
+from etude.weights.manifest import key, read, schema_key, versions
+from etude.weights.schema import Bits, Schema
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Content:
+    """The bits of a version on the host. Tensors that two contents share are the same arrays, and never written to."""
+
+    schema: Schema
+    bits: Mapping[str, Bits]
+    digests: Digests
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The same memory as tensors."""
+        return {spec.name: _tensor(self.bits[spec.name], spec) for spec in self.schema.tensors}
 
 
 class DamagedVersion(Exception):
@@ -36,7 +52,7 @@ class Receiver:
     def __init__(self, store: Store, live: Tensors):
         self._store = store
         self._live = live
-        self._held: dict[str, torch.Tensor] = {}
+        self._held: Content | None = None
         self.version = -1
         self.manifest: PolicyVersion | None = None
 
@@ -52,18 +68,19 @@ class Receiver:
         if not numbers:
             return None
         manifest, staged = _load(self._store, numbers[-1], self.version, self._held)
-        _check_fit(manifest.version, staged, self._live)
+        _check_fit(manifest.version, staged.schema, self._live)
         return Update(self, manifest, staged)
 
     @torch.no_grad()
     def _flip(self, update: Update) -> None:
-        before = self._held or {name: tensor.clone() for name, tensor in self._live.items()}
-        for name, tensor in update.staged.items():
-            if self._held.get(name) is not tensor:
+        held = self._held
+        before = held.tensors() if held else {name: tensor.clone() for name, tensor in self._live.items()}
+        for name, tensor in update.staged.tensors().items():
+            if held is None or held.bits[name] is not update.staged.bits[name]:
                 self._live[name].copy_(tensor)
         why = _difference(self._live, update.manifest)
         if why is None:
-            self._held, self.version, self.manifest = dict(update.staged), update.manifest.version, update.manifest
+            self._held, self.version, self.manifest = update.staged, update.manifest.version, update.manifest
             return
         for name, tensor in before.items():
             self._live[name].copy_(tensor)
@@ -76,7 +93,7 @@ class Update:
 
     receiver: Receiver
     manifest: PolicyVersion
-    staged: Tensors
+    staged: Content
 
     def apply(self) -> None:
         """Makes it live and proves the digest of the live tensors; call it between two steps of the engine.
@@ -91,9 +108,9 @@ def materialise(store: Store, version: int, tensors: Tensors) -> PolicyVersion:
 
     Raises UserError if the version is not there, is damaged or does not fit.
     """
-    manifest, staged = load(store, version)
+    manifest, staged = _load_whole(store, version)
     try:
-        _check_fit(version, staged, tensors)
+        _check_fit(version, staged.schema, tensors)
         Update(Receiver(store, tensors), manifest, staged).apply()
     except (DamagedVersion, WeightsMismatch) as e:
         raise UserError(f"{store.url}: {e}; give the folder of the model that the run began with") from None
@@ -102,26 +119,60 @@ def materialise(store: Store, version: int, tensors: Tensors) -> PolicyVersion:
 
 def load(store: Store, version: int) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:
     """The manifest and the tensors of a published version, as published. Raises UserError."""
+    manifest, content = _load_whole(store, version)
+    return manifest, content.tensors()
+
+
+def _load_whole(store: Store, version: int) -> tuple[PolicyVersion, Content]:
     if read(store, version) is None:
         raise UserError(f"{store.url} has no version {version}; the newest is {max(versions(store), default=None)}")
     try:
-        return _load(store, version, -1, {})
+        return _load(store, version, -1, None)
     except DamagedVersion as e:
         raise UserError(f"{store.url}: {e}; choose another version") from None
 
 
-def _load(store: Store, target: int, held: int, tensors: Tensors) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:
-    """Version `target`, from version `held` with these tensors or from the nearest anchor."""
+def _load(store: Store, target: int, held: int, content: Content | None) -> tuple[PolicyVersion, Content]:
+    """Version `target`, from version `held` with this content or from the nearest anchor."""
     chain = _chain(store, target, held)
-    staged = dict(tensors) if chain[0].parent is not None else {}
+    if chain[0].parent is None or content is None:
+        content = _blank(store, chain[0])
     for manifest in chain:
+        if manifest.schema != content.schema.id:
+            raise DamagedVersion(f"version {manifest.version} is of another model than the one before it")
         try:
-            staged = delta.apply(staged, _payload(store, manifest))
+            content = _applied(content, _payload(store, manifest))
         except ValueError as e:
             raise DamagedVersion(f"version {manifest.version}: {e}") from None
-    if digest(staged) != chain[-1].digest:
+    if written(codec.model_digest(content.digests)) != chain[-1].digest:
         raise DamagedVersion(f"version {target}: the tensors do not have the digest that was published")
-    return chain[-1], staged
+    return chain[-1], content
+
+
+def _blank(store: Store, manifest: PolicyVersion) -> Content:
+    """Zeros, for an anchor to write over."""
+    try:
+        found = schema.decode(store.get(schema_key(manifest.schema)))
+    except KeyError:
+        raise DamagedVersion(f"version {manifest.version}: its schema {manifest.schema} is gone") from None
+    except ValueError as e:
+        raise DamagedVersion(f"version {manifest.version}: {e}") from None
+    zeros = {spec.name: np.zeros(spec.elements, spec.format.unsigned) for spec in found.tensors}
+    return Content(found, zeros, codec.digests(found, zeros))
+
+
+def _applied(content: Content, payload: bytes) -> Content:
+    """The content after a payload. Raises ValueError."""
+    grid = content.schema
+    _, _, records = codec.unpack(payload, len(grid.chunks))
+    touched = {grid.tensors[grid.chunks[record.chunk].tensor].name for record in records}
+    after = {name: array.copy() if name in touched else array for name, array in content.bits.items()}
+    return Content(grid, after, codec.apply(grid, after, content.digests, records))
+
+
+def _tensor(array: Bits, spec: schema.Spec) -> torch.Tensor:
+    whole = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+    return whole.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def _chain(store: Store, target: int, held: int) -> list[PolicyVersion]:
@@ -150,12 +201,13 @@ def _payload(store: Store, manifest: PolicyVersion) -> bytes:
     return payload
 
 
-def _check_fit(version: int, staged: Tensors, live: Tensors) -> None:
-    published, here = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (staged, live))
-    for name in sorted(published.keys() | here.keys()):
-        if published.get(name) != here.get(name):
+def _check_fit(version: int, published: Schema, live: Tensors) -> None:
+    there = {spec.name: spec.shape for spec in published.tensors}
+    here = {name: tuple(tensor.shape) for name, tensor in live.items()}
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
             raise DamagedVersion(
-                f"version {version} is of another model: {name} has shape {published.get(name)}, here {here.get(name)}"
+                f"version {version} is of another model: {name} has shape {there.get(name)}, here {here.get(name)}"
             )
 
 

@@ -1,0 +1,155 @@
+"""What a set of tensors looks like: names, types, shapes, and the grid of chunks that deltas are cut along.
+
+A chunk is a run of whole rows of one tensor (or a piece of one long row) of at most 2^18 elements, so it is contiguous.
+Chunks are counted over all tensors in name order. The grid follows from names, types and shapes alone and is the same
+for every version of a chain.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Bits = npt.NDArray[np.unsignedinteger]
+
+MAX_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Format:
+    """How an element is stored: its bits, whether the highest is a sign, and where its exponent stands."""
+
+    name: str
+    width: int
+    signed: bool
+    mantissa: int
+    exponent_mask: int
+    bias: int
+
+    @property
+    def unsigned(self) -> type[np.unsignedinteger]:
+        return {8: np.uint8, 16: np.uint16, 32: np.uint32}[self.width]
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("bfloat16", 16, True, 7, 0xFF, 127),
+        Format("float16", 16, True, 10, 0x1F, 15),
+        Format("float32", 32, True, 23, 0xFF, 127),
+        Format("float8_e4m3fn", 8, True, 3, 0xF, 7),
+        Format("float8_e5m2", 8, True, 2, 0x1F, 15),
+        Format("uint8", 8, False, 0, 0, 0),  # scales and packed 4-bit weights
+    )
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.dtype]
+
+    @cached_property
+    def seed(self) -> int:
+        """What the hashes of this tensor's elements start from, so that equal values elsewhere hash differently."""
+        shape = ",".join(map(str, self.shape))
+        return int.from_bytes(blake3.blake3(f"ulpd1\0{self.name}\0{self.dtype}\0{shape}".encode()).digest(8), "little")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [start, stop) of a tensor, in row-major order."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The tensors of a model in name order."""
+
+    tensors: tuple[Spec, ...]
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple(Chunk(i, *piece) for i, spec in enumerate(self.tensors) for piece in _pieces(spec))
+
+    @cached_property
+    def id(self) -> str:
+        """Equal for equal names, types and shapes."""
+        return blake3.blake3(self.encode()).hexdigest()[:32]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(spec.elements * spec.format.width // 8 for spec in self.tensors)
+
+    def encode(self) -> bytes:
+        return json.dumps([[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors]).encode()
+
+
+def decode(data: bytes) -> Schema:
+    """The inverse of `Schema.encode`. Raises ValueError."""
+    try:
+        specs = tuple(Spec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in json.loads(data))
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"the schema is damaged: {e}") from None
+    _check(specs)
+    return Schema(specs)
+
+
+def schema_of(tensors: Mapping[str, torch.Tensor]) -> Schema:
+    """The schema of named tensors. Raises ValueError for a type that no format stands for."""
+    specs = tuple(Spec(name, type_name(tensors[name]), tuple(tensors[name].shape)) for name in sorted(tensors))
+    _check(specs)
+    return Schema(specs)
+
+
+def bits(tensor: torch.Tensor) -> Bits:
+    """The bits of each element as an unsigned integer, on the host; shares memory with a contiguous host tensor."""
+    flat = tensor.detach().contiguous().cpu().view(-1)
+    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.element_size()]
+    return flat.view(unsigned).numpy()
+
+
+def type_name(tensor: torch.Tensor) -> str:
+    """E.g. "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check(specs: tuple[Spec, ...]) -> None:
+    for spec in specs:
+        if spec.dtype not in FORMATS:
+            raise ValueError(f"{spec.name} is {spec.dtype}; weights are published as {', '.join(FORMATS)}")
+
+
+def _pieces(spec: Spec) -> Iterator[tuple[int, int]]:
+    if spec.elements == 0:
+        return
+    row = spec.shape[-1] if len(spec.shape) > 1 else spec.elements
+    if row > MAX_ELEMENTS:
+        for start in range(0, spec.elements, row):
+            for piece in range(start, start + row, MAX_ELEMENTS):
+                yield piece, min(piece + MAX_ELEMENTS, start + row)
+        return
+    step = MAX_ELEMENTS // row * row
+    for start in range(0, spec.elements, step):
+        yield start, min(start + step, spec.elements)
