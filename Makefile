@@ -34,3 +34,4 @@ lint: .venv/installed-dev
 bench: .venv/installed
 	$(BIN)/etude bench engine --json
 	$(BIN)/etude bench sandbox --json
+	$(BIN)/etude bench weights --json

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true")
 
     bench = command("bench", _bench, "run a benchmark")
-    bench.add_argument("name", choices=("engine", "sandbox"))
+    bench.add_argument("name", choices=("engine", "sandbox", "weights"))
     bench.add_argument("--quick", action="store_true")
     bench.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return parser

@@ -34,8 +34,7 @@ _MAGIC, _END, _VERSION = b"ULPD", b"DPLU", 1
 _PLANE_LEVEL = 3
 CLASSES = 16
 
-Kinds = Mapping[str, int]
-KINDS: Kinds = {"delta": 0, "anchor": 1}
+KINDS = {"delta": 0, "anchor": 1}
 Digests = npt.NDArray[np.uint64]
 
 
