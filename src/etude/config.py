@@ -64,8 +64,8 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    refused_edits: float = Field(
-        default=0.0, ge=0, le=1, description="cost of edits that change nothing, times their share of all edits"
+    wasted_edits: float = Field(
+        default=0.0, ge=0, le=1, description="cost of edits that try nothing new, times their share of all edits"
     )
 
 
@@ -78,6 +78,10 @@ class TrainerConfig(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)
+    baseline: Literal["group", "turn"] = Field(
+        default="group", description="what a reward is compared with: the group, or its members that came as far"
+    )
+    min_reward_std: float = Field(default=0.0, ge=0, description="groups whose rewards differ less are not trained on")
     kl_beta: float = Field(default=0.0, ge=0, description="weight of the k1 penalty to the first version, as reward")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="compute; master weights are float32")
     threads: int = Field(default=1, ge=1)
@@ -92,6 +96,9 @@ class InferenceConfig(Section):
     servers: int = Field(default=1, ge=1)
     port: int = Field(default=0, ge=0, le=65535, description="first port; 0 picks free ones")
     threads: int = Field(default=1, ge=1)
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="compute; log-probabilities are float32"
+    )
     device: str = "cpu"
 
 

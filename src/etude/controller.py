@@ -278,7 +278,7 @@ def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[proc
     """The inference servers of a run and their URLs, ready to answer."""
     inference = config.inference
     argv = ["--model", config.model.path, "--weights", f"{config.store or folder}/weights"]
-    argv += ["--threads", str(inference.threads), "--device", inference.device]
+    argv += ["--threads", str(inference.threads), "--device", inference.device, "--dtype", inference.dtype]
     argv += ["--max-batch", str(config.rollout.max_in_flight), "--max-length", str(config.rollout.context)]
     argv += ["--deterministic"] if config.deterministic else []
     children = [

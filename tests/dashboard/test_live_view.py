@@ -54,7 +54,9 @@ def test_the_clock_may_decide_what_is_left(log, clock):
         live.stage("train", 100, "steps")
         clock.now = 6
         live.update(done=1, seconds_left=90)
-    assert log_of(log)[1].endswith("1 min 30 s left")
+        clock.now = 12
+        live.update(reward=0.5)  # says nothing about the time
+    assert [line.rpartition(", ")[2] for line in log_of(log)[1:3]] == ["1 min 30 s left"] * 2
 
 
 def test_hostile_names_stay_inert(log, clock):

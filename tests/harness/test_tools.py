@@ -60,9 +60,24 @@ def test_compact_results_are_the_words_of_the_dialect(compact: CompactTools, box
     assert ask(compact, "grep", pattern="zzz") == "no matches"
     assert ask(compact, "grep", pattern="(a+)+").startswith("error: the pattern repeats")
     assert compact.metrics == {
-        "edits": 1, "edit_errors": 3, "undo": 1, "tests_run": 2, "tests_failed": 1, "malformed": 2, "calls/edit": 4,
-        "calls/undo": 3, "calls/test": 2, "calls/read": 1, "calls/list": 1, "calls/grep": 3,
+        "edits": 1, "edit_errors": 3, "repeats": 0, "undo": 1, "tests_run": 2, "tests_failed": 1, "malformed": 2,
+        "calls/edit": 4, "calls/undo": 3, "calls/test": 2, "calls/read": 1, "calls/list": 1, "calls/grep": 3,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["compact", "full"])
+def test_edits_that_lead_to_a_file_as_it_has_been_are_counted(kind: str, request: pytest.FixtureRequest) -> None:
+    tools: Tools = request.getfixturevalue(kind)
+    path = {} if kind == "compact" else {"path": PATH}
+    ask(tools, "edit", old="- 3", new="- 4", **path)
+    assert tools.metrics["repeats"] == 0
+    ask(tools, "undo")
+    ask(tools, "edit", old="- 3", new="- 4", **path)
+    assert tools.metrics["repeats"] == 1
+    ask(tools, "edit", old="- 4", new="- 3", **path)  # as at the start
+    assert tools.metrics["repeats"] == 2
+    ask(tools, "edit", old="- 3", new="- 5", **path)
+    assert (tools.metrics["repeats"], tools.metrics["edits"]) == (2, 4)
 
 
 def test_a_command_that_changes_the_file_is_seen(compact: CompactTools, box: MemoryBox) -> None:

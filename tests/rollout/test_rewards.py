@@ -6,9 +6,9 @@ import pytest
 
 from etude.config import RewardConfig
 from etude.records import Episode, Outcome, StopReason
-from etude.rollout.rewards import refused_share, with_reward
+from etude.rollout.rewards import wasted_share, with_reward
 
-COST = RewardConfig(refused_edits=0.2)
+COST = RewardConfig(wasted_edits=0.2)
 
 
 def episode(outcome: Outcome = Outcome.SCORED, passed: bool = False, **metrics: float) -> Episode:
@@ -35,11 +35,12 @@ def episode(outcome: Outcome = Outcome.SCORED, passed: bool = False, **metrics: 
         ({"edits": 2.0}, 0.0),
         ({"edits": 1.0, "edit_errors": 2.0, "malformed": 1.0}, 0.75),
         ({"edit_errors": 3.0}, 1.0),
+        ({"edits": 3.0, "repeats": 1.0, "edit_errors": 1.0}, 0.5),
         ({}, 1.0),  # doing nothing is no way to save the cost
     ],
 )
-def test_share_of_refused_edits(metrics: dict[str, float], share: float) -> None:
-    assert refused_share(metrics) == share
+def test_share_of_wasted_edits(metrics: dict[str, float], share: float) -> None:
+    assert wasted_share(metrics) == share
 
 
 def test_reward_is_the_grade_less_the_cost() -> None:
@@ -48,7 +49,7 @@ def test_reward_is_the_grade_less_the_cost() -> None:
     assert with_reward(episode(edits=1.0), COST).reward == 0.0
     marked = with_reward(episode(edits=1.0, edit_errors=3.0), COST)
     assert marked.reward == pytest.approx(-0.15)
-    assert marked.metrics["refused_edits"] == 0.75
+    assert marked.metrics["wasted_edits"] == 0.75
     assert not marked.passed
 
 

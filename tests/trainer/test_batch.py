@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -5,11 +7,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from etude.models.loading import load_model
 from etude.records import Episode, Group, Outcome, Segment, StopReason
-from etude.trainer.batch import advantages, make_batch, pack, unshare
+from etude.trainer.batch import advantages, make_batch, pack, turn_advantages, unshare
 from etude.trainer.step import score
 
 
-def segment(prompt: list[int], completion: list[tuple[int, int]], version: int = 0) -> Segment:
+def segment(
+    prompt: list[int], completion: list[tuple[int, int]], version: int = 0, turn_starts: tuple[int, ...] = ()
+) -> Segment:
     """`completion` is (id, mask) pairs."""
     ids = np.array(prompt + [i for i, _ in completion], "<i4")
     mask = np.array([0] * len(prompt) + [m for _, m in completion], "u1")
@@ -21,6 +25,7 @@ def segment(prompt: list[int], completion: list[tuple[int, int]], version: int =
         logprobs=logprobs.tobytes(),
         versions=versions.tobytes(),
         prompt_length=len(prompt),
+        turn_starts=turn_starts,
     )
 
 
@@ -80,6 +85,64 @@ def test_groups_without_variance_are_counted_and_carry_no_row():
     assert [len(row.completions) for row in batch.rows] == [3]
 
 
+def test_groups_that_differ_too_little_carry_no_row():
+    slightly = [episode(i, 0.1 * i, [segment([1, 2], [(3, 1)])]) for i in range(3)]  # sd 0.08
+    plainly = [episode(i, float(i == 0), [segment([1, 2], [(3, 1)])]) for i in range(3)]  # sd 0.47
+    batch = make_batch([GROUP, GROUP], [slightly, plainly], min_std=0.1)
+    assert batch.zero_variance == 1
+    assert [row.completions[0].advantages_C[0] for row in batch.rows] == pytest.approx([2 / 3])
+    assert make_batch([GROUP], [slightly], min_std=0.08).zero_variance == 0
+
+
+def test_a_turn_is_compared_with_those_who_came_as_far():
+    """Solved at once, solved in the second turn, never solved in three: the second turn that helped is rewarded."""
+    first, second, never = turn_advantages([1.0, 1.0, 0.0], [1, 2, 3])
+    assert first.tolist() == pytest.approx([1 / 3])
+    assert second.tolist() == pytest.approx([1 / 3, 1 / 2])
+    assert never.tolist() == pytest.approx([-2 / 3, -1 / 2, 0.0])
+
+
+def test_the_expected_gradient_does_not_depend_on_the_baseline():
+    """Two turns of two actions each, enumerated: sums of P * A * grad log P, with baselines of a group of two members.
+
+    An episode goes on only after action 0, and its reward is given by its actions; exact up to rounding (1e-12).
+    """
+    reward = {(1,): 0.3, (0, 0): 0.1, (0, 1): 1.0}
+    p = [0.6, 0.3]  # of action 1 in the first and second turn
+
+    def log_gradient(path):
+        return np.array([1 / p[0] if path[0] else -1 / (1 - p[0]),
+                         0.0 if len(path) == 1 else (1 / p[1] if path[1] else -1 / (1 - p[1]))])  # fmt: skip
+
+    def probability(path):
+        return np.prod([p[t] if action else 1 - p[t] for t, action in enumerate(path)])
+
+    true = sum(probability(path) * r * log_gradient(path) for path, r in reward.items())
+    for baseline in ("turn", "group"):
+        total = np.zeros(2)
+        for one, two in itertools.product(reward, reward):
+            rewards, turns = [reward[one], reward[two]], [len(one), len(two)]
+            per_turn = turn_advantages(rewards, turns) if baseline == "turn" else [
+                np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]  # fmt: skip
+            for path, advantage_of_turn in zip((one, two), per_turn, strict=True):
+                weights = np.array([*advantage_of_turn, 0.0])[:2]
+                total += probability(one) * probability(two) * weights * log_gradient(path) / 2
+        # A member is part of its own mean, which scales the first turn by (G - 1) / G and the second by less still:
+        # its direction stays.
+        assert total[0] == pytest.approx(true[0] / 2, abs=1e-12)
+        assert np.sign(total[1]) == np.sign(true[1])
+
+
+def test_tokens_get_the_advantage_of_their_turn():
+    """Turns start at 2 and 5; a second segment goes on counting turns."""
+    one = segment([1, 2], [(3, 1), (4, 0), (5, 0), (6, 1)], turn_starts=(2, 5))
+    two = segment([9], [(8, 1)], turn_starts=(1,))
+    solved = episode(0, 1.0, [segment([1, 2], [(3, 1)], turn_starts=(2,))])
+    batch = make_batch([GROUP], [[solved, episode(1, 0.0, [one, two])]], baseline="turn")
+    found = {tuple(c.ids_C.tolist()): c.advantages_C.tolist() for row in batch.rows for c in row.completions}
+    assert found == {(3,): [0.5], (3, 4, 5, 6): [-0.5, -0.5, -0.5, 0.0], (8,): [0.0]}
+
+
 def test_infrastructure_failures_never_reach_the_loss():
     with pytest.raises(AssertionError, match="infrastructure"):
         make_batch([GROUP], [[episode(0, 0.0, [segment([1], [(2, 1)])], Outcome.INFRA)]])
@@ -100,7 +163,7 @@ def test_segments_of_one_episode_carry_the_same_advantage_under_their_own_prompt
         episode(1, 0.0, [segment([1, 2], [(5, 1)])]),
     ]
     rows = make_batch([GROUP], [members]).rows
-    assert [(row.prompt_P.tolist(), [c.advantage for c in row.completions]) for row in rows] == [
+    assert [(row.prompt_P.tolist(), [c.advantages_C.max() for c in row.completions]) for row in rows] == [
         ([1, 2], [0.5, -0.5]),
         ([7, 8, 9], [0.5]),
     ]

@@ -98,11 +98,12 @@ class LiveView:
     ) -> None:
         """Report progress and figures: those of `_FIGURES`, such as reward and pass_rate, or any other.
 
-        `seconds_left` overrides the estimate from `done` and `total`, e.g. when the clock ends the stage.
+        `seconds_left` overrides the estimate from `done` and `total` until the next `done`, e.g. when the clock ends
+        the stage.
         """
-        self._done = self._done if done is None else done
+        if done is not None:
+            self._done, self._seconds_left = done, seconds_left
         self._total = self._total if total is None else total
-        self._seconds_left = seconds_left
         self._figures.update(figures)
         if "reward" in figures:
             self._rewards.append(figures["reward"])

@@ -19,7 +19,7 @@ from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCal
 
 GRACE_SECONDS = 30.0  # what a tool may run beyond the budget of seconds; its own limit should end it before
 POLICY_GRACE_SECONDS = 1.0  # what a policy may take beyond its timeout
-_COUNTS = ("edits", "edit_errors", "tests_run", "tests_failed", "undo", "malformed", "truncated")
+_COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo", "malformed", "truncated")
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,17 @@ class Tools:
         self.metrics: Counter[str] = Counter()
         self.deadline = math.inf  # on the monotonic clock; commands end by then
         self._handlers: dict[str, Callable[..., Awaitable[str]]] = {}
+        self._tried: set[bytes] = set()  # digests of files as they have been
+
+    def _count_edit(self, path: str, before: str, after: str) -> None:
+        """An edit was made; one that leads to a file as it has been before tries nothing new."""
+        old, new = (
+            blake3.blake3(f"{path}\0{text}".encode("utf-8", "surrogatepass")).digest() for text in (before, after)
+        )
+        self._tried.add(old)
+        self.metrics["edits"] += 1
+        self.metrics["repeats"] += new in self._tried
+        self._tried.add(new)
 
     async def call(self, call: ToolCall) -> str:
         """The result of a call as the model reads it. Raises only BoxError that is ours."""
@@ -168,7 +179,7 @@ class CompactTools(Tools):
             return f"error: {e}"
         await self._write(self.task.focus.path, edited.file)
         self._views.append(edited)
-        self.metrics["edits"] += 1
+        self._count_edit(self.task.focus.path, view.file, edited.file)
         return "ok"
 
     async def _undo(self) -> str:
@@ -297,7 +308,7 @@ class FullTools(Tools):
             raise
         await self._write(path, after)
         self._edits.append(_Edited.between(path, _bytes(before), _bytes(after)))
-        self.metrics["edits"] += 1
+        self._count_edit(path, before, after)
         return "ok"
 
     async def _edited(self, path: str, old: str, new: str) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -344,13 +345,15 @@ class Engine:
     def _logits(self, ids_N: np.ndarray, slot_N: np.ndarray, position_N: np.ndarray, sampled_N: np.ndarray) -> Tensor:
         batch = PagedBatch(self.cache, self._slots.table, slot_N.astype(np.int32), position_N.astype(np.int32))
         with record() as recorder:
-            logits = self.model(
+            hidden_1ND = self.model.get_decoder()(
                 input_ids=torch.from_numpy(ids_N).to(self.device)[None],
                 position_ids=torch.from_numpy(position_N).to(self.device)[None],
                 layout=batch,
                 use_cache=False,
-                logits_to_keep=torch.from_numpy(sampled_N).to(self.device),
-            ).logits[0]
+            ).last_hidden_state
+        # In float32 on both sides: the trainer computes its log-probabilities in the same way.
+        hidden_SD = hidden_1ND[0].index_select(0, torch.from_numpy(sampled_N).to(self.device)).float()
+        logits = F.linear(hidden_SD, self.model.get_output_embeddings().weight.float())
         experts_NLK = recorder.stacked()
         if experts_NLK is not None:
             if self.cache.experts is None:

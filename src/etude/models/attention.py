@@ -78,24 +78,47 @@ class PackedGroups:
         return torch.cat(outputs, dim=2)
 
 
-class _Padding:
-    """Index tensors that turn the completions of a packed group into a padded batch [G, C] and back."""
+_SHORTEST = 0.75  # of a bucket's longest completion: attention over padding is work for nothing
 
-    def __init__(self, group: SharedPrompt, device: torch.device) -> None:
-        lengths = torch.tensor(group.completion_lengths, dtype=torch.int64)
-        self.width = max(group.completion_lengths, default=0)
-        columns = torch.arange(self.width)
-        starts = lengths.cumsum(0) - lengths
-        valid_GC = columns < lengths[:, None]
+
+class _Bucket:
+    """Index tensors that turn completions of similar length into a padded batch [G, C] and back."""
+
+    def __init__(self, starts: Sequence[int], lengths: Sequence[int], prompt_length: int, device: torch.device) -> None:
+        width = max(lengths)
+        columns = torch.arange(width)
+        starts_G1, lengths_G1 = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
+        valid_GC = columns < lengths_G1
         # Padding repeats the completion's first token: finite values that no real token looks at.
-        self.gather_GC = torch.where(valid_GC, starts[:, None] + columns, starts[:, None]).to(device)
-        self.scatter = valid_GC.reshape(-1).nonzero().squeeze(1).to(device)
-        own_CC = torch.ones(self.width, self.width, dtype=torch.bool).tril()
-        prompt_CP = torch.ones(self.width, group.prompt_length, dtype=torch.bool)
+        gather_GC = torch.where(valid_GC, starts_G1 + columns, starts_G1)
+        self.tokens = gather_GC[valid_GC]  # where the real tokens stand among the group's completions
+        self.gather_GC = gather_GC.to(device)
+        self.valid = valid_GC.reshape(-1).nonzero().squeeze(1).to(device)
+        own_CC = torch.ones(width, width, dtype=torch.bool).tril()
+        prompt_CP = torch.ones(width, prompt_length, dtype=torch.bool)
         # Additive, because a boolean mask is turned into this form again in every call.
-        self.mask = torch.zeros(self.width, group.prompt_length + self.width)
+        self.mask = torch.zeros(width, prompt_length + width)
         self.mask.masked_fill_(~torch.cat([prompt_CP, own_CC], dim=1), float("-inf"))
         self.mask = self.mask.to(device)
+
+
+class _Padding:
+    """The completions of a group in buckets, and the way back to packed order."""
+
+    def __init__(self, group: SharedPrompt, device: torch.device) -> None:
+        lengths = group.completion_lengths
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        buckets: list[list[int]] = []
+        for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i]):
+            if not buckets or lengths[i] < _SHORTEST * lengths[buckets[-1][0]]:
+                buckets.append([])
+            buckets[-1].append(i)
+        self.buckets = [
+            _Bucket([starts[i] for i in members], [lengths[i] for i in members], group.prompt_length, device)
+            for members in buckets
+        ]
+        order = torch.cat([bucket.tokens for bucket in self.buckets]) if buckets else torch.empty(0, dtype=torch.int64)
+        self.back = order.argsort().to(device)
 
 
 def _attend_group(
@@ -103,16 +126,20 @@ def _attend_group(
 ) -> list[Tensor]:
     """Outputs [1, H, *, D] of the prompt and of the completions, in packed order."""
     P = group.prompt_length
-    outputs = [causal(query[:, :, :P], key[:, :, :P], value[:, :, :P], scale)]
-    if pad.width == 0:
-        return outputs
-    G, C = pad.gather_GC.shape
-    query_GHCD, key_GKCD, value_GKCD = (x[0, :, P:][:, pad.gather_GC].transpose(0, 1) for x in (query, key, value))
-    key_GKLD = torch.cat([key[:, :, :P].expand(G, -1, -1, -1), key_GKCD], dim=2)
-    value_GKLD = torch.cat([value[:, :, :P].expand(G, -1, -1, -1), value_GKCD], dim=2)
-    out_GHCD = _sdpa(query_GHCD, key_GKLD, value_GKLD, scale, mask=pad.mask.to(query.dtype))
-    packed = out_GHCD.transpose(0, 1).reshape(query.shape[1], G * C, -1)[:, pad.scatter]
-    return [*outputs, packed.unsqueeze(0)]
+    prompt = causal(query[:, :, :P], key[:, :, :P], value[:, :, :P], scale)
+    if not pad.buckets:
+        return [prompt]
+    parts = []
+    for bucket in pad.buckets:
+        G, C = bucket.gather_GC.shape
+        query_GHCD, key_GKCD, value_GKCD = (
+            x[0, :, P:][:, bucket.gather_GC].transpose(0, 1) for x in (query, key, value)
+        )
+        key_GKLD = torch.cat([key[:, :, :P].expand(G, -1, -1, -1), key_GKCD], dim=2)
+        value_GKLD = torch.cat([value[:, :, :P].expand(G, -1, -1, -1), value_GKCD], dim=2)
+        out_GHCD = _sdpa(query_GHCD, key_GKLD, value_GKLD, scale, mask=bucket.mask)
+        parts.append(out_GHCD.transpose(0, 1).reshape(query.shape[1], G * C, -1)[:, bucket.valid])
+    return [prompt, torch.cat(parts, dim=1)[:, pad.back].unsqueeze(0)]
 
 
 def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
@@ -126,7 +153,13 @@ def _sdpa(
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale)
+    # PyTorch's CPU kernel is slower in bfloat16 than in float32, its backward pass about twice.
+    dtype = torch.float32 if query.device.type == "cpu" else query.dtype
+    mask = None if mask is None else mask.to(dtype)
+    out = F.scaled_dot_product_attention(
+        query.to(dtype), key.to(dtype), value.to(dtype), attn_mask=mask, is_causal=is_causal, scale=scale
+    )
+    return out.to(query.dtype)
 
 
 def etude_attention(

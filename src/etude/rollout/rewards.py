@@ -14,23 +14,26 @@ from etude.records import Episode, Outcome
 
 
 def with_reward(episode: Episode, config: RewardConfig) -> Episode:
-    """The episode with its reward: grade - refused_edits * (share of its edit calls that changed nothing).
+    """The episode with its reward: grade - wasted_edits * (share of its edit calls that tried nothing new).
 
     Timeouts and tampering pay the whole cost, so no outcome is ever better than an honest failure. An episode lost to
     infrastructure is returned as it is: it has no reward.
     """
     if episode.outcome is Outcome.INFRA:
         return episode
-    share = refused_share(episode.metrics) if episode.outcome is Outcome.SCORED else 1.0
+    share = wasted_share(episode.metrics) if episode.outcome is Outcome.SCORED else 1.0
     return msgspec.structs.replace(
         episode,
-        reward=float(episode.passed) - config.refused_edits * share,
-        metrics=episode.metrics | {"refused_edits": share},
+        reward=float(episode.passed) - config.wasted_edits * share,
+        metrics=episode.metrics | {"wasted_edits": share},
     )
 
 
-def refused_share(metrics: dict[str, float]) -> float:
-    """Share of edit calls that were refused (malformed, text not found, nothing changed); 1 if there was no edit."""
+def wasted_share(metrics: dict[str, float]) -> float:
+    """Share of edit calls that were refused (malformed, text not found, nothing changed) or led to a file as before.
+
+    1 if there was no edit.
+    """
     refused = metrics.get("edit_errors", 0.0) + metrics.get("malformed", 0.0)
     calls = metrics.get("edits", 0.0) + refused
-    return refused / calls if calls else 1.0
+    return (refused + metrics.get("repeats", 0.0)) / calls if calls else 1.0

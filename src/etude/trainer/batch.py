@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import pstdev
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ class Completion:
     mask_C: np.ndarray
     logprobs_C: np.ndarray
     versions_C: np.ndarray
-    advantage: float
+    advantages_C: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of one optimizer step, after advantages. Groups without reward variance carry no row."""
+    """The groups of one optimizer step, after advantages. Groups without enough reward variance carry no row."""
 
     groups: tuple[Group, ...]
     episodes: tuple[tuple[Episode, ...], ...]
@@ -72,24 +74,54 @@ def advantages(rewards: Sequence[float]) -> list[float]:
     return [reward - mean for reward in rewards]
 
 
-def make_batch(groups: Sequence[Group], episodes: Sequence[Sequence[Episode]]) -> Batch:
-    """Rows with advantages. Members lost to infrastructure are already absent from `episodes`."""
+def turn_advantages(rewards: Sequence[float], turns: Sequence[int]) -> list[np.ndarray]:
+    """Per member its advantage in every turn: reward minus the mean of the members that came as far.
+
+    With one baseline for all turns, whatever is done after a failed try is punished because the try had failed: those
+    turns are seen in bad episodes more often than in good ones. That a turn was reached is decided before it is
+    sampled, so the expected gradient keeps its direction in every turn; a mean that includes the member itself scales
+    it by (n - 1) / n, as in any group. GiGPO (arXiv:2505.10978) compares equal states; here turns stand for them.
+    """
+    means = [
+        sum(r for r, n in zip(rewards, turns, strict=True) if n > turn) / sum(n > turn for n in turns)
+        for turn in range(max(turns, default=0))
+    ]
+    return [np.array([reward - mean for mean in means[:n]]) for reward, n in zip(rewards, turns, strict=True)]
+
+
+def make_batch(
+    groups: Sequence[Group],
+    episodes: Sequence[Sequence[Episode]],
+    *,
+    baseline: Literal["group", "turn"] = "group",
+    min_std: float = 0.0,
+) -> Batch:
+    """Rows with advantages, of groups whose rewards have a standard deviation above `min_std`.
+
+    Members lost to infrastructure are already absent from `episodes`.
+    """
     rows: list[Row] = []
     zero_variance = 0
     for members in episodes:
         assert all(e.outcome is not Outcome.INFRA for e in members), "infrastructure failures must not reach the loss"
         rewards = [e.reward for e in members]
-        if not rewards or max(rewards) == min(rewards):
+        if not rewards or max(rewards) == min(rewards) or pstdev(rewards) <= min_std:
             zero_variance += 1
             continue
-        rows.extend(_rows(members, advantages(rewards)))
+        turns = [max(1, sum(len(segment.turn_starts) for segment in e.segments)) for e in members]
+        if baseline == "turn":
+            per_turn = turn_advantages(rewards, turns)
+        else:
+            per_turn = [np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]
+        rows.extend(_rows(members, per_turn))
     return Batch(tuple(groups), tuple(map(tuple, episodes)), tuple(rows), zero_variance)
 
 
-def _rows(members: Sequence[Episode], advantage_G: Sequence[float]) -> Iterator[Row]:
-    """Segments of one group, merged by equal prompt. A segment's own reward is its episode's."""
+def _rows(members: Sequence[Episode], advantages_G: Sequence[np.ndarray]) -> Iterator[Row]:
+    """Segments of one group, merged by equal prompt; a member's advantages are given per turn of its episode."""
     by_prompt: dict[bytes, tuple[np.ndarray, list[Completion]]] = {}
-    for episode, advantage in zip(members, advantage_G, strict=True):
+    for episode, advantage_of_turn in zip(members, advantages_G, strict=True):
+        turns_before = 0
         for segment in episode.segments:
             ids_T, mask_T, logprobs_T, versions_T = segment.arrays()
             assert len(ids_T) == len(mask_T) == len(logprobs_T) == len(versions_T), "token arrays differ in length"
@@ -99,7 +131,11 @@ def _rows(members: Sequence[Episode], advantage_G: Sequence[float]) -> Iterator[
                 continue
             # Tokens after the last sampled one (a final tool result) predict nothing that is trained.
             end = int(np.flatnonzero(mask_T)[-1]) + 1
-            completion = Completion(ids_T[p:end], mask_T[p:end], logprobs_T[p:end], versions_T[p:end], advantage)
+            turn_C = np.searchsorted(segment.turn_starts, np.arange(p, end), side="right") - 1 + turns_before
+            turns_before += len(segment.turn_starts)
+            part = slice(p, end)
+            advantages_C = advantage_of_turn[np.maximum(turn_C, 0)].astype(np.float32)
+            completion = Completion(ids_T[part], mask_T[part], logprobs_T[part], versions_T[part], advantages_C)
             by_prompt.setdefault(ids_T[:p].tobytes(), (ids_T[:p], []))[1].append(completion)
     for prompt_P, completions in by_prompt.values():
         yield Row(prompt_P, tuple(completions))
@@ -139,7 +175,7 @@ def _micro_batch(rows: Sequence[Row], device: str) -> MicroBatch:
             target.append(c.ids_C[sampled])
             logprobs.append(c.logprobs_C[sampled])
             versions.append(c.versions_C[sampled])
-            advantage.append(np.full(len(sampled), c.advantage, np.float32))
+            advantage.append(c.advantages_C[sampled])
             offset += len(c.ids_C)
         start = offset
 

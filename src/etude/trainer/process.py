@@ -87,7 +87,7 @@ class Trainer:
     def step(self, groups: list[Group], waited: float) -> None:
         """Trains on `groups`, commits the next version, and writes one line of metrics. `waited` is in seconds."""
         started = time.time()
-        batch = make_batch(groups, [self._episodes(group) for group in groups])
+        batch = self._batch(groups)
         loaded = time.time()
         metrics = train_step(self.model, self.reference, self.optimizer, batch, self.config, self.version)
         trained = time.time()
@@ -96,6 +96,11 @@ class Trainer:
         done = time.time()
         self._report(batch, metrics, manifest, waited, (started, loaded, trained, done))
         self.version += 1
+
+    def _batch(self, groups: list[Group]) -> Batch:
+        config = self.config.trainer
+        episodes = [self._episodes(group) for group in groups]
+        return make_batch(groups, episodes, baseline=config.baseline, min_std=config.min_reward_std)
 
     def _episodes(self, group: Group) -> list[Episode]:
         return [decode(self.rollouts.get(key), Episode) for key in group.episodes]
@@ -136,7 +141,7 @@ def run(folder: Path) -> None:
     """Steps until the configured number of versions is published or the minutes of training are spent."""
     trainer = Trainer(folder)
     config = trainer.config
-    waiting_since = time.time()
+    first, waiting_since = True, time.time()
     budget = (config.trainer.minutes or math.inf) * 60 - _spent(folder)
     while trainer.version < config.trainer.steps:
         if budget <= 0:
@@ -149,15 +154,17 @@ def run(folder: Path) -> None:
             continue
         record = {"process": "trainer", "state": "wait", "start": waiting_since, "end": time.time()}
         runfolder.append_json(folder / "timeline.jsonl", record)
-        trainer.step(groups, time.time() - waiting_since)
-        budget -= time.time() - waiting_since
-        waiting_since = time.time()
+        waited = time.time() - waiting_since
+        trainer.step(groups, waited)
+        # Before an attempt's first groups are ready, tasks are built and the model is measured: that is no training.
+        budget -= time.time() - waiting_since - (waited if first else 0.0)
+        first, waiting_since = False, time.time()
 
 
 def _spent(folder: Path) -> float:
-    """Seconds of training that earlier attempts of this run have used."""
+    """Seconds of training that earlier attempts of this run have used; the first wait of the run is none of it."""
     lines = runfolder.read_jsonl(folder / "metrics.jsonl")
-    return sum(line["time/step"] + line["time/wait_for_batch"] for line in lines)
+    return sum(line["time/step"] + (line["time/wait_for_batch"] if i else 0.0) for i, line in enumerate(lines))
 
 
 def main() -> None:
