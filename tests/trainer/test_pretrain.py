@@ -117,14 +117,9 @@ def test_interrupted_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp
     assert _losses(whole) == _losses(parts)
 
 
-def test_a_temperature_is_folded_into_the_final_norm_and_nothing_else(tmp_path: Path) -> None:
-    """0.5 is a power of two, so the division is exact in bfloat16."""
-    plain, cold = (
-        load_file(pretrain.midtrain(_midtrain(tmp_path / str(t), tokens=5_000, temperature=t)) / "model.safetensors")
-        for t in (1.0, 0.5)
-    )
-    assert torch.equal(cold.pop("model.norm.weight"), plain.pop("model.norm.weight") * 2)
-    assert all(torch.equal(cold[name], plain[name]) for name in plain)
+def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown operator 'op_magic'; known: op_change"):
+        SftConfig(output=tmp_path / "sft", model=tmp_path, operators={"op_magic": 1.0})
 
 
 def test_run_folder_is_not_reused_and_resume_needs_a_state(tmp_path: Path) -> None:

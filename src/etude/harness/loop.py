@@ -19,7 +19,17 @@ from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCal
 
 GRACE_SECONDS = 30.0  # what a tool may run beyond the budget of seconds; its own limit should end it before
 POLICY_GRACE_SECONDS = 1.0  # what a policy may take beyond its timeout
-_COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo", "malformed", "truncated")
+_COUNTS = (
+    "edits",
+    "edit_errors",
+    "repeats",
+    "wasted_turns",
+    "tests_run",
+    "tests_failed",
+    "undo",
+    "malformed",
+    "truncated",
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,9 @@ class _Loop:
                 return StopReason.SECONDS
             sampled = time.monotonic()
             calls = self._renderer.parse(generation.ids, generation.finish_reason).calls
+            tried = self._tools.tried_something_new
             results, finished = await _run_calls(self._tools, calls)
+            self._tools.metrics["wasted_turns"] += self._tools.tried_something_new == (0 if finished else tried)
             ended = time.monotonic()
             text = self._renderer.text(generation.ids)
             self.turns.append(

@@ -14,26 +14,21 @@ from etude.records import Episode, Outcome
 
 
 def with_reward(episode: Episode, config: RewardConfig) -> Episode:
-    """The episode with its reward: grade - wasted_edits * (share of its edit calls that tried nothing new).
+    """The episode with its reward: grade - wasted_turns * (share of its turns that were wasted).
 
-    Timeouts and tampering pay the whole cost, so no outcome is ever better than an honest failure. An episode lost to
-    infrastructure is returned as it is: it has no reward.
+    A turn is wasted if it made no edit that led to a file as it has not been before; the turn that ends the episode is
+    wasted only if the whole episode made none. So neither repeating nor doing nothing is free, and giving up at once is
+    not either. Timeouts and tampering pay the whole cost: no outcome is ever better than an honest failure. An episode
+    lost to infrastructure is returned as it is: it has no reward.
     """
     if episode.outcome is Outcome.INFRA:
         return episode
-    share = wasted_share(episode.metrics) if episode.outcome is Outcome.SCORED else 1.0
+    turns = episode.metrics.get("turns", 0.0)
+    share = episode.metrics.get("wasted_turns", 0.0) / turns if turns else 1.0
+    if episode.outcome is not Outcome.SCORED:
+        share = 1.0
     return msgspec.structs.replace(
         episode,
-        reward=float(episode.passed) - config.wasted_edits * share,
-        metrics=episode.metrics | {"wasted_edits": share},
+        reward=float(episode.passed) - config.wasted_turns * share,
+        metrics=episode.metrics | {"wasted_share": share},
     )
-
-
-def wasted_share(metrics: dict[str, float]) -> float:
-    """Share of edit calls that were refused (malformed, text not found, nothing changed) or led to a file as before.
-
-    1 if there was no edit.
-    """
-    refused = metrics.get("edit_errors", 0.0) + metrics.get("malformed", 0.0)
-    calls = metrics.get("edits", 0.0) + refused
-    return (refused + metrics.get("repeats", 0.0)) / calls if calls else 1.0

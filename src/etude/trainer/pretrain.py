@@ -186,19 +186,11 @@ class _Batches:
         return tuple(torch.from_numpy(a) for a in (ids_BT, index_K, targets_K, weights_K))
 
 
-def _save_checkpoint(output: Path, model: PreTrainedModel, tokenizer_dir: Path, temperature: float) -> None:
-    """Replace output/checkpoint by the current model; a reader never sees half of one.
-
-    The saved model's logits are divided by `temperature`: its final norm is, since a tied head cannot be.
-    """
+def _save_checkpoint(output: Path, model: PreTrainedModel, tokenizer_dir: Path) -> None:
+    """Replace output/checkpoint by the current model; a reader never sees half of one."""
     partial, final = output / "checkpoint.incomplete", output / "checkpoint"
     shutil.rmtree(partial, ignore_errors=True)
-    norm = model.get_decoder().norm.weight
-    trained = norm.detach().clone()
-    with torch.no_grad():
-        norm.div_(temperature)
-        model.save_pretrained(partial)
-        norm.copy_(trained)
+    model.save_pretrained(partial)
     for file in tokenizer_dir.iterdir():
         if file.name.startswith(("tokenizer", "chat_template", "special_tokens")):
             shutil.copy(file, partial / file.name)
@@ -278,7 +270,7 @@ def train(
         metrics.write(json.dumps(row) + "\n")
         metrics.flush()
         log.info("checkpoint %s", row)
-        _save_checkpoint(output, model, tokenizer_dir, config.temperature)
+        _save_checkpoint(output, model, tokenizer_dir)
         _save_state(output, optimizer, elapsed)
 
     while optimizer.steps < len(batches) and optimizer.steps != stop_after:

@@ -96,7 +96,6 @@ class OptimConfig(_Section):
     router_aux: float = Field(0.01, ge=0)
     compile: bool = True
     threads: int = Field(2, gt=0)
-    temperature: float = Field(1.0, gt=0)  # folded into the saved model: sampling it at 1 is sampling it at this
     checkpoint_minutes: float = Field(10.0, gt=0)
     log_every: int = Field(10, gt=0)
 
