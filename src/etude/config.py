@@ -64,8 +64,8 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    wasted_turns: float = Field(
-        default=0.0, ge=0, le=1, description="cost of turns that try nothing new, times their share of all turns"
+    refused_edits: float = Field(
+        default=0.0, ge=0, le=1, description="cost of edits that change nothing, times their share of all edits"
     )
 
 

@@ -1,4 +1,4 @@
-"""Rewards: the grade less the cost of wasted turns, and no outcome better than an honest failure."""
+"""Rewards: the grade less the cost of refused edits, and no outcome better than an honest failure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 
 from etude.config import RewardConfig
 from etude.records import Episode, Outcome, StopReason
-from etude.rollout.rewards import with_reward
+from etude.rollout.rewards import refused_share, with_reward
 
-COST = RewardConfig(wasted_turns=0.2)
+COST = RewardConfig(refused_edits=0.2)
 
 
-def episode(turns: float, wasted: float, *, passed: bool = False, outcome: Outcome = Outcome.SCORED) -> Episode:
+def episode(passed: bool = False, outcome: Outcome = Outcome.SCORED, **metrics: float) -> Episode:
     return Episode(
         id="1-0-0",
         group_id=1,
@@ -25,29 +25,43 @@ def episode(turns: float, wasted: float, *, passed: bool = False, outcome: Outco
         passed=passed,
         segments=(),
         turns=(),
-        metrics={"turns": turns, "wasted_turns": wasted},
+        metrics=metrics,
     )
 
 
 @pytest.mark.parametrize(
-    ("turns", "wasted", "passed", "reward"),
-    [(2, 0, True, 1.0), (4, 1, True, 0.95), (4, 4, False, -0.2), (4, 0, False, 0.0), (0, 0, False, -0.2)],
+    ("metrics", "share"),
+    [
+        ({"edits": 2.0}, 0.0),
+        ({"edits": 1.0, "edit_errors": 2.0, "malformed": 1.0}, 0.75),
+        ({"edit_errors": 3.0}, 1.0),
+        ({}, 1.0),  # doing nothing is no way to save the cost
+    ],
 )
-def test_reward_is_the_grade_less_the_cost(turns: int, wasted: int, passed: bool, reward: float) -> None:
-    rewarded = with_reward(episode(turns, wasted, passed=passed), COST)
-    assert rewarded.reward == pytest.approx(reward)
-    assert rewarded.passed == passed
+def test_share_of_refused_edits(metrics: dict[str, float], share: float) -> None:
+    assert refused_share(metrics) == share
+
+
+def test_reward_is_the_grade_less_the_cost() -> None:
+    assert with_reward(episode(passed=True, edits=1.0), COST).reward == 1.0
+    assert with_reward(episode(passed=True, edits=1.0, edit_errors=1.0), COST).reward == pytest.approx(0.9)
+    assert with_reward(episode(edits=1.0), COST).reward == 0.0
+    marked = with_reward(episode(edits=1.0, edit_errors=3.0), COST)
+    assert marked.reward == pytest.approx(-0.15)
+    assert marked.metrics["refused_edits"] == 0.75
+    assert not marked.passed
 
 
 def test_without_a_cost_the_reward_is_the_grade() -> None:
-    assert with_reward(episode(4, 4, passed=True), RewardConfig()).reward == 1.0
+    assert with_reward(episode(passed=True, edits=1.0, edit_errors=5.0), RewardConfig()).reward == 1.0
 
 
 @pytest.mark.parametrize("outcome", [Outcome.TIMEOUT, Outcome.TAMPERED])
 def test_no_outcome_is_better_than_failing(outcome: Outcome) -> None:
-    assert with_reward(episode(4, 0, outcome=outcome), COST).reward == with_reward(episode(4, 4), COST).reward
+    worst = with_reward(episode(edit_errors=9.0), COST)
+    assert with_reward(episode(edits=4.0, outcome=outcome), COST).reward == worst.reward
 
 
 def test_an_episode_lost_to_infrastructure_has_no_reward() -> None:
-    lost = episode(4, 4, outcome=Outcome.INFRA)
+    lost = episode(outcome=Outcome.INFRA)
     assert with_reward(lost, COST) is lost

@@ -23,7 +23,6 @@ _COUNTS = (
     "edits",
     "edit_errors",
     "repeats",
-    "wasted_turns",
     "tests_run",
     "tests_failed",
     "undo",
@@ -132,9 +131,7 @@ class _Loop:
                 return StopReason.SECONDS
             sampled = time.monotonic()
             calls = self._renderer.parse(generation.ids, generation.finish_reason).calls
-            tried = self._tools.tried_something_new
             results, finished = await _run_calls(self._tools, calls)
-            self._tools.metrics["wasted_turns"] += self._tools.tried_something_new == (0 if finished else tried)
             ended = time.monotonic()
             text = self._renderer.text(generation.ids)
             self.turns.append(

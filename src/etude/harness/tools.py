@@ -56,11 +56,6 @@ class Tools:
         self.metrics["repeats"] += new in self._tried
         self._tried.add(new)
 
-    @property
-    def tried_something_new(self) -> int:
-        """Edits so far that led to a file as it has not been before."""
-        return self.metrics["edits"] - self.metrics["repeats"]
-
     async def call(self, call: ToolCall) -> str:
         """The result of a call as the model reads it. Raises only BoxError that is ours."""
         if call.arguments is None:

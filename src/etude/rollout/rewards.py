@@ -14,21 +14,23 @@ from etude.records import Episode, Outcome
 
 
 def with_reward(episode: Episode, config: RewardConfig) -> Episode:
-    """The episode with its reward: grade - wasted_turns * (share of its turns that were wasted).
+    """The episode with its reward: grade - refused_edits * (share of its edit calls that were refused).
 
-    A turn is wasted if it made no edit that led to a file as it has not been before; the turn that ends the episode is
-    wasted only if the whole episode made none. So neither repeating nor doing nothing is free, and giving up at once is
-    not either. Timeouts and tampering pay the whole cost: no outcome is ever better than an honest failure. An episode
-    lost to infrastructure is returned as it is: it has no reward.
+    An episode without an edit pays the whole cost, as do timeouts and tampering: no outcome is ever better than an
+    honest failure. One that was lost to infrastructure is returned as it is: it has no reward.
     """
     if episode.outcome is Outcome.INFRA:
         return episode
-    turns = episode.metrics.get("turns", 0.0)
-    share = episode.metrics.get("wasted_turns", 0.0) / turns if turns else 1.0
-    if episode.outcome is not Outcome.SCORED:
-        share = 1.0
+    share = refused_share(episode.metrics) if episode.outcome is Outcome.SCORED else 1.0
     return msgspec.structs.replace(
         episode,
-        reward=float(episode.passed) - config.wasted_turns * share,
-        metrics=episode.metrics | {"wasted_share": share},
+        reward=float(episode.passed) - config.refused_edits * share,
+        metrics=episode.metrics | {"refused_edits": share},
     )
+
+
+def refused_share(metrics: dict[str, float]) -> float:
+    """Share of edit calls that changed nothing: text not found or put in its own place. Any malformed call counts."""
+    refused = metrics.get("edit_errors", 0.0) + metrics.get("malformed", 0.0)
+    calls = metrics.get("edits", 0.0) + refused
+    return refused / calls if calls else 1.0
