@@ -98,9 +98,7 @@ def episode_seed(seed: int, group: int, member: int) -> int:
 async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress], None]) -> None:
     """Admits and plays episodes until the trainer has published its last version. Raises RunFailed if a part dies."""
     rollout, progress = run.config.rollout, run.progress
-    curriculum = Curriculum(
-        {task.id: task.operator for task in run.dataset.split("train")}, rollout.group, run.config.seed
-    )
+    curriculum = Curriculum([task.id for task in run.dataset.split("train")], rollout.group, run.config.seed)
     learned = 0
     live: set[asyncio.Task[None]] = set()
     renewed = time.monotonic()

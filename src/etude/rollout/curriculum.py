@@ -2,22 +2,17 @@
 
 A group of G episodes teaches only if its rewards differ, which at pass rate p happens with probability
 1 - p^G - (1 - p)^G. p is the mean of a Beta posterior over the episodes a task has had so far, with a prior at the
-mean of its kind (e.g. its mutation operator), whose prior is the run's own mean. So unseen tasks of promising kinds are
-tried early, and hopeless or solved ones are met less and less often.
+run's own mean, so unseen tasks are tried early and hopeless or solved ones are met less and less often.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PRIOR_EPISODES = 2.0
 """Weight of the prior in episodes: two, so that the first group of 8 or 16 already dominates it."""
-
-KIND_EPISODES = 32.0
-"""Weight of the run's mean in the mean of a kind: two groups of 16, so that one unlucky group condemns no kind."""
 
 FLOOR = 0.02
 """Least weight of any task: what looks hopeless today is still met now and then as the policy improves."""
@@ -27,24 +22,16 @@ FLOOR = 0.02
 class Curriculum:
     """Draws task ids. `observe` takes results; `draw(index)` depends only on (seed, index, results so far)."""
 
-    kinds: Mapping[str, str]  # task id -> kind, for every task
+    tasks: Sequence[str]
     group: int
     seed: int
-    _passed: Counter[str] = field(default_factory=Counter[str])  # episodes, by task id
-    _seen: Counter[str] = field(default_factory=Counter[str])
-    _kind_passed: Counter[str] = field(default_factory=Counter[str])  # the same by kind
-    _kind_seen: Counter[str] = field(default_factory=Counter[str])
-
-    @property
-    def tasks(self) -> Sequence[str]:
-        return tuple(self.kinds)
+    _passed: dict[str, float] = field(default_factory=dict[str, float])
+    _seen: dict[str, int] = field(default_factory=dict[str, int])
 
     def observe(self, task: str, passed: int, episodes: int) -> None:
         """Records one finished group."""
-        self._passed[task] += passed
-        self._seen[task] += episodes
-        self._kind_passed[self.kinds[task]] += passed
-        self._kind_seen[self.kinds[task]] += episodes
+        self._passed[task] = self._passed.get(task, 0.0) + passed
+        self._seen[task] = self._seen.get(task, 0) + episodes
 
     def draw(self, index: int, exclude: frozenset[str] = frozenset()) -> str:
         """The task of group `index`; tasks in `exclude` (already in flight) only if nothing else is left."""
@@ -54,10 +41,10 @@ class Curriculum:
 
     def weight(self, task: str) -> float:
         """How much a group of this task is expected to teach, with a bonus for tasks not met yet."""
-        seen, kind, total = self._seen[task], self.kinds[task], self._kind_seen.total()
-        mean = self._kind_passed.total() / total if total else 0.5
-        prior = (self._kind_passed[kind] + KIND_EPISODES * mean) / (self._kind_seen[kind] + KIND_EPISODES)
-        p = (self._passed[task] + PRIOR_EPISODES * prior) / (seen + PRIOR_EPISODES)
+        seen = self._seen.get(task, 0)
+        total = sum(self._seen.values())
+        prior = sum(self._passed.values()) / total if total else 0.5
+        p = (self._passed.get(task, 0.0) + PRIOR_EPISODES * prior) / (seen + PRIOR_EPISODES)
         informative = 1 - p**self.group - (1 - p) ** self.group
         # p(1-p) is the variance of the reward: among informative groups, the balanced ones carry more signal.
         return FLOOR + informative * 4 * p * (1 - p) / (1 + seen / (4 * self.group))
