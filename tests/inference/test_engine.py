@@ -66,8 +66,8 @@ def test_logprobs_are_those_of_a_plain_forward_pass(kind):
 
 
 def test_bfloat16_agrees_with_a_plain_forward_pass_and_a_float32_head():
-    """Dense, because a rounding may flip an expert. The two sum in other orders, and roundings of 2^-8 in three layers of
-    wide weights were seen to cost .004 to .006 on average; twice that is allowed."""
+    """Dense, because a rounding may flip an expert. The two sum in other orders, and roundings of 2^-8 in three layers
+    of wide weights were seen to cost .004 to .006 on average; twice that is allowed."""
     model = model_of("qwen3").to(torch.bfloat16)
     request = Request(ids=prompt(40), max_tokens=200, seed=1)
     (generation,) = run(Engine(model), request)
