@@ -219,6 +219,14 @@ def test_a_manifest_that_promises_other_tensors_is_not_served(store):
         Receiver(store, tensors(9)).poll()
 
 
+def test_a_manifest_with_the_payload_of_another_version_is_refused(store):
+    published, _ = publish(store, 3, 8)
+    other = {name: getattr(published[1], name) for name in ("payload", "payload_bytes", "payload_digest")}
+    store.put(manifest.key(2), msgspec.json.encode(msgspec.structs.replace(published[2], **other)))
+    with pytest.raises(DamagedVersion, match="version 2: its payload is the delta of version 1"):
+        Receiver(store, tensors(9)).poll()
+
+
 def test_another_model_is_refused_before_it_is_touched(store):
     publish(store, 1, 8)
     live = tensors(9) | {"b": torch.zeros(25, 40)}

@@ -203,7 +203,7 @@ def _line(
 
 
 def _learning(view: RunView) -> list[str]:
-    silent = "groups of a step whose members all got the same reward"
+    silent = "groups of a step whose rewards differ too little to train on"
     return [
         _line(view, "Reward", "mean over the episodes of a step", {"reward/all/mean": "reward"}),
         _line(view, "Pass rate", "training episodes that pass", {"rollout/pass_rate": "pass rate"}, percent),

@@ -153,7 +153,7 @@ def _sdpa(
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    # PyTorch's CPU kernel is slower in bfloat16 than in float32, its backward pass about twice.
+    # The engine's CPU kernel computes attention in float32 whatever the weights' type; so does this one, to agree.
     dtype = torch.float32 if query.device.type == "cpu" else query.dtype
     mask = None if mask is None else mask.to(dtype)
     out = F.scaled_dot_product_attention(

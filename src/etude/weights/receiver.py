@@ -141,7 +141,7 @@ def _load(store: Store, target: int, held: int, content: Content | None) -> tupl
         if manifest.schema != content.schema.id:
             raise DamagedVersion(f"version {manifest.version} is of another model than the one before it")
         try:
-            content = _applied(content, _payload(store, manifest))
+            content = _applied(content, manifest, _payload(store, manifest))
         except ValueError as e:
             raise DamagedVersion(f"version {manifest.version}: {e}") from None
     if written(codec.model_digest(content.digests)) != chain[-1].digest:
@@ -161,10 +161,12 @@ def _blank(store: Store, manifest: PolicyVersion) -> Content:
     return Content(found, zeros, codec.digests(found, zeros))
 
 
-def _applied(content: Content, payload: bytes) -> Content:
-    """The content after a payload. Raises ValueError."""
+def _applied(content: Content, manifest: PolicyVersion, payload: bytes) -> Content:
+    """The content after a version's payload. Raises ValueError."""
     grid = content.schema
-    _, _, records = codec.unpack(payload, len(grid.chunks))
+    kind, version, records = codec.unpack(payload, len(grid.chunks))
+    if (kind, version) != (manifest.kind, manifest.version):
+        raise ValueError(f"its payload is the {kind} of version {version}")
     touched = {grid.tensors[grid.chunks[record.chunk].tensor].name for record in records}
     after = {name: array.copy() if name in touched else array for name, array in content.bits.items()}
     return Content(grid, after, codec.apply(grid, after, content.digests, records))
