@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,15 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) 
         return print(config.model_dump_json(indent=2))
     from etude.trainer import pretrain
 
-    pretrain.midtrain(config) if isinstance(config, MidtrainConfig) else pretrain.sft(config)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    if isinstance(config, MidtrainConfig):
+        pretrain.midtrain(config)
+        return
+    if config.tries and not config.tries_file.is_file():
+        from etude.sample_tries import sample_tries
+
+        sample_tries(config)
+    pretrain.sft(config)
 
 
 def _rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None) -> None:
