@@ -107,8 +107,8 @@ def ulps(old: Bits, share: float, seed: int = 1) -> Bits:
     return new
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_many_chunks_and_threads(threads: int) -> None:
+@pytest.mark.parametrize("threads", [1, 3, None])
+def test_many_chunks_and_threads(threads: int | None) -> None:
     grid = Schema(
         (Spec("a", "bfloat16", (700, 1000)), Spec("b", "bfloat16", (300_001,)), Spec("c", "bfloat16", (0, 4)))
     )
@@ -116,6 +116,7 @@ def test_many_chunks_and_threads(threads: int) -> None:
     new = {name: ulps(part, 0.01) for name, part in old.items()}
     base = codec.digests(grid, old, threads)
     records = codec.encode(grid, old, new, base, Codec(), threads)
+    assert records == codec.encode(grid, old, new, base, Codec(), 1)
     after = codec.apply(grid, old, base, records, threads)
     assert all(np.array_equal(old[name], new[name]) for name in new)
     assert codec.model_digest(after) == codec.model_digest(codec.digests(grid, new))
@@ -209,6 +210,27 @@ def test_escapes() -> None:
         (record,) = encoded(grid, old, new, allowed)
         assert record.code == allowed[0]
         assert np.array_equal(applied(grid, old, [record]), new)
+
+
+@pytest.mark.parametrize("allowed", [(A,), (B,), (ABS,)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_codes_of_more_than_a_word(dtype: str, allowed: tuple[int, ...]) -> None:
+    """Steps across the whole range, far apart: numbers whose code does not fit what a reader holds at once."""
+    rng = np.random.default_rng(2)
+    old = rng.integers(0, 1 << FORMATS[dtype].width, 1 << 18, dtype=np.uint64).astype(FORMATS[dtype].unsigned)
+    new = old.copy()
+    touched = np.sort(rng.choice(1 << 18, 40, replace=False))
+    new[touched] = rng.integers(0, 1 << FORMATS[dtype].width, 40, dtype=np.uint64).astype(old.dtype)
+    grid = one(dtype, 1 << 18)
+    (record,) = encoded(grid, old, new, allowed)
+    kind, pair = oracle.KINDS[dtype], (old.tolist(), new.tolist())
+    expected = {
+        A: lambda: oracle.profile_a(kind, *pair),
+        B: lambda: oracle.profile_b(kind, *pair, Codec().lowest(FORMATS[dtype]), 16),
+        ABS: lambda: oracle.profile_abs(kind, *pair),
+    }
+    assert record.payload == expected[allowed[0]]()
+    assert np.array_equal(applied(grid, old, [record]), new)
 
 
 def test_schemas() -> None:

@@ -20,13 +20,13 @@ kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 
 @dataclass(frozen=True)
 class Moves:
-    """The changes of one chunk: `positions` (uint32, ascending) inside it, and what happens to each element.
+    """The changes of one chunk: `positions` (int32, ascending) inside it, and what happens to each element.
 
     `values` are unsigned integers of the type's width: the step d modulo 2^w between ordered codes or, where `absolute`
     holds, the ordered code that the element gets whatever it was. None: all are steps.
     """
 
-    positions: npt.NDArray[np.uint32]
+    positions: npt.NDArray[np.int32]
     values: Bits
     absolute: npt.NDArray[np.bool_] | None = None
 
@@ -61,7 +61,7 @@ def _fold_chunk(schema: Schema, index: int, moves: Sequence[Moves]) -> Moves:
             total_N[whole], absolute_N[whole] = values[part.absolute], True
             at, values = at[~part.absolute], values[~part.absolute]
         total_N[at] += values  # a position occurs once in a step
-    positions = np.flatnonzero((total_N != 0) | absolute_N).astype(np.uint32)
+    positions = np.flatnonzero((total_N != 0) | absolute_N).astype(np.int32)
     absolute = absolute_N[positions]
     return Moves(positions, total_N[positions], absolute if absolute.any() else None)
 
@@ -96,5 +96,5 @@ def move_bits(spec: Spec, part: Bits, first: int, moves: Moves) -> int:
     if moves.absolute is not None:  # as the steps that they are on this content
         values = values.copy()
         values[moves.absolute] -= ordered(part[moves.positions[moves.absolute]], form)
-    place = (part, moves.positions, values, values.size, np.uint64(spec.seed), first)
+    place = (part, moves.positions, values.view(form.integer), np.uint64(spec.seed), first)
     return int(kernels.add(*place, form.width, form.signed))

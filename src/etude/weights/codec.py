@@ -8,10 +8,12 @@ from its changes, and a model's is the sum of its chunks'.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -23,7 +25,7 @@ from etude.weights import kernels as _typed_kernels
 from etude.weights import profiles as _typed_profiles
 from etude.weights.changes import Changes, Moves, fold, inverse, move_bits, ordered
 from etude.weights.profiles import ABS, RAW, A, B
-from etude.weights.schema import Bits, Chunk, Format, Schema
+from etude.weights.schema import Bits, Chunk, Format, Schema, Spec
 
 kernels, profiles = cast(Any, _typed_kernels), cast(Any, _typed_profiles)  # compiled functions have no signatures
 PLANES = 5
@@ -34,6 +36,7 @@ _TAIL = struct.Struct("<QI4s")
 _MAGIC, _END, _VERSION = b"ULPD", b"DPLU", 1
 _PLANE_LEVEL = 3
 CLASSES = 16
+_SPAN = 16  # chunks: a call from Python costs as much as a few thousand elements
 
 KINDS = {"delta": 0, "anchor": 1}
 Digests = npt.NDArray[np.uint64]
@@ -79,7 +82,7 @@ def chunk_bits(schema: Schema, tensors: Mapping[str, Bits], chunk: Chunk) -> Bit
     return tensors[schema.tensors[chunk.tensor].name][chunk.start : chunk.stop]
 
 
-def digests(schema: Schema, tensors: Mapping[str, Bits], threads: int = 1) -> Digests:
+def digests(schema: Schema, tensors: Mapping[str, Bits], threads: int | None = None) -> Digests:
     """The digest of every chunk, from the bytes."""
 
     def one(chunk: Chunk) -> int:
@@ -101,7 +104,7 @@ def encode(
     new: Mapping[str, Bits],
     base: Digests,
     codec: Codec,
-    threads: int = 1,
+    threads: int | None = None,
 ) -> list[Record]:
     """Records for the chunks that differ, in order. `base` holds the digests of `old`."""
     return encode_changes(schema, old, new, base, codec, threads)[0]
@@ -113,16 +116,15 @@ def encode_changes(
     new: Mapping[str, Bits],
     base: Digests,
     codec: Codec,
-    threads: int = 1,
+    threads: int | None = None,
 ) -> tuple[list[Record], Changes]:
     """The same records, and the changes that they hold, for folds and for taking them back."""
 
-    def one(index: int) -> tuple[Record, Moves] | None:
-        chunk = schema.chunks[index]
-        before, after = chunk_bits(schema, old, chunk), chunk_bits(schema, new, chunk)
-        return _encode_chunk(schema, index, before, after, int(base[index]), codec)
+    def one(span: range) -> list[tuple[Record, Moves]]:
+        name, part = _extent(schema, span)
+        return _encode_span(schema, span, old[name][part], new[name][part], base, codec)
 
-    found = [pair for pair in _map(one, range(len(schema.chunks)), threads) if pair is not None]
+    found = [pair for pairs in _map(one, _spans(schema), threads) for pair in pairs]
     return [record for record, _ in found], {record.chunk: moves for record, moves in found}
 
 
@@ -132,78 +134,64 @@ def encode_fold(
     target: Digests,
     steps: Sequence[Changes],
     codec: Codec,
-    threads: int = 1,
+    threads: int | None = None,
 ) -> list[Record]:
     """Records of one delta over several versions: from what `now` was before `steps`, the last of which led to `now`.
 
     `target` holds the digests of `now`. The bytes are those of `encode` between the two contents. Raises ValueError if
     a step is absolute, so that what was there before cannot be known.
     """
+    back = inverse(fold(schema, steps))
 
-    def one(pair: tuple[int, Moves]) -> tuple[Record, Moves] | None:
-        index, moves = pair
-        chunk = schema.chunks[index]
-        spec = schema.tensors[chunk.tensor]
-        after = chunk_bits(schema, now, chunk)
-        before = after.copy()
-        grown = move_bits(spec, before, chunk.start, moves)
-        return _encode_chunk(schema, index, before, after, (int(target[index]) + grown) % MODULUS, codec)
+    def one(span: range) -> list[tuple[Record, Moves]]:
+        touched = [index for index in span if index in back]
+        if not touched:
+            return []
+        name, extent = _extent(schema, span)
+        before, base = now[name][extent].copy(), target.copy()
+        for index in touched:
+            chunk = schema.chunks[index]
+            part = before[chunk.start - extent.start : chunk.stop - extent.start]
+            grown = move_bits(schema.tensors[chunk.tensor], part, chunk.start, back[index])
+            base[index] = (int(target[index]) + grown) % MODULUS
+        return _encode_span(schema, span, before, now[name][extent], base, codec)
 
-    found = _map(one, inverse(fold(schema, steps)).items(), threads)
-    return [pair[0] for pair in found if pair is not None]
-
-
-def read_changes(schema: Schema, records: Iterable[Record], tensors: Mapping[str, Bits] | None = None) -> Changes:
-    """The changes in records. Raises Damaged, also for profile B without the `tensors` that it builds on.
-
-    With `tensors` all changes are steps on them, and can be taken back; without, ABS and RAW are absolute.
-    """
-    return {record.chunk: _moves(schema, record, tensors) for record in records}
+    return [pair[0] for pairs in _map(one, _spans(schema), threads) for pair in pairs]
 
 
-def _moves(schema: Schema, record: Record, tensors: Mapping[str, Bits] | None) -> Moves:
-    chunk = schema.chunks[record.chunk]
-    form = schema.tensors[chunk.tensor].format
-    size = chunk.stop - chunk.start
-    if tensors is None and record.code == B:
-        raise Damaged(f"the record of chunk {record.chunk} cannot be read without the content that it builds on")
-    part = np.zeros(size, form.unsigned) if tensors is None else chunk_bits(schema, tensors, chunk)
-    if record.code in (RAW, PLANES):
-        positions, values = np.arange(size, dtype=np.uint32), _whole(record, size, form)
-    else:
-        places, numbers = _decode_chunk(record, part, form)
-        order = np.argsort(places)
-        positions, values = places[order].astype(np.uint32), numbers[order].astype(form.unsigned)
-    if record.code in (A, B):
-        return Moves(positions, values)
-    codes = ordered(values, form)
-    if tensors is None:
-        return Moves(positions, codes, np.ones(positions.size, np.bool_))
-    steps = codes - ordered(part[positions], form)
-    return Moves(positions[steps != 0], steps[steps != 0])
-
-
-def _encode_chunk(
-    schema: Schema, index: int, before: Bits, after: Bits, base: int, codec: Codec
-) -> tuple[Record, Moves] | None:
-    chunk = schema.chunks[index]
-    spec = schema.tensors[chunk.tensor]
+def _encode_span(
+    schema: Schema, span: range, before: Bits, after: Bits, base: Digests, codec: Codec
+) -> list[tuple[Record, Moves]]:
+    """The chunks of a span that differ, between contents of the span alone."""
+    chunks = schema.chunks[span[0] : span[-1] + 1]
+    spec = schema.tensors[chunks[0].tensor]
     form = spec.format
-    out = np.empty((before.size * form.width + 31) // 32 + 2, np.uint32)
-    positions, differences = np.empty(before.size, np.int64), np.empty(before.size, np.int64)
-    code, words, changes, grown = profiles.encode(
-        before, after, np.uint64(spec.seed), chunk.start, form.width, form.signed, form.mantissa, form.exponent_mask,
-        codec.lowest(form), CLASSES if form.exponent_mask else 1, codec.mask, positions,
-        differences, out,
+    first = chunks[0].start
+    starts = np.array([chunk.start - first for chunk in chunks] + [after.size], np.int64)
+    words = sum(((chunk.stop - chunk.start) * form.width + 31) // 32 for chunk in chunks)
+    stream = np.empty(words + 2, np.uint32)
+    positions, steps = np.empty(after.size + 2, np.int32), np.empty(after.size, form.integer)
+    found = np.empty((len(chunks), 4), np.uint64)
+    profiles.encode_chunks(
+        before, after, np.uint64(spec.seed), first, starts, form.width, form.signed, form.mantissa, form.exponent_mask,
+        codec.lowest(form), CLASSES if form.exponent_mask else 1, codec.mask, positions, steps, stream, found,
     )  # fmt: skip
-    if code == 0:
-        return None
-    payload = _padded(after.tobytes()) if code == RAW else out[:words].tobytes()
-    moves = Moves(positions[:changes].astype(np.uint32), differences[:changes].astype(form.unsigned))
-    return Record(index, int(code), int(changes), base, (base + int(grown)) % MODULUS, payload), moves
+    pairs: list[tuple[Record, Moves]] = []
+    total = int(found[:, 2].sum())
+    positions, values = positions[:total].copy(), steps[:total].view(form.unsigned).copy()
+    at = done = 0
+    for c, (code, size, changes, grown) in enumerate(found.tolist()):
+        if code:
+            payload = _padded(after[starts[c] : starts[c + 1]].tobytes()) if code == RAW else stream[at : at + size]
+            held = int(base[span[c]])
+            record = Record(span[c], code, changes, held, (held + grown) % MODULUS, bytes(payload))
+            pairs.append((record, Moves(positions[done : done + changes], values[done : done + changes])))
+        at += size
+        done += changes
+    return pairs
 
 
-def encode_anchor(schema: Schema, new: Mapping[str, Bits], target: Digests, threads: int = 1) -> list[Record]:
+def encode_anchor(schema: Schema, new: Mapping[str, Bits], target: Digests, threads: int | None = None) -> list[Record]:
     """Records that hold every element of every chunk; `target` are the digests."""
 
     def one(index: int) -> Record:
@@ -219,7 +207,7 @@ def encode_anchor(schema: Schema, new: Mapping[str, Bits], target: Digests, thre
 
 
 def apply(
-    schema: Schema, tensors: Mapping[str, Bits], held: Digests, records: Sequence[Record], threads: int = 1
+    schema: Schema, tensors: Mapping[str, Bits], held: Digests, records: Sequence[Record], threads: int | None = None
 ) -> Digests:
     """Bring `tensors` forward in place; the digests they have then. Raises Damaged if a record does not fit.
 
@@ -231,51 +219,126 @@ def apply(
     for record in fresh:
         if record.code in (A, B) and int(held[record.chunk]) != record.base:
             raise Damaged(f"chunk {record.chunk} does not hold the content that the delta builds on")
-    changes = _map(lambda record: read(schema, tensors, record), fresh, threads)
+    whole = [record for record in fresh if record.code in (RAW, PLANES)]
+    contents = _map(lambda record: _content(schema, record), whole, threads)
+    sparse = [record for record in fresh if record.code not in (RAW, PLANES)]
+    read = partial(_read_records, schema, tensors)
+    spans = _map(read, _by_tensor(schema, sparse), threads)
 
-    def write(pair: tuple[Record, Callable[[int], int]]) -> None:
-        record, change = pair
-        after[record.chunk] = found = change(int(held[record.chunk]))
-        if found != record.target:
+    def replace(pair: tuple[Record, Bits]) -> None:
+        record, content = pair
+        chunk = schema.chunks[record.chunk]
+        spec = schema.tensors[chunk.tensor]
+        part = chunk_bits(schema, tensors, chunk)
+        part[:] = content
+        after[record.chunk] = kernels.digest(part, np.uint64(spec.seed), chunk.start, spec.format.width)
+
+    def move(span: _Span) -> None:
+        spec = span.spec
+        grown = np.empty(len(span.records), np.uint64)
+        place = (tensors[spec.name], span.starts, span.bounds, span.positions, span.steps)
+        kernels.add_chunks(*place, np.uint64(spec.seed), 0, spec.format.width, spec.format.signed, grown)
+        after[[record.chunk for record in span.records]] += grown
+
+    _map(replace, list(zip(whole, contents, strict=True)), threads)
+    _map(move, spans, threads)
+    for record in fresh:
+        if int(after[record.chunk]) != record.target:
             raise Damaged(f"chunk {record.chunk} did not become what the delta says")
-
-    _map(write, list(zip(fresh, changes, strict=True)), threads)
     return after
 
 
-def read(schema: Schema, tensors: Mapping[str, Bits], record: Record) -> Callable[[int], int]:
-    """A function that makes the record's change, given the chunk's digest, and returns the new one. Raises Damaged."""
+def read_changes(
+    schema: Schema, records: Sequence[Record], tensors: Mapping[str, Bits] | None = None, threads: int | None = None
+) -> Changes:
+    """The changes in records. Raises Damaged, also for profile B without the `tensors` that it builds on.
+
+    With `tensors` all changes are steps on them, and can be taken back; without, ABS and RAW are absolute.
+    """
+    if tensors is None:
+        return {record.chunk: _moves_alone(schema, record) for record in records}
+    found: dict[int, Moves] = {}
+    for record in (record for record in records if record.code in (RAW, PLANES)):
+        chunk = schema.chunks[record.chunk]
+        form = schema.tensors[chunk.tensor].format
+        steps = ordered(_content(schema, record), form) - ordered(chunk_bits(schema, tensors, chunk), form)
+        positions = np.flatnonzero(steps).astype(np.int32)
+        found[record.chunk] = Moves(positions, steps[positions])
+    sparse = [record for record in records if record.code not in (RAW, PLANES)]
+    read = partial(_read_records, schema, tensors)
+    for span in _map(read, _by_tensor(schema, sparse), threads):
+        for r, record in enumerate(span.records):
+            mine = slice(span.bounds[r], span.bounds[r + 1])
+            moves = Moves(span.positions[mine], span.steps[mine].view(span.spec.format.unsigned))
+            found[record.chunk] = _ascending(moves) if record.code == B else moves
+    return found
+
+
+def _ascending(moves: Moves) -> Moves:
+    order = np.argsort(moves.positions)
+    return Moves(moves.positions[order], moves.values[order])
+
+
+def _moves_alone(schema: Schema, record: Record) -> Moves:
+    """The changes of a record without the content that it builds on."""
+    if record.code == B:
+        raise Damaged(f"the record of chunk {record.chunk} cannot be read without the content that it builds on")
     chunk = schema.chunks[record.chunk]
     spec = schema.tensors[chunk.tensor]
-    form, seed = spec.format, np.uint64(spec.seed)
-    part = chunk_bits(schema, tensors, chunk)
+    size = chunk.stop - chunk.start
     if record.code in (RAW, PLANES):
-        values = _whole(record, part.size, form)
-
-        def replace(_: int) -> int:
-            part[:] = values
-            return int(kernels.digest(part, seed, chunk.start, form.width))
-
-        return replace
-    positions, values = _decode_chunk(record, part, form)
-
-    def change(held: int) -> int:
-        place = (part, positions, values, record.changes, seed, chunk.start, form.width)
-        grown = kernels.store(*place) if record.code == ABS else kernels.add(*place, form.signed)
-        return (held + int(grown)) % MODULUS
-
-    return change
+        codes = ordered(_content(schema, record), spec.format)
+        return Moves(np.arange(size, dtype=np.int32), codes, np.ones(size, np.bool_))
+    zeros = np.zeros(size, spec.format.unsigned)  # ordered codes of 0: a step from there is a code
+    span = _read_span(schema, zeros, [record], first=chunk.start)
+    absolute = np.ones(span.positions.size, np.bool_) if record.code == ABS else None
+    return Moves(span.positions, span.steps.view(spec.format.unsigned), absolute)
 
 
-def _decode_chunk(record: Record, part: Bits, form: Format) -> tuple[Any, Any]:
-    """Positions and steps, or new bits, of a record in A, B or ABS. Raises Damaged."""
-    words = np.frombuffer(record.payload, "<u4")
-    positions, values = np.empty(record.changes, np.int64), np.empty(record.changes, np.int64)
-    if record.code not in (A, B, ABS) or not profiles.decode(
-        record.code, words, record.changes, part, form.width, form.mantissa, form.exponent_mask, positions, values
-    ):
-        raise Damaged(f"the record of chunk {record.chunk} cannot be read")
-    return positions, values
+@dataclass(frozen=True)
+class _Span:
+    """Records of one tensor, read: record r moves elements of its chunk, which begins at starts[r], by these steps."""
+
+    spec: Spec
+    records: Sequence[Record]
+    starts: npt.NDArray[np.int64]
+    bounds: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int32]
+    steps: npt.NDArray[np.signedinteger]
+
+
+def _read_records(schema: Schema, tensors: Mapping[str, Bits], records: Sequence[Record]) -> _Span:
+    name = schema.tensors[schema.chunks[records[0].chunk].tensor].name
+    return _read_span(schema, tensors[name], records)
+
+
+def _read_span(schema: Schema, content: Bits, records: Sequence[Record], first: int = 0) -> _Span:
+    """Records in A, B or ABS of one tensor, whose elements from `first` on are `content`. Raises Damaged."""
+    chunks = [schema.chunks[record.chunk] for record in records]
+    spec = schema.tensors[chunks[0].tensor]
+    form = spec.format
+    for record, chunk in zip(records, chunks, strict=True):
+        odd = len(record.payload) < 4 or len(record.payload) % 4
+        if record.code not in (A, B, ABS) or odd or not 1 <= record.changes <= chunk.stop - chunk.start:
+            raise Damaged(f"the record of chunk {record.chunk} cannot be read")
+    codes = np.array([record.code for record in records], np.int64)
+    words = np.frombuffer(b"".join(record.payload for record in records), np.uint32)
+    ends = np.cumsum([len(record.payload) // 4 for record in records])
+    starts, stops = np.array([[chunk.start - first, chunk.stop - first] for chunk in chunks], np.int64).T.copy()
+    bounds = np.cumsum([0] + [record.changes for record in records])
+    positions, steps = np.empty(bounds[-1], np.int32), np.empty(bounds[-1], form.integer)
+    bad = profiles.decode_chunks(
+        codes, words, ends, content, starts, stops, form.width, form.signed, form.mantissa,
+        form.exponent_mask, bounds, positions, steps,
+    )  # fmt: skip
+    if bad >= 0:
+        raise Damaged(f"the record of chunk {records[bad].chunk} cannot be read")
+    return _Span(spec, records, starts, bounds, positions, steps)
+
+
+def _content(schema: Schema, record: Record) -> Bits:
+    chunk = schema.chunks[record.chunk]
+    return _whole(record, chunk.stop - chunk.start, schema.tensors[chunk.tensor].format)
 
 
 def _whole(record: Record, elements: int, form: Format) -> Bits:
@@ -372,8 +435,43 @@ def _record(data: bytes, chunk: int) -> Record:
     return record
 
 
-def _map(work: Callable[[Any], Any], items: Iterable[Any], threads: int) -> list[Any]:
-    if threads == 1:
+# --- cores ----------------------------------------------------------------------------------------------------------
+
+
+def _spans(schema: Schema) -> list[range]:
+    """All chunks, in runs of one tensor: what a core does at a time."""
+    spans: list[range] = []
+    for index, chunk in enumerate(schema.chunks):
+        last = spans[-1] if spans else range(0)
+        if last and len(last) < _SPAN and schema.chunks[last[0]].tensor == chunk.tensor:
+            spans[-1] = range(last[0], index + 1)
+        else:
+            spans.append(range(index, index + 1))
+    return spans
+
+
+def _by_tensor(schema: Schema, records: Sequence[Record]) -> list[list[Record]]:
+    """Records in runs of one tensor."""
+    runs: list[list[Record]] = []
+    for record in records:
+        tensor = schema.chunks[record.chunk].tensor
+        if runs and len(runs[-1]) < _SPAN and schema.chunks[runs[-1][0].chunk].tensor == tensor:
+            runs[-1].append(record)
+        else:
+            runs.append([record])
+    return runs
+
+
+def _extent(schema: Schema, span: range) -> tuple[str, slice]:
+    """The tensor of a span, and its elements in it."""
+    first, last = schema.chunks[span[0]], schema.chunks[span[-1]]
+    return schema.tensors[first.tensor].name, slice(first.start, last.stop)
+
+
+def _map(work: Callable[[Any], Any], items: Sequence[Any], threads: int | None) -> list[Any]:
+    """`work` on every item, in order, on so many threads, or one per core: kernels and compressors leave the lock."""
+    workers = min(threads or len(os.sched_getaffinity(0)), len(items))
+    if workers < 2:
         return [work(item) for item in items]
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(work, items))

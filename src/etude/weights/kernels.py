@@ -1,4 +1,4 @@
-"""CPU kernels of the delta codec: scan, digest, and the bit streams. Compiled by numba at first use.
+"""CPU kernels of the delta codec: scan, digest, classes, and writes into weights. Compiled by numba at first use.
 
 Elements are seen as unsigned integers of w bits. A comparison of 64 of them is one vector instruction and gives one
 64-bit mask; everything after that costs time per change, not per element.
@@ -15,17 +15,17 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 LANES = 64
-ESCAPE = 24  # zero bits that announce a value written in full
-GAP_BITS = 18  # a position inside a chunk
-GAP_CODES = 19  # k = 0..18
-ALL_ONE = 31  # km of a run that is absent because every |d| is 1
 MAX_CLASSES = 16
+AHEAD = 64  # changes whose cache lines are on their way while one is made
+BLOCK = 1 << 14  # elements of a scan whose changes are looked at while they are in the first cache
 
-_u8, _u32, _u64 = np.uint8, np.uint32, np.uint64
+_u64 = np.uint64
 _K, _M1, _M2 = _u64(0x9E3779B97F4A7C15), _u64(0xBF58476D1CE4E5B9), _u64(0x94D049BB133111EB)
 _S27, _S30, _S31 = _u64(27), _u64(30), _u64(31)
-_LOW32 = _u64(0xFFFFFFFF)
-_ONE, _ZERO, _32 = _u64(1), _u64(0), _u64(32)
+_LOW32, _32 = _u64(0xFFFFFFFF), _u64(32)
+_ONE, _ZERO = _u64(1), _u64(0)
+_NEVER = np.int64(1) << 60
+_M1_LOW, _M1_HIGH, _M2_LOW, _M2_HIGH = _M1 & _LOW32, _M1 >> _32, _M2 & _LOW32, _M2 >> _32
 
 
 def _load64(context, builder, array_type, array, index):  # type: ignore[no-untyped-def]
@@ -35,6 +35,14 @@ def _load64(context, builder, array_type, array, index):  # type: ignore[no-unty
     vector = ir.VectorType(ir.IntType(width), LANES)
     pointer = builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
     return builder.load(pointer, align=1), vector
+
+
+def _splat(builder, vector, value):  # type: ignore[no-untyped-def]
+    """An integer in every lane."""
+    one = builder.trunc(value, vector.element)
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, one, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
 
 
 @intrinsic
@@ -55,19 +63,14 @@ def _equals(typingctx, a, index, value):  # type: ignore[no-untyped-def]
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         left, vector = _load64(context, builder, signature.args[0], arguments[0], arguments[1])
-        one = builder.trunc(arguments[2], vector.element)
-        splat = builder.shuffle_vector(
-            builder.insert_element(ir.Constant(vector, ir.Undefined), one, ir.Constant(ir.IntType(32), 0)),
-            ir.Constant(vector, ir.Undefined),
-            ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES),
-        )
-        return builder.bitcast(builder.icmp_unsigned("==", left, splat), ir.IntType(64))
+        right = _splat(builder, vector, arguments[2])
+        return builder.bitcast(builder.icmp_unsigned("==", left, right), ir.IntType(64))
 
     return types.uint64(a, types.intp, types.int64), codegen
 
 
 @intrinsic
-def _trailing_zeros(typingctx, x):  # type: ignore[no-untyped-def]
+def trailing_zeros(typingctx, x):  # type: ignore[no-untyped-def]
     """Zero bits below the lowest one; 64 for 0."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -86,6 +89,43 @@ def _population(typingctx, x):  # type: ignore[no-untyped-def]
     return types.uint64(types.uint64), codegen
 
 
+@intrinsic
+def _prefetch(typingctx, array, index):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of array[index], to be written soon."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        data = cgutils.create_struct_proxy(signature.args[0])(context, builder, arguments[0]).data
+        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        place = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
+        builder.call(prefetch, [place, i32(1), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
+
+
+@intrinsic
+def _classify64(typingctx, a, index, shift, field, lowest, top, out):  # type: ignore[no-untyped-def]
+    """out[index + j] = min(max((a[index + j] >> shift & field) - lowest, 0), top) for 64 elements."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        values, vector = _load64(context, builder, signature.args[0], arguments[0], arguments[1])
+        shift, field, lowest, top = (_splat(builder, vector, value) for value in arguments[2:6])
+        field_64 = builder.and_(builder.lshr(values, shift), field)
+        above = builder.select(builder.icmp_unsigned(">", field_64, lowest), field_64, lowest)
+        found = builder.sub(above, lowest)
+        found = builder.select(builder.icmp_unsigned("<", found, top), found, top)
+        bytes_64 = ir.VectorType(ir.IntType(8), LANES)
+        narrow = found if vector.element.width == 8 else builder.trunc(found, bytes_64)
+        data = cgutils.create_struct_proxy(signature.args[6])(context, builder, arguments[6]).data
+        builder.store(narrow, builder.bitcast(builder.gep(data, [arguments[1]]), bytes_64.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(a, types.intp, i64, i64, i64, i64, out), codegen
+
+
 @numba.njit(inline="always")
 def _mix(z):  # type: ignore[no-untyped-def]
     """SplitMix64's finaliser (Steele et al., OOPSLA 2014)."""
@@ -99,12 +139,23 @@ def _hash(seed, index, value, w):  # type: ignore[no-untyped-def]
     return _mix(seed + _K * ((_u64(index) << _u64(w)) + _u64(value)))
 
 
+@numba.njit(inline="always")
+def _times(z, low, high):  # type: ignore[no-untyped-def]
+    """z * (high << 32 | low) modulo 2^64 from products of 32 bits, which vectors of 64-bit lanes do much faster."""
+    return (z & _LOW32) * low + (((z & _LOW32) * high + (z >> _32) * low) << _32)
+
+
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def digest(bits, seed, first, w):  # type: ignore[no-untyped-def]
     """Sum of the hashes of all elements; `first` is the tensor's index of the first one."""
+    step = _K << _u64(w)
+    start = seed + step * _u64(first)
     total = _ZERO
     for i in range(bits.size):
-        total += _hash(seed, first + i, bits[i], w)
+        z = start + step * _u64(i) + _K * _u64(bits[i])
+        z = _times(z ^ (z >> _S30), _M1_LOW, _M1_HIGH)
+        z = _times(z ^ (z >> _S27), _M2_LOW, _M2_HIGH)
+        total += z ^ (z >> _S31)
     return total
 
 
@@ -135,154 +186,64 @@ def _difference(old, new, w, signed):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def scan(old, new, seed, first, w, signed, positions, differences):  # type: ignore[no-untyped-def]
-    """Where the bits differ and by how many steps; (changes, what the digest grows by)."""
+    """Where the bits differ and by how many steps; (changes, what the digest grows by).
+
+    `positions` has room for two more than there are elements.
+    """
     n = old.size
-    count, grown = 0, _ZERO
-    whole = n // LANES * LANES
-    for base in range(0, whole, LANES):
-        mask = _differ(old, new, base)
-        while mask:
-            i = base + np.int64(_trailing_zeros(mask))
+    count, done, grown = 0, 0, _ZERO
+    for block in range(0, n, BLOCK):
+        end = min(block + BLOCK, n)
+        whole = block + (end - block) // LANES * LANES
+        for base in range(block, whole, LANES):
+            mask = _differ(old, new, base)
+            after = count + np.int64(_population(mask))
+            positions[count] = base + np.int64(trailing_zeros(mask))  # whether there is one or not: a branch costs more
             mask &= mask - _ONE
+            positions[count + 1] = base + np.int64(trailing_zeros(mask))
+            mask &= mask - _ONE
+            count += 2
+            while count < after:
+                positions[count] = base + np.int64(trailing_zeros(mask))
+                mask &= mask - _ONE
+                count += 1
+            count = after
+        for i in range(whole, end):
+            if old[i] != new[i]:
+                positions[count] = i
+                count += 1
+        for j in range(done, count):
+            i = np.int64(positions[j])
             a, b = old[i], new[i]
-            positions[count] = i
-            differences[count] = _difference(a, b, w, signed)
+            differences[j] = _difference(a, b, w, signed)
             grown += _hash(seed, first + i, b, w) - _hash(seed, first + i, a, w)
-            count += 1
-    for i in range(whole, n):
-        a, b = old[i], new[i]
-        if a != b:
-            positions[count] = i
-            differences[count] = _difference(a, b, w, signed)
-            grown += _hash(seed, first + i, b, w) - _hash(seed, first + i, a, w)
-            count += 1
+        done = count
     return count, grown
-
-
-# --- runs of values in the code L(k, R) -----------------------------------------------------------------------------
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def run_bits(values, count, codes, full):  # type: ignore[no-untyped-def]
-    """(k, bits) of the shortest run, the lowest k among equals; k < codes; a value in full takes `full` bits."""
-    best_k, best = 0, np.int64(1) << 60
-    for k in range(codes):
-        bits = np.int64(0)
-        for i in range(count):
-            q = values[i] >> k
-            bits += q + 1 + k if q < ESCAPE else ESCAPE + full
-        if bits < best:
-            best_k, best = k, bits
-    return best_k, best
-
-
-@numba.njit(inline="always")
-def _flush(words, at, held, filled):  # type: ignore[no-untyped-def]
-    if filled >= _32:
-        words[at] = _u32(held & _LOW32)
-        return at + 1, held >> _32, filled - _32
-    return at, held, filled
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def write_run(values, count, k, full, words, at, held, filled):  # type: ignore[no-untyped-def]
-    """Append values in L(k, full) to a bit stream in the state (next word, held bits, how many); the new state."""
-    low = (_ONE << _u64(k)) - _ONE
-    for i in range(count):
-        v = _u64(values[i])
-        q = v >> _u64(k)
-        if q < _u64(ESCAPE):
-            held |= _ONE << (filled + q)
-            at, held, filled = _flush(words, at, held, filled + q + _ONE)
-            held |= (v & low) << filled
-            at, held, filled = _flush(words, at, held, filled + _u64(k))
-        else:
-            at, held, filled = _flush(words, at, held, filled + _u64(ESCAPE))
-            held |= v << filled
-            at, held, filled = _flush(words, at, held, filled + _u64(full))
-    return at, held, filled
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def write_plain(values, count, width, words, at, held, filled):  # type: ignore[no-untyped-def]
-    """Append values of `width` bits (1 to 32)."""
-    for i in range(count):
-        held |= _u64(values[i]) << filled
-        at, held, filled = _flush(words, at, held, filled + _u64(width))
-    return at, held, filled
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def end_stream(words, at, held, filled):  # type: ignore[no-untyped-def]
-    """Pad to a whole word; the number of words."""
-    if filled:
-        words[at] = _u32(held & _LOW32)
-        at += 1
-    return at
-
-
-@numba.njit(inline="always")
-def _refill(words, at, held, filled):  # type: ignore[no-untyped-def]
-    """At least 32 bits in hand; beyond the end of the stream they are zero and `at` says how far beyond."""
-    if filled < _32:
-        if at < words.size:
-            held |= _u64(words[at]) << filled
-        return at + 1, held, filled + _32
-    return at, held, filled
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def read_run(words, count, k, full, at, held, filled, values):  # type: ignore[no-untyped-def]
-    """The inverse of `write_run`, into `values`; the new state."""
-    low = (_ONE << _u64(k)) - _ONE
-    for i in range(count):
-        at, held, filled = _refill(words, at, held, filled)
-        q = _trailing_zeros(held)
-        if q < _u64(ESCAPE):
-            held >>= q + _ONE
-            filled -= q + _ONE
-            at, held, filled = _refill(words, at, held, filled)
-            values[i] = np.int64((q << _u64(k)) | (held & low))
-            held >>= _u64(k)
-            filled -= _u64(k)
-        else:
-            held >>= _u64(ESCAPE)
-            filled -= _u64(ESCAPE)
-            at, held, filled = _refill(words, at, held, filled)
-            values[i] = np.int64(held & ((_ONE << _u64(full)) - _ONE))
-            held >>= _u64(full)
-            filled -= _u64(full)
-    return at, held, filled
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def read_plain(words, count, width, at, held, filled, values):  # type: ignore[no-untyped-def]
-    """The inverse of `write_plain`."""
-    mask = (_ONE << _u64(width)) - _ONE
-    for i in range(count):
-        at, held, filled = _refill(words, at, held, filled)
-        values[i] = np.int64(held & mask)
-        held >>= _u64(width)
-        filled -= _u64(width)
-    return at, held, filled
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def whole_stream(words, at, held, filled):  # type: ignore[no-untyped-def]
-    """Whether the reader has used every word of the stream, and only padding is left."""
-    used = at - np.int64(filled // _32)
-    return used == words.size and held == _ZERO
 
 
 # --- classes (profile B) --------------------------------------------------------------------------------------------
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def classify(old, shift, field, lowest, classes, out):  # type: ignore[no-untyped-def]
-    """Class of every element: its exponent field less `lowest`, clamped to [0, classes)."""
-    top = classes - 1
-    for i in range(old.size):
-        out[i] = _u8(min(max(((np.int64(old[i]) >> shift) & field) - lowest, 0), top))
+def classes_of(old, shift, field, lowest, classes):  # type: ignore[no-untyped-def]
+    """Class of each element: its exponent field less `lowest`, clamped to [0, classes); padded to whole vectors."""
+    class_N = np.empty((old.size + LANES - 1) // LANES * LANES, np.uint8)
+    whole = old.size // LANES * LANES
+    for base in range(0, whole, LANES):
+        _classify64(old, base, shift, field, lowest, classes - 1, class_N)
+    for i in range(whole, old.size):
+        class_N[i] = min(max(((np.int64(old[i]) >> shift) & field) - lowest, 0), classes - 1)
+    class_N[old.size :] = 255  # no class
+    return class_N
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def population(class_N, c):  # type: ignore[no-untyped-def]
+    """How many elements are of class c."""
+    total = 0
+    for base in range(0, class_N.size, LANES):
+        total += np.int64(_population(_equals(class_N, base, c)))
+    return total
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
@@ -309,19 +270,21 @@ def places(class_N, classes, starts, ends, rank_R, out):  # type: ignore[no-unty
     """
     seen = np.zeros(MAX_CLASSES, np.int64)
     following = starts.copy()
+    wanted = np.empty(MAX_CLASSES, np.int64)  # the next rank of each class
+    for c in range(classes):
+        wanted[c] = rank_R[starts[c]] if starts[c] < ends[c] else _NEVER
     for base in range(0, class_N.size, LANES):
         for c in range(classes):
             mask = _equals(class_N, base, c)
-            inside = np.int64(_population(mask))
-            skipped = 0
-            while following[c] < ends[c] and rank_R[following[c]] < seen[c] + inside:
-                wanted = rank_R[following[c]] - seen[c]
-                while skipped < wanted:
+            before = seen[c]
+            seen[c] = before + np.int64(_population(mask))
+            while wanted[c] < seen[c]:
+                for _ in range(wanted[c] - before):
                     mask &= mask - _ONE
-                    skipped += 1
-                out[following[c]] = base + np.int64(_trailing_zeros(mask))
+                before = wanted[c]
+                out[following[c]] = base + np.int64(trailing_zeros(mask))
                 following[c] += 1
-            seen[c] += inside
+                wanted[c] = rank_R[following[c]] if following[c] < ends[c] else _NEVER
     complete = True
     for c in range(classes):
         complete = complete and following[c] == ends[c]
@@ -332,24 +295,30 @@ def places(class_N, classes, starts, ends, rank_R, out):  # type: ignore[no-unty
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def add(bits, positions, differences, count, seed, first, w, signed):  # type: ignore[no-untyped-def]
-    """Move elements by so many steps, in place; what the digest grows by. Adding -d takes it back."""
+def add(bits, positions, steps, seed, first, w, signed):  # type: ignore[no-untyped-def]
+    """Move elements by so many steps, in place; what the digest grows by. Adding -d takes it back.
+
+    `first` is the tensor's index of bits[0].
+    """
+    count = positions.size
+    for j in range(min(count, AHEAD)):
+        _prefetch(bits, positions[j])
     grown = _ZERO
     for j in range(count):
-        i = positions[j]
+        if j + AHEAD < count:
+            _prefetch(bits, positions[j + AHEAD])
+        i = np.int64(positions[j])
         before = bits[i]
-        after = unordered(ordered(before, w, signed) + differences[j], w, signed)
+        after = unordered(ordered(before, w, signed) + np.int64(steps[j]), w, signed)
         bits[i] = after
         grown += _hash(seed, first + i, after, w) - _hash(seed, first + i, before, w)
     return grown
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def store(bits, positions, values, count, seed, first, w):  # type: ignore[no-untyped-def]
-    """Set elements, in place; what the digest grows by."""
-    grown = _ZERO
-    for j in range(count):
-        i = positions[j]
-        grown += _hash(seed, first + i, values[j], w) - _hash(seed, first + i, bits[i], w)
-        bits[i] = values[j]
-    return grown
+def add_chunks(bits, starts_R, bounds, positions, steps, seed, first, w, signed, grown_R):  # type: ignore[no-untyped-def]
+    """`add` for chunks that begin at starts_R in `bits`, each with its share positions[bounds[r]:bounds[r + 1]]."""
+    for r in range(starts_R.size):
+        mine = slice(bounds[r], bounds[r + 1])
+        start = starts_R[r]
+        grown_R[r] = add(bits[start:], positions[mine], steps[mine], seed, first + start, w, signed)

@@ -8,7 +8,7 @@
 | 4 | RAW | every element |
 
 B counts positions among the elements of the same exponent, because how likely an element changes depends on little
-else: a change needs a step of about its unit in the last place. Numbers are in the code L(k, R) of `kernels`; the
+else: a change needs a step of about its unit in the last place. Numbers are in the code L(k, R) of `streams`; the
 format is ULPD/1, docs/weights.md.
 """
 
@@ -20,28 +20,32 @@ import numba
 import numpy as np
 
 from etude.weights.kernels import (
-    ALL_ONE,
+    MAX_CLASSES,
+    classes_of,
+    ordered,
+    places,
+    population,
+    ranks,
+    scan,
+)
+from etude.weights.streams import (
     GAP_BITS,
     GAP_CODES,
-    LANES,
-    MAX_CLASSES,
-    classify,
     end_stream,
-    places,
-    ranks,
     read_plain,
     read_run,
+    read_signs,
     run_bits,
-    scan,
     whole_stream,
     write_plain,
     write_run,
+    write_signs,
 )
 
 A, B, ABS, RAW = 1, 2, 3, 4
+ALL_ONE = 31  # km of a run that is absent because every |d| is 1
 MAX_ELEMENTS = 1 << GAP_BITS
 _u32, _u64 = np.uint32, np.uint64
-_NEVER = np.int64(1) << 60
 
 
 @numba.njit(inline="always")
@@ -61,15 +65,21 @@ def _gaps(positions, start, end, out):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _sizes(differences, start, end, signs, sizes):  # type: ignore[no-untyped-def]
-    """Signs and |d| - 1; whether any |d| is above 1."""
-    large = False
-    for j in range(start, end):
-        d = np.int64(differences[j])
-        signs[j] = 1 if d > 0 else 0
-        sizes[j] = abs(d) - 1
-        large = large or sizes[j] > 0
-    return large
+def _all_one(differences):  # type: ignore[no-untyped-def]
+    """Whether every |d| is 1."""
+    larger = 0
+    for j in range(differences.size):
+        larger += abs(np.int64(differences[j])) != 1
+    return larger == 0
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _sizes(differences):  # type: ignore[no-untyped-def]
+    """|d| - 1 of each."""
+    out = np.empty(differences.size, np.int32)
+    for j in range(differences.size):
+        out[j] = abs(np.int64(differences[j])) - 1
+    return out
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
@@ -88,23 +98,24 @@ def encode(  # type: ignore[no-untyped-def]
     raw_words = (n * w + 31) // 32
     if count == 0:
         return 0, 0, 0, grown
-    gaps, signs, sizes = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    gaps = np.empty(count, np.int32)
     _gaps(positions, 0, count, gaps)
-    large = _sizes(differences, 0, count, signs, sizes)
     kg, gap_bits = run_bits(gaps, count, GAP_CODES, GAP_BITS)
     km, size_bits = ALL_ONE, np.int64(0)
-    if large:
+    sizes = gaps[:0]
+    if not _all_one(differences[:count]):
+        sizes = _sizes(differences[:count])
         km, size_bits = run_bits(sizes, count, _size_codes(w), w)
     code, words = RAW, np.int64(raw_words)
     if allowed & (1 << ABS):
         absolute = 1 + (gap_bits + count * w + 31) // 32
         if absolute <= words:
             code, words = ABS, absolute
-    rank_N = np.empty(0, np.int64)
+    rank_N = gaps[:0]
     order_N = rank_N
     plan = np.empty((MAX_CLASSES, 5), np.int64)  # per class: changes, kg, km, inverse, population
     if allowed & (1 << B):
-        rank_N, order_N = np.empty(count, np.int64), np.empty(count, np.int64)
+        rank_N, order_N = np.empty(count, np.int32), np.empty(count, np.int32)
         bits = _plan_classes(
             old, positions, differences, count, w, shift, field, lowest, classes, rank_N, order_N, plan
         )
@@ -118,16 +129,17 @@ def encode(  # type: ignore[no-untyped-def]
     if code == A:
         out[0] = _u32(kg | km << 8)
         at, held, filled = write_run(gaps, count, kg, GAP_BITS, out, 1, _u64(0), _u64(0))
-        at, held, filled = write_plain(signs, count, 1, out, at, held, filled)
+        at, held, filled = write_signs(differences, count, out, at, held, filled)
         if km != ALL_ONE:
             at, held, filled = write_run(sizes, count, km, w, out, at, held, filled)
         end_stream(out, at, held, filled)
     elif code == ABS:
+        values = np.empty(count, new.dtype)
         for j in range(count):
-            sizes[j] = new[positions[j]]
+            values[j] = new[positions[j]]
         out[0] = _u32(kg)
         at, held, filled = write_run(gaps, count, kg, GAP_BITS, out, 1, _u64(0), _u64(0))
-        at, held, filled = write_plain(sizes, count, w, out, at, held, filled)
+        at, held, filled = write_plain(values, count, w, out, at, held, filled)
         end_stream(out, at, held, filled)
     elif code == B:
         _write_classes(differences, rank_N, order_N, plan, lowest, classes, w, out)
@@ -135,20 +147,12 @@ def encode(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _classes_of(old, shift, field, lowest, classes):  # type: ignore[no-untyped-def]
-    """Class per element, padded to whole vectors with a class that does not exist."""
-    class_N = np.full((old.size + LANES - 1) // LANES * LANES, 255, np.uint8)
-    classify(old, shift, field, lowest, classes, class_N)
-    return class_N
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
 def _plan_classes(  # type: ignore[no-untyped-def]
     old, positions, differences, count, w, shift, field, lowest, classes, rank_N, order_N, plan
 ):
     """Ranks of the changes (in `rank_N`, by class), which change they are (`order_N`), the plan; bits of the stream."""
-    class_N = _classes_of(old, shift, field, lowest, classes)
-    unsorted_N, populations = np.empty(count, np.int64), np.empty(MAX_CLASSES, np.int64)
+    class_N = classes_of(old, shift, field, lowest, classes)
+    unsorted_N, populations = np.empty(count, np.int32), np.empty(MAX_CLASSES, np.int64)
     ranks(class_N, positions, count, classes, unsorted_N, populations)
     starts = np.zeros(MAX_CLASSES + 1, np.int64)
     for j in range(count):
@@ -160,7 +164,7 @@ def _plan_classes(  # type: ignore[no-untyped-def]
         c = class_N[positions[j]]
         rank_N[place[c]], order_N[place[c]] = unsorted_N[j], j
         place[c] += 1
-    values = np.empty(max(count, 1), np.int64)
+    values = np.empty(count, np.int32)
     total = np.int64(0)
     for c in range(classes):
         start, changed = starts[c], starts[c + 1] - starts[c]
@@ -176,12 +180,12 @@ def _plan_classes(  # type: ignore[no-untyped-def]
             k, fewer = run_bits(rest, rest.size, GAP_CODES, GAP_BITS)
             if fewer < bits:
                 plan[c, 1], plan[c, 3], bits = k, 1, fewer
-        large = False
+        larger = 0
         for j in range(changed):
-            values[j] = abs(differences[order_N[start + j]]) - 1
-            large = large or values[j] > 0
+            values[j] = abs(np.int64(differences[order_N[start + j]])) - 1
+            larger += values[j] > 0
         plan[c, 2] = ALL_ONE
-        if large:
+        if larger:
             plan[c, 2], more = run_bits(values, changed, _size_codes(w), w)
             bits += more
         total += bits + changed
@@ -189,11 +193,11 @@ def _plan_classes(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _complement(ranks_R, population):  # type: ignore[no-untyped-def]
-    """The ranks below `population` that are not in the ascending `ranks_R`."""
-    out = np.empty(population - ranks_R.size, np.int64)
+def _complement(ranks_R, total):  # type: ignore[no-untyped-def]
+    """The ranks below `total` that are not in the ascending `ranks_R`."""
+    out = np.empty(total - ranks_R.size, np.int32)
     at, following = 0, 0
-    for rank in range(population):
+    for rank in range(total):
         if following < ranks_R.size and ranks_R[following] == rank:
             following += 1
         else:
@@ -222,16 +226,15 @@ def _write_classes(differences, rank_N, order_N, plan, lowest, classes, w, out):
         ranks_R = rank_N[start:end]
         if plan[c, 3]:
             ranks_R = _complement(ranks_R, plan[c, 4])
-        gaps = np.empty(ranks_R.size, np.int64)
+        gaps = np.empty(ranks_R.size, np.int32)
         _gaps(ranks_R, 0, ranks_R.size, gaps)
         at, held, filled = write_run(gaps, gaps.size, plan[c, 1], GAP_BITS, out, at, held, filled)
-        signs, sizes = np.empty(changed, np.int64), np.empty(changed, np.int64)
+        mine = np.empty(changed, differences.dtype)
         for j in range(changed):
-            d = differences[order_N[start + j]]
-            signs[j], sizes[j] = 1 if d > 0 else 0, abs(d) - 1
-        at, held, filled = write_plain(signs, changed, 1, out, at, held, filled)
+            mine[j] = differences[order_N[start + j]]
+        at, held, filled = write_signs(mine, changed, out, at, held, filled)
         if plan[c, 2] != ALL_ONE:
-            at, held, filled = write_run(sizes, changed, plan[c, 2], w, out, at, held, filled)
+            at, held, filled = write_run(_sizes(mine), changed, plan[c, 2], w, out, at, held, filled)
         start = end
     end_stream(out, at, held, filled)
 
@@ -239,14 +242,14 @@ def _write_classes(differences, rank_N, order_N, plan, lowest, classes, w, out):
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _read_signed(words, count, km, w, at, held, filled, out):  # type: ignore[no-untyped-def]
     """Signs and sizes into differences; the new state."""
-    signs = np.empty(count, np.int64)
-    at, held, filled = read_plain(words, count, 1, at, held, filled, signs)
     if km == ALL_ONE:
-        out[:count] = 0
-    else:
-        at, held, filled = read_run(words, count, km, w, at, held, filled, out)
+        out[:count] = 1
+        return read_signs(words, count, at, held, filled, out)
+    signs = np.ones(count, np.int8)
+    at, held, filled = read_signs(words, count, at, held, filled, signs)
+    at, held, filled = read_run(words, count, km, w, at, held, filled, out)
     for j in range(count):
-        out[j] = out[j] + 1 if signs[j] else -(out[j] + 1)
+        out[j] = (np.int64(out[j]) + 1) * signs[j]
     return at, held, filled
 
 
@@ -263,16 +266,16 @@ def _to_positions(gaps, count, limit):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def decode(code, words, count, old, w, shift, field, positions, values):  # type: ignore[no-untyped-def]
-    """Positions and differences (A, B) or new bits (ABS) of a payload; false if it is not one. Writes nothing else.
+def decode(code, words, count, old, w, signed, shift, field, positions, steps):  # type: ignore[no-untyped-def]
+    """Positions and steps of a payload; false if it is not one. Writes nothing else.
 
-    `old` is what the payload builds on; only B looks at it. Positions of B are not ascending.
+    `old` is what the payload builds on; A does not look at it. Positions of B are not ascending.
     """
     if count < 1 or count > old.size or words.size < 1:
         return False
     head = np.int64(words[0])
     if code == B:
-        return _decode_classes(words, head, count, old, w, shift, field, positions, values)
+        return _decode_classes(words, head, count, old, w, shift, field, positions, steps)
     kg, km = head & 255, (head >> 8) & 255
     if kg >= GAP_CODES or (code == A and km != ALL_ONE and km >= _size_codes(w)) or head >> 16:
         return False
@@ -280,19 +283,22 @@ def decode(code, words, count, old, w, shift, field, positions, values):  # type
     if not _to_positions(positions, count, old.size):
         return False
     if code == A:
-        at, held, filled = _read_signed(words, count, km, w, at, held, filled, values)
+        at, held, filled = _read_signed(words, count, km, w, at, held, filled, steps)
     else:
+        values = np.empty(count, old.dtype)
         at, held, filled = read_plain(words, count, w, at, held, filled, values)
+        for j in range(count):
+            steps[j] = ordered(values[j], w, signed) - ordered(old[positions[j]], w, signed)
     return whole_stream(words, at, held, filled)
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _decode_classes(words, head, count, old, w, shift, field, positions, values):  # type: ignore[no-untyped-def]
+def _decode_classes(words, head, count, old, w, shift, field, positions, steps):  # type: ignore[no-untyped-def]
     lowest, classes, present = head & 255, (head >> 8) & 255, head >> 16
     if classes < 1 or classes > MAX_CLASSES or present >> classes:
         return False
-    class_N = _classes_of(old, shift, field, lowest, classes)
-    rank_N = np.empty(count, np.int64)
+    class_N = classes_of(old, shift, field, lowest, classes)
+    rank_N = np.empty(count, np.int32)
     starts, ends = np.zeros(MAX_CLASSES, np.int64), np.zeros(MAX_CLASSES, np.int64)
     plan = np.zeros((MAX_CLASSES, 4), np.int64)
     at, total = 1, np.int64(0)
@@ -319,26 +325,84 @@ def _decode_classes(words, head, count, old, w, shift, field, positions, values)
         changed = plan[c, 0]
         if changed == 0:
             continue
-        population = np.int64(0)
-        for i in range(old.size):
-            population += class_N[i] == c
-        if changed > population:
-            return False
         ranks_R = rank_N[starts[c] : ends[c]]
         if plan[c, 3]:
-            rest = np.empty(population - changed, np.int64)
-            at, held, filled = read_run(words, rest.size, plan[c, 1], GAP_BITS, at, held, filled, rest)
-            if not _to_positions(rest, rest.size, population):
+            members = population(class_N, c)
+            if changed > members:
                 return False
-            ranks_R[:] = _complement(rest, population)
+            rest = np.empty(members - changed, np.int32)
+            at, held, filled = read_run(words, rest.size, plan[c, 1], GAP_BITS, at, held, filled, rest)
+            if not _to_positions(rest, rest.size, members):
+                return False
+            ranks_R[:] = _complement(rest, members)
         else:
             at, held, filled = read_run(words, changed, plan[c, 1], GAP_BITS, at, held, filled, ranks_R)
-            if not _to_positions(ranks_R, changed, population):
+            if not _to_positions(ranks_R, changed, old.size):
                 return False
-        at, held, filled = _read_signed(words, changed, plan[c, 2], w, at, held, filled, values[starts[c] : ends[c]])
+        at, held, filled = _read_signed(words, changed, plan[c, 2], w, at, held, filled, steps[starts[c] : ends[c]])
     if not whole_stream(words, at, held, filled):
         return False
     return places(class_N, classes, starts, ends, rank_N, positions)
+
+
+# --- many chunks of one tensor in one call: a call from Python costs as much as a few thousand elements ---------------
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def encode_chunks(  # type: ignore[no-untyped-def]
+    old,
+    new,
+    seed,
+    first,
+    starts,
+    w,
+    signed,
+    shift,
+    field,
+    lowest,
+    classes,
+    allowed,
+    positions,
+    differences,
+    out,
+    found_C4,
+):
+    """`encode` for the chunks old[starts[c]:starts[c + 1]], one behind the other in the outputs.
+
+    `found_C4` (uint64): code, words, changes, what the digest grows by.
+    """
+    at, done = 0, 0
+    for c in range(starts.size - 1):
+        start, end = starts[c], starts[c + 1]
+        code, words, count, grown = encode(
+            old[start:end], new[start:end], seed, first + start, w, signed, shift, field, lowest, classes, allowed,
+            positions[done:], differences[done:], out[at:],
+        )  # fmt: skip
+        found_C4[c, 0], found_C4[c, 1], found_C4[c, 2], found_C4[c, 3] = code, words, count, grown
+        at += words
+        done += count
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def decode_chunks(  # type: ignore[no-untyped-def]
+    codes_R, words, ends_R, old, starts_R, stops_R, w, signed, shift, field, bounds, positions, steps
+):
+    """`decode` for records of one tensor; the number of the first that is not a payload, or -1.
+
+    Record r has words[ends_R[r - 1]:ends_R[r]], builds on old[starts_R[r]:stops_R[r]], and its changes go to
+    bounds[r]:bounds[r + 1].
+    """
+    begin = np.int64(0)
+    for r in range(codes_R.size):
+        mine = slice(bounds[r], bounds[r + 1])
+        part = old[starts_R[r] : stops_R[r]]
+        count = bounds[r + 1] - bounds[r]
+        if not decode(
+            codes_R[r], words[begin : ends_R[r]], count, part, w, signed, shift, field, positions[mine], steps[mine]
+        ):
+            return r
+        begin = ends_R[r]
+    return -1
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")

@@ -37,6 +37,11 @@ class Format:
     def unsigned(self) -> type[np.unsignedinteger]:
         return {8: np.uint8, 16: np.uint16, 32: np.uint32}[self.width]
 
+    @property
+    def integer(self) -> type[np.signedinteger]:
+        """What a step between two ordered codes fits in, modulo 2^w."""
+        return {8: np.int8, 16: np.int16, 32: np.int32}[self.width]
+
 
 FORMATS = {
     f.name: f
