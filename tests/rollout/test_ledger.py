@@ -6,7 +6,7 @@ import pytest
 import sqlalchemy as sa
 
 from etude.errors import UserError
-from etude.records import Outcome, PolicyVersion
+from etude.records import Anchor, Outcome, PolicyVersion
 from etude.rollout.ledger import MAX_RETRIES, Ledger
 
 LONG = 3600.0
@@ -36,10 +36,10 @@ def manifest(version, groups=()):
     return PolicyVersion(
         version=version,
         parent=None,
-        kind="anchor",
-        payload="p",
-        payload_bytes=1,
-        payload_digest="d",
+        run="r",
+        writer="w",
+        delta=(),
+        anchor=Anchor(version=version, parts=()),
         schema="0" * 32,
         digest="d",
         changed=0,

@@ -173,18 +173,18 @@ def test_a_damaged_payload_is_never_served_and_a_repaired_one_is(store, damage):
     live = widened(tensors(9))
     receiver = Receiver(store, live)
     receiver.poll(limit=0).apply()
-    payload = store.get(published[1].payload)
+    payload = store.get(published[1].payload[0].key)
     if damage == "gone":
-        store.delete(published[1].payload)
+        store.delete(published[1].payload[0].key)
     else:
         middle = len(payload) // 2
         flipped = payload[:middle] + bytes([payload[middle] ^ 1]) + payload[middle + 1 :]
-        store.put(published[1].payload, {"flip": flipped, "cut": payload[:-1]}[damage])
-    with pytest.raises(DamagedVersion, match="version 1: its payload"):
+        store.put(published[1].payload[0].key, {"flip": flipped, "cut": payload[:-1]}[damage])
+    with pytest.raises(DamagedVersion, match="version 1: its delta"):
         receiver.poll()
     assert receiver.version == 0
     assert digest(live) == published[0].digest
-    store.put(published[1].payload, payload)
+    store.put(published[1].payload[0].key, payload)
     receiver.poll().apply()
     assert digest(live) == published[1].digest
 
@@ -196,7 +196,7 @@ def test_the_next_anchor_bridges_a_hole_in_the_chain(store, part):
     receiver = Receiver(store, live)
     receiver.poll(limit=1).apply()
     if part == "payload":
-        store.delete(published[2].payload)
+        store.delete(published[2].payload[0].key)
     else:
         store.put(manifest.key(2), b"{")
     with pytest.raises(DamagedVersion, match="version 2"):
@@ -221,7 +221,7 @@ def test_a_manifest_that_promises_other_tensors_is_not_served(store):
 
 def test_a_manifest_with_the_payload_of_another_version_is_refused(store):
     published, _ = publish(store, 3, 8)
-    other = {name: getattr(published[1], name) for name in ("payload", "payload_bytes", "payload_digest")}
+    other = {name: getattr(published[1], name) for name in ("delta",)}
     store.put(manifest.key(2), msgspec.json.encode(msgspec.structs.replace(published[2], **other)))
     with pytest.raises(DamagedVersion, match="version 2: its payload is the delta of version 1"):
         Receiver(store, tensors(9)).poll()
@@ -268,6 +268,6 @@ def test_any_version_can_be_had_again_in_any_wider_type(store):
         materialise(store, 9, tensors(7))
     with pytest.raises(UserError, match="of another model"):
         materialise(store, 1, {"x": torch.zeros(1)})
-    store.delete(published[3].payload)
-    with pytest.raises(UserError, match=r"version 3: its payload .* is gone; choose another version"):
+    store.delete(published[3].payload[0].key)
+    with pytest.raises(UserError, match=r"version 3: its anchor .* is gone; choose another version"):
         load(store, 4)

@@ -34,7 +34,7 @@ _MAGIC, _END, _VERSION = b"ULPD", b"DPLU", 1
 _PLANE_LEVEL = 3
 CLASSES = 16
 
-KINDS = {"delta": 0, "anchor": 1}
+KINDS = {"delta": 0, "anchor": 1, "skip": 2}
 Digests = npt.NDArray[np.uint64]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Mapping
 
@@ -11,7 +12,7 @@ import torch
 
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
-from etude.records import PolicyVersion
+from etude.records import Anchor, Part, PolicyVersion
 from etude.store import Store
 from etude.weights import codec
 from etude.weights.codec import Codec, Digests
@@ -46,13 +47,16 @@ class Publisher:
         self._schema: Schema | None = None
         self._last: dict[str, Bits] = {}
         self._digests: Digests = np.zeros(0, np.uint64)
+        self._anchor = Anchor(version=0, parts=())
+        self._run = secrets.token_hex(8)
+        self._writer = secrets.token_hex(8)
 
     def resume(self, last: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
         """Continues after `last`, whose tensors these are. Raises ValueError if they are not."""
         if digest(tensors) != last.digest:
             raise ValueError(f"the tensors do not have the digest of version {last.version}")
         self._begin(tensors)
-        self._parent = last.version
+        self._parent, self._anchor, self._run = last.version, last.anchor, last.run
 
     def publish(
         self, version: int, tensors: Mapping[str, torch.Tensor], groups: tuple[int, ...], metrics: dict[str, float]
@@ -79,14 +83,14 @@ class Publisher:
             payload = codec.pack("anchor", version, codec.encode_anchor(schema, new, digests))
         else:
             payload = codec.pack("delta", version, records)
-        payload_digest = blake3.blake3(payload).hexdigest()
+        part = self._put(version, payload, len(schema.chunks))
         manifest = PolicyVersion(
+            run=self._run,
+            writer=self._writer,
             version=version,
             parent=None if anchor else self._parent,
-            kind="anchor" if anchor else "delta",
-            payload=f"payloads/{version:08d}-{payload_digest[:32]}",
-            payload_bytes=len(payload),
-            payload_digest=payload_digest,
+            delta=() if anchor else (part,),
+            anchor=Anchor(version=version, parts=(part,)) if anchor else self._anchor,
             schema=schema.id,
             digest=written(codec.model_digest(digests)),
             changed=changed,
@@ -97,14 +101,19 @@ class Publisher:
         )
         if anchor:
             self._store.put(schema_key(schema.id), schema.encode())
-        self._store.put(manifest.payload, payload)
         visit("publisher.payload")
         if not create(self._store, manifest):
             raise AlreadyPublished(self._store, read(self._store, version) or manifest)
-        self._parent, self._digests = version, digests
+        self._parent, self._digests, self._anchor = version, digests, manifest.anchor
         for chunk in (schema.chunks[record.chunk] for record in records):
             codec.chunk_bits(schema, self._last, chunk)[:] = codec.chunk_bits(schema, new, chunk)
         return manifest
+
+    def _put(self, version: int, payload: bytes, chunks: int) -> Part:
+        digest = blake3.blake3(payload).hexdigest()
+        key = f"payloads/{version:08d}-{digest[:32]}"
+        self._store.put(key, payload)
+        return Part(key=key, bytes=len(payload), digest=digest, first=0, stop=chunks)
 
     def _begin(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes the tensors as what was published last."""

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from etude.errors import UserError
-from etude.records import PolicyVersion
+from etude.records import Part, PolicyVersion
 from etude.store import Store
 from etude.weights import codec, schema
 from etude.weights.codec import Digests
 from etude.weights.digest import digest, written
 from etude.weights.manifest import key, read, schema_key, versions
+from etude.weights.plan import NoPath, Payload, plan
 from etude.weights.schema import Bits, Schema
 
 Tensors = Mapping[str, torch.Tensor]
@@ -133,20 +134,46 @@ def _load_whole(store: Store, version: int) -> tuple[PolicyVersion, Content]:
 
 
 def _load(store: Store, target: int, held: int, content: Content | None) -> tuple[PolicyVersion, Content]:
-    """Version `target`, from version `held` with this content or from the nearest anchor."""
-    chain = _chain(store, target, held)
-    if chain[0].parent is None or content is None:
-        content = _blank(store, chain[0])
-    for manifest in chain:
-        if manifest.schema != content.schema.id:
-            raise DamagedVersion(f"version {manifest.version} is of another model than the one before it")
+    """Version `target`, from version `held` with this content or from an anchor, by the fewest bytes.
+
+    A payload that is gone or altered is left out and the next best path is taken.
+    """
+    broken: set[str] = set()
+    damage: DamagedVersion | None = None
+    while True:
         try:
-            content = _applied(content, manifest, _payload(store, manifest))
+            path = plan(lambda version: read(store, version), None if content is None else held, target, broken)
+        except NoPath as e:
+            raise damage or DamagedVersion(str(e)) from None
+        try:
+            return _follow(store, target, path, content)
+        except _BrokenObject as e:
+            damage = DamagedVersion(str(e))
+            broken.add(e.key)
+
+
+class _BrokenObject(Exception):
+    def __init__(self, payload: Payload, part: Part, why: str):
+        super().__init__(f"version {payload.version}: its {payload.kind} {part.key} {why}")
+        self.key = part.key
+
+
+def _follow(store: Store, target: int, path: list[Payload], content: Content | None) -> tuple[PolicyVersion, Content]:
+    manifest = read(store, target)
+    assert manifest is not None, "the path ends at its manifest"
+    if content is None or path[0].base is None:
+        content = _blank(store, manifest)
+    if manifest.schema != content.schema.id:
+        raise DamagedVersion(f"version {target} is of another model than the one before it")
+    for payload in path:
+        parts = [_object(store, payload, part) for part in payload.parts]
+        try:
+            content = _applied(content, payload, parts)
         except ValueError as e:
-            raise DamagedVersion(f"version {manifest.version}: {e}") from None
-    if written(codec.model_digest(content.digests)) != chain[-1].digest:
+            raise DamagedVersion(f"version {payload.version}: {e}") from None
+    if written(codec.model_digest(content.digests)) != manifest.digest:
         raise DamagedVersion(f"version {target}: the tensors do not have the digest that was published")
-    return chain[-1], content
+    return manifest, content
 
 
 def _blank(store: Store, manifest: PolicyVersion) -> Content:
@@ -161,12 +188,19 @@ def _blank(store: Store, manifest: PolicyVersion) -> Content:
     return Content(found, zeros, codec.digests(found, zeros))
 
 
-def _applied(content: Content, manifest: PolicyVersion, payload: bytes) -> Content:
-    """The content after a version's payload. Raises ValueError."""
+def _applied(content: Content, payload: Payload, objects: list[bytes]) -> Content:
+    """The content after a payload. Raises ValueError."""
     grid = content.schema
-    kind, version, records = codec.unpack(payload, len(grid.chunks))
-    if (kind, version) != (manifest.kind, manifest.version):
-        raise ValueError(f"its payload is the {kind} of version {version}")
+    records: list[codec.Record] = []
+    for part, data in zip(payload.parts, objects, strict=True):
+        kind, version, found = codec.unpack(data, len(grid.chunks))
+        if (kind, version) != (payload.kind, payload.version):
+            raise ValueError(f"its payload is the {kind} of version {version}")
+        if any(not part.first <= record.chunk < part.stop for record in found):
+            raise ValueError(f"{part.key} holds chunks of another part")
+        records += found
+    if len({record.chunk for record in records}) < len(records):
+        raise ValueError("two parts of its payload hold the same chunk")
     touched = {grid.tensors[grid.chunks[record.chunk].tensor].name for record in records}
     after = {name: array.copy() if name in touched else array for name, array in content.bits.items()}
     return Content(grid, after, codec.apply(grid, after, content.digests, records))
@@ -177,30 +211,14 @@ def _tensor(array: Bits, spec: schema.Spec) -> torch.Tensor:
     return whole.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
-def _chain(store: Store, target: int, held: int) -> list[PolicyVersion]:
-    """Manifests after `held`, or from the nearest anchor, up to `target`, in the order to apply them."""
-    chain: list[PolicyVersion] = []
-    number: int | None = target
-    while number is not None and number != held:
-        try:
-            manifest = read(store, number)
-        except ValueError as e:
-            raise DamagedVersion(str(e)) from None
-        if manifest is None:
-            raise DamagedVersion(f"version {target} builds on version {number}, whose manifest is gone")
-        chain.append(manifest)
-        number = manifest.parent
-    return chain[::-1]
-
-
-def _payload(store: Store, manifest: PolicyVersion) -> bytes:
+def _object(store: Store, payload: Payload, part: Part) -> bytes:
     try:
-        payload = store.get(manifest.payload)
+        data = store.get(part.key)
     except KeyError:
-        raise DamagedVersion(f"version {manifest.version}: its payload {manifest.payload} is gone") from None
-    if blake3.blake3(payload).hexdigest() != manifest.payload_digest:
-        raise DamagedVersion(f"version {manifest.version}: its payload was altered")
-    return payload
+        raise _BrokenObject(payload, part, "is gone") from None
+    if len(data) != part.bytes or blake3.blake3(data).hexdigest() != part.digest:
+        raise _BrokenObject(payload, part, "was altered")
+    return data
 
 
 def _check_fit(version: int, published: Schema, live: Tensors) -> None:
