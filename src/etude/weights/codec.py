@@ -79,15 +79,18 @@ def chunk_bits(schema: Schema, tensors: Mapping[str, Bits], chunk: Chunk) -> Bit
     return tensors[schema.tensors[chunk.tensor].name][chunk.start : chunk.stop]
 
 
-def digests(schema: Schema, tensors: Mapping[str, Bits], threads: int = 1) -> Digests:
-    """The digest of every chunk, from the bytes."""
+def digests(schema: Schema, tensors: Mapping[str, Bits], threads: int = 1, chunks: range | None = None) -> Digests:
+    """The digest of every chunk, from the bytes; with `chunks` of those alone, and 0 for the others."""
 
-    def one(chunk: Chunk) -> int:
+    def one(index: int) -> int:
+        if chunks is not None and index not in chunks:
+            return 0
+        chunk = schema.chunks[index]
         spec = schema.tensors[chunk.tensor]
         part = chunk_bits(schema, tensors, chunk)
         return int(kernels.digest(part, np.uint64(spec.seed), chunk.start, spec.format.width))
 
-    return np.array(_map(one, schema.chunks, threads), dtype=np.uint64)
+    return np.array(_map(one, range(len(schema.chunks)), threads), dtype=np.uint64)
 
 
 def model_digest(chunk_digests: Digests) -> int:
@@ -114,15 +117,18 @@ def encode_changes(
     base: Digests,
     codec: Codec,
     threads: int = 1,
+    chunks: range | None = None,
 ) -> tuple[list[Record], Changes]:
-    """The same records, and the changes that they hold, for folds and for taking them back."""
+    """The same records, and the changes that they hold, for folds and for taking them back; of `chunks` or of all."""
 
     def one(index: int) -> tuple[Record, Moves] | None:
         chunk = schema.chunks[index]
         before, after = chunk_bits(schema, old, chunk), chunk_bits(schema, new, chunk)
         return _encode_chunk(schema, index, before, after, int(base[index]), codec)
 
-    found = [pair for pair in _map(one, range(len(schema.chunks)), threads) if pair is not None]
+    found = [
+        pair for pair in _map(one, range(len(schema.chunks)) if chunks is None else chunks, threads) if pair is not None
+    ]
     return [record for record, _ in found], {record.chunk: moves for record, moves in found}
 
 
@@ -203,8 +209,10 @@ def _encode_chunk(
     return Record(index, int(code), int(changes), base, (base + int(grown)) % MODULUS, payload), moves
 
 
-def encode_anchor(schema: Schema, new: Mapping[str, Bits], target: Digests, threads: int = 1) -> list[Record]:
-    """Records that hold every element of every chunk; `target` are the digests."""
+def encode_anchor(
+    schema: Schema, new: Mapping[str, Bits], target: Digests, threads: int = 1, chunks: range | None = None
+) -> list[Record]:
+    """Records that hold every element of `chunks`, or of all; `target` are the digests."""
 
     def one(index: int) -> Record:
         chunk = schema.chunks[index]
@@ -215,7 +223,7 @@ def encode_anchor(schema: Schema, new: Mapping[str, Bits], target: Digests, thre
         code, payload = (PLANES, planes) if planes is not None and len(planes) < len(raw) else (RAW, raw)
         return Record(index, code, part.size, 0, int(target[index]), payload)
 
-    return _map(one, range(len(schema.chunks)), threads)
+    return _map(one, range(len(schema.chunks)) if chunks is None else chunks, threads)
 
 
 def apply(
