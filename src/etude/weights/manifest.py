@@ -46,7 +46,7 @@ def read(store: Store, version: int, trust: Trust | None = None) -> PolicyVersio
         form = msgspec.json.decode(data, type=_Head).format
         if form != MANIFEST_FORMAT:
             raise ValueError(
-                f"the manifest of version {version} in {store.url} has format {form}, this etude reads {MANIFEST_FORMAT}"
+                f"the manifest of version {version} in {store.url} has format {form}, not {MANIFEST_FORMAT}"
             )
         manifest = msgspec.json.decode(data, type=PolicyVersion)
     except msgspec.MsgspecError as e:

@@ -36,9 +36,10 @@ def plan(
     """The payloads to apply in this order, from the content of version `held` (None: nothing) to version `target`.
 
     The sum of their bytes is the least there is, the number of payloads the least among equals; empty if `target` is
-    held. Of anchors, those that a manifest on the way names are looked at. `read` gives the manifest of a version, None or a ValueError where there is none that can be used: no path
-    goes through that version. Payloads with an object whose key is in `broken` are not used. Never a partial chain:
-    raises NoPath. Dijkstra's search from the target backward, so manifests are read only as far as they can matter.
+    held. Of anchors, those that a manifest on the way names are looked at. `read` gives the manifest of a version, None
+    or a ValueError where there is none that can be used: no path goes through that version. Payloads with an object
+    whose key is in `broken` are not used. Never a partial chain: raises NoPath. Dijkstra's search from the target
+    backward, so manifests are read only as far as they can matter.
     """
     best: dict[int, tuple[int, int, Payload | None]] = {target: (0, 0, None)}
     queue: list[tuple[int, int, int]] = [(0, 0, target)]

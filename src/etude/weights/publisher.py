@@ -1,8 +1,8 @@
 """The trainer's side: publish version after version, on a thread of its own.
 
 `start` takes a copy of the tensors and returns; the thread writes the version's objects, then the manifest, and the
-version exists from then on, or not at all. One version at a time: the next `start` first waits for the one before it and
-raises its error. Anchors are written on another thread, from the copy that the deltas are made against anyway.
+version exists from then on, or not at all. One version at a time: the next `start` first waits for the one before it
+and raises its error. Anchors are written on another thread, from the copy that the deltas are made against anyway.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import blake3
-import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
