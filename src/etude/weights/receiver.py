@@ -89,13 +89,16 @@ class Receiver:
         _check_fit(manifest.version, staged.schema, self._live.tensors)
         held = self._held
         if held is None or held.schema != staged.schema:
-            return Update(self, manifest, staged, None, {name: t.clone() for name, t in self._live.tensors.items()})
-        return Update(self, manifest, staged, tuple(_differences(self._live, held, staged)), {})
+            before = {name: tensor.clone() for name, tensor in self._live.tensors.items()}
+            return Update(self, manifest, staged, held, None, before)
+        return Update(self, manifest, staged, held, tuple(_differences(self._live, held, staged)), {})
 
     # --- the two phases ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _flip(self, update: Update) -> None:
+        if self._held is not update.base:
+            raise ValueError(f"version {update.manifest.version} was staged for another version than is live now")
         for change in update.changes or ():
             self._live.write(change)
         if update.changes is None:
@@ -196,7 +199,7 @@ class Receiver:
             form = held.schema.tensors[chunk.tensor].format
             if found.status_code != 200 or len(found.content) != (chunk.stop - chunk.start) * form.width // 8:
                 raise Unavailable(f"it answered {found.status_code} with {len(found.content)} bytes")
-            return np.frombuffer(found.content, form.unsigned)
+            return np.frombuffer(found.content, form.unsigned).copy()
 
         def replayed(number: int) -> Bits:
             try:
@@ -223,13 +226,15 @@ class Update:
     receiver: Receiver
     manifest: PolicyVersion
     staged: Content
+    base: Content | None  # what was live then; the changes are right on nothing else
     changes: tuple[Change, ...] | None
     before: Mapping[str, torch.Tensor]  # where they are
 
     def flip(self) -> None:
         """Writes it into the live tensors and proves that they hold it; call it between two steps of the engine.
 
-        Raises WeightsMismatch if they do not; the old values are back then. After this either `commit` or `undo`.
+        Raises WeightsMismatch if they do not; the old values are back then. Raises ValueError, and writes nothing, if
+        another version went live since it was staged. After this either `commit` or `undo`.
         """
         self.receiver._flip(self)  # pyright: ignore[reportPrivateUsage]
 
@@ -267,7 +272,9 @@ def materialise(store: Store, version: int, tensors: Tensors) -> PolicyVersion:
     manifest, staged = _load_whole(store, version)
     try:
         _check_fit(version, staged.schema, tensors)
-        Update(Receiver(store, tensors), manifest, staged, None, {n: t.clone() for n, t in tensors.items()}).apply()
+        Update(
+            Receiver(store, tensors), manifest, staged, None, None, {n: t.clone() for n, t in tensors.items()}
+        ).apply()
     except (DamagedVersion, WeightsMismatch) as e:
         raise UserError(f"{store.url}: {e}; give the folder of the model that the run began with") from None
     return manifest

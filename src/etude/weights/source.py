@@ -26,8 +26,6 @@ class Source:
     def __init__(self, store: Store, relay: str | None = None):
         self.store = store
         self._relay = relay.rstrip("/") if relay else None
-        timeout = httpx2.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
-        self._http = httpx2.Client(timeout=timeout, trust_env=False) if relay else None
 
     def payload(self, manifest: PolicyVersion) -> bytes:
         """The payload of a version. Raises DamagedVersion, or UserError if the store cannot be reached."""
@@ -45,22 +43,19 @@ class Source:
             raise DamagedVersion(f"version {manifest.version}: its payload was altered")
         return payload
 
-    def close(self) -> None:
-        if self._http is not None:
-            self._http.close()
-
     def _from_relay(self, manifest: PolicyVersion) -> bytes:
         """Raises httpx2.HTTPError, or ValueError for bytes that are not the payload's."""
-        assert self._http is not None
         url, query = f"{self._relay}/{manifest.payload}", {"blake3": manifest.payload_digest}
+        timeout = httpx2.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
         pieces: list[bytes] = []
-        for start in range(0, manifest.payload_bytes, PIECE):
-            stop = min(start + PIECE, manifest.payload_bytes)
-            answer = self._http.get(url, params=query, headers={"range": f"bytes={start}-{stop - 1}"})
-            if answer.status_code != 206 or len(answer.content) != stop - start:
-                why = answer.text[:200] if answer.status_code >= 400 else "not the range that was asked for"
-                raise ValueError(f"{answer.status_code} with {len(answer.content)} bytes: {why}")
-            pieces.append(answer.content)
+        with httpx2.Client(timeout=timeout, trust_env=False) as http:
+            for start in range(0, manifest.payload_bytes, PIECE):
+                stop = min(start + PIECE, manifest.payload_bytes)
+                answer = http.get(url, params=query, headers={"range": f"bytes={start}-{stop - 1}"})
+                if answer.status_code != 206 or len(answer.content) != stop - start:
+                    why = answer.text[:200] if answer.status_code >= 400 else "not the range that was asked for"
+                    raise ValueError(f"{answer.status_code} with {len(answer.content)} bytes: {why}")
+                pieces.append(answer.content)
         payload = b"".join(pieces)
         if not intact(payload, manifest.payload_digest):
             raise ValueError("it sent bytes that are not the payload's")
