@@ -150,7 +150,7 @@ async def _observe_versions(run: Run) -> None:
         except EngineError as e:
             _watch(run)
             raise RunFailed(f"the engine at {url} does not answer ({e}); continue with --resume {run.folder}") from e
-        if health["status"] != "ok":
+        if health["status"] == "failed":
             raise RunFailed(f"the engine at {url} failed: {health['error']}; continue with --resume {run.folder}")
         version = int(health["version"])
         if version not in run.manifests and (found := read(run.weights, version)) is not None:

@@ -353,3 +353,19 @@ def store(bits, positions, values, count, seed, first, w):  # type: ignore[no-un
         grown += _hash(seed, first + i, values[j], w) - _hash(seed, first + i, bits[i], w)
         bits[i] = values[j]
     return grown
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def scatter(live, shift, positions, values):  # type: ignore[no-untyped-def]
+    """Set elements; the values go into the upper bits of wider elements, zeros below them."""
+    for j in range(positions.size):
+        live[positions[j]] = np.int64(values[j]) << shift
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def holds(live, shift, positions, values):  # type: ignore[no-untyped-def]
+    """Whether the elements have, in all their bits, what `scatter` gives them."""
+    same = True
+    for j in range(positions.size):
+        same = same and np.int64(live[positions[j]]) == np.int64(values[j]) << shift
+    return same
