@@ -76,7 +76,9 @@ class Publication:
 
     def __init__(self, version: int, work: Callable[[float], PolicyVersion]):
         self.version = version
-        self._deadline = time.monotonic() + PUBLISH_SECONDS
+        self._began = time.monotonic()
+        self._deadline = self._began + PUBLISH_SECONDS
+        self.seconds = 0.0  # it took, once it is done
         self._future: Future[PolicyVersion] = Future()
         self.raised = False
         # Not waited for when the process ends: that is a crash like any other, and the store's order of writes holds.
@@ -84,9 +86,12 @@ class Publication:
 
     def _run(self, work: Callable[[float], PolicyVersion]) -> None:
         try:
-            self._future.set_result(work(self._deadline))
-        except BaseException as e:
+            manifest = work(self._deadline)
+        except BaseException as e:  # `result` raises it
             self._future.set_exception(e)
+            return
+        self.seconds = time.monotonic() - self._began
+        self._future.set_result(manifest)
 
     def done(self) -> bool:
         """Whether `result` answers at once."""
