@@ -25,11 +25,11 @@ from etude.weights import kernels as _typed_kernels
 from etude.weights.codec import Digests
 from etude.weights.digest import digest, written
 from etude.weights.live import Change, Live, Positions, Tensors, as_tensor
-from etude.weights.manifest import key, read, schema_key, versions
+from etude.weights.manifest import key, schema_key, versions
 from etude.weights.plan import NoPath, Payload, plan
 from etude.weights.repair import Mended, Rung, Unavailable, mend
 from etude.weights.schema import Bits, Schema
-from etude.weights.signature import Refused
+from etude.weights.signature import Refused, Trust
 from etude.weights.source import BrokenObject, DamagedVersion, Source
 
 kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
@@ -270,33 +270,53 @@ class Repair:
         self.receiver._mend(self.mended)  # pyright: ignore[reportPrivateUsage]
 
 
-def materialise(store: Store, version: int, tensors: Tensors) -> PolicyVersion:
+def materialise(store: Store, version: int, tensors: Tensors, trust: Trust | None = None) -> PolicyVersion:
     """Writes a published version into `tensors`, e.g. a model's own, which may be wider.
 
-    Raises UserError if the version is not there, is damaged or does not fit.
+    Raises UserError if the version is not there, is damaged, not trusted or does not fit.
     """
-    manifest, staged = _load_whole(store, version)
-    try:
-        _check_fit(version, staged.schema, tensors)
-        Update(
-            Receiver(store, tensors), manifest, staged, None, None, {n: t.clone() for n, t in tensors.items()}
-        ).apply()
-    except (DamagedVersion, WeightsMismatch) as e:
-        raise UserError(f"{store.url}: {e}; give the folder of the model that the run began with") from None
+    manifest, staged = load_content(store, version, trust)
+    _put(store, manifest, staged, tensors)
+    return manifest
+
+
+def bring(store: Store, held: int, version: int, tensors: Tensors, trust: Trust | None = None) -> PolicyVersion:
+    """Brings `tensors`, which are those of version `held`, to another by the cheapest path. Raises UserError."""
+    grid = schema.schema_of(tensors)
+    taken = {name: schema.bits(tensor).copy() for name, tensor in tensors.items()}
+    content = Content(grid, taken, codec.digests(grid, taken))
+    manifest, staged = _whole(Source(store, trust=trust), version, held, content)
+    _put(store, manifest, staged, tensors)
     return manifest
 
 
 def load(store: Store, version: int) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:
     """The manifest and the tensors of a published version, as published. Raises UserError."""
-    manifest, content = _load_whole(store, version)
+    manifest, content = load_content(store, version)
     return manifest, content.tensors()
 
 
-def _load_whole(store: Store, version: int) -> tuple[PolicyVersion, Content]:
-    if read(store, version) is None:
+def load_content(store: Store, version: int, trust: Trust | None = None) -> tuple[PolicyVersion, Content]:
+    """The manifest and the bits of a published version. Raises UserError."""
+    return _whole(Source(store, trust=trust), version, -1, None)
+
+
+def _put(store: Store, manifest: PolicyVersion, staged: Content, tensors: Tensors) -> None:
+    try:
+        _check_fit(manifest.version, staged.schema, tensors)
+        Update(
+            Receiver(store, tensors), manifest, staged, None, None, {n: t.clone() for n, t in tensors.items()}
+        ).apply()
+    except (DamagedVersion, WeightsMismatch) as e:
+        raise UserError(f"{store.url}: {e}; give the folder of the model that the run began with") from None
+
+
+def _whole(source: Source, version: int, held: int, content: Content | None) -> tuple[PolicyVersion, Content]:
+    store = source.store
+    if not store.exists(key(version)):
         raise UserError(f"{store.url} has no version {version}; the newest is {max(versions(store), default=None)}")
     try:
-        return _load(Source(store), version, -1, None)
+        return _load(source, version, held, content)
     except DamagedVersion as e:
         raise UserError(f"{store.url}: {e}; choose another version") from None
 
