@@ -2,6 +2,9 @@
 
 import torch
 
+from etude.weights.ranks import owned
+from etude.weights.schema import schema_of
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -28,3 +31,10 @@ def widened(of: Tensors) -> Tensors:
 
 def copies(of: Tensors) -> Tensors:
     return {name: t.clone() for name, t in of.items()}
+
+
+def sharded(of: Tensors, rank: int, count: int) -> Tensors:
+    """What a rank holds: the tensors of its chunks; of the others only name, type and shape."""
+    schema = schema_of(of)
+    names = {schema.tensors[schema.chunks[i].tensor].name for i in owned(schema, rank, count)}
+    return {name: t if name in names else t.to("meta") for name, t in of.items()}
