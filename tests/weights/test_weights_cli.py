@@ -13,7 +13,8 @@ from etude.store import open_store
 from etude.weights import manifest
 from etude.weights.signature import private_key, sign
 
-VERSIONS = 10
+VERSIONS = 14
+LAST = VERSIONS - 1
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def refused(capsys, root: Path, command: str) -> str:
     return sentence
 
 
-@pytest.mark.parametrize("version", [0, 5, 9])
+@pytest.mark.parametrize("version", [0, 5, LAST])
 def test_what_is_fetched_is_what_the_trainer_would_write_byte_for_byte(copy, version, capsys):
     cli_runs(copy, f"fetch weights --base m0 --version {version} --public-key run.key.pub -o out")
     assert files(copy / "out") == files(copy / f"m{version}")
@@ -72,8 +73,9 @@ def test_what_is_fetched_is_what_the_trainer_would_write_byte_for_byte(copy, ver
 
 def test_a_folder_is_brought_from_one_version_to_another_without_the_anchor(copy, capsys):
     store = open_store(str(copy / "weights"))
-    for part in manifest.read(store, 9).anchor.parts:
-        store.delete(part.key)
+    for key in store.list("payloads"):
+        if "-anchor-" in key:
+            store.delete(key)
     cli_runs(copy, "apply weights m2 --version 8 -o out")
     assert files(copy / "out") == files(copy / "m8")
     assert "m2 holds version 2" in capsys.readouterr().out
@@ -89,11 +91,12 @@ def test_inspect_lists_versions_as_they_are(folders, capsys):
     cli_runs(folders, "inspect weights --json")
     found = json.loads(capsys.readouterr().out)
     assert [row["version"] for row in found["versions"]] == list(range(VERSIONS))
-    assert [row["kind"] for row in found["versions"]] == ["anchor"] + ["delta"] * 9
+    assert [row["kind"] for row in found["versions"]] == ["anchor"] + ["delta"] * LAST
     assert all(row["signed"] for row in found["versions"])
     assert 0 < found["versions"][3]["changed"] < 0.1
     cli_runs(folders, "inspect weights 4")
     assert "delta" in capsys.readouterr().out
+    assert found["versions"][-1]["anchor"] > 0, "also a chain of single commands gets its anchors"
     assert "has no version 99" in refused(capsys, folders, "inspect weights 99")
 
 
@@ -104,7 +107,7 @@ def test_diff_counts_what_changed(folders, capsys):
     assert one["changed"] == published.changed == sum(row["changed"] for row in one["tensors"])
     cli_runs(folders, "diff weights 3 3")
     assert capsys.readouterr().out.startswith("0 of ")
-    assert "has no version 12" in refused(capsys, folders, "diff weights 3 12")
+    assert "has no version 99" in refused(capsys, folders, "diff weights 3 99")
 
 
 def test_verify_finds_a_flip_in_every_block_of_every_object(copy, capsys):
@@ -136,31 +139,31 @@ def test_verify_and_fetch_of_a_broken_version(copy, damage, capsys):
     sentence = refused(capsys, copy, "verify weights")
     assert f"version 5: {key}" in sentence
     assert "version 5: its payload" in refused(capsys, copy, "fetch weights --base m0 --version 5 -o out")
-    cli_runs(copy, "fetch weights --base m0 --version 9 -o out")  # past the hole, by the fold of eight
-    assert files(copy / "out") == files(copy / "m9")
+    cli_runs(copy, f"fetch weights --base m0 --version {LAST} -o out")  # past the hole, from a later anchor
+    assert files(copy / "out") == files(copy / f"m{LAST}")
 
 
 def test_a_stranger_s_manifests_are_refused(copy, capsys):
     store = open_store(str(copy / "weights"))
-    honest = manifest.read(store, 9)
+    honest = manifest.read(store, LAST)
     cli_runs(copy, "keygen other.key")
     capsys.readouterr()
     forged = {
         "is not signed": msgspec.structs.replace(honest, signature=""),
         "is not by the key": sign(honest, private_key(copy / "other.key")),
-        "signature of version 9": msgspec.structs.replace(honest, digest=manifest.read(store, 8).digest),
+        f"signature of version {LAST}": msgspec.structs.replace(honest, digest=manifest.read(store, LAST - 1).digest),
     }
     for why, lie in forged.items():
-        store.put(manifest.key(9), msgspec.json.encode(lie))
+        store.put(manifest.key(LAST), msgspec.json.encode(lie))
         assert why in refused(capsys, copy, "fetch weights --base m0 --public-key run.key.pub -o out")
         assert why in refused(capsys, copy, "verify weights --public-key run.key.pub")
-    store.put(manifest.key(9), store.get(manifest.key(8)))
-    assert "is that of version 8" in refused(capsys, copy, "fetch weights --base m0 --public-key run.key.pub -o out")
+    store.put(manifest.key(LAST), store.get(manifest.key(LAST - 1)))
+    assert f"is that of version {LAST - 1}" in refused(capsys, copy, "fetch weights --base m0 --public-key run.key.pub -o out")
 
 
 def test_gc_says_and_takes_what_nobody_needs(copy, capsys):
     store = open_store(str(copy / "weights"))
-    store.put("payloads/00000011-delta-of-a-killed-attempt", bytes(1000))
+    store.put("payloads/00000099-delta-of-a-killed-attempt", bytes(1000))
     cli_runs(copy, "gc weights --dry-run --grace 0")
     assert "would remove 1 objects, 1,000 bytes" in capsys.readouterr().out
     cli_runs(copy, "gc weights --json")
@@ -176,7 +179,7 @@ def test_gc_says_and_takes_what_nobody_needs(copy, capsys):
         ("inspect nowhere", "is not a folder; give the store of a run"),
         ("verify m0", "has no version at all"),
         ("fetch weights --base nowhere -o out", "is not a folder"),
-        ("fetch weights --base m0 --version 77 -o out", "has no version 77; the newest is 9"),
+        ("fetch weights --base m0 --version 77 -o out", "has no version 77; the newest is 13"),
         ("fetch weights --base m0 --public-key run.key -o out", "is no Ed25519 public key"),
         ("publish weights nowhere", "is not a folder"),
         ("publish weights m0 --key m0", "is no Ed25519 private key"),

@@ -67,6 +67,7 @@ def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = N
     publisher = Publisher(store, key=key)
     if last is not None:
         publisher.resume(last, load(store, last.version)[1])
+        publisher.finish_anchor()
     return publisher.publish(last.version + 1 if last else 0, tensors, (), {})
 
 

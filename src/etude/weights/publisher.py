@@ -152,6 +152,7 @@ class Publisher:
         self._run = last.run
         self._since = self._bytes_since(last)
         self._folds = {span: Fold(last.version) for span in SPANS}
+        self._begin_anchor_if_due(self._last)
 
     def publish(
         self, version: int, tensors: Mapping[str, torch.Tensor], groups: tuple[int, ...], metrics: dict[str, float]
@@ -176,10 +177,21 @@ class Publisher:
 
     def close(self) -> None:
         """Waits for the version in flight. Raises its error if nobody has seen it."""
-        if self._flight is not None:
-            flight, self._flight = self._flight, None
-            if not flight.raised:
-                flight.result()
+        flight = self._flight
+        if flight is not None and not (flight.raised and flight.done()):
+            flight.result()
+        self._flight = None
+
+    def finish_anchor(self) -> None:
+        """Waits for an anchor that is being written, so that the next version names it; RunFailed after 15 minutes.
+
+        Nothing needs it but a process that ends soon and would take its thread with it.
+        """
+        if self._anchor is not None:
+            try:
+                self._anchor[1].exception(PUBLISH_SECONDS)
+            except FutureTimeout:
+                raise RunFailed(f"the anchor of version {self._anchor[0]} was not written in time") from None
 
     def _bytes_since(self, last: PolicyVersion) -> float:
         """Bytes of deltas since the last anchor; without end if one is damaged, so that the next version gets one."""
@@ -330,10 +342,14 @@ class Publisher:
                 break
             pending, self._folds[span] = mine.changes, Fold(manifest.version)
         self._since += manifest.payload_bytes
+        self._begin_anchor_if_due(published)
+
+    def _begin_anchor_if_due(self, of: Published) -> None:
+        manifest = of.manifest
         size = sum(part.bytes for part in manifest.anchor.parts)
         old = manifest.version - manifest.anchor.version >= self._anchor_versions
         if self._anchor is None and (old or self._since > self._anchor_share * size):
-            self._begin_anchor(published)
+            self._begin_anchor(of)
 
     def _complete_anchor(self) -> tuple[Part, ...] | None:
         """This rank's part of the anchor that was begun last, None if it is not there yet. Raises what went wrong."""
