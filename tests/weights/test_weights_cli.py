@@ -158,7 +158,8 @@ def test_a_stranger_s_manifests_are_refused(copy, capsys):
         assert why in refused(capsys, copy, "fetch weights --base m0 --public-key run.key.pub -o out")
         assert why in refused(capsys, copy, "verify weights --public-key run.key.pub")
     store.put(manifest.key(LAST), store.get(manifest.key(LAST - 1)))
-    assert f"is that of version {LAST - 1}" in refused(capsys, copy, "fetch weights --base m0 --public-key run.key.pub -o out")
+    sentence = refused(capsys, copy, "fetch weights --base m0 --public-key run.key.pub -o out")
+    assert f"is that of version {LAST - 1}" in sentence
 
 
 def test_gc_says_and_takes_what_nobody_needs(copy, capsys):
@@ -188,3 +189,15 @@ def test_gc_says_and_takes_what_nobody_needs(copy, capsys):
 )
 def test_mistakes(folders, command, sentence, capsys):
     assert sentence in refused(capsys, folders, command)
+
+
+def test_the_documented_commands_are_the_ones_there_are():
+    text = (Path(__file__).parents[2] / "docs/weights.md").read_text()
+    shown = {line.split()[2]: line for line in text.splitlines() if line.startswith("etude weights ")}
+    weights = next(a for a in cli._parser()._actions if a.choices).choices["weights"]
+    actions = next(a for a in weights._actions if isinstance(a.choices, dict)).choices
+    assert shown.keys() == actions.keys()
+    for name, line in shown.items():
+        flags = {word.strip("[]") for word in line.split() if word.strip("[").startswith("-")}
+        known = {flag for a in actions[name]._actions for flag in a.option_strings}
+        assert flags <= known, name
