@@ -39,12 +39,8 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     if isinstance(config, MidtrainConfig):
         pretrain.midtrain(config)
-        return
-    if config.tries and not config.tries_file.is_file():
-        from etude.sample_tries import sample_tries
-
-        sample_tries(config)
-    pretrain.sft(config)
+    else:
+        pretrain.sft(config)
 
 
 def _rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None) -> None:

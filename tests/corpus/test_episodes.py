@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from etude.corpus import dialect
 from etude.corpus.dialect import IDS, SPECIALS
-from etude.corpus.episodes import SHAPES, TRYING, Broken, Edit, break_function, edit_between, episode, failure
+from etude.corpus.episodes import SHAPES, Edit, break_function, edit_between, episode, failure
 from etude.corpus.filters import Function
 
 
@@ -48,22 +48,14 @@ def _calls(ids: list[int], tokenizer: Tokenizer) -> list[list[str]]:
     return [call.split("<|end|>")[0].split("<|arg|>") for call in text.split("<|call|>")[1:]]
 
 
-def _tries(broken: Broken) -> tuple[Edit, ...]:
-    """One edit for every answer of the tool: applied, no match, no change, several matches."""
-    lines = [line for line in broken.source.split("\n") if broken.source.count(line) == 1]
-    return (Edit(lines[0], lines[0] + "  # tried"), Edit("not there", "x"), Edit(lines[0], lines[0]), Edit("", "x"))
-
-
-@pytest.mark.parametrize(("shape", "given"), [(s, False) for s in SHAPES] + [(s, True) for s in TRYING])
-def test_playing_an_episode_ends_where_it_says(
-    shape: str, given: bool, corpus: list[Function], tokenizer: Tokenizer
-) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_playing_an_episode_ends_where_it_says(shape: str, corpus: list[Function], tokenizer: Tokenizer) -> None:
     """Apply every call to the broken function: the results in the episode are those the tools would give."""
     rng = random.Random(5)
     played = 0
     for function in corpus * 20:
         broken = break_function(function, rng)
-        document = episode(broken, shape, rng, _tries(broken) if given else ()) if broken else None
+        document = episode(broken, shape, rng) if broken else None
         if broken is None or document is None:
             continue
         played += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import random
@@ -16,11 +15,10 @@ from tokenizers import Tokenizer
 from etude.corpus import dialect, fim, packing
 from etude.corpus.dedup import contamination, exact, near
 from etude.corpus.dialect import IDS, Document, Piece, special
-from etude.corpus.episodes import TRYING, break_function, episode, inferable
+from etude.corpus.episodes import break_function, episode, inferable
 from etude.corpus.filters import Function, functions, keep_file, keep_function
 from etude.corpus.mutations import WEIGHTS
 from etude.corpus.sources import Source, collect, fetch, files, provenance
-from etude.corpus.tries import Tried
 
 log = logging.getLogger(__name__)
 
@@ -152,35 +150,21 @@ def fim_documents(train: Sequence[Function], rng: random.Random) -> Iterator[Doc
 
 
 def repair_documents(
-    train: Sequence[Function],
-    shapes: Mapping[str, float],
-    operators: Mapping[str, float],
-    rng: random.Random,
-    tries: Sequence[Tried] = (),
+    train: Sequence[Function], shapes: Mapping[str, float], operators: Mapping[str, float], rng: random.Random
 ) -> Iterator[Document]:
     """Endless repair episodes, each over a fresh mutation; every function in turn.
 
-    `shapes` are shares of episode shapes, `operators` weights of mutation operators. With `tries`, episodes with
-    wrong edits are about these, every one in turn.
+    `shapes` are shares of episode shapes, `operators` weights of mutation operators.
     """
     names, weights = list(shapes), list(shapes.values())
-    turns = (one for _ in itertools.count() for one in rng.sample(tries, len(tries)))
     while True:
         made = False
         for function in rng.sample(train, len(train)):
-            shape = rng.choices(names, weights)[0]
-            if tries and shape in TRYING:
-                one = next(turns)
-                document = episode(one.broken, shape, rng, one.wrong)
-                if document is not None:
-                    made = True
-                    yield document
-                continue
             broken = break_function(function, rng, operators)
             # A repair that needs a name seen nowhere in the function teaches guessing; keep only some of these.
             if broken is not None and not inferable(broken) and rng.random() < 0.65:
                 continue
-            document = episode(broken, shape, rng) if broken else None
+            document = episode(broken, rng.choices(names, weights)[0], rng, operators) if broken else None
             if document is not None:
                 made = True
                 yield document
@@ -246,10 +230,9 @@ def sft_rows(
     tokens: int,
     length: int,
     seed: int,
-    tries: Sequence[Tried] = (),
 ) -> packing.Rows:
     """Rows of about `tokens` tokens of repair episodes; only what the assistant says is labelled."""
-    stream = repair_documents(train, shapes, operators, random.Random(seed), tries)
+    stream = repair_documents(train, shapes, operators, random.Random(seed))
     encoded = take(stream, tokenizer, tokens, length)
     rows = packing.pack(encoded, length, pad=IDS["<|pad|>"], separator=IDS["<|endoftext|>"], label_separator=False)
     return packing.shuffled(rows, seed)

@@ -6,7 +6,7 @@ import builtins
 import keyword
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from etude.corpus.dialect import Call, Document, message, prompt, turn
@@ -24,17 +24,13 @@ class Edit:
     old: str
     new: str
 
-    def refusal(self, source: str) -> str | None:
-        """Why the edit tool refuses it, in the tool's words; None if `old` occurs exactly once and `new` differs."""
+    def apply(self, source: str) -> str:
+        """The edited text. Raises ValueError unless `old` occurs exactly once and `new` differs."""
         count = source.count(self.old) if self.old else 0
         if count != 1:
-            return "no match" if count == 0 else f"{count} matches"
-        return "no change" if self.old == self.new else None
-
-    def apply(self, source: str) -> str:
-        """The edited text. Raises ValueError if the edit is refused."""
-        if why := self.refusal(source):
-            raise ValueError(why)
+            raise ValueError("no match" if count == 0 else f"{count} matches")
+        if self.old == self.new:
+            raise ValueError("no change")
         return source.replace(self.old, self.new)
 
 
@@ -101,9 +97,9 @@ def inferable(broken: Broken) -> bool:
     return all(keyword.iskeyword(name) or hasattr(builtins, name) for name in names)
 
 
-def wrong_edit(broken: Broken, rng: random.Random) -> Edit | None:
+def wrong_edit(broken: Broken, rng: random.Random, operators: Mapping[str, float] = WEIGHTS) -> Edit | None:
     """A plausible edit that does not repair: another one-line mutation of the broken function; None if none applies."""
-    mutation = mutate(broken.source, rng, single_line=True)
+    mutation = mutate(broken.source, rng, weights=operators, single_line=True)
     if mutation is None:
         return None
     after = mutation.apply(broken.source)
@@ -177,13 +173,15 @@ SHAPES = ("blind", "tested", "recovers", "no_match", "no_change", "gives_up")
 TRYING = ("recovers", "gives_up")  # the shapes with wrong edits that were tested
 
 
-def episode(broken: Broken, shape: str, rng: random.Random, tries: Sequence[Edit] = ()) -> Document | None:
+def episode(
+    broken: Broken, shape: str, rng: random.Random, operators: Mapping[str, float] = WEIGHTS
+) -> Document | None:
     """One whole episode of the given shape; None when no wrong attempt could be made for it.
 
     blind: edit and finish without a test. tested: edit, test, finish. recovers: wrong edits, each tested and undone,
     then the right one. no_match: an edit that misses its text, then the right one. no_change: an edit that replaces a
-    line by itself, then the right one. gives_up: as recovers, but finish after the last
-    failed test. Wrong edits are not labelled. They are some of `tries`, if there are any, else random mutations.
+    line by itself, then the right one. gives_up: as recovers, but finish after the last failed test.
+    Wrong edits are mutations by operators of these weights, all different, and not labelled.
     """
     call = Call("edit", (broken.edit.old, broken.edit.new))
     test, undo, finish = Call("test"), Call("undo"), Call("finish")
@@ -206,27 +204,20 @@ def episode(broken: Broken, shape: str, rng: random.Random, tries: Sequence[Edit
         return opening + turn([wrong, test]) + failed + turn([call, test]) + passed
     if shape not in TRYING:
         raise ValueError(f"unknown episode shape {shape!r}; known: {', '.join(SHAPES)}")
-    most = rng.choices((1, 2, 3, 4, 5), (6, 4, 3, 2, 1) if tries else (6, 3, 1, 0, 0))[0]
-    wrong_edits = rng.sample(tries, min(most, len(tries))) if tries else _random_tries(broken, most, rng)
-    if not wrong_edits:
+    tries = _tries(broken, rng.choices((1, 2, 3, 4, 5), (6, 4, 3, 2, 1))[0], rng, operators)
+    if not tries:
         return None
-    document, applied = opening, False
-    for edit in wrong_edits:
+    document = opening
+    for index, edit in enumerate(tries):
         wrong = Call("edit", (edit.old, edit.new), labelled=False)
-        document += turn([undo, wrong, test] if applied else [wrong, test])
-        refusal = edit.refusal(broken.source)
-        results = ["undone"] if applied else []
-        results += [f"error: {refusal}" if refusal else "ok", failure(name, rng)]
-        document += message("tool", "\n".join(results))
-        applied = refusal is None
+        document += turn([undo, wrong, test] if index else [wrong, test])
+        document += message("tool", f"{'undone' if index else ''}\nok\n{failure(name, rng)}".lstrip())
     if shape == "gives_up":
         return document + end
-    if not applied:
-        return document + turn([call, test]) + passed
     return document + turn([undo, call, test]) + message("tool", "undone\nok\npassed") + end
 
 
-def _random_tries(broken: Broken, count: int, rng: random.Random) -> list[Edit]:
-    """Wrong edits that have nothing to do with each other; none if one could not be made."""
-    edits = [wrong_edit(broken, rng) for _ in range(count)]
-    return [edit for edit in edits if edit is not None] if None not in edits else []
+def _tries(broken: Broken, most: int, rng: random.Random, operators: Mapping[str, float]) -> list[Edit]:
+    """Up to `most` different wrong edits; a short function may not have as many."""
+    edits = (wrong_edit(broken, rng, operators) for _ in range(2 * most))
+    return list(dict.fromkeys(edit for edit in edits if edit is not None))[:most]

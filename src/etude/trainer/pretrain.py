@@ -29,7 +29,6 @@ from etude.corpus import build, packing
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS
 from etude.corpus.mutations import WEIGHTS
-from etude.corpus.tries import load as load_tries
 from etude.trainer.pretrain_config import CorpusConfig, MidtrainConfig, ModelConfig, OptimConfig, SftConfig, load
 
 log = logging.getLogger(__name__)
@@ -313,8 +312,7 @@ def train(
     return model.eval()
 
 
-def corpus_of(config: CorpusConfig, seed: int) -> build.Corpus:
-    """The corpus of a configuration, from its cache if it was built before."""
+def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
     return build.build_corpus(
         config.packages,
         config.held_out,
@@ -354,7 +352,7 @@ def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | 
     """Train a new model on code, fill-in-the-middle and repair episodes; returns its Hugging Face folder."""
     output = config.output
     _prepare(output, config, resume)
-    corpus = corpus_of(config.corpus, config.seed)
+    corpus = _corpus(config.corpus, config.seed)
     (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
     folder = output / "tokenizer"
     if not (folder / "tokenizer.json").is_file():
@@ -384,19 +382,14 @@ def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = Non
     output = config.output
     if not (config.model / "tokenizer.json").is_file():
         raise ValueError(f"{config.model} is not a model folder; run mid-training first")
-    if config.tries and not config.tries_file.is_file():
-        raise ValueError(f"{config.tries_file} is missing; `etude train` samples it before the stage begins")
     _prepare(output, config, resume)
-    corpus = corpus_of(config.corpus, config.seed)
+    corpus = _corpus(config.corpus, config.seed)
     (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
     tokenizer = bpe.load(config.model)
     optim, shapes = config.optim, config.shapes.model_dump()
     if not (output / "rows.safetensors").is_file():
         short = [function for function in corpus.train if function.lines <= config.max_lines]
-        tries = load_tries(config.tries_file) if config.tries else ()
-        rows = build.sft_rows(
-            short, tokenizer, shapes, config.operators, optim.tokens, optim.length, config.seed + 1, tries
-        )
+        rows = build.sft_rows(short, tokenizer, shapes, config.operators, optim.tokens, optim.length, config.seed + 1)
         log.info("fine-tuning rows: %s, %d labelled tokens", rows.ids.shape, rows.labelled)
         packing.save(rows, output / "rows.safetensors")
     rows = packing.load(output / "rows.safetensors")

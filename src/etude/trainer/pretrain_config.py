@@ -76,13 +76,6 @@ class ShapesConfig(_Section):
         return self
 
 
-class TriesConfig(_Section):
-    """How many functions the stage's model edits beforehand, and how often each; its wrong edits are trained after."""
-
-    functions: int = Field(12_000, gt=0)
-    samples: int = Field(5, gt=0)
-
-
 class OptimConfig(_Section):
     """AdamW with decoupled weight decay; the schedule is linear warm-up, a plateau, and a decay to zero.
 
@@ -130,12 +123,6 @@ class SftConfig(_Stage):
         WEIGHTS, description="weights of the mutation operators; absent ones are unused"
     )
     max_lines: int = Field(30, ge=3)
-    tries: TriesConfig | None = None
-
-    @property
-    def tries_file(self) -> Path:
-        """Where the wrong edits lie that were sampled for this stage."""
-        return self.output / "tries.json"
 
     @field_validator("operators")
     @classmethod
