@@ -150,7 +150,7 @@ def test_a_streaming_client_sees_no_error_while_versions_arrive(tmp_path):
     """Clients stream and generate at a real server, which takes payloads from a real relay; six versions arrive."""
     store = open_store(str(tmp_path / "weights"))
     current = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(NANO)).items()}
-    publisher = Publisher(store, anchor_every=4)
+    publisher = Publisher(store, anchor_versions=4)
     publisher.publish(0, current, (), {})
     relay = start(tmp_path, "relay", "etude.weights.relay", "--store", store.url)
     options = ["--model", str(NANO), "--port", "0", "--cache-mb", "64", "--weights", store.url, "--relay", relay[1]]
