@@ -92,7 +92,7 @@ class Store:
             pages = obstore.list(self._backend, folder or None, offset=after)
             return sorted(meta["path"] for page in pages for meta in page)
 
-    def entries(self, folder: str = "") -> list[Entry]:
+    def entries(self, folder: str = "") -> tuple[Entry, ...]:
         """What lies in `folder` and below it, by key."""
         with self._errors("list", folder):
             found = [
@@ -100,7 +100,7 @@ class Store:
                 for page in obstore.list(self._backend, folder or None)
                 for meta in page
             ]
-        return sorted(found, key=lambda entry: entry.key)
+        return tuple(sorted(found, key=lambda entry: entry.key))
 
     def delete(self, key: str) -> None:
         """Removes `key`; nothing happens if it is not there."""
