@@ -15,6 +15,12 @@ def tensors(seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensors:
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
+def wide(seed: int) -> Tensors:
+    """Six tensors of equal size."""
+    generator = torch.Generator().manual_seed(seed)
+    return {f"t{i}": torch.randn((30, 20), generator=generator).to(torch.bfloat16) for i in range(6)}
+
+
 def nudged(of: Tensors, seed: int) -> Tensors:
     """About a tenth of the elements move."""
     generator = torch.Generator().manual_seed(seed)

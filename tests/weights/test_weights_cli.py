@@ -34,7 +34,7 @@ def folders(tmp_path_factory) -> Path:
 def cli_runs(root: Path, command: str, code: int = 0) -> None:
     """Paths in the command are below `root`."""
     words = shlex.split(command)
-    names = {path.name for path in root.iterdir()} | {"out", "elsewhere", "weights", "run.key", "nowhere"}
+    names = {path.name for path in root.iterdir()} | {"out", "elsewhere", "weights", "run.key", "other.key", "nowhere"}
     with pytest.raises(SystemExit) as stop:
         cli.main(["weights", *(str(root / word) if word in names else word for word in words)])
     assert stop.value.code == code
