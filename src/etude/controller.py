@@ -281,6 +281,8 @@ def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[proc
     argv += ["--threads", str(inference.threads), "--device", inference.device, "--dtype", inference.dtype]
     argv += ["--max-batch", str(config.rollout.max_in_flight), "--max-length", str(config.rollout.context)]
     argv += ["--deterministic"] if config.deterministic else []
+    key = config.weights.signing_key
+    argv += ["--public-key", f"{key}.pub"] if key else []
     children = [
         spawn_engine([*argv, "--port", str(inference.port and inference.port + i)], logs, i)
         for i in range(inference.servers)

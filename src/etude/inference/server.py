@@ -290,6 +290,7 @@ def _arguments(argv: list[str] | None) -> tuple[Options, bool]:
     parser.add_argument("--peers", nargs="+", default=[], help="URLs of servers that may repair this one's weights")
     parser.add_argument("--coordinator", help="URL of the coordinator of this server's replica")
     parser.add_argument("--member", default="", help="this server's name in its replica")
+    parser.add_argument("--public-key", type=Path, help="serve only versions whose manifests this key has signed")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -301,10 +302,13 @@ def _arguments(argv: list[str] | None) -> tuple[Options, bool]:
     parser.add_argument("--parent-death", action="store_true", help="die with the process that started this one")
     values = vars(parser.parse_args(argv))
     parent_death = values.pop("parent_death")
-    url, *rest = (values.pop(name) for name in ("weights", "relay", "peers", "coordinator", "member"))
+    url, *rest = (values.pop(name) for name in ("weights", "relay", "peers", "coordinator", "member", "public_key"))
     if url is None and any(rest):
-        parser.error("--relay, --peers, --coordinator and --member need --weights")
-    values["weights"] = url and Origin(store=url, relay=rest[0], peers=rest[1], coordinator=rest[2], member=rest[3])
+        parser.error("--relay, --peers, --coordinator, --member and --public-key need --weights")
+    relay, peers, coordinator, member, key = rest
+    values["weights"] = url and Origin(
+        store=url, relay=relay, peers=peers, coordinator=coordinator, member=member, public_key=key
+    )
     return Options(**values), parent_death
 
 

@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ from etude.weights.digest import digest
 from etude.weights.member import Member, NotTogether
 from etude.weights.receiver import DamagedVersion, Receiver, WeightsMismatch
 from etude.weights.repair import TRIES, Unrepairable
+from etude.weights.signature import Trust, public_key
 from etude.weights.source import Source
 
 _POLL_SECONDS = 0.1
@@ -35,13 +37,14 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class Origin:
     """Where versions come from: the store's URL, and optionally the cluster's relay, the servers of the same cluster,
-    and the coordinator of the replica with this server's name in it."""
+    the coordinator of the replica with this server's name in it, and the key that must have signed the manifests."""
 
     store: str
     relay: str | None = None
     peers: Sequence[str] = ()
     coordinator: str | None = None
     member: str = ""
+    public_key: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Follower:
         self._member: Member | None = None
         if origin is not None:
             store = open_store(origin.store)
-            receiver = Receiver(store, self._tensors, Source(store, origin.relay), origin.peers)
+            trust = Trust(public_key(origin.public_key)) if origin.public_key else None
+            receiver = Receiver(store, self._tensors, Source(store, origin.relay, trust), origin.peers)
             ballot: Ballot = Remote(origin.coordinator, origin.member) if origin.coordinator else Alone()
             self._member = Member(receiver, ballot)
         self._stop = threading.Event()
