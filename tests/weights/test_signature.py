@@ -29,7 +29,7 @@ def store(tmp_path, keys):
     store = open_store(str(tmp_path / "weights"))
     writer, current = Publisher(store, key=keys[0]), tensors(0)
     for version in range(4):
-        writer.publish(version, current, (), {"loss": 0.1 + version, "tiny": 1e-300})
+        writer.publish(version, current, (), {"loss": 0.1 + version, "tiny": 1e-300, "tokens": 3})
         current = nudged(current, version)
     return store
 

@@ -115,7 +115,8 @@ class Publisher:
 
     A chain begins with an anchor, all elements: at the first version, and where names, types or shapes change. Another
     is written when the deltas since the last one exceed `anchor_share` of its size, or after `anchor_versions`.
-    With `key`, manifests are signed. With `ranks`, this process writes a part of each version.
+    With `key`, manifests are signed. With `ranks`, this process writes a part of each version. Host memory: the weights
+    as published last, those on their way, and those of an anchor that is still being written.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Publisher:
         self.close()
         schema = schema_of(tensors)
         taken = self._snapshot(schema, tensors)
-        about = _About(version, schema, groups, {k: v for k, v in metrics.items() if math.isfinite(v)})
+        about = _About(version, schema, groups, {k: float(v) for k, v in metrics.items() if math.isfinite(v)})
         self._flight = Publication(version, lambda deadline: self._publish(about, taken, deadline))
         return self._flight
 
