@@ -85,6 +85,16 @@ def test_the_oldest_group_is_played_first(ledger):
     assert order == [(index, member) for index in range(3) for member in range(2)]
 
 
+def test_groups_of_a_version_on_its_way_are_not_trained_on_again(ledger):
+    ids = [ledger.admit(index, f"t{index}", 1, 0) for index in range(4)]
+    play(ledger)
+    for in_order in (False, True):
+        found = ledger.ready_groups(2, in_order=in_order, without=ids[:2])
+        assert [group.id for group in found] == ids[2:]
+        assert len(ledger.ready_groups(3, in_order=in_order, without=ids[:2])) == 2
+    assert ledger.ready_groups(2, in_order=False, due=0, without=ids[:2]), "what is on its way is no straggler"
+
+
 def test_an_expired_lease_is_taken_over_under_a_new_attempt_and_its_late_result_is_ignored(ledger):
     group = ledger.admit(0, "t", 1, 0)
     (late,) = ledger.lease("a", 1, OVER)
