@@ -343,7 +343,7 @@ def _load(source: Source, target: int, held: int, content: Content | None) -> tu
 def _follow(source: Source, target: int, path: list[Payload], content: Content | None) -> tuple[PolicyVersion, Content]:
     manifest = source.manifest(target)
     assert manifest is not None, "the path ends at its manifest"
-    if content is None or path[0].base is None:
+    if content is None or (path and path[0].base is None):
         content = _blank(source.store, manifest)
     if manifest.schema != content.schema.id:
         raise DamagedVersion(f"version {target} is of another model than the one before it")
