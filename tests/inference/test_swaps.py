@@ -1,9 +1,9 @@
 """Swaps under load. What a token's version tag means, exactly:
 
-a request keeps its keys and values over a swap. Its prompt is fed under the version of its first token, and token j under
-the version of token j + 1: so the tags of a generation are its whole history, and whoever feeds the same tokens under the
-same versions gets the same log-probabilities, in deterministic mode to the last bit. A request that begins after the swap
-is a plain forward pass of the new weights.
+a request keeps its keys and values over a swap. Its prompt is fed under the version of its first token, and token j
+under the version of token j + 1: so the tags of a generation are its whole history, and whoever feeds the same tokens
+under the same versions gets the same log-probabilities, in deterministic mode to the last bit. A request that begins
+after the swap is a plain forward pass of the new weights.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def versions(tmp_path):
 def replayed(store, request: Request, told: Generation) -> Generation:
     """The request, run again by another engine that changes weights where the tags say so."""
     model = model_of(seed=1)
-    engine = Engine(model, deterministic=True)
+    engine = Engine(model, version=-1, deterministic=True)
     row = engine.submit(request)
     for version in told.versions:
         if version != engine.version:
@@ -147,7 +147,7 @@ def test_swaps_that_are_undone_do_not_end_the_engine():
 
 
 def test_a_streaming_client_sees_no_error_while_versions_arrive(tmp_path):
-    """Clients stream and generate at a real server, which takes payloads from a real relay; six versions arrive."""
+    """Clients stream and generate at a real server, which takes payloads from a real relay; three versions arrive."""
     store = open_store(str(tmp_path / "weights"))
     current = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(NANO)).items()}
     publisher = Publisher(store, anchor_versions=4)
@@ -158,7 +158,7 @@ def test_a_streaming_client_sees_no_error_while_versions_arrive(tmp_path):
     ended, tokens, reasons = threading.Event(), [], []
 
     def stream() -> None:
-        body = {"prompt": "def chunk(array, size):\n", "stream": True, "max_tokens": 400, "logprobs": 1}
+        body = {"prompt": "def chunk(array, size):\n", "stream": True, "max_tokens": 100, "logprobs": 1}
         with httpx2.Client(base_url=server[1], timeout=SECONDS, trust_env=False) as http:
             while not ended.is_set():
                 with http.stream("POST", "/v1/completions", json=body | {"seed": len(reasons)}) as answer:
@@ -172,7 +172,7 @@ def test_a_streaming_client_sees_no_error_while_versions_arrive(tmp_path):
     async def generate(number: int) -> Generation:
         async with EngineClient([server[1]]) as client:
             return await client.generate(
-                list(range(40, 80)), max_tokens=60, temperature=1.0, top_p=1.0, stop=[], seed=number, timeout=SECONDS
+                list(range(40, 80)), max_tokens=20, temperature=1.0, top_p=1.0, stop=[], seed=number, timeout=SECONDS
             )
 
     async def serves(version: int) -> dict:
@@ -185,7 +185,7 @@ def test_a_streaming_client_sees_no_error_while_versions_arrive(tmp_path):
     client.start()
     try:
         generations = []
-        for version in range(1, 7):
+        for version in range(1, 4):
             current = stepped(current, version)
             manifest = publisher.publish(version, current, (), {})
             generations.append(asyncio.run(generate(version)))
@@ -197,13 +197,13 @@ def test_a_streaming_client_sees_no_error_while_versions_arrive(tmp_path):
         ended.set()
         client.join(SECONDS)
         for child, _ in (server, relay):
-            child.stop(20)
+            child.stop(60)
     assert server[0].exit_code == 0, server[0].log.read_text()
     assert reasons
     assert set(reasons) <= {"length", "stop"}
     assert sum(tokens) > 0
-    assert all(g.versions == sorted(g.versions) and len(g.ids) == 60 for g in generations)
-    assert health["swaps"] == 7
+    assert all(g.versions == sorted(g.versions) and len(g.ids) == 20 for g in generations)
+    assert health["swaps"] == 3
     assert "comes from the store" not in server[0].log.read_text(), "the relay had every payload"
 
 

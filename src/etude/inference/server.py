@@ -317,6 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     if parent_death:
         die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line per request says nothing that ours do not
     try:
         run(options)
     except UserError as e:

@@ -43,7 +43,9 @@ class Live:
 
     def stage(self, spec: Spec, positions: Positions, values: Bits) -> Change:
         """A change that is ready to be written; a device has its lists already."""
-        if self._host(spec) is not None:
+        if (host := self._host(spec)) is not None:
+            for kernel in (kernels.scatter, kernels.holds):
+                kernel(*host, positions[:0], values[:0])  # compiled here, not while the engine stands still
             return Change(spec, positions, values)
         tensor = self.tensors[spec.name]
         there = torch.from_numpy(positions).to(tensor.device)  # pyright: ignore[reportUnknownMemberType]
