@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,7 +216,8 @@ class Publisher:
         if self._ranks.rank == 0:
             shares = peers.gather(self._store, self._ranks, about.version, own, deadline)
             manifest = self._commit(self._manifest(about, last, shares))
-            peers.clear(self._store, self._ranks, about.version)
+            with suppress(UserError):  # the version is out; what stays behind is swept up later
+                peers.clear(self._store, self._ranks, about.version)
         else:
             peers.announce(self._store, self._ranks, about.version, own)
             manifest = self._follow(about.version, deadline)
