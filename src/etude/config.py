@@ -75,6 +75,9 @@ class TrainerConfig(Section):
     minutes: float | None = Field(default=None, gt=0, description="no step starts after this much training time")
     lr: float = Field(default=1e-4, gt=0)
     warmup_steps: int = Field(default=2, ge=0)
+    decay: float = Field(
+        default=0.0, ge=0, le=1, description="last share of the run in which the learning rate falls linearly to zero"
+    )
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float = Field(default=1.0, gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,11 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) 
         return print(config.model_dump_json(indent=2))
     from etude.trainer import pretrain
 
-    pretrain.midtrain(config) if isinstance(config, MidtrainConfig) else pretrain.sft(config)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    if isinstance(config, MidtrainConfig):
+        pretrain.midtrain(config)
+    else:
+        pretrain.sft(config)
 
 
 def _rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None) -> None:

@@ -24,7 +24,7 @@ def steps(model, optimizer, first, count):
     for n in range(first, first + count):
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(n))
         model(x).square().sum().backward()
-        metrics = optimizer.step(n)
+        metrics = optimizer.step(n, 0.0)
     return metrics
 
 
@@ -63,13 +63,24 @@ def test_warmup_and_clipping():
     assert steps(model, optimizer, 4, 1)["optim/lr"] == pytest.approx(1e-2)
 
 
+def test_the_learning_rate_falls_to_zero_in_the_last_share_of_the_run():
+    torch.manual_seed(0)
+    model = Tiny()
+    optimizer = MasterAdamW(model, TrainerConfig(lr=1e-2, warmup_steps=0, decay=0.4))
+    rates = []
+    for progress in (0.0, 0.6, 0.8, 1.0):
+        model(torch.ones(1, 5)).sum().backward()
+        rates.append(optimizer.step(1, progress)["optim/lr"])
+    assert rates == pytest.approx([1e-2, 1e-2, 5e-3, 0.0])
+
+
 def test_a_non_finite_gradient_skips_the_step():
     torch.manual_seed(0)
     model = Tiny()
     optimizer = MasterAdamW(model, TrainerConfig())
     before = {name: t.clone() for name, t in optimizer.state().items()}
     (model(torch.full((1, 5), float("nan"))).sum()).backward()
-    assert optimizer.step(1)["optim/skipped"] == 1.0
+    assert optimizer.step(1, 0.0)["optim/skipped"] == 1.0
     assert all(torch.equal(before[name], t) for name, t in optimizer.state().items())
 
 

@@ -164,7 +164,7 @@ def repair_documents(
             # A repair that needs a name seen nowhere in the function teaches guessing; keep only some of these.
             if broken is not None and not inferable(broken) and rng.random() < 0.65:
                 continue
-            document = episode(broken, rng.choices(names, weights)[0], rng) if broken else None
+            document = episode(broken, rng.choices(names, weights)[0], rng, operators) if broken else None
             if document is not None:
                 made = True
                 yield document

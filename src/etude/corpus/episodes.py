@@ -97,9 +97,9 @@ def inferable(broken: Broken) -> bool:
     return all(keyword.iskeyword(name) or hasattr(builtins, name) for name in names)
 
 
-def wrong_edit(broken: Broken, rng: random.Random) -> Edit | None:
+def wrong_edit(broken: Broken, rng: random.Random, operators: Mapping[str, float] = WEIGHTS) -> Edit | None:
     """A plausible edit that does not repair: another one-line mutation of the broken function; None if none applies."""
-    mutation = mutate(broken.source, rng, single_line=True)
+    mutation = mutate(broken.source, rng, weights=operators, single_line=True)
     if mutation is None:
         return None
     after = mutation.apply(broken.source)
@@ -170,15 +170,18 @@ def _no_change(broken: Broken, rng: random.Random) -> Edit | None:
 
 
 SHAPES = ("blind", "tested", "recovers", "no_match", "no_change", "gives_up")
+TRYING = ("recovers", "gives_up")  # the shapes with wrong edits that were tested
 
 
-def episode(broken: Broken, shape: str, rng: random.Random) -> Document | None:
+def episode(
+    broken: Broken, shape: str, rng: random.Random, operators: Mapping[str, float] = WEIGHTS
+) -> Document | None:
     """One whole episode of the given shape; None when no wrong attempt could be made for it.
 
-    blind: edit and finish without a test. tested: edit, test, finish. recovers: one to three wrong edits, each
-    tested and undone, then the right one. no_match: an edit that misses its text, then the right one. no_change: an
-    edit that replaces a line by itself, then the right one. gives_up: a wrong edit, tested, then finish.
-    Wrong edits are not labelled.
+    blind: edit and finish without a test. tested: edit, test, finish. recovers: wrong edits, each tested and undone,
+    then the right one. no_match: an edit that misses its text, then the right one. no_change: an edit that replaces a
+    line by itself, then the right one. gives_up: as recovers, but finish after the last failed test.
+    Wrong edits are mutations by operators of these weights, all different, and not labelled.
     """
     call = Call("edit", (broken.edit.old, broken.edit.new))
     test, undo, finish = Call("test"), Call("undo"), Call("finish")
@@ -199,18 +202,22 @@ def episode(broken: Broken, shape: str, rng: random.Random) -> Document | None:
         wrong = Call("edit", (miss.old, miss.new), labelled=False)
         failed = message("tool", f"error: {shape.replace('_', ' ')}\n{failure(name, rng)}")
         return opening + turn([wrong, test]) + failed + turn([call, test]) + passed
-    attempts = rng.choices((1, 2, 3), (6, 3, 1))[0] if shape == "recovers" else 1
+    if shape not in TRYING:
+        raise ValueError(f"unknown episode shape {shape!r}; known: {', '.join(SHAPES)}")
+    tries = _tries(broken, rng.choices((1, 2, 3, 4, 5), (6, 4, 3, 2, 1))[0], rng, operators)
+    if not tries:
+        return None
     document = opening
-    for index in range(attempts):
-        edit = wrong_edit(broken, rng)
-        if edit is None:
-            return None
+    for index, edit in enumerate(tries):
         wrong = Call("edit", (edit.old, edit.new), labelled=False)
-        result = "ok" if index == 0 else "undone\nok"
-        document += turn([wrong, test] if index == 0 else [undo, wrong, test])
-        document += message("tool", f"{result}\n{failure(name, rng)}")
+        document += turn([undo, wrong, test] if index else [wrong, test])
+        document += message("tool", f"{'undone' if index else ''}\nok\n{failure(name, rng)}".lstrip())
     if shape == "gives_up":
         return document + end
-    if shape != "recovers":
-        raise ValueError(f"unknown episode shape {shape!r}; known: {', '.join(SHAPES)}")
     return document + turn([undo, call, test]) + message("tool", "undone\nok\npassed") + end
+
+
+def _tries(broken: Broken, most: int, rng: random.Random, operators: Mapping[str, float]) -> list[Edit]:
+    """Up to `most` different wrong edits; a short function may not have as many."""
+    edits = (wrong_edit(broken, rng, operators) for _ in range(2 * most))
+    return list(dict.fromkeys(edit for edit in edits if edit is not None))[:most]

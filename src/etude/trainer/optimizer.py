@@ -29,9 +29,15 @@ class MasterAdamW:
         )
         self._round()
 
-    def step(self, number: int) -> dict[str, float]:
-        """Applies the gradients of the model's tensors; `number` counts from 1. A non-finite gradient is skipped."""
-        lr = self._config.lr * min(1.0, number / (self._config.warmup_steps + 1))
+    def step(self, number: int, progress: float) -> dict[str, float]:
+        """Applies the gradients of the model's tensors. A non-finite gradient is skipped.
+
+        `number` counts from 1; `progress` in [0, 1] is the share of the run that lies behind.
+        """
+        config = self._config
+        lr = config.lr * min(1.0, number / (config.warmup_steps + 1))
+        if config.decay:
+            lr *= min(1.0, (1 - progress) / config.decay)
         for name, live in self._live.items():
             self._master[name].grad = None if live.grad is None else live.grad.float()
             live.grad = None

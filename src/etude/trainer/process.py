@@ -84,12 +84,15 @@ class Trainer:
         visit("trainer.consumed")
         return manifest
 
-    def step(self, groups: list[Group], waited: float) -> None:
-        """Trains on `groups`, commits the next version, and writes one line of metrics. `waited` is in seconds."""
+    def step(self, groups: list[Group], waited: float, progress: float) -> None:
+        """Trains on `groups`, commits the next version, and writes one line of metrics.
+
+        `waited` is in seconds; `progress` in [0, 1] is the share of the run that lies behind.
+        """
         started = time.time()
         batch = self._batch(groups)
         loaded = time.time()
-        metrics = train_step(self.model, self.reference, self.optimizer, batch, self.config, self.version)
+        metrics = train_step(self.model, self.reference, self.optimizer, batch, self.config, self.version, progress)
         trained = time.time()
         visit("trainer.stepped")
         manifest = self._commit(self.version + 1, tuple(g.id for g in groups), metrics)
@@ -142,10 +145,8 @@ def run(folder: Path) -> None:
     trainer = Trainer(folder)
     config = trainer.config
     first, waiting_since = True, time.time()
-    budget = (config.trainer.minutes or math.inf) * 60 - _spent(folder)
-    while trainer.version < config.trainer.steps:
-        if budget <= 0:
-            break
+    limit, spent = (config.trainer.minutes or math.inf) * 60, _spent(folder)
+    while trainer.version < config.trainer.steps and spent < limit:
         groups = trainer.ledger.ready_groups(
             config.rollout.prompts, in_order=config.deterministic, due=trainer.version - config.rollout.staleness
         )
@@ -155,9 +156,9 @@ def run(folder: Path) -> None:
         record = {"process": "trainer", "state": "wait", "start": waiting_since, "end": time.time()}
         runfolder.append_json(folder / "timeline.jsonl", record)
         waited = time.time() - waiting_since
-        trainer.step(groups, waited)
+        trainer.step(groups, waited, max(trainer.version / config.trainer.steps, spent / limit))
         # Before an attempt's first groups are ready, tasks are built and the model is measured: that is no training.
-        budget -= time.time() - waiting_since - (waited if first else 0.0)
+        spent += time.time() - waiting_since - (waited if first else 0.0)
         first, waiting_since = False, time.time()
 
 

@@ -23,8 +23,11 @@ def train_step(
     batch: Batch,
     config: RLConfig,
     version: int,
+    progress: float,
 ) -> dict[str, float]:
     """Trains on `batch` with the weights of `version`; returns flat metrics (see `docs/metrics.md`).
+
+    `progress` in [0, 1] is the share of the run that lies behind.
 
     `reference` scores the k1 penalty and is None when it is off. In deterministic mode rows are not shared and each is
     its own forward pass, so gradients do not depend on how episodes were packed.
@@ -54,7 +57,7 @@ def train_step(
     trained = all_lags.tokens
     metrics = {"loss/policy": loss_sum, "entropy/mean": entropy / max(entropies, 1)}
     if trained:
-        metrics |= optimizer.step(version + 1)
+        metrics |= optimizer.step(version + 1, progress)
     return metrics | fresh.metrics("mismatch") | all_lags.metrics("off_policy")
 
 

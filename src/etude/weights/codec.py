@@ -21,6 +21,7 @@ import zstandard
 
 from etude.weights import kernels as _typed_kernels
 from etude.weights import profiles as _typed_profiles
+from etude.weights.changes import Changes, Moves, fold, inverse, move_bits, ordered
 from etude.weights.profiles import ABS, RAW, A, B
 from etude.weights.schema import Bits, Chunk, Format, Schema
 
@@ -103,28 +104,103 @@ def encode(
     threads: int = 1,
 ) -> list[Record]:
     """Records for the chunks that differ, in order. `base` holds the digests of `old`."""
+    return encode_changes(schema, old, new, base, codec, threads)[0]
 
-    def one(index: int) -> Record | None:
+
+def encode_changes(
+    schema: Schema,
+    old: Mapping[str, Bits],
+    new: Mapping[str, Bits],
+    base: Digests,
+    codec: Codec,
+    threads: int = 1,
+) -> tuple[list[Record], Changes]:
+    """The same records, and the changes that they hold, for folds and for taking them back."""
+
+    def one(index: int) -> tuple[Record, Moves] | None:
         chunk = schema.chunks[index]
         before, after = chunk_bits(schema, old, chunk), chunk_bits(schema, new, chunk)
         return _encode_chunk(schema, index, before, after, int(base[index]), codec)
 
-    return [record for record in _map(one, range(len(schema.chunks)), threads) if record is not None]
+    found = [pair for pair in _map(one, range(len(schema.chunks)), threads) if pair is not None]
+    return [record for record, _ in found], {record.chunk: moves for record, moves in found}
 
 
-def _encode_chunk(schema: Schema, index: int, before: Bits, after: Bits, base: int, codec: Codec) -> Record | None:
+def encode_fold(
+    schema: Schema,
+    now: Mapping[str, Bits],
+    target: Digests,
+    steps: Sequence[Changes],
+    codec: Codec,
+    threads: int = 1,
+) -> list[Record]:
+    """Records of one delta over several versions: from what `now` was before `steps`, the last of which led to `now`.
+
+    `target` holds the digests of `now`. The bytes are those of `encode` between the two contents. Raises ValueError if
+    a step is absolute, so that what was there before cannot be known.
+    """
+
+    def one(pair: tuple[int, Moves]) -> tuple[Record, Moves] | None:
+        index, moves = pair
+        chunk = schema.chunks[index]
+        spec = schema.tensors[chunk.tensor]
+        after = chunk_bits(schema, now, chunk)
+        before = after.copy()
+        grown = move_bits(spec, before, chunk.start, moves)
+        return _encode_chunk(schema, index, before, after, (int(target[index]) + grown) % MODULUS, codec)
+
+    found = _map(one, inverse(fold(schema, steps)).items(), threads)
+    return [pair[0] for pair in found if pair is not None]
+
+
+def read_changes(schema: Schema, records: Iterable[Record], tensors: Mapping[str, Bits] | None = None) -> Changes:
+    """The changes in records. Raises Damaged, also for profile B without the `tensors` that it builds on.
+
+    With `tensors` all changes are steps on them, and can be taken back; without, ABS and RAW are absolute.
+    """
+    return {record.chunk: _moves(schema, record, tensors) for record in records}
+
+
+def _moves(schema: Schema, record: Record, tensors: Mapping[str, Bits] | None) -> Moves:
+    chunk = schema.chunks[record.chunk]
+    form = schema.tensors[chunk.tensor].format
+    size = chunk.stop - chunk.start
+    if tensors is None and record.code == B:
+        raise Damaged(f"the record of chunk {record.chunk} cannot be read without the content that it builds on")
+    part = np.zeros(size, form.unsigned) if tensors is None else chunk_bits(schema, tensors, chunk)
+    if record.code in (RAW, PLANES):
+        positions, values = np.arange(size, dtype=np.uint32), _whole(record, size, form)
+    else:
+        places, numbers = _decode_chunk(record, part, form)
+        order = np.argsort(places)
+        positions, values = places[order].astype(np.uint32), numbers[order].astype(form.unsigned)
+    if record.code in (A, B):
+        return Moves(positions, values)
+    codes = ordered(values, form)
+    if tensors is None:
+        return Moves(positions, codes, np.ones(positions.size, np.bool_))
+    steps = codes - ordered(part[positions], form)
+    return Moves(positions[steps != 0], steps[steps != 0])
+
+
+def _encode_chunk(
+    schema: Schema, index: int, before: Bits, after: Bits, base: int, codec: Codec
+) -> tuple[Record, Moves] | None:
     chunk = schema.chunks[index]
     spec = schema.tensors[chunk.tensor]
     form = spec.format
     out = np.empty((before.size * form.width + 31) // 32 + 2, np.uint32)
+    positions, differences = np.empty(before.size, np.int64), np.empty(before.size, np.int64)
     code, words, changes, grown = profiles.encode(
         before, after, np.uint64(spec.seed), chunk.start, form.width, form.signed, form.mantissa, form.exponent_mask,
-        codec.lowest(form), CLASSES if form.exponent_mask else 1, codec.mask, out,
+        codec.lowest(form), CLASSES if form.exponent_mask else 1, codec.mask, positions,
+        differences, out,
     )  # fmt: skip
     if code == 0:
         return None
     payload = _padded(after.tobytes()) if code == RAW else out[:words].tobytes()
-    return Record(index, int(code), int(changes), base, (base + int(grown)) % MODULUS, payload)
+    moves = Moves(positions[:changes].astype(np.uint32), differences[:changes].astype(form.unsigned))
+    return Record(index, int(code), int(changes), base, (base + int(grown)) % MODULUS, payload), moves
 
 
 def encode_anchor(schema: Schema, new: Mapping[str, Bits], target: Digests, threads: int = 1) -> list[Record]:
@@ -181,12 +257,7 @@ def read(schema: Schema, tensors: Mapping[str, Bits], record: Record) -> Callabl
             return int(kernels.digest(part, seed, chunk.start, form.width))
 
         return replace
-    words = np.frombuffer(record.payload, "<u4")
-    positions, values = np.empty(record.changes, np.int64), np.empty(record.changes, np.int64)
-    if record.code not in (A, B, ABS) or not profiles.decode(
-        record.code, words, record.changes, part, form.width, form.mantissa, form.exponent_mask, positions, values
-    ):
-        raise Damaged(f"the record of chunk {record.chunk} cannot be read")
+    positions, values = _decode_chunk(record, part, form)
 
     def change(held: int) -> int:
         place = (part, positions, values, record.changes, seed, chunk.start, form.width)
@@ -194,6 +265,17 @@ def read(schema: Schema, tensors: Mapping[str, Bits], record: Record) -> Callabl
         return (held + int(grown)) % MODULUS
 
     return change
+
+
+def _decode_chunk(record: Record, part: Bits, form: Format) -> tuple[Any, Any]:
+    """Positions and steps, or new bits, of a record in A, B or ABS. Raises Damaged."""
+    words = np.frombuffer(record.payload, "<u4")
+    positions, values = np.empty(record.changes, np.int64), np.empty(record.changes, np.int64)
+    if record.code not in (A, B, ABS) or not profiles.decode(
+        record.code, words, record.changes, part, form.width, form.mantissa, form.exponent_mask, positions, values
+    ):
+        raise Damaged(f"the record of chunk {record.chunk} cannot be read")
+    return positions, values
 
 
 def _whole(record: Record, elements: int, form: Format) -> Bits:

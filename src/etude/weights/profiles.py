@@ -74,15 +74,16 @@ def _sizes(differences, start, end, signs, sizes):  # type: ignore[no-untyped-de
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def encode(  # type: ignore[no-untyped-def]
-    old, new, seed, first, w, signed, shift, field, lowest, classes, allowed, out
+    old, new, seed, first, w, signed, shift, field, lowest, classes, allowed, positions, differences, out
 ):
     """Write the smallest payload into `out` (uint32); (code, words, changes, what the digest grows by).
+
+    The changes themselves are left in `positions` and `differences`.
 
     Code 0: nothing changed. RAW is chosen but not written. `allowed` is a mask of 1 << code. Among equal sizes the
     lower code wins, so equal input gives equal bytes everywhere.
     """
     n = old.size
-    positions, differences = np.empty(n, np.int64), np.empty(n, np.int64)
     count, grown = scan(old, new, seed, first, w, signed, positions, differences)
     raw_words = (n * w + 31) // 32
     if count == 0:

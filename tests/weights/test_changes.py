@@ -1,0 +1,102 @@
+"""Folds of changes against the changes one after another, and their inverses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.weights import changes, codec
+from etude.weights.codec import ABS, A, B, Codec, Damaged
+from etude.weights.schema import FORMATS, Bits, Schema, Spec
+
+ALL = (A, B, ABS)
+
+
+def grid_of(dtype: str) -> Schema:
+    return Schema((Spec("x", dtype, (3, 90_000)), Spec("y", dtype, (50,))))  # three chunks
+
+
+def start(grid: Schema, rng: np.random.Generator) -> dict[str, Bits]:
+    top = 1 << grid.tensors[0].format.width
+    return {
+        spec.name: rng.integers(0, top, spec.elements, dtype=np.uint64).astype(spec.format.unsigned)
+        for spec in grid.tensors
+    }
+
+
+def step(rng: np.random.Generator, old: dict[str, Bits], reach: int) -> dict[str, Bits]:
+    """Touches few elements, always from the same small set, so that steps meet and cancel."""
+    new = {name: part.copy() for name, part in old.items()}
+    for part in new.values():
+        at = rng.integers(0, min(part.size, 40), rng.integers(0, 12))
+        part[at] += rng.integers(-reach, reach + 1, at.size).astype(part.dtype)
+    return new
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(sorted(FORMATS)),
+    st.integers(0, 2**32),
+    st.lists(st.sampled_from([(A,), (B,), (ABS,), (), ALL]), min_size=1, max_size=64),
+    st.sampled_from([1, 2, 255]),
+)
+def test_a_fold_does_what_its_steps_do(dtype: str, seed: int, allowed: list[tuple[int, ...]], reach: int) -> None:
+    rng = np.random.default_rng(seed)
+    grid = grid_of(dtype)
+    first = now = start(grid, rng)
+    base = held = codec.digests(grid, first)
+    known: list[changes.Changes] = []
+    read: list[changes.Changes] = []
+    for choice in allowed:
+        new = step(rng, now, reach)
+        records, made = codec.encode_changes(grid, now, new, held, Codec(choice))
+        known.append(made)
+        read.append(codec.read_changes(grid, records, now if B in choice else None))
+        held = codec.digests(grid, new)
+        now = new
+    for steps in (known, read):
+        folded = changes.fold(grid, steps)
+        copy = {name: part.copy() for name, part in first.items()}
+        changes.move(grid, copy, folded)
+        assert all(np.array_equal(copy[name], now[name]) for name in now)
+    assert all((moves.values != 0).all() for moves in changes.fold(grid, known).values())
+    direct = codec.encode(grid, first, now, base, Codec())
+    assert codec.encode_fold(grid, now, held, known, Codec()) == direct, "equal bytes, without the old content"
+
+
+@pytest.mark.parametrize("dtype", sorted(FORMATS))
+def test_changes_are_taken_back(dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    grid = grid_of(dtype)
+    old = start(grid, rng)
+    new = step(rng, old, 200)
+    base, target = codec.digests(grid, old), codec.digests(grid, new)
+    for choice in ((A,), (B,), (ABS,), ()):
+        records, made = codec.encode_changes(grid, old, new, base, Codec(choice))
+        read = codec.read_changes(grid, records, old)
+        assert read.keys() == made.keys()
+        for chunk, moves in made.items():
+            assert np.array_equal(read[chunk].positions, moves.positions)
+            assert np.array_equal(read[chunk].values, moves.values)
+        live = {name: part.copy() for name, part in old.items()}
+        for chunk, grown in changes.move(grid, live, read).items():
+            assert (int(base[chunk]) + grown) % codec.MODULUS == int(target[chunk])
+        assert all(np.array_equal(live[name], new[name]) for name in new)
+        for chunk, grown in changes.undo(grid, live, read).items():
+            assert (int(target[chunk]) + grown) % codec.MODULUS == int(base[chunk])
+        assert all(np.array_equal(live[name], old[name]) for name in old)
+
+
+def test_what_cannot_be_known_is_refused() -> None:
+    rng = np.random.default_rng(6)
+    grid = grid_of("bfloat16")
+    old = start(grid, rng)
+    new = step(rng, old, 3)
+    base = codec.digests(grid, old)
+    with pytest.raises(Damaged, match="cannot be read without the content"):
+        codec.read_changes(grid, codec.encode(grid, old, new, base, Codec((B,))))
+    absolute = codec.read_changes(grid, codec.encode(grid, old, new, base, Codec((ABS,))))
+    with pytest.raises(ValueError, match="absolute changes cannot be taken back"):
+        changes.undo(grid, new, absolute)
