@@ -107,6 +107,7 @@ class InferenceConfig(Section):
 
 class WeightsConfig(Section):
     anchor_every: int = Field(default=16, ge=1, description="versions between two full copies")
+    relay: str | None = Field(default=None, description="URL of a relay that the engines take payloads from")
 
 
 class EvalConfig(Section):

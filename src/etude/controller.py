@@ -280,6 +280,7 @@ def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[proc
     argv = ["--model", config.model.path, "--weights", f"{config.store or folder}/weights"]
     argv += ["--threads", str(inference.threads), "--device", inference.device, "--dtype", inference.dtype]
     argv += ["--max-batch", str(config.rollout.max_in_flight), "--max-length", str(config.rollout.context)]
+    argv += ["--relay", config.weights.relay] if config.weights.relay else []
     argv += ["--deterministic"] if config.deterministic else []
     children = [
         spawn_engine([*argv, "--port", str(inference.port and inference.port + i)], logs, i)
