@@ -3,8 +3,8 @@
 pause-ms                a client streams tokens from a real server while versions arrive: the longest time between two
                         tokens from a publish until the version is served; median over the versions
 four-clusters/seconds   one publisher, an S3 store, four relay processes that reach it through links of LINK_BYTES per
-                        second and LINK_SECONDS each way, and a receiver behind each: from the start of the publish until
-                        the last receiver has the version live; median over the versions. Polling is left out.
+                        second and LINK_SECONDS each way, and a receiver behind each: from the start of the publish to
+                        the moment when the last receiver has the version live; median over the versions. Polling is left out.
 """
 
 from __future__ import annotations

@@ -84,6 +84,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     manifests: dict[int, PolicyVersion] = field(default_factory=dict[int, PolicyVersion])
     digests_checked: int = 0
+    pauses: dict[int, float] = field(default_factory=dict[int, float])  # ms that engines stood still, by version
 
     @property
     def sampling(self) -> Sampling:
@@ -162,6 +163,7 @@ async def _observe_versions(run: Run) -> None:
                 f"{manifest.digest[:12]}); admission stopped"
             )
         run.digests_checked += manifest is not None
+        run.pauses[version] = max(run.pauses.get(version, 0.0), float(health["last_pause_ms"]))
         run.progress.engine = {k: float(v) for k, v in health.items() if isinstance(v, int | float)}
         served.append(version)
     run.progress.served = min(served)
