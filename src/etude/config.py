@@ -113,6 +113,7 @@ class WeightsConfig(Section):
     )
     anchor_versions: int = Field(default=200, ge=1, description="and at the latest after so many versions")
     signing_key: str | None = Field(default=None, description="file made by `etude weights keygen`; signs manifests")
+    relay: str | None = Field(default=None, description="URL of a relay that the engines take payloads from")
 
 
 class EvalConfig(Section):
