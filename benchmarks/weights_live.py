@@ -84,7 +84,7 @@ def _process(folder: Path, name: str, *argv: str, env: dict[str, str] | None = N
 
 def _pauses(folder: Path, versions: int) -> list[dict[str, Any]]:
     store, current = open_store(str(folder / "pause")), _nano()
-    publisher = Publisher(store, anchor_every=10**6)
+    publisher = Publisher(store, anchor_versions=10**6, anchor_share=1e9)
     publisher.publish(0, current, (), {})
     server = ["etude.inference.server", "--model", str(NANO), "--port", "0", "--weights", store.url]
     with _process(folder, "server", *server) as url, httpx2.Client(base_url=url, trust_env=False) as http:
@@ -159,7 +159,7 @@ def _four_clusters(folder: Path, versions: int) -> list[dict[str, Any]]:
             store = _at(link)
             clusters.append(Receiver(store, {n: t.float() for n, t in _nano().items()}, Source(store, relay)))
         pool = stack.enter_context(ThreadPoolExecutor(CLUSTERS))
-        current, publisher = _nano(), Publisher(_at(endpoint), anchor_every=10**6)
+        current, publisher = _nano(), Publisher(_at(endpoint), anchor_versions=10**6, anchor_share=1e9)
         seconds, nbytes = [], []
         for version in range(versions + 1):
             start = time.perf_counter()

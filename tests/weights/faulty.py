@@ -42,4 +42,4 @@ class Faulty(Store):
             raise UserError(f"cannot write {key}: 500 internal server error")
         if self.stall(key):
             self.stalled.set()
-            assert self.released.wait(60)
+            assert self.released.wait(120)
