@@ -108,7 +108,7 @@ def test_an_anchor_holds_up_nothing_and_is_named_once_it_is_whole(store):
     writer = Publisher(store, anchor_versions=2, anchor_share=1e9)
     store.stall = lambda key: "00000002-anchor" in key
     published = [writer.publish(v, made[v], (), {}) for v in range(5)]
-    assert store.stalled.wait(120)  # kernels may compile first, "the anchor of version 2 is being written"
+    assert store.stalled.wait(120), "the anchor of version 2 is being written"
     assert [m.anchor.version for m in published] == [0] * 5
     store.released.set()
     joined("anchor-")
