@@ -65,6 +65,8 @@ def test_listing_is_sorted_and_can_start_after_a_key(store):
     assert store.list("v") == ["v/1", "v/10", "v/2"]
     assert store.list("v", after="v/1") == ["v/10", "v/2"]
     assert store.list("nothing") == []
+    assert [(e.key, e.bytes) for e in store.entries("v")] == [("v/1", 0), ("v/10", 0), ("v/2", 0)]
+    assert all(abs(e.modified - time.time()) < 60 for e in store.entries())
 
 
 def test_of_concurrent_creators_exactly_one_wins(store):

@@ -83,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--threads", type=int, default=2)
     serve.add_argument("--weights", help="store URL to take new versions from")
 
+    _weights_arguments(command("weights", _weights, "look at, check, move and tidy the versions of a weight store"))
+
     doctor = command("doctor", _doctor, "what this machine can do, and what it refuses")
     doctor.add_argument("--json", action="store_true")
 
@@ -91,6 +93,51 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true")
     bench.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return parser
+
+
+def _weights_arguments(weights: argparse.ArgumentParser) -> None:
+    actions = weights.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, text: str, *, store: bool = True) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if store:
+            sub.add_argument("store", help="folder or file://, s3://, gs://, az:// URL, e.g. outputs/RUN/weights")
+        return sub
+
+    def trusting(sub: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        sub.add_argument("--public-key", type=Path, help="refuse manifests that this key did not sign")
+        return sub
+
+    keygen = action("keygen", "make an Ed25519 key to sign manifests with", store=False)
+    keygen.add_argument("path", type=Path, help="file for the private key; the public one gets the ending .pub")
+    inspect = action("inspect", "list versions, their sizes and how they hang together")
+    inspect.add_argument("version", type=int, nargs="?")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    verify = trusting(action("verify", "read every byte of every version and compare it with the manifests"))
+    verify.add_argument("--version", type=int, help="this one alone")
+    verify.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    diff = action("diff", "what changed between two versions, tensor by tensor")
+    diff.add_argument("a", type=int)
+    diff.add_argument("b", type=int)
+    diff.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    apply = trusting(action("apply", "bring a model folder that holds one version to another by the fewest bytes"))
+    apply.add_argument("folder", type=Path, help="HF folder")
+    apply.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+    apply.add_argument("--version", type=int, help="default: the newest")
+    publish = action("publish", "publish the weights of a model folder as the next version")
+    publish.add_argument("folder", type=Path, help="HF folder")
+    publish.add_argument("--key", type=Path, help="private key to sign with")
+    publish.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    fetch = trusting(action("fetch", "write a version as a model folder"))
+    fetch.add_argument("--base", type=Path, required=True, help="HF folder of the model that the run began with")
+    fetch.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+    fetch.add_argument("--version", type=int, help="default: the newest")
+    gc = action("gc", "remove objects that no version names")
+    gc.add_argument("--prune", action="store_true", help="also all older than the two newest anchors need")
+    gc.add_argument("--in-use", type=int, nargs="+", default=[], metavar="V", help="versions that somebody holds")
+    gc.add_argument("--grace", type=float, default=3600.0, help="seconds that objects are safe after they are written")
+    gc.add_argument("--dry-run", action="store_true", help="say what would be removed, and how many bytes")
+    gc.add_argument("--json", action="store_true", help="print one JSON object as the last line")
 
 
 def _version() -> str:
@@ -149,6 +196,12 @@ def _serve(arguments: argparse.Namespace, _: list[str]) -> None:
     serve(
         arguments.model, host=arguments.host, port=arguments.port, threads=arguments.threads, weights=arguments.weights
     )
+
+
+def _weights(arguments: argparse.Namespace, _: list[str]) -> int:
+    from etude.weights.commands import run
+
+    return run(arguments)
 
 
 def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:

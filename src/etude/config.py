@@ -91,7 +91,9 @@ class TrainerConfig(Section):
     micro_tokens: int = Field(
         default=8192, ge=1, description="tokens of one forward pass; groups are packed up to this"
     )
-    keep_checkpoints: int = Field(default=2, ge=1)
+    keep_checkpoints: int = Field(
+        default=2, ge=2, description="the published version's and that of the one on its way are both needed"
+    )
     device: str = "cpu"
 
 
@@ -106,7 +108,12 @@ class InferenceConfig(Section):
 
 
 class WeightsConfig(Section):
-    anchor_every: int = Field(default=16, ge=1, description="versions between two full copies")
+    anchor_share: float = Field(
+        default=0.5, gt=0, description="a full copy is written when deltas since the last exceed this share of it"
+    )
+    anchor_versions: int = Field(default=200, ge=1, description="and at the latest after so many versions")
+    signing_key: str | None = Field(default=None, description="file made by `etude weights keygen`; signs manifests")
+    relay: str | None = Field(default=None, description="URL of a relay that the engines take payloads from")
 
 
 class EvalConfig(Section):

@@ -84,6 +84,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     manifests: dict[int, PolicyVersion] = field(default_factory=dict[int, PolicyVersion])
     digests_checked: int = 0
+    pauses: dict[int, float] = field(default_factory=dict[int, float])  # ms that engines stood still, by version
 
     @property
     def sampling(self) -> Sampling:
@@ -150,7 +151,7 @@ async def _observe_versions(run: Run) -> None:
         except EngineError as e:
             _watch(run)
             raise RunFailed(f"the engine at {url} does not answer ({e}); continue with --resume {run.folder}") from e
-        if health["status"] != "ok":
+        if health["status"] == "failed":
             raise RunFailed(f"the engine at {url} failed: {health['error']}; continue with --resume {run.folder}")
         version = int(health["version"])
         if version not in run.manifests and (found := read(run.weights, version)) is not None:
@@ -162,6 +163,7 @@ async def _observe_versions(run: Run) -> None:
                 f"{manifest.digest[:12]}); admission stopped"
             )
         run.digests_checked += manifest is not None
+        run.pauses[version] = max(run.pauses.get(version, 0.0), float(health["last_pause_ms"]))
         run.progress.engine = {k: float(v) for k, v in health.items() if isinstance(v, int | float)}
         served.append(version)
     run.progress.served = min(served)
@@ -280,7 +282,10 @@ def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[proc
     argv = ["--model", config.model.path, "--weights", f"{config.store or folder}/weights"]
     argv += ["--threads", str(inference.threads), "--device", inference.device, "--dtype", inference.dtype]
     argv += ["--max-batch", str(config.rollout.max_in_flight), "--max-length", str(config.rollout.context)]
+    argv += ["--relay", config.weights.relay] if config.weights.relay else []
     argv += ["--deterministic"] if config.deterministic else []
+    key = config.weights.signing_key
+    argv += ["--public-key", f"{key}.pub"] if key else []
     children = [
         spawn_engine([*argv, "--port", str(inference.port and inference.port + i)], logs, i)
         for i in range(inference.servers)

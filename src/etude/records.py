@@ -180,18 +180,47 @@ class Group(Record, frozen=True, kw_only=True):
     episodes: tuple[str, ...]
 
 
-class PolicyVersion(Record, frozen=True, kw_only=True):
+class Part(Record, frozen=True, kw_only=True):
+    """One object of a payload: what one rank of the trainer wrote of it."""
+
+    key: str  # in the store
+    bytes: int
+    digest: str  # blake3
+    first: int  # chunks [first, stop) of the schema are the only ones it may hold
+    stop: int
+
+
+class Skip(Record, frozen=True, kw_only=True):
+    """A folded delta: from an older version to the one whose manifest names it, past all those between."""
+
+    base: int
+    parts: tuple[Part, ...]
+
+
+class Anchor(Record, frozen=True, kw_only=True):
+    """Every element of a version."""
+
+    version: int
+    parts: tuple[Part, ...]
+
+
+MANIFEST_FORMAT = 2
+
+
+class PolicyVersion(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The manifest of one published version. Immutable; created if absent; complete once it exists.
 
     `groups` names what the version was trained on: the ledger follows from the manifests, not the other way round.
     """
 
+    format: int = MANIFEST_FORMAT
+    run: str  # the same for all versions of a run; random
+    writer: str  # the process that wrote it; random
     version: int
-    parent: int | None  # version the delta applies to; None for an anchor
-    kind: str  # "anchor" | "delta"
-    payload: str  # store key
-    payload_bytes: int
-    payload_digest: str  # blake3 of the payload
+    parent: int | None  # version that the delta applies to; None: no delta, `anchor` holds this very version
+    delta: tuple[Part, ...]  # empty if nothing changed
+    skips: tuple[Skip, ...] = ()
+    anchor: Anchor  # the newest one that was complete when this was published
     schema: str  # id of the tensors' names, types and shapes, see weights/schema.py
     digest: str  # of the live tensors, see weights/digest.py
     changed: int  # elements that differ from the parent
@@ -199,6 +228,22 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     groups: tuple[int, ...]
     created: float  # seconds since the epoch
     metrics: dict[str, float]
+    signature: str = ""  # Ed25519 over the rest, hexadecimal, see weights/signature.py; empty: unsigned
+
+    @property
+    def kind(self) -> str:
+        """What an engine that follows every version downloads: "delta", or "anchor" where a chain begins."""
+        return "anchor" if self.parent is None else "delta"
+
+    @property
+    def payload(self) -> tuple[Part, ...]:
+        """The objects of that download."""
+        return self.anchor.parts if self.parent is None else self.delta
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of that download."""
+        return sum(part.bytes for part in self.payload)
 
 
 def encode(record: Record) -> bytes:

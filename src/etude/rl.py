@@ -33,6 +33,7 @@ from etude.tasks.dataset import Dataset
 from etude.tasks.fetch import fetch_library
 from etude.tasks.options import BuildOptions
 from etude.weights.manifest import manifests
+from etude.weights.signature import private_key, public_key
 
 STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
 
@@ -53,6 +54,9 @@ def _check_inputs(config: RLConfig) -> None:
     from etude.models.loading import check_folder
 
     check_folder(Path(config.model.path))
+    if config.weights.signing_key is not None:
+        private_key(Path(config.weights.signing_key))
+        public_key(Path(f"{config.weights.signing_key}.pub"))
     tasks = config.tasks
     if tasks.dataset is not None:
         datasets.load(Path(tasks.dataset))

@@ -48,6 +48,8 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
         dataset=run.dataset.name,
         hardware=f"{os.cpu_count()} CPU cores, {platform.machine()}, {run.config.trainer.device}",
         stages=_stages(timeline),
+        weights_bytes=2 * max((m.elements for m in published), default=0),
+        pauses=run.pauses,
     )
     write_report(run.folder, report, load_view(run.folder, _shown(run, before, after)))
     return report

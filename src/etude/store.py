@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,15 @@ PART = 64 * 1024 * 1024
 
 class NotFound(KeyError):
     """No object has this key."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object of a store."""
+
+    key: str
+    bytes: int
+    modified: float  # seconds since the epoch
 
 
 class Store:
@@ -81,6 +91,16 @@ class Store:
         with self._errors("list", folder):
             pages = obstore.list(self._backend, folder or None, offset=after)
             return sorted(meta["path"] for page in pages for meta in page)
+
+    def entries(self, folder: str = "") -> tuple[Entry, ...]:
+        """What lies in `folder` and below it, by key."""
+        with self._errors("list", folder):
+            found = [
+                Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                for page in obstore.list(self._backend, folder or None)
+                for meta in page
+            ]
+        return tuple(sorted(found, key=lambda entry: entry.key))
 
     def delete(self, key: str) -> None:
         """Removes `key`; nothing happens if it is not there."""

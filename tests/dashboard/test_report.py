@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -172,6 +173,18 @@ def test_the_verdict_follows_the_interval(tmp_path, report, low, high, said):
     diff = Estimate(mean=(low + high) / 2, low=low, high=high)
     text = "".join(page_of(tmp_path, msgspec.structs.replace(report, paired_diff=diff)).text)
     assert said in text
+
+
+def test_bytes_ratio_and_pause_are_shown_per_version(tmp_path, report):
+    steps = [{"step": n, "time": float(n), "weights/version": n, "weights/bytes": 250_000 * n} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    measured = msgspec.structs.replace(report, weights_bytes=1_000_000, pauses={1: 3.25})
+    page = write_report(tmp_path, measured).read_text()
+    first, second = (page.split(f'<th scope="row">v{n}</th>')[1].split("</tr>")[0] for n in (1, 2))
+    assert "4.0x" in first
+    assert "3.2 ms" in first
+    assert "2.0x" in second
+    assert " ms" not in second, "nobody saw that version live"
 
 
 def test_a_failed_check_is_seen(tmp_path, report):

@@ -215,7 +215,7 @@ def test_new_versions_are_served_verified(server, http):
     folder, _, url = server
     store = open_store(str(folder / "weights"))
     tensors = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(NANO)).items()}
-    publisher = Publisher(store, anchor_every=8)
+    publisher = Publisher(store, anchor_versions=8)
     publisher.publish(0, tensors, (), {})
     tensors["model.norm.weight"] += 0.125
     manifest = publisher.publish(1, tensors, (), {})
@@ -233,14 +233,14 @@ def test_new_versions_are_served_verified(server, http):
 
     # Published elsewhere first, so that the server never sees the good payload.
     tensors["model.norm.weight"] += 0.125
-    broken = Publisher(open_store(str(folder / "elsewhere")), anchor_every=8).publish(2, tensors, (), {})
-    store.put(broken.payload, b"not what was published")
+    broken = Publisher(open_store(str(folder / "elsewhere")), anchor_versions=8).publish(2, tensors, (), {})
+    store.put(broken.payload[0].key, b"not what was published")
     assert create(store, broken)
     health = asyncio.run(wait_for("status", "failed"))
     assert "version 2" in health["error"]
     assert health["version"] == 1
     tensors["model.norm.weight"] += 0.125
-    repaired = Publisher(store, anchor_every=8).publish(3, tensors, (), {})
+    repaired = Publisher(store, anchor_versions=8).publish(3, tensors, (), {})
     assert asyncio.run(wait_for("version", 3))["digest"] == repaired.digest
     assert asyncio.run(wait_for("status", "ok"))
 

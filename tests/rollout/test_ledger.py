@@ -6,7 +6,7 @@ import pytest
 import sqlalchemy as sa
 
 from etude.errors import UserError
-from etude.records import Outcome, PolicyVersion
+from etude.records import Anchor, Outcome, PolicyVersion
 from etude.rollout.ledger import MAX_RETRIES, Ledger
 
 LONG = 3600.0
@@ -36,10 +36,10 @@ def manifest(version, groups=()):
     return PolicyVersion(
         version=version,
         parent=None,
-        kind="anchor",
-        payload="p",
-        payload_bytes=1,
-        payload_digest="d",
+        run="r",
+        writer="w",
+        delta=(),
+        anchor=Anchor(version=version, parts=()),
         schema="0" * 32,
         digest="d",
         changed=0,
@@ -83,6 +83,16 @@ def test_the_oldest_group_is_played_first(ledger):
         ledger.admit(index, f"t{index}", 2, 0)
     order = [(lease.index, lease.member) for _ in range(3) for lease in ledger.lease("a", 2, LONG)]
     assert order == [(index, member) for index in range(3) for member in range(2)]
+
+
+def test_groups_of_a_version_on_its_way_are_not_trained_on_again(ledger):
+    ids = [ledger.admit(index, f"t{index}", 1, 0) for index in range(4)]
+    play(ledger)
+    for in_order in (False, True):
+        found = ledger.ready_groups(2, in_order=in_order, without=ids[:2])
+        assert [group.id for group in found] == ids[2:]
+        assert len(ledger.ready_groups(3, in_order=in_order, without=ids[:2])) == 2
+    assert ledger.ready_groups(2, in_order=False, due=0, without=ids[:2]), "what is on its way is no straggler"
 
 
 def test_an_expired_lease_is_taken_over_under_a_new_attempt_and_its_late_result_is_ignored(ledger):

@@ -295,7 +295,13 @@ def _weights(report: Report, view: RunView) -> str:
     rows = [
         (
             f"v{int(step['weights/version'])}",
-            [str(step["step"]), byte_count(step.get("weights/bytes", 0)), percent(step.get("weights/changed", 0))],
+            [
+                str(step["step"]),
+                byte_count(step.get("weights/bytes", 0)),
+                _times(report.weights_bytes, step.get("weights/bytes", 0)),
+                percent(step.get("weights/changed", 0)),
+                _milliseconds(report.pauses.get(int(step["weights/version"]))),
+            ],
         )
         for step in published
     ]
@@ -304,11 +310,20 @@ def _weights(report: Report, view: RunView) -> str:
         bar_chart("Bytes per version", "full copies stand out", sizes, byte_count, color=3),
         _line(view, "Changed elements", "share of all, per version", {"weights/changed": "changed"}, percent),
     ]
-    table = _table(["step", "bytes", "changed"], rows[-_SHOWN_VERSIONS:])
+    table = _table(["step", "bytes", "ratio", "changed", "pause"], rows[-_SHOWN_VERSIONS:])
     return (
         f'{_grid(charts, wide=True)}<details class="card"><summary>All {len(published)} versions, '
         f'{byte_count(report.bytes_published)} in all</summary><div class="body tall">{table}</div></details>'
     )
+
+
+def _times(whole: int, shipped: float) -> str:
+    """How many times smaller than a whole version; empty if unknown."""
+    return f"{whole / shipped:.1f}x" if whole and shipped else ""
+
+
+def _milliseconds(pause: float | None) -> str:
+    return "" if pause is None else f"{pause:.1f} ms"
 
 
 def _episodes(view: RunView) -> str:

@@ -50,6 +50,8 @@ class Report(Record):
     dataset: str = ""
     hardware: str = ""
     stages: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by stage
+    weights_bytes: int = 0  # of one whole version
+    pauses: dict[int, float] = msgspec.field(default_factory=dict)  # ms that engines stood still, by version seen live
     pass_before_interval: Estimate | None = None
     pass_after_interval: Estimate | None = None
     pass_k_before: dict[int, float] = msgspec.field(default_factory=dict)

@@ -35,6 +35,10 @@ _WORTH_WAITING = 16  # prompt tokens saved by waiting for another prompt
 _IDLE_SECONDS = 0.5  # how long the thread sleeps at most before it looks around
 
 
+class SwapUndone(Exception):
+    """A swap that put the old weights back: the engine goes on with them."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What the engine may use. `cache_bytes` holds the keys and values of running rows and of kept prefixes."""
@@ -122,7 +126,8 @@ class Engine:
     def swap(self, version: int, apply: Callable[[], None]) -> Future[float]:
         """Between two steps call `apply`, which writes new weights into the live tensors, and go on as `version`.
 
-        The future gives the seconds that rows stood still.
+        The future gives the seconds that rows stood still. If `apply` raises SwapUndone, so does the future and the
+        engine goes on with the old version; any other error ends the engine.
         """
         future: Future[float] = Future()
         with self._wake:
@@ -239,6 +244,9 @@ class Engine:
             start = time.perf_counter()
             try:
                 apply()
+            except SwapUndone as e:
+                future.set_exception(e)
+                continue
             except BaseException as e:
                 future.set_exception(e)
                 raise

@@ -4,6 +4,7 @@ POST /generate                      ids in, a Generation out (JSON or MessagePac
 POST /v1/chat/completions, /v1/completions;  GET /v1/models        see `openai.py`
 GET  /health [?verify=1]            version and digest of the live tensors, load, utilisation
 GET  /metrics                       Prometheus
+GET  /weights/chunks/N?version=V    the bytes of a chunk of the weights, for a server that repairs itself
 POST /pause?mode=abort|wait|keep&clear_cache=true, /resume;  GET /is_paused        vLLM's verbs
 
 python -m etude.inference.server --model DIR [--weights STORE_URL] [--port N]
@@ -40,7 +41,7 @@ from etude.inference.client import MSGPACK, GenerateRequest
 from etude.inference.engine import Counters, Engine, Limits
 from etude.inference.openai import OpenAI, error
 from etude.inference.rows import Request, Row
-from etude.inference.weights import Follower
+from etude.inference.weights import Follower, Origin
 from etude.models.loading import load_model
 from etude.processes import die_with_parent
 from etude.records import Generation
@@ -56,7 +57,7 @@ class Options:
     model: Path
     host: str = "127.0.0.1"
     port: int = 8000
-    weights: str | None = None
+    weights: Origin | None = None
     threads: int = 1
     device: str = "cpu"
     dtype: str = "float32"
@@ -71,7 +72,11 @@ def serve(
     model: Path | str, *, host: str = "127.0.0.1", port: int = 8000, threads: int = 1, weights: str | None = None
 ) -> None:
     """Serve a Hugging Face model folder until interrupted. Raises UserError for a bad folder or a taken port."""
-    run(Options(model=Path(model), host=host, port=port, threads=threads, weights=weights))
+    run(
+        Options(
+            model=Path(model), host=host, port=port, threads=threads, weights=Origin(store=weights) if weights else None
+        )
+    )
 
 
 def run(options: Options) -> None:
@@ -127,6 +132,7 @@ def build_app(engine: Engine, follower: Follower, model: PreTrainedModel, folder
         routes=[
             Route("/generate", api.generate, methods=["POST"]),
             Route("/health", api.health),
+            Route("/weights/chunks/{number:int}", api.chunk),
             Route("/metrics", api.metrics),
             Route("/pause", api.pause, methods=["POST"]),
             Route("/resume", api.resume, methods=["POST"]),
@@ -169,10 +175,11 @@ class _Api:
         served = follower.served
         running, waiting = engine.load
         body: dict[str, object] = {
-            "status": "ok" if engine.failure is None and not follower.error else "failed",
+            "status": self._status(),
             "version": served.version,
             "digest": served.digest,
-            "error": str(engine.failure or follower.error),
+            "error": str(engine.failure or follower.trouble),
+            "repaired_chunks": follower.repairs,
             "pid": os.getpid(),
             "device": self._device,
             "running": running,
@@ -185,6 +192,22 @@ class _Api:
         if http.query_params.get("verify"):
             body["digest"] = await asyncio.to_thread(follower.live_digest)
         return JSONResponse(body)
+
+    def _status(self) -> str:
+        """ok; repairing: the old version goes on while the newest is fetched again, or waits; failed: tries ran out."""
+        if self._engine.failure is not None or self._follower.error:
+            return "failed"
+        return "repairing" if self._follower.trouble else "ok"
+
+    async def chunk(self, http: HTTPRequest) -> Response:
+        try:
+            version = int(http.query_params["version"])
+        except (KeyError, ValueError):
+            return error(400, "name the version whose chunk is asked for", param="version")
+        data = await asyncio.to_thread(self._follower.chunk, http.path_params["number"], version)
+        if data is None:
+            return error(404, f"this server has no such chunk of version {version}")
+        return Response(data, media_type="application/octet-stream")
 
     async def metrics(self, http: HTTPRequest) -> Response:
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -263,6 +286,11 @@ def _arguments(argv: list[str] | None) -> tuple[Options, bool]:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 picks a free one")
     parser.add_argument("--weights", help="URL of the store whose newest version to serve")
+    parser.add_argument("--relay", help="URL of the cluster's relay, asked for payloads before the store is")
+    parser.add_argument("--peers", nargs="+", default=[], help="URLs of servers that may repair this one's weights")
+    parser.add_argument("--coordinator", help="URL of the coordinator of this server's replica")
+    parser.add_argument("--member", default="", help="this server's name in its replica")
+    parser.add_argument("--public-key", type=Path, help="serve only versions whose manifests this key has signed")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -274,6 +302,13 @@ def _arguments(argv: list[str] | None) -> tuple[Options, bool]:
     parser.add_argument("--parent-death", action="store_true", help="die with the process that started this one")
     values = vars(parser.parse_args(argv))
     parent_death = values.pop("parent_death")
+    url, *rest = (values.pop(name) for name in ("weights", "relay", "peers", "coordinator", "member", "public_key"))
+    if url is None and any(rest):
+        parser.error("--relay, --peers, --coordinator, --member and --public-key need --weights")
+    relay, peers, coordinator, member, key = rest
+    values["weights"] = url and Origin(
+        store=url, relay=relay, peers=peers, coordinator=coordinator, member=member, public_key=key
+    )
     return Options(**values), parent_death
 
 
@@ -282,6 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     if parent_death:
         die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line per request says nothing that ours do not
     try:
         run(options)
     except UserError as e:

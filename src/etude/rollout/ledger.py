@@ -274,8 +274,12 @@ class Ledger:
 
     # Training ---------------------------------------------------------------------------------------------------------
 
-    def ready_groups(self, limit: int, in_order: bool, due: int | None = None) -> list[Group]:
+    def ready_groups(
+        self, limit: int, in_order: bool, due: int | None = None, without: Collection[int] = ()
+    ) -> list[Group]:
         """Up to `limit` groups to train on next, oldest first; those lost to infrastructure as a whole are empty.
+
+        Those in `without` are left out: a version that was trained on them is on its way.
 
         `in_order` stops at the first group that is still open. Otherwise younger groups overtake open ones; with `due`
         (the trainer's version minus the staleness bound O) only as far as every group is still trained on within O
@@ -283,7 +287,7 @@ class Ledger:
         answer is empty.
         """
         with self._read() as c:
-            waiting = c.execute(_WAITING).all()
+            waiting = [row for row in c.execute(_WAITING).all() if row.id not in without]
             ids: list[int] = []
             for row in waiting:
                 if row.state == "ready":

@@ -4,8 +4,10 @@ consumes     ready groups (ledger) and their token blobs (store)
 waits for    P ready groups
 unblocks     admission and the engines, by publishing version N+1
 
-Order within a step, which makes `kill -9` harmless anywhere: checkpoint N+1, payload N+1, manifest N+1 (the commit
-point), ledger. A checkpoint without its manifest is forgotten on resume; a ledger behind the manifests is caught up.
+Order of what is durable, which makes `kill -9` harmless anywhere: checkpoint N+1, payload N+1, manifest N+1 (the commit
+point), ledger, checkpoint N+2. A checkpoint without its manifest is forgotten on resume; a ledger behind the manifests
+is caught up. Payload and manifest are written in the background while step N+2 computes, on groups that N+1 has not
+had; nothing of step N+2 is written before version N+1 is settled, so a crash costs two steps of work at most.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import copy
 import math
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +36,17 @@ from etude.trainer.optimizer import MasterAdamW
 from etude.trainer.step import batch_metrics, train_step
 from etude.weights.digest import digest
 from etude.weights.manifest import newest
-from etude.weights.publisher import Publisher
+from etude.weights.publisher import Publication, Publisher
+from etude.weights.signature import private_key
+
+
+@dataclass(frozen=True)
+class Unsettled:
+    """A version that is being published: what is to be noted once its manifest is durable."""
+
+    publication: Publication
+    groups: tuple[int, ...]
+    line: dict[str, Any]  # of metrics.jsonl; empty for version 0
 
 
 class Trainer:
@@ -56,13 +70,21 @@ class Trainer:
         self.model.train()
         self.reference = copy.deepcopy(self.model).eval() if config.trainer.kl_beta else None
         self.optimizer = MasterAdamW(self.model, config.trainer)
-        self.publisher = Publisher(weights, config.weights.anchor_every)
+        key = config.weights.signing_key
+        self.publisher = Publisher(
+            weights,
+            config.weights.anchor_versions,
+            config.weights.anchor_share,
+            key=private_key(Path(key)) if key else None,
+        )
+        self._unsettled: Unsettled | None = None
         last = newest(weights)
         self.version = self._begin() if last is None else self._resume(last)
 
     def _begin(self) -> int:
         """Publishes the base model as version 0."""
-        self._commit(0, (), {})
+        self._commit(0, (), {}, {})
+        self.settle(wait=True)
         return 0
 
     def _resume(self, last: PolicyVersion) -> int:
@@ -74,15 +96,41 @@ class Trainer:
         self.publisher.resume(last, tensors)
         return last.version
 
-    def _commit(self, version: int, groups: tuple[int, ...], metrics: dict[str, float]) -> PolicyVersion:
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """Groups that the version on its way was trained on; the ledger may still call them ready."""
+        return self._unsettled.groups if self._unsettled else ()
+
+    def _commit(self, version: int, groups: tuple[int, ...], metrics: dict[str, float], line: dict[str, float]) -> None:
+        """Settles the version before this one, saves the checkpoint, and leaves the rest to the publisher's thread."""
+        self.settle(wait=True)
         config = self.config.trainer
         checkpoint.save(self.run / "checkpoints", version, self.optimizer.state(), config.keep_checkpoints)
         visit("trainer.checkpointed")
-        manifest = self.publisher.publish(version, self.optimizer.published(), groups, metrics)
+        publication = self.publisher.start(version, self.optimizer.published(), groups, metrics)
+        self._unsettled = Unsettled(publication, groups, line)
+
+    def settle(self, *, wait: bool) -> None:
+        """Tells the ledger, then metrics.jsonl, of the version on its way if its manifest is durable, or waits for it.
+
+        Raises what went wrong with it.
+        """
+        unsettled = self._unsettled
+        if unsettled is None or not (wait or unsettled.publication.done()):
+            return
+        manifest = unsettled.publication.result()
         visit("trainer.published")
-        self.ledger.consume(groups, version)
+        self.ledger.consume(unsettled.groups, manifest.version)
         visit("trainer.consumed")
-        return manifest
+        self._unsettled = None
+        if unsettled.line:
+            figures = {
+                "weights/version": manifest.version,
+                "weights/bytes": manifest.payload_bytes,
+                "weights/changed": manifest.changed / manifest.elements,
+                "time/publish_background": unsettled.publication.seconds,
+            }
+            runfolder.append_json(self.run / "metrics.jsonl", unsettled.line | figures)
 
     def step(self, groups: list[Group], waited: float, progress: float) -> None:
         """Trains on `groups`, commits the next version, and writes one line of metrics.
@@ -94,10 +142,28 @@ class Trainer:
         loaded = time.time()
         metrics = train_step(self.model, self.reference, self.optimizer, batch, self.config, self.version, progress)
         trained = time.time()
+        self.settle(wait=False)
         visit("trainer.stepped")
-        manifest = self._commit(self.version + 1, tuple(g.id for g in groups), metrics)
+        line = {
+            "step": self.version + 1,
+            **batch_metrics(batch, self.version),
+            **metrics,
+            "time/load": loaded - started,
+            "time/train": trained - loaded,
+            "time/wait_for_batch": waited,
+        }
+        self._commit(self.version + 1, tuple(g.id for g in groups), metrics, line)
         done = time.time()
-        self._report(batch, metrics, manifest, waited, (started, loaded, trained, done))
+        busy = done - started
+        line |= {
+            "time": done,
+            "time/publish": done - trained,
+            "time/step": busy,
+            "perf/trainer_busy": busy / (busy + waited),
+        }
+        for state, start, end in (("train", started, trained), ("publish", trained, done)):
+            record = {"process": "trainer", "state": state, "start": start, "end": end}
+            runfolder.append_json(self.run / "timeline.jsonl", record)
         self.version += 1
 
     def _batch(self, groups: list[Group]) -> Batch:
@@ -108,37 +174,6 @@ class Trainer:
     def _episodes(self, group: Group) -> list[Episode]:
         return [decode(self.rollouts.get(key), Episode) for key in group.episodes]
 
-    def _report(
-        self,
-        batch: Batch,
-        metrics: dict[str, float],
-        manifest: PolicyVersion,
-        waited: float,
-        at: tuple[float, float, float, float],
-    ) -> None:
-        started, loaded, trained, done = at
-        runfolder.append_json(
-            self.run / "metrics.jsonl",
-            {
-                "step": manifest.version,
-                "time": done,
-                **batch_metrics(batch, self.version),
-                **metrics,
-                "weights/version": manifest.version,
-                "weights/bytes": manifest.payload_bytes,
-                "weights/changed": manifest.changed / manifest.elements,
-                "time/load": loaded - started,
-                "time/train": trained - loaded,
-                "time/publish": done - trained,
-                "time/step": done - started,
-                "time/wait_for_batch": waited,
-                "perf/trainer_busy": (done - started) / (done - started + waited),
-            },
-        )
-        for state, start, end in (("train", started, trained), ("publish", trained, done)):
-            record = {"process": "trainer", "state": state, "start": start, "end": end}
-            runfolder.append_json(self.run / "timeline.jsonl", record)
-
 
 def run(folder: Path) -> None:
     """Steps until the configured number of versions is published or the minutes of training are spent."""
@@ -147,8 +182,12 @@ def run(folder: Path) -> None:
     first, waiting_since = True, time.time()
     limit, spent = (config.trainer.minutes or math.inf) * 60, _spent(folder)
     while trainer.version < config.trainer.steps and spent < limit:
+        trainer.settle(wait=False)
         groups = trainer.ledger.ready_groups(
-            config.rollout.prompts, in_order=config.deterministic, due=trainer.version - config.rollout.staleness
+            config.rollout.prompts,
+            in_order=config.deterministic,
+            due=trainer.version - config.rollout.staleness,
+            without=trainer.taken,
         )
         if len(groups) < config.rollout.prompts:
             time.sleep(0.05)
@@ -160,6 +199,7 @@ def run(folder: Path) -> None:
         # Before an attempt's first groups are ready, tasks are built and the model is measured: that is no training.
         spent += time.time() - waiting_since - (waited if first else 0.0)
         first, waiting_since = False, time.time()
+    trainer.settle(wait=True)
 
 
 def _spent(folder: Path) -> float:

@@ -38,7 +38,7 @@ _PLANE_LEVEL = 3
 CLASSES = 16
 _SPAN = 16  # chunks: a call from Python costs as much as a few thousand elements
 
-KINDS = {"delta": 0, "anchor": 1}
+KINDS = {"delta": 0, "anchor": 1, "skip": 2}
 Digests = npt.NDArray[np.uint64]
 
 
@@ -82,15 +82,20 @@ def chunk_bits(schema: Schema, tensors: Mapping[str, Bits], chunk: Chunk) -> Bit
     return tensors[schema.tensors[chunk.tensor].name][chunk.start : chunk.stop]
 
 
-def digests(schema: Schema, tensors: Mapping[str, Bits], threads: int | None = None) -> Digests:
-    """The digest of every chunk, from the bytes."""
+def digests(
+    schema: Schema, tensors: Mapping[str, Bits], threads: int | None = None, chunks: range | None = None
+) -> Digests:
+    """The digest of every chunk, from the bytes; with `chunks` of those alone, and 0 for the others."""
 
-    def one(chunk: Chunk) -> int:
+    def one(index: int) -> int:
+        if chunks is not None and index not in chunks:
+            return 0
+        chunk = schema.chunks[index]
         spec = schema.tensors[chunk.tensor]
         part = chunk_bits(schema, tensors, chunk)
         return int(kernels.digest(part, np.uint64(spec.seed), chunk.start, spec.format.width))
 
-    return np.array(_map(one, schema.chunks, threads), dtype=np.uint64)
+    return np.array(_map(one, range(len(schema.chunks)), threads), dtype=np.uint64)
 
 
 def model_digest(chunk_digests: Digests) -> int:
@@ -117,14 +122,15 @@ def encode_changes(
     base: Digests,
     codec: Codec,
     threads: int | None = None,
+    chunks: range | None = None,
 ) -> tuple[list[Record], Changes]:
-    """The same records, and the changes that they hold, for folds and for taking them back."""
+    """The same records, and the changes that they hold, for folds and for taking them back; of `chunks` or of all."""
 
     def one(span: range) -> list[tuple[Record, Moves]]:
         name, part = _extent(schema, span)
         return _encode_span(schema, span, old[name][part], new[name][part], base, codec)
 
-    found = [pair for pairs in _map(one, _spans(schema), threads) for pair in pairs]
+    found = [pair for pairs in _map(one, _spans(schema, chunks), threads) for pair in pairs]
     return [record for record, _ in found], {record.chunk: moves for record, moves in found}
 
 
@@ -191,8 +197,10 @@ def _encode_span(
     return pairs
 
 
-def encode_anchor(schema: Schema, new: Mapping[str, Bits], target: Digests, threads: int | None = None) -> list[Record]:
-    """Records that hold every element of every chunk; `target` are the digests."""
+def encode_anchor(
+    schema: Schema, new: Mapping[str, Bits], target: Digests, threads: int | None = None, chunks: range | None = None
+) -> list[Record]:
+    """Records that hold every element of `chunks`, or of all; `target` are the digests."""
 
     def one(index: int) -> Record:
         chunk = schema.chunks[index]
@@ -203,7 +211,7 @@ def encode_anchor(schema: Schema, new: Mapping[str, Bits], target: Digests, thre
         code, payload = (PLANES, planes) if planes is not None and len(planes) < len(raw) else (RAW, raw)
         return Record(index, code, part.size, 0, int(target[index]), payload)
 
-    return _map(one, range(len(schema.chunks)), threads)
+    return _map(one, range(len(schema.chunks)) if chunks is None else chunks, threads)
 
 
 def apply(
@@ -438,12 +446,12 @@ def _record(data: bytes, chunk: int) -> Record:
 # --- cores ----------------------------------------------------------------------------------------------------------
 
 
-def _spans(schema: Schema) -> list[range]:
-    """All chunks, in runs of one tensor: what a core does at a time."""
+def _spans(schema: Schema, chunks: range | None = None) -> list[range]:
+    """Chunks, or all, in runs of one tensor: what a core does at a time."""
     spans: list[range] = []
-    for index, chunk in enumerate(schema.chunks):
+    for index in range(len(schema.chunks)) if chunks is None else chunks:
         last = spans[-1] if spans else range(0)
-        if last and len(last) < _SPAN and schema.chunks[last[0]].tensor == chunk.tensor:
+        if last and len(last) < _SPAN and schema.chunks[last[0]].tensor == schema.chunks[index].tensor:
             spans[-1] = range(last[0], index + 1)
         else:
             spans.append(range(index, index + 1))

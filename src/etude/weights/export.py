@@ -1,29 +1,96 @@
-"""A published version as a plain Hugging Face folder, for any tool that loads one."""
+"""Published versions as plain Hugging Face folders, for any tool that loads one, and folders as versions."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
 from etude.errors import UserError
 from etude.models.loading import load_model, named_tensors
 from etude.records import PolicyVersion
 from etude.store import Store
-from etude.weights.receiver import materialise
+from etude.weights.digest import digest
+from etude.weights.manifest import newest, read, versions
+from etude.weights.publisher import Publisher
+from etude.weights.receiver import bring, load, materialise
+from etude.weights.signature import Trust
+
+Progress = Callable[[str, int, int], None]
 
 
-def export(store: Store, version: int, base: Path, out: Path) -> PolicyVersion:
+def export(store: Store, version: int, base: Path, out: Path, trust: Trust | None = None) -> PolicyVersion:
     """Writes `out`: the version's weights in safetensors, with the configuration and tokenizer of `base`.
 
-    `base` is the model folder that the run began with. `out` appears whole or not at all. Raises UserError if it
-    exists, or if the version is missing, damaged or of another model.
+    `base` is the model folder that the run began with. `out` appears whole or not at all, with the bytes that the
+    trainer's own model would write. Raises UserError if it exists, or if the version is missing, damaged, not trusted
+    or of another model.
     """
+    _refuse_existing(out)
+    model = load_model(base, dtype=torch.bfloat16)
+    manifest = materialise(store, version, named_tensors(model), trust)
+    _write(model, base, out)
+    return manifest
+
+
+def advance(
+    store: Store, base: Path, version: int, out: Path, trust: Trust | None = None, progress: Progress = lambda *_: None
+) -> int:
+    """Writes `out`: the folder `base`, which holds some version, brought to `version`. Returns what `base` holds.
+
+    Only what lies between is read, an anchor if that is less. Raises UserError if `base` holds no published version.
+    """
+    _refuse_existing(out)
+    model = load_model(base, dtype=torch.bfloat16)
+    tensors = named_tensors(model)
+    held = _held(store, digest(tensors), progress)
+    bring(store, held, version, tensors, trust)
+    _write(model, base, out)
+    return held
+
+
+def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = None) -> PolicyVersion:
+    """Publishes the weights of a Hugging Face folder as the next version, a delta where there is one before it.
+
+    Raises UserError if the newest version is damaged, AlreadyPublished if another writer is faster.
+    """
+    tensors = named_tensors(load_model(folder, dtype=torch.bfloat16))
+    try:
+        last = newest(store)
+    except ValueError as e:
+        raise UserError(f"{e}; publish to another store") from None
+    publisher = Publisher(store, key=key)
+    if last is not None:
+        publisher.resume(last, load(store, last.version)[1])
+        publisher.finish_anchor()
+    return publisher.publish(last.version + 1 if last else 0, tensors, (), {})
+
+
+def _held(store: Store, wanted: str, progress: Progress) -> int:
+    """The newest version with a digest."""
+    numbers = versions(store)[::-1]
+    for done, number in enumerate(numbers):
+        progress("find the folder's version", done, len(numbers))
+        try:
+            manifest = read(store, number)
+        except ValueError:
+            continue
+        if manifest is not None and manifest.digest == wanted:
+            return number
+    raise UserError(f"the folder holds no version of {store.url}; use `etude weights fetch` instead")
+
+
+def _refuse_existing(out: Path) -> None:
     if out.exists():
         raise UserError(f"{out} exists already; name a new folder")
-    model = load_model(base, dtype=torch.bfloat16)
-    manifest = materialise(store, version, named_tensors(model))
+
+
+def _write(model: PreTrainedModel, base: Path, out: Path) -> None:
     partial = out.with_name(f".{out.name}.incomplete")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -32,10 +99,10 @@ def export(store: Store, version: int, base: Path, out: Path) -> PolicyVersion:
             if file.is_file() and not _is_weights(file) and not (partial / file.name).exists():
                 shutil.copyfile(file, partial / file.name)
         partial.rename(out)
-    except OSError as e:
+    except (OSError, SafetensorError) as e:
         shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"{out} cannot be written: {e.strerror or e}; check the disk") from None
-    return manifest
+        why = (e.strerror if isinstance(e, OSError) else None) or str(e)
+        raise UserError(f"{out} cannot be written: {why}; check the disk") from None
 
 
 def _is_weights(file: Path) -> bool:

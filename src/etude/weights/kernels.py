@@ -322,3 +322,19 @@ def add_chunks(bits, starts_R, bounds, positions, steps, seed, first, w, signed,
         mine = slice(bounds[r], bounds[r + 1])
         start = starts_R[r]
         grown_R[r] = add(bits[start:], positions[mine], steps[mine], seed, first + start, w, signed)
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def scatter(live, shift, positions, values):  # type: ignore[no-untyped-def]
+    """Set elements; the values go into the upper bits of wider elements, zeros below them."""
+    for j in range(positions.size):
+        live[positions[j]] = np.int64(values[j]) << shift
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def holds(live, shift, positions, values):  # type: ignore[no-untyped-def]
+    """Whether the elements have, in all their bits, what `scatter` gives them."""
+    same = True
+    for j in range(positions.size):
+        same = same and np.int64(live[positions[j]]) == np.int64(values[j]) << shift
+    return same

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import msgspec
 
-from etude.records import PolicyVersion
+from etude.records import MANIFEST_FORMAT, PolicyVersion
 from etude.store import Store
+from etude.weights.signature import Trust
 
 FOLDER = "versions"
+
+
+class _Head(msgspec.Struct):
+    format: int = 1
 
 
 def key(version: int) -> str:
@@ -28,31 +33,52 @@ def create(store: Store, manifest: PolicyVersion) -> bool:
     return store.create(key(manifest.version), msgspec.json.encode(manifest))
 
 
-def read(store: Store, version: int) -> PolicyVersion | None:
-    """The manifest of a version, None if it is not published. Raises ValueError if it is damaged."""
+def read(store: Store, version: int, trust: Trust | None = None) -> PolicyVersion | None:
+    """The manifest of a version, None if it is not published.
+
+    Raises ValueError if it is damaged, of another format or of another version, and Refused if it is not trusted.
+    """
     try:
         data = store.get(key(version))
     except KeyError:
         return None
     try:
-        return msgspec.json.decode(data, type=PolicyVersion)
+        form = msgspec.json.decode(data, type=_Head).format
+        if form != MANIFEST_FORMAT:
+            raise ValueError(
+                f"the manifest of version {version} in {store.url} has format {form}, not {MANIFEST_FORMAT}"
+            )
+        manifest = msgspec.json.decode(data, type=PolicyVersion)
     except msgspec.MsgspecError as e:
         raise ValueError(f"the manifest of version {version} in {store.url} is damaged: {e}") from None
+    if manifest.version != version:
+        raise ValueError(f"the manifest of version {version} in {store.url} is that of version {manifest.version}")
+    if trust is not None:
+        trust.check(manifest)
+    return manifest
 
 
 def versions(store: Store, after: int = -1) -> list[int]:
-    """Published version numbers greater than `after`, ascending."""
+    """Published version numbers greater than `after`, ascending.
+
+    A listing may be stale where reading a key is not: what follows the last listed number is asked for by name.
+    """
     keys = store.list(FOLDER, after=key(after) if after >= 0 else None)
-    return [int(name.rsplit("/", 1)[1].removesuffix(".json")) for name in keys]
+    numbers = [int(name.rsplit("/", 1)[1].removesuffix(".json")) for name in keys]
+    following = (numbers[-1] if numbers else after) + 1
+    while store.exists(key(following)):
+        numbers.append(following)
+        following += 1
+    return numbers
 
 
 def manifests(store: Store, after: int = -1) -> list[PolicyVersion]:
-    """The manifests of `versions`."""
+    """The manifests of `versions`. Raises ValueError if one is damaged."""
     found = [read(store, version) for version in versions(store, after)]
     return [manifest for manifest in found if manifest is not None]
 
 
 def newest(store: Store) -> PolicyVersion | None:
-    """The manifest with the highest number, None before the first version."""
+    """The manifest with the highest number, None before the first version. Raises ValueError if it is damaged."""
     numbers = versions(store)
     return read(store, numbers[-1]) if numbers else None

@@ -1,23 +1,46 @@
-"""The trainer's side: publish version after version."""
+"""The trainer's side: publish version after version, on a thread of its own.
+
+`start` takes a copy of the tensors and returns; the thread writes the version's objects, then the manifest, and the
+version exists from then on, or not at all. One version at a time: the next `start` first waits for the one before it
+and raises its error. Anchors are written on another thread, from the copy that the deltas are made against anyway.
+"""
 
 from __future__ import annotations
 
+import math
+import secrets
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import blake3
-import numpy as np
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
-from etude.records import PolicyVersion
+from etude.records import Anchor, Part, PolicyVersion, Skip
 from etude.store import Store
 from etude.weights import codec
+from etude.weights import ranks as peers
+from etude.weights.changes import Changes, fold
 from etude.weights.codec import Codec, Digests
 from etude.weights.digest import digest, written
-from etude.weights.manifest import create, read, schema_key
+from etude.weights.manifest import create, manifests, read, schema_key
+from etude.weights.ranks import Ranks, Share
 from etude.weights.schema import Bits, Schema, bits, schema_of
+from etude.weights.signature import sign
+
+SPANS = (8, 64)
+"""A version whose number one of these divides also has a folded delta from so many versions before. Ascending, each a
+multiple of the one before, so that the longer fold is made of the shorter ones."""
+
+PUBLISH_SECONDS = 900.0
 
 
 class AlreadyPublished(RunFailed):
@@ -31,101 +54,370 @@ class AlreadyPublished(RunFailed):
         self.manifest = manifest
 
 
+@dataclass
+class Fold:
+    """The changes since version `base`, kept for the next folded delta only."""
+
+    base: int
+    changes: Changes = field(default_factory=dict[int, Any])
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the publisher knows of the version that it published last."""
+
+    manifest: PolicyVersion
+    schema: Schema
+    bits: Mapping[str, Bits]  # never written to: an anchor may still be made of them
+    digests: Digests
+
+
+class Publication:
+    """A version on its way."""
+
+    def __init__(self, version: int, work: Callable[[float], PolicyVersion]):
+        self.version = version
+        self._began = time.monotonic()
+        self._deadline = self._began + PUBLISH_SECONDS
+        self.seconds = 0.0  # it took, once it is done
+        self._future: Future[PolicyVersion] = Future()
+        self.raised = False
+        # Not waited for when the process ends: that is a crash like any other, and the store's order of writes holds.
+        threading.Thread(target=self._run, args=(work,), name=f"publish-{version}", daemon=True).start()
+
+    def _run(self, work: Callable[[float], PolicyVersion]) -> None:
+        try:
+            manifest = work(self._deadline)
+        except BaseException as e:  # `result` raises it
+            self._future.set_exception(e)
+            return
+        self.seconds = time.monotonic() - self._began
+        self._future.set_result(manifest)
+
+    def done(self) -> bool:
+        """Whether `result` answers at once."""
+        return self._future.done()
+
+    def result(self) -> PolicyVersion:
+        """The manifest, once it is durable. Raises what went wrong, RunFailed after a deadline of 15 minutes."""
+        try:
+            return self._future.result(max(0.0, self._deadline - time.monotonic()))
+        except FutureTimeout:
+            raise RunFailed(
+                f"version {self.version} was not published within {PUBLISH_SECONDS:.0f} seconds; check the store and "
+                "resume"
+            ) from None
+        finally:
+            self.raised = True
+
+
 class Publisher:
     """Remembers the bits it published last, so that the next version is a delta against them.
 
-    Every `anchor_every`-th version, and the first of a process that did not `resume`, is an anchor: all elements.
+    A chain begins with an anchor, all elements: at the first version, and where names, types or shapes change. Another
+    is written when the deltas since the last one exceed `anchor_share` of its size, or after `anchor_versions`.
+    With `key`, manifests are signed. With `ranks`, this process writes a part of each version. Host memory: the weights
+    as published last, those on their way, and those of an anchor that is still being written.
     """
 
-    def __init__(self, store: Store, anchor_every: int):
-        if anchor_every < 1:
-            raise ValueError("anchor_every must be at least 1")
+    def __init__(
+        self,
+        store: Store,
+        anchor_versions: int = 200,
+        anchor_share: float = 0.5,
+        key: Ed25519PrivateKey | None = None,
+        ranks: Ranks | None = None,
+    ):
+        if anchor_versions < 1:
+            raise ValueError("anchor_versions must be at least 1")
         self._store = store
-        self._anchor_every = anchor_every
-        self._parent: int | None = None
-        self._schema: Schema | None = None
-        self._last: dict[str, Bits] = {}
-        self._digests: Digests = np.zeros(0, np.uint64)
+        self._anchor_versions, self._anchor_share = anchor_versions, anchor_share
+        self._key = key
+        self._ranks = ranks or Ranks(0, 1, secrets.token_hex(8))
+        self._run = ""
+        self._last: Published | None = None
+        self._folds: dict[int, Fold] = {}
+        self._since = 0.0  # bytes of deltas since the last anchor was begun
+        self._flight: Publication | None = None
+        self._anchor: tuple[int, Future[tuple[Part, ...]]] | None = None
 
     def resume(self, last: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Continues after `last`, whose tensors these are. Raises ValueError if they are not."""
-        if digest(tensors) != last.digest:
+        """Continues after `last`, whose tensors these are. Raises ValueError if they are not.
+
+        A rank among several is proven right or wrong by the sum over all of them, at the next version.
+        """
+        if self._ranks.count == 1 and digest(tensors) != last.digest:
             raise ValueError(f"the tensors do not have the digest of version {last.version}")
-        self._begin(tensors)
-        self._parent = last.version
+        schema = schema_of(tensors)
+        taken = self._snapshot(schema, tensors)
+        self._last = Published(last, schema, taken, codec.digests(schema, taken, chunks=self._owned(schema)))
+        self._run = last.run
+        self._since = self._bytes_since(last)
+        self._folds = {span: Fold(last.version) for span in SPANS}
+        self._begin_anchor_if_due(self._last)
 
     def publish(
         self, version: int, tensors: Mapping[str, torch.Tensor], groups: tuple[int, ...], metrics: dict[str, float]
     ) -> PolicyVersion:
-        """Writes the payload, then the manifest: the version exists from then on, or not at all.
+        """`start`, and waits for the manifest."""
+        return self.start(version, tensors, groups, metrics).result()
 
-        Payload keys carry their digest, so what a crashed attempt left behind is never mistaken for this version's.
-        Raises AlreadyPublished, or UserError if a weight is not finite or the store refuses.
+    def start(
+        self, version: int, tensors: Mapping[str, torch.Tensor], groups: tuple[int, ...], metrics: dict[str, float]
+    ) -> Publication:
+        """Begins to publish a copy of the tensors; those of chunks that other ranks own may be on the meta device.
+
+        Waits for the publication before it, and raises its error if nobody has seen it. The result raises
+        AlreadyPublished, or UserError if a weight is not finite or the store refuses; `start` may then be repeated.
         """
-        _refuse_non_finite(version, tensors)
-        if self._parent is None:
-            self._begin(tensors)
-        schema = self._fitting(tensors)
-        anchor = self._parent is None or version % self._anchor_every == 0
-        new = {name: bits(tensor) for name, tensor in tensors.items()}
-        lr = metrics.get("optim/lr") or Codec.learning_rate
-        records = codec.encode(schema, self._last, new, self._digests, Codec(learning_rate=lr))
-        digests = self._digests.copy()
-        for record in records:
-            digests[record.chunk] = record.target
-        elements = sum(spec.elements for spec in schema.tensors)
-        changed = elements if anchor else sum(record.changes for record in records)
-        if anchor:
-            payload = codec.pack("anchor", version, codec.encode_anchor(schema, new, digests))
-        else:
-            payload = codec.pack("delta", version, records)
-        payload_digest = blake3.blake3(payload).hexdigest()
-        manifest = PolicyVersion(
-            version=version,
-            parent=None if anchor else self._parent,
-            kind="anchor" if anchor else "delta",
-            payload=f"payloads/{version:08d}-{payload_digest[:32]}",
-            payload_bytes=len(payload),
-            payload_digest=payload_digest,
-            schema=schema.id,
-            digest=written(codec.model_digest(digests)),
-            changed=changed,
-            elements=elements,
-            groups=groups,
-            created=time.time(),
-            metrics=metrics,
-        )
-        if anchor:
+        self.close()
+        schema = schema_of(tensors)
+        taken = self._snapshot(schema, tensors)
+        about = _About(version, schema, groups, {k: float(v) for k, v in metrics.items() if math.isfinite(v)})
+        self._flight = Publication(version, lambda deadline: self._publish(about, taken, deadline))
+        return self._flight
+
+    def close(self) -> None:
+        """Waits for the version in flight. Raises its error if nobody has seen it."""
+        flight = self._flight
+        if flight is not None and not (flight.raised and flight.done()):
+            flight.result()
+        self._flight = None
+
+    def finish_anchor(self) -> None:
+        """Waits for an anchor that is being written, so that the next version names it; RunFailed after 15 minutes.
+
+        Nothing needs it but a process that ends soon and would take its thread with it.
+        """
+        if self._anchor is not None:
+            try:
+                self._anchor[1].exception(PUBLISH_SECONDS)
+            except FutureTimeout:
+                raise RunFailed(f"the anchor of version {self._anchor[0]} was not written in time") from None
+
+    def _bytes_since(self, last: PolicyVersion) -> float:
+        """Bytes of deltas since the last anchor; without end if one is damaged, so that the next version gets one."""
+        try:
+            return sum(m.payload_bytes for m in manifests(self._store, after=last.anchor.version))
+        except ValueError:
+            return math.inf
+
+    # --- on the thread ----------------------------------------------------------------------------------------------
+
+    def _publish(self, about: _About, new: Mapping[str, Bits], deadline: float) -> PolicyVersion:
+        schema, last = about.schema, self._last
+        _refuse_non_finite(about.version, schema, new)
+        if last is not None and last.schema != schema:
+            last = None
+        if last is None and self._ranks.rank == 0:
             self._store.put(schema_key(schema.id), schema.encode())
-        self._store.put(manifest.payload, payload)
+        own, changes, digests = self._write(about, new, last)
         visit("publisher.payload")
-        if not create(self._store, manifest):
-            raise AlreadyPublished(self._store, read(self._store, version) or manifest)
-        self._parent, self._digests = version, digests
-        for chunk in (schema.chunks[record.chunk] for record in records):
-            codec.chunk_bits(schema, self._last, chunk)[:] = codec.chunk_bits(schema, new, chunk)
+        if self._ranks.rank == 0:
+            shares = peers.gather(self._store, self._ranks, about.version, own, deadline)
+            manifest = self._commit(self._manifest(about, last, shares))
+            with suppress(UserError):  # the version is out; what stays behind is swept up later
+                peers.clear(self._store, self._ranks, about.version)
+        else:
+            peers.announce(self._store, self._ranks, about.version, own)
+            manifest = self._follow(about.version, deadline)
+        visit("publisher.manifest")
+        self._remember(Published(manifest, schema, new, digests), changes)
         return manifest
 
-    def _begin(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes the tensors as what was published last."""
-        self._schema = schema_of(tensors)
-        self._last = {name: bits(tensor).copy() for name, tensor in tensors.items()}
-        self._digests = codec.digests(self._schema, self._last)
+    def _write(self, about: _About, new: Mapping[str, Bits], last: Published | None) -> tuple[Share, Changes, Digests]:
+        """Writes this rank's objects of a version."""
+        version, schema = about.version, about.schema
+        chunks = self._owned(schema)
+        if last is None:
+            digests = codec.digests(schema, new, chunks=chunks)
+            whole = self._put("anchor", version, codec.encode_anchor(schema, new, digests, chunks=chunks), chunks)
+            elements = sum(schema.chunks[i].stop - schema.chunks[i].start for i in chunks)
+            total = codec.model_digest(digests)
+            share = Share(delta=(), skips={}, own_anchor=whole, anchor=None, base=total, target=total, changed=elements)
+            return share, {}, digests
+        rules = Codec(learning_rate=about.metrics.get("optim/lr") or Codec.learning_rate)
+        records, changes = codec.encode_changes(schema, last.bits, new, last.digests, rules, chunks=chunks)
+        digests = last.digests.copy()
+        for record in records:
+            digests[record.chunk] = record.target
+        skips = self._write_skips(about, new, digests, changes, rules)
+        share = Share(
+            delta=self._put("delta", version, records, chunks),
+            skips=skips,
+            own_anchor=(),
+            anchor=self._complete_anchor(),
+            base=codec.model_digest(last.digests),
+            target=codec.model_digest(digests),
+            changed=sum(record.changes for record in records),
+        )
+        return share, changes, digests
 
-    def _fitting(self, tensors: Mapping[str, torch.Tensor]) -> Schema:
-        """The schema of the chain. Raises ValueError if the tensors have another."""
-        schema = schema_of(tensors)
-        assert self._schema is not None
-        if schema != self._schema:
-            was, now = ({spec.name: spec for spec in s.tensors} for s in (self._schema, schema))
-            name = next(n for n in sorted(was.keys() | now.keys()) if was.get(n) != now.get(n))
-            raise ValueError(f"{name} is not what it was in the last version: {was.get(name)}, now {now.get(name)}")
-        return schema
+    def _write_skips(
+        self, about: _About, new: Mapping[str, Bits], digests: Digests, changes: Changes, rules: Codec
+    ) -> dict[int, tuple[Part, ...]]:
+        """The folded deltas that are due, from the changes before this version and those that led to it."""
+        found: dict[int, tuple[Part, ...]] = {}
+        pending = [changes]
+        for span in SPANS:
+            pending = [self._folds[span].changes, *pending]
+            if about.version % span:
+                break
+            if self._folds[span].base == about.version - span:
+                records = codec.encode_fold(about.schema, new, digests, pending, rules)
+                found[about.version - span] = self._put(
+                    f"skip-{span}", about.version, records, self._owned(about.schema)
+                )
+        return found
+
+    def _manifest(self, about: _About, last: Published | None, shares: list[Share]) -> PolicyVersion:
+        if last is not None and sum(share.base for share in shares) % codec.MODULUS != int(last.manifest.digest, 16):
+            raise ValueError(f"the ranks together do not hold version {last.manifest.version}")
+        if last is None:
+            anchor = Anchor(version=about.version, parts=_joined(share.own_anchor for share in shares))
+        else:
+            anchor = last.manifest.anchor
+            complete = [share.anchor for share in shares]
+            if self._anchor is not None and all(parts is not None for parts in complete):
+                anchor = Anchor(version=self._anchor[0], parts=_joined(parts or () for parts in complete))
+        bases = sorted(shares[0].skips, reverse=True)
+        manifest = PolicyVersion(
+            run=self._run or self._ranks.session,
+            writer=self._ranks.session,
+            version=about.version,
+            parent=None if last is None else last.manifest.version,
+            delta=_joined(share.delta for share in shares),
+            skips=tuple(Skip(base=b, parts=_joined(share.skips[b] for share in shares)) for b in bases),
+            anchor=anchor,
+            schema=about.schema.id,
+            digest=written(sum(share.target for share in shares)),
+            changed=sum(share.changed for share in shares),
+            elements=sum(spec.elements for spec in about.schema.tensors),
+            groups=about.groups,
+            created=time.time(),
+            metrics=about.metrics,
+        )
+        return manifest if self._key is None else sign(manifest, self._key)
+
+    def _commit(self, manifest: PolicyVersion) -> PolicyVersion:
+        """Creates the manifest. A lost acknowledgement is no failure: what lies there is read back."""
+        try:
+            created = create(self._store, manifest)
+        except UserError as error:
+            try:
+                created = read(self._store, manifest.version) == manifest
+            except (UserError, ValueError):
+                created = False
+            if not created:
+                raise error from None
+        if not created:
+            found = read(self._store, manifest.version)
+            if found != manifest:
+                raise AlreadyPublished(self._store, found or manifest)
+        return manifest
+
+    def _follow(self, version: int, deadline: float) -> PolicyVersion:
+        """The manifest that rank 0 writes."""
+        while (manifest := read(self._store, version)) is None:
+            if time.monotonic() > deadline:
+                raise RunFailed(f"rank 0 did not publish version {version} in time; start the trainer again")
+            time.sleep(0.02)
+        if manifest.writer != self._ranks.session:
+            raise AlreadyPublished(self._store, manifest)
+        return manifest
+
+    def _remember(self, published: Published, changes: Changes) -> None:
+        """Moves on to a version that is durable, and begins an anchor of it if one is due."""
+        manifest, schema, before = published.manifest, published.schema, self._last
+        self._last, self._run = published, manifest.run
+        if manifest.parent is None:
+            self._since, self._anchor = 0.0, None
+            self._folds = {span: Fold(manifest.version) for span in SPANS}
+            return
+        assert before is not None
+        if manifest.anchor != before.manifest.anchor:
+            self._anchor = None
+        pending = changes
+        for span in SPANS:  # a longer fold takes a shorter one in when that is complete
+            mine = self._folds[span]
+            mine.changes = fold(schema, [mine.changes, pending])
+            if manifest.version % span:
+                break
+            pending, self._folds[span] = mine.changes, Fold(manifest.version)
+        self._since += manifest.payload_bytes
+        self._begin_anchor_if_due(published)
+
+    def _begin_anchor_if_due(self, of: Published) -> None:
+        manifest = of.manifest
+        size = sum(part.bytes for part in manifest.anchor.parts)
+        old = manifest.version - manifest.anchor.version >= self._anchor_versions
+        if self._anchor is None and (old or self._since > self._anchor_share * size):
+            self._begin_anchor(of)
+
+    def _complete_anchor(self) -> tuple[Part, ...] | None:
+        """This rank's part of the anchor that was begun last, None if it is not there yet. Raises what went wrong."""
+        if self._anchor is None or not self._anchor[1].done():
+            return None
+        future = self._anchor[1]
+        if future.exception() is not None:
+            self._anchor = None  # begun again after the next version
+        return future.result()
+
+    def _begin_anchor(self, of: Published) -> None:
+        version, schema = of.manifest.version, of.schema
+        future: Future[tuple[Part, ...]] = Future()
+        self._anchor, self._since = (version, future), 0.0
+
+        def work() -> None:
+            try:
+                chunks = self._owned(schema)
+                records = codec.encode_anchor(schema, of.bits, of.digests, chunks=chunks)
+                future.set_result(self._put("anchor", version, records, chunks))
+                visit("publisher.anchor")
+            except BaseException as e:
+                future.set_exception(e)  # the next version raises it
+
+        threading.Thread(target=work, name=f"anchor-{version}", daemon=True).start()
+
+    def _put(self, kind: str, version: int, records: list[codec.Record], chunks: range) -> tuple[Part, ...]:
+        """Writes an object under its digest and this writer, so that no other attempt ever uses the same name."""
+        if not records:
+            return ()
+        payload = codec.pack(kind.split("-")[0], version, records)
+        digest = blake3.blake3(payload).hexdigest()
+        key = f"payloads/{version:08d}-{kind}-{digest[:32]}-{self._ranks.session[:16]}"
+        self._store.put(key, payload)
+        visit("publisher.part")
+        return (Part(key=key, bytes=len(payload), digest=digest, first=chunks.start, stop=chunks.stop),)
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _owned(self, schema: Schema) -> range:
+        return peers.owned(schema, self._ranks.rank, self._ranks.count)
+
+    def _snapshot(self, schema: Schema, tensors: Mapping[str, torch.Tensor]) -> dict[str, Bits]:
+        """The bits of the tensors that this rank has chunks of."""
+        names = {schema.tensors[schema.chunks[i].tensor].name for i in self._owned(schema)}
+        return {
+            name: bits(t).copy() if t.device.type == "cpu" else bits(t) for name, t in tensors.items() if name in names
+        }
 
 
-def _refuse_non_finite(version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+@dataclass(frozen=True)
+class _About:
+    version: int
+    schema: Schema
+    groups: tuple[int, ...]
+    metrics: dict[str, float]
+
+
+def _joined(parts: Any) -> tuple[Part, ...]:
+    return tuple(part for some in parts for part in some)
+
+
+def _refuse_non_finite(version: int, schema: Schema, taken: Mapping[str, Bits]) -> None:
     """NaN and infinities survive the codec, but a policy that holds them must not be served."""
-    bad = [name for name, tensor in tensors.items() if tensor.numel() and not _finite(tensor)]
+    bad = [spec.name for spec in schema.tensors if spec.name in taken and not _finite(spec.dtype, taken[spec.name])]
     if bad:
         others = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
         raise UserError(
@@ -134,6 +426,12 @@ def _refuse_non_finite(version: int, tensors: Mapping[str, torch.Tensor]) -> Non
         )
 
 
-def _finite(tensor: torch.Tensor) -> bool:
-    low, high = torch.aminmax(tensor.detach())  # NaN wins in both
+def _finite(dtype: str, values: Bits) -> bool:
+    kind = getattr(torch, dtype)
+    if not kind.is_floating_point or not values.size:
+        return True
+    tensor = torch.from_numpy(values).view(kind)  # pyright: ignore[reportUnknownMemberType]
+    if kind.itemsize == 1:
+        tensor = tensor.to(torch.bfloat16)
+    low, high = torch.aminmax(tensor)  # NaN wins in both
     return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -1,0 +1,105 @@
+"""Every byte of a store's versions against what the manifests promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from etude.errors import UserError
+from etude.records import Part, PolicyVersion
+from etude.store import Store
+from etude.weights import codec, retention
+from etude.weights.manifest import read, schema_key, versions
+from etude.weights.receiver import load
+from etude.weights.schema import decode
+from etude.weights.signature import Trust
+from etude.weights.source import intact
+
+
+@dataclass(frozen=True)
+class Audit:
+    """`problems` are sentences; `pruned` counts objects that are gone and that nothing needs."""
+
+    versions: int
+    objects: int
+    bytes: int
+    pruned: int
+    problems: tuple[str, ...]
+
+
+def audit(
+    store: Store, trust: Trust, only: int | None = None, progress: Callable[[str, int, int], None] = lambda *_: None
+) -> Audit:
+    """Reads every manifest and object, or those of version `only`; then rebuilds the newest version, or that one.
+
+    An object is compared with its BLAKE3 digest, so every flipped bit is found, and parsed. Raises UserError if there
+    is no such version.
+    """
+    numbers = versions(store)
+    if not numbers or (only is not None and only not in numbers):
+        raise UserError(f"{store.url} has no version {'at all' if only is None else only}; publish one first")
+    problems: list[str] = []
+    published: list[PolicyVersion] = []
+    for number in numbers:
+        try:
+            manifest = read(store, number, trust)
+        except ValueError as e:
+            problems += [str(e)] if only in (None, number) else []
+            continue
+        if manifest is None:
+            problems.append(f"the manifest of version {number} is gone")
+            continue
+        published.append(manifest)
+    needed = retention.needed(published)
+    chosen = [m for m in published if only in (None, m.version)]
+    objects = {part.key: (kind, number, part, m.schema) for m in chosen for kind, number, part in _objects(m)}
+    chunks = {schema: _chunks(store, schema, problems) for schema in {m.schema for m in chosen}}
+    checked = pruned = size = 0
+    for done, (kind, number, part, schema) in enumerate(objects.values()):
+        progress("verify", done, len(objects))
+        try:
+            data = store.get(part.key)
+        except KeyError:
+            if part.key in needed:
+                problems.append(f"version {number}: {part.key} is gone")
+            pruned += part.key not in needed
+            continue
+        checked, size = checked + 1, size + len(data)
+        why = _fault(data, kind, number, part, chunks[schema])
+        problems += [f"version {number}: {part.key} {why}"] if why else []
+    if chosen and not problems:
+        try:
+            load(store, chosen[-1].version)
+        except UserError as e:
+            problems.append(str(e))
+    return Audit(len(numbers) if only is None else 1, checked, size, pruned, tuple(problems))
+
+
+def _objects(manifest: PolicyVersion) -> Iterator[tuple[str, int, Part]]:
+    yield from (("delta", manifest.version, part) for part in manifest.delta)
+    yield from (("skip", manifest.version, part) for skip in manifest.skips for part in skip.parts)
+    yield from (("anchor", manifest.anchor.version, part) for part in manifest.anchor.parts)
+
+
+def _chunks(store: Store, schema_id: str, problems: list[str]) -> int:
+    try:
+        schema = decode(store.get(schema_key(schema_id)))
+        if schema.id == schema_id:
+            return len(schema.chunks)
+        problems.append(f"the schema {schema_id} was altered")
+    except KeyError:
+        problems.append(f"the schema {schema_id} is gone")
+    except ValueError as e:
+        problems.append(f"the schema {schema_id}: {e}")
+    return 0
+
+
+def _fault(data: bytes, kind: str, version: int, part: Part, chunks: int) -> str:
+    """What is wrong with an object; empty if nothing is."""
+    if len(data) != part.bytes or not intact(data, part.digest):
+        return "was altered"
+    try:
+        found, number, _ = codec.unpack(data, chunks)
+    except codec.Damaged as e:
+        return f"is damaged: {e}"
+    return "" if (found, number) == (kind, version) else f"is the {found} of version {number}"

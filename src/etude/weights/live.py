@@ -1,0 +1,97 @@
+"""The tensors that an engine computes with, read and written as the bits that are published.
+
+The live ones may be wider (float32 for bfloat16) and on any device. A change names single elements, so writing it costs
+time per change and copies no tensor. On the host a compiled loop does it; another device gets positions and values when
+the change is staged, so that writing is one indexed operation per tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from etude.weights import kernels as _typed_kernels
+from etude.weights.digest import narrow
+from etude.weights.schema import Bits, Spec, bits
+
+kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
+Tensors = Mapping[str, torch.Tensor]
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Change:
+    """New bits for single elements of a tensor; `positions` index the flattened tensor and are distinct."""
+
+    spec: Spec
+    positions: Positions
+    values: Bits
+    staged: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)  # where no compiled loop reaches
+
+
+class Live:
+    """Reads and writes named contiguous tensors; what is written is visible to the engine at once."""
+
+    def __init__(self, tensors: Tensors):
+        assert all(tensor.is_contiguous() for tensor in tensors.values())
+        self.tensors = tensors
+
+    def stage(self, spec: Spec, positions: Positions, values: Bits) -> Change:
+        """A change that is ready to be written; a device has its lists already."""
+        if (host := self._host(spec)) is not None:
+            for kernel in (kernels.scatter, kernels.holds):
+                kernel(*host, positions[:0], values[:0])  # compiled here, not while the engine stands still
+            return Change(spec, positions, values)
+        tensor = self.tensors[spec.name]
+        there = torch.from_numpy(positions).to(tensor.device)  # pyright: ignore[reportUnknownMemberType]
+        return Change(spec, positions, values, (there, as_tensor(values, spec).to(tensor.device, tensor.dtype)))
+
+    def write(self, change: Change) -> None:
+        """Makes the change."""
+        if change.staged is None:
+            kernels.scatter(*self._on_host(change.spec), change.positions, change.values)
+        else:
+            self._flat(change.spec).index_copy_(0, *change.staged)
+
+    def holds(self, change: Change) -> bool:
+        """Whether the elements have the change's values, bit for bit."""
+        if change.staged is None:
+            return bool(kernels.holds(*self._on_host(change.spec), change.positions, change.values))
+        positions, values = change.staged
+        found = self._flat(change.spec).index_select(0, positions)
+        return torch.equal(found.view(torch.uint8), values.view(torch.uint8))  # as bits: NaN equals itself
+
+    def read_run(self, spec: Spec, start: int, stop: int) -> Bits:
+        """The bits of neighbours, on the host. Raises ValueError if no published version can have given them theirs."""
+        return bits(narrow(spec.name, self._flat(spec)[start:stop], getattr(torch, spec.dtype)))
+
+    def write_run(self, spec: Spec, start: int, values: Bits) -> None:
+        """Writes neighbours."""
+        self._flat(spec)[start : start + values.size].copy_(as_tensor(values, spec))
+
+    def _flat(self, spec: Spec) -> torch.Tensor:
+        return self.tensors[spec.name].view(-1)
+
+    def _host(self, spec: Spec) -> tuple[Bits, int] | None:
+        """The tensor as unsigned integers and how far up in them the published bits are, where a shift widens them."""
+        tensor = self.tensors[spec.name]
+        same = str(tensor.dtype) == f"torch.{spec.dtype}"
+        if tensor.device.type != "cpu" or not (same or (spec.dtype == "bfloat16" and tensor.dtype == torch.float32)):
+            return None
+        return bits(tensor), 0 if same else 16
+
+    def _on_host(self, spec: Spec) -> tuple[Bits, int]:
+        found = self._host(spec)
+        assert found is not None, "the change was staged for another device"
+        return found
+
+
+def as_tensor(array: Bits, spec: Spec) -> torch.Tensor:
+    """The same memory as a flat tensor of the published type."""
+    whole = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+    return whole.view(getattr(torch, spec.dtype))

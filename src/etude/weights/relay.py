@@ -1,0 +1,134 @@
+"""One per cluster: pulls each payload once from the store, however many servers ask, and serves it in ranges.
+
+    GET /payloads/KEY?blake3=HEX   bytes, 206 for a Range; 404 if the store has none, 502 if its bytes are wrong
+    GET /health                    what it holds and what it has fetched
+
+It keeps payloads in memory up to a budget, the last used ones, and at least the last one. A payload is checked against
+the digest that the server took from the manifest, so a relay needs no manifests and serves nothing that is damaged.
+
+python -m etude.weights.relay --store URL [--port N] [--budget-mb N] [--ready-file FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import re
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from etude.errors import UserError
+from etude.failpoints import visit
+from etude.store import Store, open_store
+from etude.weights.service import answer
+from etude.weights.source import intact
+
+_log = logging.getLogger(__name__)
+_RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+
+
+class Damaged(Exception):
+    """The store's bytes do not have the digest that was asked for."""
+
+
+class Relay:
+    """Payloads of one store, by key and digest."""
+
+    def __init__(self, store: Store, budget: int):
+        self._store = store
+        self._budget = budget
+        self._held: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._coming: dict[tuple[str, str], asyncio.Task[bytes]] = {}
+        self.fetched = 0
+        self.served_bytes = 0
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        return Starlette(routes=[Route("/health", self._health), Route("/payloads/{name:path}", self._payload)])
+
+    async def _health(self, _: Request) -> Response:
+        held = sum(map(len, self._held.values()))
+        return JSONResponse(
+            {
+                "status": "ok",
+                "payloads": len(self._held),
+                "bytes": held,
+                "fetched": self.fetched,
+                "served_bytes": self.served_bytes,
+            }
+        )
+
+    async def _payload(self, http: Request) -> Response:
+        key, digest = f"payloads/{http.path_params['name']}", http.query_params.get("blake3", "")
+        try:
+            data = await self._get(key, digest)
+        except KeyError:
+            return PlainTextResponse(f"the store of this relay has no {key}", 404)
+        except Damaged:
+            return PlainTextResponse(f"{key} in the store of this relay is damaged", 502)
+        except UserError as e:
+            return PlainTextResponse(str(e), 502)
+        wanted = http.headers.get("range")
+        if wanted is None:
+            self.served_bytes += len(data)
+            return Response(data, media_type="application/octet-stream")
+        found = _RANGE.fullmatch(wanted)
+        start, stop = (int(found[1]), min(int(found[2]) + 1, len(data))) if found else (0, 0)
+        if not start < stop:
+            return Response(status_code=416, headers={"content-range": f"bytes */{len(data)}"})
+        self.served_bytes += stop - start
+        headers = {"content-range": f"bytes {start}-{stop - 1}/{len(data)}"}
+        visit("relay.range")
+        return Response(data[start:stop], 206, headers, "application/octet-stream")
+
+    async def _get(self, key: str, digest: str) -> bytes:
+        """From memory, else from the store; who asks meanwhile waits for the same answer."""
+        name = (key, digest)
+        if name in self._held:
+            self._held.move_to_end(name)
+            return self._held[name]
+        if name not in self._coming:
+            self._coming[name] = asyncio.create_task(asyncio.to_thread(self._fetch, key, digest))
+            self._coming[name].add_done_callback(lambda task: self._arrived(name, task))
+        return await asyncio.shield(self._coming[name])
+
+    def _fetch(self, key: str, digest: str) -> bytes:
+        data = self._store.get(key)
+        if not intact(data, digest):
+            raise Damaged(key)
+        return data
+
+    def _arrived(self, name: tuple[str, str], task: asyncio.Task[bytes]) -> None:
+        del self._coming[name]
+        error = task.exception()
+        if error is not None:
+            _log.warning("%s was not fetched: %s %s", name[0], type(error).__name__, error)
+            return
+        self.fetched += 1
+        self._held[name] = task.result()
+        while len(self._held) > 1 and sum(map(len, self._held.values())) > self._budget:
+            self._held.popitem(last=False)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m etude.weights.relay", description="Relay payloads to a cluster.")
+    parser.add_argument("--store", required=True, help="URL of the store with the versions")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 picks a free one")
+    parser.add_argument("--budget-mb", type=int, default=4096, help="memory for payloads")
+    parser.add_argument("--ready-file", type=Path, help="written with url and pid once it answers")
+    parser.add_argument("--parent-death", action="store_true", help="die with the process that started this one")
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    return answer("relay", lambda: Relay(open_store(options.store), options.budget_mb * 2**20).app(), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

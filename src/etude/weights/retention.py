@@ -1,0 +1,109 @@
+"""Which objects the versions of a store need, and taking the rest away.
+
+Manifests and schemas stay for ever; objects of payloads go when nobody can need them. Pruning keeps the two newest
+anchors with everything since the older one, and what leads to and on from every version that somebody still holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from etude.errors import UserError
+from etude.records import PolicyVersion
+from etude.store import Store
+from etude.weights.manifest import manifests
+from etude.weights.plan import NoPath, plan
+
+GRACE_SECONDS = 3600.0
+"""Younger objects are never taken: a version that is being published has objects before it has a manifest."""
+ANCHORS = 2
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What `collect` took, or would take."""
+
+    keys: tuple[str, ...]
+    bytes: int
+    kept: int
+    kept_bytes: int
+
+
+def referenced(published: Iterable[PolicyVersion]) -> set[str]:
+    """Keys of all objects that manifests name."""
+    found: set[str] = set()
+    for manifest in published:
+        found |= {part.key for part in (*manifest.delta, *manifest.anchor.parts)}
+        found |= {part.key for skip in manifest.skips for part in skip.parts}
+    return found
+
+
+def floor(published: Sequence[PolicyVersion]) -> int:
+    """The oldest version that stays reachable: that of the older of the two newest anchors; -1 without versions."""
+    anchors = sorted({manifest.anchor.version for manifest in published})
+    return anchors[-ANCHORS:][0] if anchors else -1
+
+
+def needed(published: Sequence[PolicyVersion], in_use: Collection[int] = (), gone: Collection[str] = ()) -> set[str]:
+    """Keys of the objects that must stay. `gone` are keys that an earlier pruning took.
+
+    Raises UserError if a version in use cannot be reached even with all that is there.
+    """
+    oldest = floor(published)
+    found: set[str] = set()
+    for manifest in published:
+        if manifest.anchor.version >= oldest:
+            found |= {part.key for part in manifest.anchor.parts}
+        if manifest.version > oldest:
+            found |= {part.key for part in manifest.delta}
+            found |= {part.key for skip in manifest.skips if skip.base >= oldest for part in skip.parts}
+    by_number = {manifest.version: manifest for manifest in published}
+    for held in in_use:
+        try:
+            for start, target in ((None, held), (held, published[-1].version if published else held)):
+                for payload in plan(by_number.get, start, target, gone):
+                    found |= {part.key for part in payload.parts}
+        except NoPath as e:
+            raise UserError(f"version {held} is said to be in use, but {e}; leave it out") from None
+    return found
+
+
+def collect(
+    store: Store,
+    *,
+    prune: bool = False,
+    in_use: Collection[int] = (),
+    grace: float = GRACE_SECONDS,
+    dry_run: bool = False,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Collected:
+    """Takes away objects older than `grace` seconds that no manifest names; with `prune` also those not `needed`.
+
+    Raises UserError, and takes nothing, if a manifest is damaged: what it names is not known.
+    """
+    # Objects first, manifests second: what is published meanwhile is not on the list. Every writer names its objects
+    # anew, so none that nobody names can come to be named later than its grace.
+    entries = [entry for folder in ("payloads", "shares") for entry in store.entries(folder)]
+    try:
+        published = manifests(store)
+    except ValueError as e:
+        raise UserError(f"{e}; nothing was removed") from None
+    keep = referenced(published)
+    if prune:
+        keep &= needed(published, in_use, keep - {entry.key for entry in entries})
+    now = time.time()
+    rest = [entry for entry in entries if entry.key not in keep and now - entry.modified >= grace]
+    for number, entry in enumerate(rest):
+        progress("remove", number, len(rest))
+        if not dry_run:
+            store.delete(entry.key)
+    taken = {entry.key for entry in rest}
+    kept = [entry for entry in entries if entry.key not in taken]
+    return Collected(
+        keys=tuple(entry.key for entry in rest),
+        bytes=sum(entry.bytes for entry in rest),
+        kept=len(kept),
+        kept_bytes=sum(entry.bytes for entry in kept),
+    )

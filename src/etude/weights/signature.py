@@ -1,0 +1,133 @@
+"""Ed25519 signatures of manifests (RFC 8032), and what a reader that was given a public key refuses.
+
+A manifest names the digests of its objects, so a signature over it covers the weights. Keys are PEM files.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
+
+from etude.errors import UserError
+from etude.records import PolicyVersion
+
+_DOMAIN = b"etude weights manifest\0"
+
+
+class Refused(ValueError):
+    """A manifest that is unsigned, forged, of another run, or older than what was accepted before."""
+
+
+def keygen(path: Path) -> Path:
+    """Writes a private key to `path`, readable by its owner alone, and the public one beside it; returns that path.
+
+    Raises UserError if either exists or cannot be written.
+    """
+    public = path.with_name(path.name + ".pub")
+    key = Ed25519PrivateKey.generate()
+    private_pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    public_pem = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    if public.exists():
+        raise UserError(f"{public} exists already; name a new file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(private_pem)
+        public.write_bytes(public_pem)
+    except FileExistsError:
+        raise UserError(f"{path} exists already; name a new file") from None
+    except OSError as e:
+        raise UserError(f"{path} cannot be written: {e.strerror or e}; check the folder") from None
+    return public
+
+
+def private_key(path: Path) -> Ed25519PrivateKey:
+    """The key to sign with. Raises UserError."""
+    try:
+        key = load_pem_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise UserError(f"{path} is no Ed25519 private key; make one with `etude weights keygen`")
+    return key
+
+
+def public_key(path: Path) -> Ed25519PublicKey:
+    """The key to check with. Raises UserError."""
+    try:
+        key = load_pem_public_key(path.read_bytes())
+    except (OSError, ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, Ed25519PublicKey):
+        raise UserError(f"{path} is no Ed25519 public key; `etude weights keygen` writes it with the ending .pub")
+    return key
+
+
+def sign(manifest: PolicyVersion, key: Ed25519PrivateKey) -> PolicyVersion:
+    """The manifest with a signature over everything else in it."""
+    return msgspec.structs.replace(manifest, signature=key.sign(_signed(manifest)).hex())
+
+
+def _signed(manifest: PolicyVersion) -> bytes:
+    """Canonical bytes: JSON without spaces, keys sorted, no signature."""
+    return _DOMAIN + msgspec.json.encode(msgspec.structs.replace(manifest, signature=""), order="sorted")
+
+
+@dataclass
+class Trust:
+    """What a reader of one store believes: without `key` anything; with it its owner, one run, and no going back.
+
+    `run` and `version` are those of the newest manifest it accepted; with `memory` they outlive the process.
+    """
+
+    key: Ed25519PublicKey | None = None
+    run: str = ""
+    version: int = -1
+    memory: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and self.memory.exists():
+            try:
+                self.run, self.version = msgspec.json.decode(self.memory.read_bytes(), type=tuple[str, int])
+            except (OSError, msgspec.MsgspecError):
+                raise UserError(f"{self.memory} cannot be read; remove it to trust the store anew") from None
+
+    def check(self, manifest: PolicyVersion) -> None:
+        """Raises Refused if the signature is not the key's, or the manifest is of another run."""
+        if self.key is None:
+            return
+        number = manifest.version
+        if not manifest.signature:
+            raise Refused(f"version {number} is not signed")
+        try:
+            self.key.verify(bytes.fromhex(manifest.signature), _signed(manifest))
+        except (InvalidSignature, ValueError):
+            raise Refused(f"the signature of version {number} is not by the key that is trusted") from None
+        if self.run and manifest.run != self.run:
+            raise Refused(f"version {number} is of another run ({manifest.run}) than those before it ({self.run})")
+
+    def accept(self, manifest: PolicyVersion) -> None:
+        """`check`, and remembers the manifest. Raises Refused also if it is older than one accepted before."""
+        if self.key is None:
+            return
+        self.check(manifest)
+        if manifest.version < self.version:
+            raise Refused(f"version {manifest.version} is older than version {self.version}, which was accepted before")
+        self.run, self.version = manifest.run, manifest.version
+        if self.memory is not None:
+            partial = self.memory.with_name(self.memory.name + ".incomplete")
+            partial.write_bytes(msgspec.json.encode((self.run, self.version)))
+            partial.rename(self.memory)
