@@ -51,8 +51,10 @@ def train_rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None)
 def _check_inputs(config: RLConfig) -> None:
     """Refuses what can be refused before anything is written."""
     from etude.models.loading import check_folder
+    from etude.trainer.presets import recipe
 
     check_folder(Path(config.model.path))
+    recipe(config.loss)
     tasks = config.tasks
     if tasks.dataset is not None:
         datasets.load(Path(tasks.dataset))

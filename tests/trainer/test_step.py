@@ -81,19 +81,20 @@ def test_corrections_and_masks_are_counted(played):
 
 
 def test_the_value_head_learns_the_returns(played):
-    """Ten steps on the same batch: the value error falls by more than half, and the head survives a checkpoint."""
-    config = with_loss(played[0], preset="ppo", value_lr=1e-2)
+    """Thirty steps on one batch, lambda 1: the error falls towards the variance of the returns, 1.25 of 3.5, and the head
+    survives a checkpoint."""
+    config = with_loss(played[0], preset="ppo", lam=1.0)
     _, tensors, groups = played
     model = load_model(config.model.path)
     set_weights(model, tensors)
-    critic, optimizer = Critic(model, 1e-2), for_policy(model, config.trainer.model_copy(update={"lr": 1e-5}))
+    critic, optimizer = Critic(model, 2e-2), for_policy(model, config.trainer.model_copy(update={"lr": 1e-5}))
     batch = make_batch((), groups, advantage="value")
     assert batch.zero_variance == 0
     errors = [
-        train_step(model, None, optimizer, batch, config, n, 0.0, critic=critic)[0]["loss/value"] for n in range(1, 11)
+        train_step(model, None, optimizer, batch, config, n, 0.0, critic=critic)[0]["loss/value"] for n in range(1, 31)
     ]
-    assert errors[-1] < 0.5 * errors[0]
-    other = Critic(model, 1e-2)
+    assert errors[-1] < 0.6 * errors[0]
+    other = Critic(model, 2e-2)
     other.load(critic.state())
     assert all(torch.equal(other.state()[name], t) for name, t in critic.state().items())
 

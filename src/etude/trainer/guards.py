@@ -116,7 +116,7 @@ class Guards:
             self._first.append(metrics["mismatch/k2"])
 
     def _measured(self, metrics: Mapping[str, float]) -> bool:
-        return metrics.get("mismatch/tokens", 0.0) >= self._config.min_tokens
+        return "mismatch/k2" in metrics and metrics.get("mismatch/tokens", 0.0) >= self._config.min_tokens
 
     def _values(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The guarded figures that this step has."""

@@ -127,8 +127,10 @@ class Trainer:
         metrics |= self.guards.settle(self.version, verdict)
         trained = time.time()
         visit("trainer.stepped")
-        manifest = self._commit(self.version + 1, tuple(g.id for g in groups), metrics)
-        self.guards.record(metrics)
+        # A manifest is JSON, which has no NaN; the line in metrics.jsonl keeps it.
+        figures = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        manifest = self._commit(self.version + 1, tuple(g.id for g in groups), figures)
+        self.guards.record(figures)
         done = time.time()
         events = {"guard/events": [asdict(event) for event in verdict.events]} if verdict.events else {}
         self._report(observed | metrics | events, manifest, waited, (started, loaded, trained, done))

@@ -71,10 +71,10 @@ def train_step(
 ) -> tuple[dict[str, float], Verdict]:
     """Trains on `batch` with the weights of `version`; returns flat metrics (see `docs/metrics.md`) and the verdict.
 
-    `progress` in [0, 1] is the share of the run that lies behind. `reference` scores the KL term and is None when it is off; `critic` is the value head of the ppo preset. `judge`
-    sees the metrics before every update: where it says no, the gradients are dropped and the step ends. In
-    deterministic mode rows are not shared and each is its own forward pass, so gradients do not depend on how
-    episodes were packed.
+    `progress` in [0, 1] is the share of the run that lies behind; `reference` scores the KL term and is None when it is
+    off; `critic` is the value head of the ppo preset. `judge` sees the metrics before every update: where it says no,
+    the gradients are dropped and the step ends. In deterministic mode rows are not shared and each is its own forward
+    pass, so gradients do not depend on how episodes were packed.
     """
     recipe = presets.recipe(config.loss)
     rows = unshare(batch.rows) if config.deterministic else batch.rows
