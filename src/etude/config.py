@@ -159,11 +159,13 @@ class GuardsConfig(Section):
         if not isinstance(data, dict):
             return data
         tables = cast(dict[str, Any], data)
-        defaults = {name: f.default.model_dump() for name, f in cls.model_fields.items() if f.annotation is Guard}
-        return {
-            name: {**defaults[name], **value} if name in defaults and isinstance(value, dict) else value
-            for name, value in tables.items()
+        defaults: dict[str, dict[str, Any]] = {
+            name: f.default.model_dump() for name, f in cls.model_fields.items() if f.annotation is Guard
         }
+        for name in defaults.keys() & tables.keys():
+            if isinstance(tables[name], dict):
+                tables = tables | {name: defaults[name] | cast(dict[str, Any], tables[name])}
+        return tables
 
 
 class TrainerConfig(Section):

@@ -81,8 +81,9 @@ def test_corrections_and_masks_are_counted(played):
 
 
 def test_the_value_head_learns_the_returns(played):
-    """Thirty steps on one batch, lambda 1: the error falls towards the variance of the returns, 1.25 of 3.5, and the head
-    survives a checkpoint."""
+    """Thirty steps on one batch, lambda 1: the error falls towards the variance of the returns, 1.25 of 3.5.
+
+    The head survives a checkpoint."""
     config = with_loss(played[0], preset="ppo", lam=1.0)
     _, tensors, groups = played
     model = load_model(config.model.path)
