@@ -1,3 +1,7 @@
+import re
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from etude.config import RLConfig, read_toml, validate
@@ -50,3 +54,24 @@ def test_missing_and_broken_files_are_named(tmp_path):
 def test_the_resolved_configuration_survives_json(toml):
     config = validate(RLConfig, read_toml(toml), "run.toml")
     assert RLConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_the_configurations_of_the_docs_are_valid():
+    text = (Path(__file__).parents[1] / "docs/losses.md").read_text()
+    blocks = re.findall(r"```toml\n(.*?)```", text, re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        RLConfig.model_validate({"tasks": {"repository": "x"}} | tomllib.loads(block))
+
+
+def test_one_threshold_of_a_guard_can_be_set_on_the_command_line(tmp_path):
+    (tmp_path / "run.toml").write_text('[tasks]\nrepository = "x"\n')
+    data = read_toml(tmp_path / "run.toml", ["--guards.mismatch_k2.stop", "0.01"])
+    guards = validate(RLConfig, data, "run.toml").guards
+    assert (guards.mismatch_k2.warn, guards.mismatch_k2.stop) == (5e-4, 0.01)
+
+
+def test_unknown_habits_are_refused(tmp_path):
+    (tmp_path / "run.toml").write_text('[tasks]\nrepository = "x"\n[reward.habits]\nlaziness = 1.0\n')
+    with pytest.raises(UserError, match="laziness"):
+        validate(RLConfig, read_toml(tmp_path / "run.toml"), "run.toml")

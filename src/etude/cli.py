@@ -87,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", _doctor, "what this machine can do, and what it refuses")
     doctor.add_argument("--json", action="store_true")
+    checks = doctor.add_subparsers(dest="check", metavar="CHECK")
+    mismatch = checks.add_parser("mismatch", help="why trainer and engine disagree in a run", allow_abbrev=False)
+    mismatch.add_argument("folder", type=Path, help="run folder")
+    mismatch.add_argument("--json", action="store_true")
 
     bench = command("bench", _bench, "run a benchmark")
     bench.add_argument("name", choices=("engine", "sandbox", "weights"))
@@ -205,6 +209,10 @@ def _weights(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
+    if arguments.check == "mismatch":
+        from etude import mismatch
+
+        return mismatch.show(arguments.folder, as_json=arguments.json)
     from etude.environments.doctor import show
 
     return show(as_json=arguments.json)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
@@ -63,14 +63,112 @@ class RolloutConfig(Section):
         return Budget(turns=self.turns, tokens=self.tokens, context=self.context, seconds=self.seconds)
 
 
+class LengthCost(Section):
+    """Composer's cost of effort: concave and increasing in x, a weighted sum of tokens, calls and turns."""
+
+    weight: float = Field(default=0.0, ge=0, description="factor of the cost in the reward; 0: off")
+    k: float = Field(default=0.01, gt=0, description="where the cost begins to bend: at x = 1 / k")
+    q: float = Field(default=1.0, ge=0, description="how strongly it bends; 0: linear, 1: logarithm")
+    thinking: float = Field(default=1.0, ge=0, description="weight of a sampled token inside <think>")
+    calling: float = Field(default=1.0, ge=0, description="weight of another sampled token of a turn that calls tools")
+    final: float = Field(default=1.0, ge=0, description="weight of another sampled token of a turn without a call")
+    output: float = Field(default=0.0, ge=0, description="weight of a token that a tool put into the context")
+    calls: float = Field(default=0.0, ge=0, description="weight of a tool call")
+    turns: float = Field(default=0.0, ge=0, description="weight of a turn")
+
+
+Habit = Literal["edit_errors", "malformed", "repeats", "tests_failed", "truncated", "undo", "unfinished", "untested"]
+
+
 class RewardConfig(Section):
     refused_edits: float = Field(
         default=0.0, ge=0, le=1, description="cost of edits that change nothing, times their share of all edits"
     )
+    length: LengthCost = LengthCost()
+    overlong: int = Field(
+        default=0, ge=0, description="last tokens of the budget over which the cost rises to 1 (DAPO)"
+    )
+    habits: dict[Habit, Annotated[float, Field(ge=0)]] = Field(default={}, description="cost of each occurrence")
+    habits_cap: float = Field(default=0.5, ge=0, description="what all habits cost together, at most")
+
+
+Mask = Literal["ipo", "dppo", "geo_rs", "opsm", "veto"]
+
+
+class LossConfig(Section):
+    """A preset, and what of it is replaced; see docs/losses.md."""
+
+    preset: Literal[
+        "composer2", "fireworks", "grpo", "dr_grpo", "dapo", "tis", "icepop", "cispo", "gspo", "ppo"
+    ] = "composer2"  # fmt: skip
+    kl: Literal["none", "k1", "k2", "k3"] | None = Field(default=None, description="estimator of the KL to version 0")
+    kl_beta: float | None = Field(default=None, ge=0, description="its weight; 0 saves the reference model's pass")
+    clip_low: float | None = Field(default=None, ge=0, description="least ratio to the proximal policy")
+    clip_high: float | None = Field(default=None, ge=1, description="greatest ratio to the proximal policy")
+    anchor: Literal["proximal", "rollout"] | None = Field(default=None, description="what the ratio is taken against")
+    correction: Literal["none", "truncate", "band"] | None = Field(
+        default=None, description="weight of proximal against rollout policy: none, cut at the cap, or 0 outside a band"
+    )
+    cap_low: float | None = Field(default=None, ge=0)
+    cap_high: float | None = Field(default=None, ge=1)
+    masks: tuple[Mask, ...] = Field(default=(), description="tokens and episodes to leave out; combine with any preset")
+    updates: int = Field(default=1, ge=1, description="optimizer updates per batch, each on a share of its groups")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="ppo: discount per token")
+    lam: float = Field(default=0.95, ge=0, le=1, description="ppo: lambda of generalised advantage estimation")
+    value_weight: float = Field(default=0.5, ge=0, description="ppo: weight of the value error, shared trunk included")
+    value_lr: float = Field(default=1e-3, gt=0, description="ppo: learning rate of the value head")
+
+
+class Guard(Section):
+    """Two thresholds; beyond `stop` the run does `action`. A threshold that is absent is never crossed."""
+
+    warn: float | None = None
+    stop: float | None = None
+    action: Literal["warn", "skip", "rollback", "halt"] = "skip"
+
+
+def _guard(warn: float | None, stop: float | None, action: Literal["warn", "skip", "rollback", "halt"] = "skip") -> Any:
+    return Field(default=Guard(warn=warn, stop=stop, action=action))
+
+
+class GuardsConfig(Section):
+    """Thresholds per step. `correlation` and `ess` must not fall below theirs, all others must not rise above."""
+
+    act: bool = Field(default=True, description="false: report what would have been done")
+    rollback_after: int = Field(default=3, ge=1, description="skipped steps in a row that lead to a rollback")
+    halt_after: int = Field(default=2, ge=1, description="rollbacks without a good step between them that end the run")
+    window: int = Field(default=50, ge=5, description="steps of the gradient norm's median")
+    baseline: int = Field(default=20, ge=5, description="first steps of the mismatch's median")
+    min_tokens: int = Field(default=256, ge=1, description="tokens below which a mean over tokens is not judged")
+    lag: Guard = _guard(None, None, "halt")  # stop: the staleness bound, unless given
+    mismatch_k2: Guard = _guard(5e-4, 5e-3)
+    mismatch_growth: Guard = _guard(10.0, None, "warn")
+    tail_ln2: Guard = _guard(1e-3, 1e-2)
+    tail_dp: Guard = _guard(5e-3, 5e-2)
+    correlation: Guard = _guard(0.995, 0.97)
+    ess: Guard = _guard(0.9, 0.3)
+    weight_cut: Guard = _guard(0.02, 0.2)
+    grad_norm: Guard = _guard(5.0, 50.0, "rollback")
+    zero_variance: Guard = _guard(0.5, 0.9, "warn")
+    non_finite: Guard = _guard(None, 0.0)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _keep_what_is_not_given(cls, data: Any) -> Any:
+        """`mismatch_k2.stop = 0.01` alone leaves the guard's other two values as they are."""
+        if not isinstance(data, dict):
+            return data
+        tables = cast(dict[str, Any], data)
+        defaults: dict[str, dict[str, Any]] = {
+            name: f.default.model_dump() for name, f in cls.model_fields.items() if f.annotation is Guard
+        }
+        for name in defaults.keys() & tables.keys():
+            if isinstance(tables[name], dict):
+                tables = tables | {name: defaults[name] | cast(dict[str, Any], tables[name])}
+        return tables
 
 
 class TrainerConfig(Section):
-    preset: Literal["composer2"] = "composer2"
     steps: int = Field(default=100, ge=1, description="optimizer steps; the run ends here at the latest")
     minutes: float | None = Field(default=None, gt=0, description="no step starts after this much training time")
     lr: float = Field(default=1e-4, gt=0)
@@ -85,7 +183,6 @@ class TrainerConfig(Section):
         default="group", description="what a reward is compared with: the group, or its members that came as far"
     )
     min_reward_std: float = Field(default=0.0, ge=0, description="groups whose rewards differ less are not trained on")
-    kl_beta: float = Field(default=0.0, ge=0, description="weight of the k1 penalty to the first version, as reward")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="compute; master weights are float32")
     threads: int = Field(default=1, ge=1)
     micro_tokens: int = Field(
@@ -136,6 +233,8 @@ class RLConfig(Section):
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    loss: LossConfig = LossConfig()
+    guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
     inference: InferenceConfig = InferenceConfig()
     weights: WeightsConfig = WeightsConfig()

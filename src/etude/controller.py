@@ -210,13 +210,14 @@ def _admit(run: Run, curriculum: Curriculum, learned: int) -> int:
 async def _play_one(run: Run, lease: EpisodeLease) -> None:
     """Plays a leased episode, stores its tokens, and only then tells the ledger."""
     task = run.dataset.by_id[lease.task_id]
+    budget = task.budget or run.config.rollout.budget()
     episode = await play(
         task,
         run.dataset,
         run.sandbox,
         run.client,
         run.renderer,
-        task.budget or run.config.rollout.budget(),
+        budget,
         run.sampling,
         episode_seed(run.config.seed, lease.index, lease.member),
         group_id=lease.group_id,
@@ -225,7 +226,7 @@ async def _play_one(run: Run, lease: EpisodeLease) -> None:
     )
     if episode.outcome is Outcome.INFRA:
         await _explain(run)
-    record(run, lease, with_reward(episode, run.config.reward))
+    record(run, lease, with_reward(episode, run.config.reward, budget))
     visit("controller.finished")
 
 

@@ -52,11 +52,13 @@ def train_rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None)
 def _check_inputs(config: RLConfig) -> None:
     """Refuses what can be refused before anything is written."""
     from etude.models.loading import check_folder
+    from etude.trainer.presets import recipe
 
     check_folder(Path(config.model.path))
     if config.weights.signing_key is not None:
         private_key(Path(config.weights.signing_key))
         public_key(Path(f"{config.weights.signing_key}.pub"))
+    recipe(config.loss)
     tasks = config.tasks
     if tasks.dataset is not None:
         datasets.load(Path(tasks.dataset))

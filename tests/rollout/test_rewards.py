@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
+import msgspec
+import numpy as np
 import pytest
 
-from etude.config import RewardConfig
-from etude.records import Episode, Outcome, StopReason
-from etude.rollout.rewards import refused_share, with_reward
+from etude.config import LengthCost, RewardConfig
+from etude.records import Budget, Episode, Outcome, Segment, StopReason, ToolCall, Turn
+from etude.rollout.rewards import effort, length_cost, refused_share, with_reward
 
 COST = RewardConfig(refused_edits=0.2)
+BUDGET = Budget(turns=4, tokens=100)
 
 
 def episode(passed: bool = False, outcome: Outcome = Outcome.SCORED, **metrics: float) -> Episode:
@@ -43,25 +49,109 @@ def test_share_of_refused_edits(metrics: dict[str, float], share: float) -> None
 
 
 def test_reward_is_the_grade_less_the_cost() -> None:
-    assert with_reward(episode(passed=True, edits=1.0), COST).reward == 1.0
-    assert with_reward(episode(passed=True, edits=1.0, edit_errors=1.0), COST).reward == pytest.approx(0.9)
-    assert with_reward(episode(edits=1.0), COST).reward == 0.0
-    marked = with_reward(episode(edits=1.0, edit_errors=3.0), COST)
+    assert with_reward(episode(passed=True, edits=1.0), COST, BUDGET).reward == 1.0
+    assert with_reward(episode(passed=True, edits=1.0, edit_errors=1.0), COST, BUDGET).reward == pytest.approx(0.9)
+    assert with_reward(episode(edits=1.0), COST, BUDGET).reward == 0.0
+    marked = with_reward(episode(edits=1.0, edit_errors=3.0), COST, BUDGET)
     assert marked.reward == pytest.approx(-0.15)
     assert marked.metrics["refused_edits"] == 0.75
     assert not marked.passed
 
 
 def test_without_a_cost_the_reward_is_the_grade() -> None:
-    assert with_reward(episode(passed=True, edits=1.0, edit_errors=5.0), RewardConfig()).reward == 1.0
+    assert with_reward(episode(passed=True, edits=1.0, edit_errors=5.0), RewardConfig(), BUDGET).reward == 1.0
 
 
 @pytest.mark.parametrize("outcome", [Outcome.TIMEOUT, Outcome.TAMPERED])
 def test_no_outcome_is_better_than_failing(outcome: Outcome) -> None:
-    worst = with_reward(episode(edit_errors=9.0), COST)
-    assert with_reward(episode(edits=4.0, outcome=outcome), COST).reward == worst.reward
+    worst = with_reward(episode(edit_errors=9.0), COST, BUDGET)
+    assert with_reward(episode(edits=4.0, outcome=outcome), COST, BUDGET).reward == worst.reward
 
 
 def test_an_episode_lost_to_infrastructure_has_no_reward() -> None:
     lost = episode(outcome=Outcome.INFRA)
-    assert with_reward(lost, COST) is lost
+    assert with_reward(lost, COST, BUDGET) is lost
+
+
+def played(*sizes: int, texts: tuple[str, ...], output: int = 5, passed: bool = False) -> Episode:
+    """An episode of turns with so many sampled tokens each; every turn but the last calls a tool."""
+    mask: list[int] = [0] * 10
+    starts: list[int] = []
+    for i, size in enumerate(sizes):
+        starts.append(len(mask))
+        mask += [1] * size + [0] * (output if i < len(sizes) - 1 else 0)
+    n = len(mask)
+    segment = Segment(
+        ids=np.zeros(n, "<i4").tobytes(),
+        mask=np.array(mask, "u1").tobytes(),
+        logprobs=np.zeros(n, "<f4").tobytes(),
+        versions=np.zeros(n, "<i4").tobytes(),
+        prompt_length=10,
+        turn_starts=tuple(starts),
+    )
+    call = ToolCall(name="test", arguments={})
+    turns = tuple(
+        Turn(text=text, calls=(call,) if i < len(sizes) - 1 else (), results=(), seconds_model=0.0, seconds_tools=0.0)
+        for i, text in enumerate(texts)
+    )
+    return msgspec.structs.replace(episode(passed=passed, edits=1.0), segments=(segment,), turns=turns)
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5, 1.0, 2.0])
+def test_length_cost_is_concave_increasing_and_starts_with_slope_one(q: float) -> None:
+    costs = [length_cost(float(x), LengthCost(k=0.05, q=q)) for x in range(0, 400, 10)]
+    steps = [b - a for a, b in pairwise(costs)]
+    assert costs[0] == 0.0
+    assert all(step > 0 for step in steps)
+    assert all(b <= a + 1e-12 for a, b in pairwise(steps))
+    assert length_cost(1e-6, LengthCost(k=0.05, q=q)) == pytest.approx(1e-6)
+
+
+def test_length_cost_is_the_papers_formula_and_has_its_limit() -> None:
+    k, x = 0.05, 130.0
+    assert length_cost(x, LengthCost(k=k, q=0.5)) == pytest.approx((math.sqrt(1 + k * x) - 1) / (k * 0.5))
+    assert length_cost(x, LengthCost(k=k, q=2.0)) == pytest.approx((1 / (1 + k * x) - 1) / (-k))
+    assert length_cost(x, LengthCost(k=k, q=1.0)) == pytest.approx(math.log(1 + k * x) / k)
+    near = length_cost(x, LengthCost(k=k, q=1 + 1e-7))
+    assert near == pytest.approx(length_cost(x, LengthCost(k=k, q=1.0)), rel=1e-5)
+
+
+def test_effort_weighs_tokens_by_kind_calls_and_turns() -> None:
+    """Two turns of 20 and 8 tokens; three quarters of the first one's text are thought."""
+    one = played(20, 8, texts=("<think>ab</think>12345", "done"))
+    share = len("<think>ab</think>") / len(one.turns[0].text)
+    weights = LengthCost(thinking=1, calling=10, final=100, output=1000, calls=1e5, turns=1e6)
+    expected = 20 * (share + 10 * (1 - share)) + 800 + 5000 + 1e5 + 2e6
+    assert effort(one, weights) == pytest.approx(expected)
+
+
+def test_components_are_recorded_and_add_up() -> None:
+    config = RewardConfig(
+        refused_edits=0.2,
+        length=LengthCost(weight=1e-3),
+        overlong=20,
+        habits={"untested": 0.1, "malformed": 0.05, "unfinished": 0.3},
+    )
+    one = with_reward(played(60, 30, texts=("x", "y"), passed=True), config, BUDGET)
+    parts = {name.removeprefix("reward/"): v for name, v in one.metrics.items() if name.startswith("reward/")}
+    assert parts == {
+        "grade": 1.0,
+        "refused_edits": 0.0,
+        "length": pytest.approx(-1e-3 * math.log(1.9) / 0.01),
+        "overlong": pytest.approx(-0.5),
+        "habits": pytest.approx(-0.1),
+    }
+    assert one.reward == pytest.approx(sum(parts.values()))
+
+
+def test_habits_are_capped_and_no_outcome_is_better_than_the_worst_failure() -> None:
+    config = RewardConfig(
+        habits={"edit_errors": 0.2}, habits_cap=0.3, overlong=20, length=LengthCost(weight=1e-3, turns=1.0)
+    )
+    worst = played(50, 30, 20, texts=("a", "b", "c"))
+    worst = msgspec.structs.replace(worst, metrics={"edit_errors": 9.0})
+    failed = with_reward(worst, config, BUDGET)
+    assert failed.metrics["reward/habits"] == -0.3
+    for outcome in (Outcome.TIMEOUT, Outcome.TAMPERED):
+        other = msgspec.structs.replace(played(1, texts=("a",)), outcome=outcome)
+        assert with_reward(other, config, BUDGET).reward <= failed.reward

@@ -2,35 +2,117 @@
 
 A model at the limits of its ability fails most episodes. When a group fails as one, the grade teaches nothing, and what
 a lucky success did besides succeeding is reinforced with it; a cost of conduct tells such episodes apart. Composer uses
-penalties for bad tool use in the same way (arXiv:2603.24477, section 4.2).
+a length cost and penalties for bad tool use in the same way (arXiv:2603.24477, section 4.2). Every component is kept
+with the episode as `reward/NAME`: the reward is their sum.
 """
 
 from __future__ import annotations
 
+import math
+import re
+
 import msgspec
+import numpy as np
 
-from etude.config import RewardConfig
-from etude.records import Episode, Outcome
+from etude.config import LengthCost, RewardConfig
+from etude.records import Budget, Episode, Outcome, StopReason
+
+_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
-def with_reward(episode: Episode, config: RewardConfig) -> Episode:
-    """The episode with its reward: grade - refused_edits * (share of its edit calls that were refused).
+def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episode:
+    """The episode with its reward and the components of it.
 
-    An episode without an edit pays the whole cost, as do timeouts and tampering: no outcome is ever better than an
-    honest failure. One that was lost to infrastructure is returned as it is: it has no reward.
+    Timeouts and tampering pay every cost in full: no outcome is ever better than an honest failure that did its worst.
+    An episode that was lost to infrastructure is returned as it is: it has no reward.
     """
     if episode.outcome is Outcome.INFRA:
         return episode
     share = refused_share(episode.metrics) if episode.outcome is Outcome.SCORED else 1.0
+    components = {"grade": float(episode.passed)}
+    if config.refused_edits:
+        components["refused_edits"] = -config.refused_edits * share
+    if config.length.weight:
+        components["length"] = -config.length.weight * length_cost(
+            _effort(episode, config.length, budget), config.length
+        )
+    if config.overlong:
+        components["overlong"] = -_overlong(episode, config.overlong, budget)
+    if config.habits:
+        components["habits"] = -_habits(episode, config)
     return msgspec.structs.replace(
         episode,
-        reward=float(episode.passed) - config.refused_edits * share,
-        metrics=episode.metrics | {"refused_edits": share},
+        reward=sum(components.values()),
+        metrics=episode.metrics
+        | {"refused_edits": share}
+        | {f"reward/{name}": value for name, value in components.items()},
     )
 
 
 def refused_share(metrics: dict[str, float]) -> float:
-    """Share of edit calls that changed nothing: text not found or put in its own place. Any malformed call counts."""
+    """Share of edit calls that changed nothing: text not found or put in its own place. Any malformed call counts.
+
+    An episode without an edit pays the whole cost, so that doing nothing is no way to save it.
+    """
     refused = metrics.get("edit_errors", 0.0) + metrics.get("malformed", 0.0)
     calls = metrics.get("edits", 0.0) + refused
     return refused / calls if calls else 1.0
+
+
+def length_cost(x: float, config: LengthCost) -> float:
+    """C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)), and ln(1 + k x) / k at q = 1 (arXiv:2603.24477, section 4.2.2).
+
+    Its slope is 1 at x = 0 and falls: an easy task should be done fast, a hard one may take its time.
+    """
+    if abs(config.q - 1) < 1e-9:
+        return math.log1p(config.k * x) / config.k
+    return math.expm1((1 - config.q) * math.log1p(config.k * x)) / (config.k * (1 - config.q))
+
+
+def effort(episode: Episode, weights: LengthCost) -> float:
+    """x: the weighted sum of an episode's tokens by kind, its tool calls and its turns.
+
+    Thinking and answer are not apart in the tokens: a turn's sampled tokens are divided by the shares of its text.
+    """
+    x = weights.turns * len(episode.turns) + weights.calls * sum(len(turn.calls) for turn in episode.turns)
+    counts = [count for segment in episode.segments for count in _turn_tokens(segment.arrays()[1], segment.turn_starts)]
+    for turn, sampled in zip(episode.turns, counts, strict=False):  # a turn cut off by the clock has tokens but no text
+        thought = sum(len(found) for found in _THINKING.findall(turn.text)) / max(len(turn.text), 1)
+        rest = weights.calling if turn.calls else weights.final
+        x += sampled * (thought * weights.thinking + (1 - thought) * rest)
+    for segment in episode.segments:
+        mask_T = segment.arrays()[1]
+        x += weights.output * int((mask_T[segment.prompt_length :] == 0).sum())
+    return x
+
+
+def _turn_tokens(mask_T: np.ndarray, starts: tuple[int, ...]) -> list[int]:
+    """Sampled tokens of each turn of a segment."""
+    ends = [*starts[1:], len(mask_T)]
+    return [int(mask_T[start:end].sum()) for start, end in zip(starts, ends, strict=True)]
+
+
+def _effort(episode: Episode, weights: LengthCost, budget: Budget) -> float:
+    x = effort(episode, weights)
+    if episode.outcome is Outcome.SCORED:
+        return x
+    dearest = max(weights.thinking, weights.calling, weights.final)
+    return max(x, weights.turns * budget.turns + dearest * budget.tokens)
+
+
+def _overlong(episode: Episode, cache: int, budget: Budget) -> float:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): from 0 at L - cache tokens to 1 at L."""
+    if episode.outcome is not Outcome.SCORED:
+        return 1.0
+    return min(1.0, max(0.0, (episode.sampled_tokens - (budget.tokens - cache)) / cache))
+
+
+def _habits(episode: Episode, config: RewardConfig) -> float:
+    """What all bad habits cost together, each occurrence of each."""
+    if episode.outcome is not Outcome.SCORED:
+        return config.habits_cap
+    counts = episode.metrics | {
+        "unfinished": float(episode.stop_reason is not StopReason.FINISHED),
+        "untested": float(episode.metrics.get("edits", 0.0) > 0 and not episode.metrics.get("tests_run", 0.0)),
+    }
+    return min(config.habits_cap, sum(cost * counts.get(name, 0.0) for name, cost in config.habits.items()))

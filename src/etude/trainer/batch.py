@@ -26,6 +26,9 @@ class Completion:
     logprobs_C: np.ndarray
     versions_C: np.ndarray
     advantages_C: np.ndarray
+    episode: int = 0  # its episode's index among those of the batch
+    before: int = 0  # sampled tokens of the episode in earlier segments
+    length: int = 0  # sampled tokens of the whole episode
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Row:
 
     prompt_P: np.ndarray
     completions: tuple[Completion, ...]
+    group: int = 0  # its group's index in the batch
 
     @property
     def tokens(self) -> int:
@@ -52,16 +56,20 @@ class MicroBatch:
     logprobs_N: torch.Tensor
     versions_N: torch.Tensor
     advantages_N: torch.Tensor
+    episode_N: torch.Tensor  # index of the token's episode in the batch
+    order_N: torch.Tensor  # how many tokens its episode sampled before it
+    length_N: torch.Tensor  # how many its episode sampled in all
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of one optimizer step, after advantages. Groups without enough reward variance carry no row."""
+    """The groups of one step, after advantages. Groups without enough reward variance carry no row."""
 
     groups: tuple[Group, ...]
     episodes: tuple[tuple[Episode, ...], ...]
     rows: tuple[Row, ...]
     zero_variance: int
+    rewards: tuple[float, ...] = ()  # of the episodes that carry rows, by `Completion.episode`
 
     @property
     def flat(self) -> list[Episode]:
@@ -95,33 +103,47 @@ def make_batch(
     *,
     baseline: Literal["group", "turn"] = "group",
     min_std: float = 0.0,
+    advantage: Literal["mean", "zscore", "value"] = "mean",
 ) -> Batch:
     """Rows with advantages, of groups whose rewards have a standard deviation above `min_std`.
 
-    Members lost to infrastructure are already absent from `episodes`.
+    "zscore" divides by the group's standard deviation plus 1e-6 (arXiv:2402.03300, section 4.1.2). Under "value" every
+    group has rows: a value head takes the baseline's place, and the advantages are still 0. Members lost to
+    infrastructure are already absent from `episodes`.
     """
     rows: list[Row] = []
+    kept: list[float] = []
     zero_variance = 0
-    for members in episodes:
+    for index, members in enumerate(episodes):
         assert all(e.outcome is not Outcome.INFRA for e in members), "infrastructure failures must not reach the loss"
         rewards = [e.reward for e in members]
-        if not rewards or max(rewards) == min(rewards) or pstdev(rewards) <= min_std:
-            zero_variance += 1
+        flat = not rewards or max(rewards) == min(rewards) or pstdev(rewards) <= min_std
+        zero_variance += flat
+        if not rewards or (flat and advantage != "value"):
             continue
         turns = [max(1, sum(len(segment.turn_starts) for segment in e.segments)) for e in members]
-        if baseline == "turn":
+        if advantage == "value":
+            per_turn = [np.zeros(n) for n in turns]
+        elif baseline == "turn":
             per_turn = turn_advantages(rewards, turns)
         else:
             per_turn = [np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]
-        rows.extend(_rows(members, per_turn))
-    return Batch(tuple(groups), tuple(map(tuple, episodes)), tuple(rows), zero_variance)
+        if advantage == "zscore":
+            per_turn = [a / (pstdev(rewards) + 1e-6) for a in per_turn]
+        rows.extend(_rows(members, per_turn, index, len(kept)))
+        kept.extend(rewards)
+    return Batch(tuple(groups), tuple(map(tuple, episodes)), tuple(rows), zero_variance, tuple(kept))
 
 
-def _rows(members: Sequence[Episode], advantages_G: Sequence[np.ndarray]) -> Iterator[Row]:
-    """Segments of one group, merged by equal prompt; a member's advantages are given per turn of its episode."""
+def _rows(members: Sequence[Episode], advantages_G: Sequence[np.ndarray], group: int, first: int) -> Iterator[Row]:
+    """Segments of one group, merged by equal prompt; a member's advantages are given per turn of its episode.
+
+    `first` is the index in the batch of the group's first episode.
+    """
     by_prompt: dict[bytes, tuple[np.ndarray, list[Completion]]] = {}
-    for episode, advantage_of_turn in zip(members, advantages_G, strict=True):
-        turns_before = 0
+    for number, (episode, advantage_of_turn) in enumerate(zip(members, advantages_G, strict=True), first):
+        turns_before, sampled_before = 0, 0
+        length = episode.sampled_tokens
         for segment in episode.segments:
             ids_T, mask_T, logprobs_T, versions_T = segment.arrays()
             assert len(ids_T) == len(mask_T) == len(logprobs_T) == len(versions_T), "token arrays differ in length"
@@ -135,15 +157,25 @@ def _rows(members: Sequence[Episode], advantages_G: Sequence[np.ndarray]) -> Ite
             turns_before += len(segment.turn_starts)
             part = slice(p, end)
             advantages_C = advantage_of_turn[np.maximum(turn_C, 0)].astype(np.float32)
-            completion = Completion(ids_T[part], mask_T[part], logprobs_T[part], versions_T[part], advantages_C)
+            completion = Completion(
+                ids_T[part],
+                mask_T[part],
+                logprobs_T[part],
+                versions_T[part],
+                advantages_C,
+                episode=number,
+                before=sampled_before,
+                length=length,
+            )
+            sampled_before += int(mask_T.sum())
             by_prompt.setdefault(ids_T[:p].tobytes(), (ids_T[:p], []))[1].append(completion)
     for prompt_P, completions in by_prompt.values():
-        yield Row(prompt_P, tuple(completions))
+        yield Row(prompt_P, tuple(completions), group)
 
 
 def unshare(rows: Sequence[Row]) -> list[Row]:
     """One row per completion: every prompt is computed again, so that a row's numbers depend on that row alone."""
-    return [Row(row.prompt_P, (completion,)) for row in rows for completion in row.completions]
+    return [Row(row.prompt_P, (completion,), row.group) for row in rows for completion in row.completions]
 
 
 def pack(rows: Sequence[Row], micro_tokens: int, device: str = "cpu") -> Iterator[MicroBatch]:
@@ -161,6 +193,7 @@ def pack(rows: Sequence[Row], micro_tokens: int, device: str = "cpu") -> Iterato
 def _micro_batch(rows: Sequence[Row], device: str) -> MicroBatch:
     ids, groups = [], []
     source, target, logprobs, versions, advantage = [], [], [], [], []
+    episode, order, length = [], [], []
     start = 0
     for row in rows:
         p = len(row.prompt_P)
@@ -176,6 +209,9 @@ def _micro_batch(rows: Sequence[Row], device: str) -> MicroBatch:
             logprobs.append(c.logprobs_C[sampled])
             versions.append(c.versions_C[sampled])
             advantage.append(c.advantages_C[sampled])
+            episode.append(np.full(len(sampled), c.episode))
+            order.append(c.before + np.arange(len(sampled)))
+            length.append(np.full(len(sampled), c.length))
             offset += len(c.ids_C)
         start = offset
 
@@ -193,4 +229,7 @@ def _micro_batch(rows: Sequence[Row], device: str) -> MicroBatch:
         logprobs_N=tensor(logprobs, torch.float32),
         versions_N=tensor(versions, torch.long),
         advantages_N=tensor(advantage, torch.float32),
+        episode_N=tensor(episode, torch.long),
+        order_N=tensor(order, torch.long),
+        length_N=tensor(length, torch.float32),
     )

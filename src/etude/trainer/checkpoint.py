@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -13,8 +14,17 @@ from safetensors.torch import load_file, save_file
 from etude.errors import UserError
 
 
-def save(folder: Path, version: int, tensors: dict[str, torch.Tensor], keep: int) -> Path:
-    """Writes the checkpoint of `version` and drops all but the newest `keep`. Raises UserError if the disk is full."""
+def save(
+    folder: Path,
+    version: int,
+    tensors: dict[str, torch.Tensor],
+    keep: int,
+    protect: Collection[int] = (),
+) -> Path:
+    """Writes the checkpoint of `version` and drops all but the newest `keep` and those of the versions in `protect`.
+
+    Raises UserError if the disk is full.
+    """
     final = _path(folder, version)
     partial = final.with_name(final.name + ".incomplete")
     shutil.rmtree(partial, ignore_errors=True)
@@ -31,7 +41,8 @@ def save(folder: Path, version: int, tensors: dict[str, torch.Tensor], keep: int
         why = e.strerror if isinstance(e, OSError) else str(e)
         raise UserError(f"the checkpoint of version {version} cannot be written to {folder}: {why}") from None
     for old in sorted(_versions(folder))[:-keep]:
-        shutil.rmtree(_path(folder, old))
+        if old not in protect:
+            shutil.rmtree(_path(folder, old))
     return final
 
 

@@ -2,54 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 
 from etude.config import TrainerConfig
 from etude.models.loading import named_tensors
 
+EPSILON = 1e-8
 
-class MasterAdamW:
-    """Owns the master copy of every trained tensor.
 
-    After construction and after each step the model's own tensors hold exactly `bfloat16(master)`, upcast to the
-    compute dtype, so trainer and engine run on the same numbers.
+@dataclass(frozen=True)
+class Settings:
+    """What an update depends on besides the gradients and the learning rate.
+
+    `order` says where the second moment's bias is taken out: after the root, as torch.optim.AdamW does, or before it,
+    as the paper writes it (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2). The two differ in the last bit, and
+    runs must repeat bit for bit; with "paper" the clipping factor is a float64 as well.
     """
 
-    def __init__(self, model: torch.nn.Module, config: TrainerConfig):
-        self._config = config
-        self._live = dict(sorted(model.named_parameters()))
-        self._fixed = {name: t for name, t in named_tensors(model).items() if name not in self._live}
+    betas: tuple[float, float]
+    weight_decay: float
+    clip: float
+    order: Literal["torch", "paper"] = "torch"
+    decay_vectors: bool = True  # norms and biases too
+
+
+class MasterAdamW:
+    """Owns the master copy of every trained tensor; used as `collect`, then `apply` or `drop`.
+
+    After construction and after each update the live tensors hold exactly `bfloat16(master)`, upcast to their own type,
+    so trainer and engine run on the same numbers. The order of `live` is that of the sum in the gradient's norm.
+    """
+
+    def __init__(
+        self,
+        live: Mapping[str, torch.Tensor],
+        settings: Settings,
+        fixed: Mapping[str, torch.Tensor] | None = None,
+    ):
+        self._settings = settings
+        self._live = dict(live)
+        self._fixed = dict(fixed or {})
         self._master = {name: tensor.detach().float().clone() for name, tensor in self._live.items()}
-        self._adam = torch.optim.AdamW(
-            [m.requires_grad_() for m in self._master.values()],
-            lr=config.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            foreach=True,
-        )
+        self._first = {name: torch.zeros_like(m) for name, m in self._master.items()}
+        self._second = {name: torch.zeros_like(m) for name, m in self._master.items()}
+        self._steps = dict.fromkeys(self._live, 0)
+        self._grads: dict[str, torch.Tensor] = {}
+        self._norm = torch.zeros(())
         self._round()
 
-    def step(self, number: int, progress: float) -> dict[str, float]:
-        """Applies the gradients of the model's tensors. A non-finite gradient is skipped.
+    @torch.no_grad()
+    def collect(self) -> float:
+        """Takes the gradients over from the live tensors; returns their norm before clipping, which may be NaN."""
+        self._grads = {name: t.grad.float() for name, t in self._live.items() if t.grad is not None}
+        for tensor in self._live.values():
+            tensor.grad = None
+        norms = torch._foreach_norm(list(self._grads.values())) if self._grads else [torch.zeros(())]
+        self._norm = torch.linalg.vector_norm(torch.stack(norms))
+        return self._norm.item()
 
-        `number` counts from 1; `progress` in [0, 1] is the share of the run that lies behind.
-        """
-        config = self._config
-        lr = config.lr * min(1.0, number / (config.warmup_steps + 1))
-        if config.decay:
-            lr *= min(1.0, (1 - progress) / config.decay)
-        for name, live in self._live.items():
-            self._master[name].grad = None if live.grad is None else live.grad.float()
-            live.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(self._master.values(), self._config.grad_clip).item()
-        finite = norm == norm and norm != float("inf")
-        if finite:
-            for group in self._adam.param_groups:
-                group["lr"] = lr
-            self._adam.step()
-            self._round()
-        self._adam.zero_grad(set_to_none=True)
-        return {"optim/lr": lr, "optim/grad_norm": norm, "optim/skipped": 0.0 if finite else 1.0}
+    @torch.no_grad()
+    def apply(self, lr: float) -> None:
+        """Updates the tensors that had a gradient, and lets the collected gradients go."""
+        settings, names = self._settings, list(self._grads)
+        if not names:
+            return
+        grads = list(self._grads.values())
+        if settings.order == "torch":
+            torch._foreach_mul_(grads, torch.clamp(settings.clip / (self._norm + 1e-6), max=1.0))
+        else:
+            torch._foreach_mul_(grads, min(1.0, settings.clip / (self._norm.item() + 1e-6)))
+        masters, first, second = ([part[n] for n in names] for part in (self._master, self._first, self._second))
+        for name in names:
+            self._steps[name] += 1
+        beta1, beta2 = settings.betas
+        bias1 = [1 - beta1 ** self._steps[n] for n in names]
+        bias2 = [1 - beta2 ** self._steps[n] for n in names]
+        decay = [settings.weight_decay * (m.ndim > 1 or settings.decay_vectors) for m in masters]
+        torch._foreach_mul_(masters, [1 - lr * d for d in decay])
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        if settings.order == "torch":
+            scale = torch._foreach_sqrt(second)
+            torch._foreach_div_(scale, [b**0.5 for b in bias2])
+        else:
+            scale = torch._foreach_div(second, bias2)
+            torch._foreach_sqrt_(scale)
+        torch._foreach_add_(scale, EPSILON)
+        torch._foreach_addcdiv_(masters, first, scale, [-lr / b for b in bias1])
+        self._round()
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets the collected gradients go without an update."""
+        self._grads = {}
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -62,20 +112,29 @@ class MasterAdamW:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything that exact resume needs, as named float32 tensors."""
-        tensors = {f"master/{name}": m.detach() for name, m in self._master.items()}
-        for name, m in self._master.items():
-            for key, value in self._adam.state.get(m, {}).items():
-                tensors[f"{key}/{name}"] = value
-        return tensors
+        parts = {"master": self._master, "exp_avg": self._first, "exp_avg_sq": self._second}
+        tensors = {f"{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
+        return tensors | {f"step/{name}": torch.tensor(float(n)) for name, n in self._steps.items()}
 
     @torch.no_grad()
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The inverse of `state`."""
-        for name, m in self._master.items():
-            m.copy_(tensors[f"master/{name}"])
-            state = {
-                key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in tensors
-            }
-            if state:
-                self._adam.state[m] = {key: value.clone() for key, value in state.items()}
+        for part, own in (("master", self._master), ("exp_avg", self._first), ("exp_avg_sq", self._second)):
+            for name, tensor in own.items():
+                tensor.copy_(tensors[f"{part}/{name}"])
+        self._steps = {name: int(tensors[f"step/{name}"]) for name in self._steps}
+        self.drop()
         self._round()
+
+
+def for_policy(model: torch.nn.Module, config: TrainerConfig) -> MasterAdamW:
+    """The optimizer of an RL run, over all parameters of the model."""
+    live = dict(sorted(model.named_parameters()))
+    fixed = {name: t for name, t in named_tensors(model).items() if name not in live}
+    return MasterAdamW(live, Settings(config.betas, config.weight_decay, config.grad_clip), fixed)
+
+
+def learning_rate(config: TrainerConfig, number: int, progress: float) -> float:
+    """The learning rate of step `number`, counted from 1; `progress` in [0, 1] is the share of the run behind it."""
+    lr = config.lr * min(1.0, number / (config.warmup_steps + 1))
+    return lr * min(1.0, (1 - progress) / config.decay) if config.decay else lr

@@ -29,6 +29,7 @@ from etude.corpus import build, packing
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS
 from etude.corpus.mutations import WEIGHTS
+from etude.trainer.optimizer import MasterAdamW, Settings
 from etude.trainer.pretrain_config import CorpusConfig, MidtrainConfig, ModelConfig, OptimConfig, SftConfig, load
 
 log = logging.getLogger(__name__)
@@ -97,52 +98,10 @@ def loss_function(model: PreTrainedModel) -> Callable[..., tuple[torch.Tensor, t
     return compute
 
 
-class MasterAdamW:
-    """AdamW over float32 master copies of bfloat16 parameters. Matrices decay, vectors (norms) do not."""
-
-    def __init__(self, model: PreTrainedModel, config: OptimConfig) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.names = [name for name, _ in named]
-        self.params = [p for _, p in named]
-        self.masters = [p.detach().float().clone() for p in self.params]
-        self.first = [torch.zeros_like(m) for m in self.masters]
-        self.second = [torch.zeros_like(m) for m in self.masters]
-        self.decays = [config.weight_decay if p.ndim > 1 else 0.0 for p in self.params]
-        self.config = config
-        self.steps = 0
-
-    @torch.no_grad()
-    def step(self, lr: float) -> float:
-        """One update from the parameters' gradients, which are freed; returns the gradient norm before clipping."""
-        grads = [p.grad.float() for p in self.params]  # type: ignore[union-attr]
-        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))))
-        torch._foreach_mul_(grads, min(1.0, self.config.clip / (norm + 1e-6)))
-        self.steps += 1
-        beta1, beta2 = self.config.betas
-        torch._foreach_lerp_(self.first, grads, 1 - beta1)
-        torch._foreach_mul_(self.second, beta2)
-        torch._foreach_addcmul_(self.second, grads, grads, 1 - beta2)
-        scale = torch._foreach_div(self.second, 1 - beta2**self.steps)
-        torch._foreach_sqrt_(scale)
-        torch._foreach_add_(scale, 1e-8)
-        torch._foreach_mul_(self.masters, [1 - lr * decay for decay in self.decays])
-        torch._foreach_addcdiv_(self.masters, self.first, scale, -lr / (1 - beta1**self.steps))
-        for param, master in zip(self.params, self.masters, strict=True):
-            param.copy_(master)
-            param.grad = None
-        return norm
-
-    def state(self) -> dict[str, torch.Tensor]:
-        parts = {"master": self.masters, "first": self.first, "second": self.second}
-        return {f"{part}.{n}": t for part, ts in parts.items() for n, t in zip(self.names, ts, strict=True)}
-
-    @torch.no_grad()
-    def load(self, state: dict[str, torch.Tensor], steps: int) -> None:
-        for key, tensor in self.state().items():
-            tensor.copy_(state[key])
-        for param, master in zip(self.params, self.masters, strict=True):
-            param.copy_(master)
-        self.steps = steps
+def optimizer_of(model: PreTrainedModel, config: OptimConfig) -> MasterAdamW:
+    """AdamW over float32 masters of the trained parameters. Matrices decay, vectors (norms) do not."""
+    live = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return MasterAdamW(live, Settings(config.betas, config.weight_decay, config.clip, "paper", decay_vectors=False))
 
 
 def learning_rate(config: OptimConfig, progress: float) -> float:
@@ -198,23 +157,21 @@ def _save_checkpoint(output: Path, model: PreTrainedModel, tokenizer_dir: Path) 
     partial.rename(final)
 
 
-def _save_state(output: Path, optimizer: MasterAdamW, elapsed: float) -> None:
-    save_file(
-        optimizer.state(),
-        output / "state.incomplete",
-        metadata={"steps": str(optimizer.steps), "elapsed": str(elapsed)},
-    )
+def _save_state(output: Path, optimizer: MasterAdamW, steps: int, elapsed: float) -> None:
+    metadata = {"steps": str(steps), "elapsed": str(elapsed)}
+    save_file(optimizer.state(), output / "state.incomplete", metadata=metadata)
     (output / "state.incomplete").rename(output / "state.safetensors")
 
 
-def _load_state(output: Path, optimizer: MasterAdamW) -> float:
+def _load_state(output: Path, optimizer: MasterAdamW) -> tuple[int, float]:
+    """Steps and seconds that the saved run has behind it."""
     from safetensors import safe_open
 
     path = output / "state.safetensors"
     with safe_open(path, "pt") as stored:
         metadata = stored.metadata()
-    optimizer.load(load_file(path), int(metadata["steps"]))
-    return float(metadata["elapsed"])
+    optimizer.load(load_file(path))
+    return int(metadata["steps"]), float(metadata["elapsed"])
 
 
 @torch.no_grad()
@@ -248,8 +205,8 @@ def train(
     """
     torch.set_num_threads(config.threads)
     model.train()
-    optimizer = MasterAdamW(model, config)
-    before = _load_state(output, optimizer) if resume else 0.0
+    optimizer = optimizer_of(model, config)
+    steps, before = _load_state(output, optimizer) if resume else (0, 0.0)
     batches = _Batches.of(rows, config.batch)
     tests = _Batches.of(held_out, config.batch) if held_out is not None else None
     per_step = config.batch * rows.ids.shape[1]
@@ -257,13 +214,13 @@ def train(
     compute = torch.compile(eager) if config.compile else eager
     started = time.monotonic() - before
     saved = logged = time.monotonic()
-    logged_steps = optimizer.steps
+    logged_steps = steps
     metrics = (output / "metrics.jsonl").open("a", encoding="utf-8")
 
     def checkpoint() -> None:
         elapsed = time.monotonic() - started
         model.eval()
-        row = {"step": optimizer.steps, "time": elapsed}
+        row = {"step": steps, "time": elapsed}
         if tests is not None:
             row["eval/heldout/loss"] = evaluate_loss(eager, tests)
         model.train()
@@ -271,39 +228,41 @@ def train(
         metrics.flush()
         log.info("checkpoint %s", row)
         _save_checkpoint(output, model, tokenizer_dir)
-        _save_state(output, optimizer, elapsed)
+        _save_state(output, optimizer, steps, elapsed)
 
-    while optimizer.steps < len(batches) and optimizer.steps != stop_after:
+    while steps < len(batches) and steps != stop_after:
         elapsed = time.monotonic() - started
-        progress = optimizer.steps * per_step / min(config.tokens, len(batches) * per_step)
+        progress = steps * per_step / min(config.tokens, len(batches) * per_step)
         if config.max_minutes is not None:
             progress = max(progress, elapsed / 60 / config.max_minutes)
         if progress >= 1:
             break
         lr = learning_rate(config, progress)
-        loss, balance, load_LE = compute(*batches[optimizer.steps])
+        loss, balance, load_LE = compute(*batches[steps])
         (loss + config.router_aux * balance).backward()
-        norm = optimizer.step(lr)
+        norm = optimizer.collect()
         if not math.isfinite(norm):
-            raise ValueError(f"the gradient is not finite at step {optimizer.steps}; lower optim.lr")
-        if optimizer.steps % config.log_every == 0 or optimizer.steps == 1:
+            raise ValueError(f"the gradient is not finite at step {steps + 1}; lower optim.lr")
+        optimizer.apply(lr)
+        steps += 1
+        if steps % config.log_every == 0 or steps == 1:
             now = time.monotonic()
             row = {
-                "step": optimizer.steps,
+                "step": steps,
                 "time": round(now - started, 2),
-                "tokens": optimizer.steps * per_step,
+                "tokens": steps * per_step,
                 "loss/token": float(loss.detach()),
                 "loss/aux": float(balance.detach()),
                 "optim/lr": lr,
                 "optim/grad_norm": norm,
                 "router/load_min": float(load_LE.min()) if load_LE.numel() else 0.0,
                 "router/load_max": float(load_LE.max()) if load_LE.numel() else 0.0,
-                "perf/tokens_per_s": (optimizer.steps - logged_steps) * per_step / (now - logged),
+                "perf/tokens_per_s": (steps - logged_steps) * per_step / (now - logged),
             }
             metrics.write(json.dumps(row) + "\n")
             metrics.flush()
             log.info("%s", {k: round(v, 4) for k, v in row.items()})
-            logged, logged_steps = now, optimizer.steps
+            logged, logged_steps = now, steps
         if time.monotonic() - saved > 60 * config.checkpoint_minutes:
             checkpoint()
             saved = time.monotonic()

@@ -16,7 +16,7 @@ import copy
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,14 @@ from etude.models.loading import load_model
 from etude.records import Episode, Group, PolicyVersion, decode
 from etude.rollout.ledger import Ledger
 from etude.store import Store, open_store
-from etude.trainer import checkpoint
+from etude.trainer import checkpoint, presets
 from etude.trainer.batch import Batch, make_batch
-from etude.trainer.optimizer import MasterAdamW
+from etude.trainer.guards import Guards, Verdict
+from etude.trainer.optimizer import for_policy
 from etude.trainer.step import batch_metrics, train_step
+from etude.trainer.value import Critic
 from etude.weights.digest import digest
-from etude.weights.manifest import newest
+from etude.weights.manifest import manifests, newest
 from etude.weights.publisher import Publication, Publisher
 from etude.weights.signature import private_key
 
@@ -68,8 +70,10 @@ class Trainer:
             config.model.path, dtype=getattr(torch, config.trainer.dtype), device=config.trainer.device
         )
         self.model.train()
-        self.reference = copy.deepcopy(self.model).eval() if config.trainer.kl_beta else None
-        self.optimizer = MasterAdamW(self.model, config.trainer)
+        self.recipe = presets.recipe(config.loss)
+        self.reference = copy.deepcopy(self.model).eval() if self.recipe.kl_beta else None
+        self.optimizer = for_policy(self.model, config.trainer)
+        self.critic = Critic(self.model, config.loss.value_lr) if self.recipe.advantage == "value" else None
         key = config.weights.signing_key
         self.publisher = Publisher(
             weights,
@@ -78,6 +82,8 @@ class Trainer:
             key=private_key(Path(key)) if key else None,
         )
         self._unsettled: Unsettled | None = None
+        history = [manifest.metrics for manifest in manifests(weights)]
+        self.guards = Guards(config.guards, config.rollout.staleness, history)
         last = newest(weights)
         self.version = self._begin() if last is None else self._resume(last)
 
@@ -89,23 +95,33 @@ class Trainer:
 
     def _resume(self, last: PolicyVersion) -> int:
         """Loads the checkpoint of the newest manifest and proves that it is that version."""
-        self.optimizer.load(checkpoint.load(self.run / "checkpoints", last.version))
+        self._load(last.version)
         tensors = self.optimizer.published()
         if digest(tensors) != last.digest:
             raise UserError(f"checkpoint {last.version} does not have the digest that was published; start a new run")
         self.publisher.resume(last, tensors)
         return last.version
 
+    def _load(self, version: int) -> None:
+        """Weights, optimizer and value head as they were at `version`."""
+        tensors = checkpoint.load(self.run / "checkpoints", version)
+        self.optimizer.load(tensors)
+        if self.critic is not None:
+            self.critic.load(tensors)
+
     @property
     def taken(self) -> tuple[int, ...]:
         """Groups that the version on its way was trained on; the ledger may still call them ready."""
         return self._unsettled.groups if self._unsettled else ()
 
-    def _commit(self, version: int, groups: tuple[int, ...], metrics: dict[str, float], line: dict[str, float]) -> None:
+    def _commit(self, version: int, groups: tuple[int, ...], metrics: dict[str, float], line: dict[str, Any]) -> None:
         """Settles the version before this one, saves the checkpoint, and leaves the rest to the publisher's thread."""
         self.settle(wait=True)
         config = self.config.trainer
-        checkpoint.save(self.run / "checkpoints", version, self.optimizer.state(), config.keep_checkpoints)
+        state = self.optimizer.state() | (self.critic.state() if self.critic is not None else {})
+        # The last good version stays, to roll back to; until the manifest exists the old one is still the last good.
+        good = {self.guards.good, int(metrics.get("guard/good", 0))}
+        checkpoint.save(self.run / "checkpoints", version, state, config.keep_checkpoints, protect=good)
         visit("trainer.checkpointed")
         publication = self.publisher.start(version, self.optimizer.published(), groups, metrics)
         self._unsettled = Unsettled(publication, groups, line)
@@ -140,19 +156,38 @@ class Trainer:
         started = time.time()
         batch = self._batch(groups)
         loaded = time.time()
-        metrics = train_step(self.model, self.reference, self.optimizer, batch, self.config, self.version, progress)
+        observed = batch_metrics(batch, self.version)
+        observed["drop/episodes/infra"] = float(len(groups) * self.config.rollout.group - len(batch.flat))
+        metrics, verdict = train_step(
+            self.model,
+            self.reference,
+            self.optimizer,
+            batch,
+            self.config,
+            self.version,
+            progress,
+            critic=self.critic,
+            judge=lambda figures: self.guards.judge(observed | figures),
+        )
+        self._obey(verdict)
+        metrics |= self.guards.settle(self.version, verdict)
         trained = time.time()
         self.settle(wait=False)
         visit("trainer.stepped")
+        events = {"guard/events": [asdict(event) for event in verdict.events]} if verdict.events else {}
         line = {
             "step": self.version + 1,
-            **batch_metrics(batch, self.version),
+            **observed,
             **metrics,
+            **events,
             "time/load": loaded - started,
             "time/train": trained - loaded,
             "time/wait_for_batch": waited,
         }
-        self._commit(self.version + 1, tuple(g.id for g in groups), metrics, line)
+        # A manifest is JSON, which has no NaN; the line in metrics.jsonl keeps it.
+        figures = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._commit(self.version + 1, tuple(g.id for g in groups), figures, line)
+        self.guards.record(figures)
         done = time.time()
         busy = done - started
         line |= {
@@ -166,10 +201,32 @@ class Trainer:
             runfolder.append_json(self.run / "timeline.jsonl", record)
         self.version += 1
 
+    def _obey(self, verdict: Verdict) -> None:
+        """Says what the guards found, and rolls back or raises RunFailed if that is the verdict."""
+        for event in verdict.events:
+            print(f"guard {event.guard}, {event.level}, step {self.version + 1}: {event.sentence}", file=sys.stderr)
+        if verdict.action == "halt":
+            reasons = "; ".join(event.sentence for event in verdict.events if event.level == "stop")
+            raise RunFailed(
+                f"halted before version {self.version + 1}: {reasons}; run `etude doctor mismatch {self.run}`, change "
+                f"[guards] or trainer.lr in {self.run / 'config.json'}, then --resume"
+            )
+        if verdict.action == "rollback":
+            self._load(self.guards.good)
+        if verdict.action != "go":
+            what = f"is that of {self.guards.good} again" if verdict.action == "rollback" else "has the same weights"
+            print(f"guards: version {self.version + 1} {what}", file=sys.stderr, flush=True)
+
     def _batch(self, groups: list[Group]) -> Batch:
         config = self.config.trainer
         episodes = [self._episodes(group) for group in groups]
-        return make_batch(groups, episodes, baseline=config.baseline, min_std=config.min_reward_std)
+        return make_batch(
+            groups,
+            episodes,
+            baseline=config.baseline,
+            min_std=config.min_reward_std,
+            advantage=self.recipe.advantage,
+        )
 
     def _episodes(self, group: Group) -> list[Episode]:
         return [decode(self.rollouts.get(key), Episode) for key in group.episodes]

@@ -1,0 +1,144 @@
+"""Small run folders with real versions, and real episodes of one turn each, sampled by the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from tiny import save_random_model
+
+from etude import runfolder
+from etude.config import RLConfig
+from etude.harness.loop import turn_seed
+from etude.inference.engine import Engine, Request
+from etude.models.loading import load_model, named_tensors
+from etude.records import Episode, Generation, Outcome, Segment, StopReason, encode
+from etude.rollout.ledger import Ledger
+from etude.store import open_store
+from etude.trainer.rescoring import set_weights
+from etude.weights.publisher import Publisher
+
+GROUP = 4
+
+
+def new_run(root: Path, **tables: object) -> tuple[Path, RLConfig]:
+    """A run folder of a random dense model; `tables` are tables of the configuration."""
+    model = save_random_model(root / "model", "qwen3", num_hidden_layers=2)
+    values = {
+        "tasks": {"repository": "unused"},
+        "model": {"path": str(model)},
+        "rollout": {"prompts": 1, "group": GROUP, "tokens": 40, "context": 128},
+        "trainer": {"lr": 3e-3, "warmup_steps": 0},
+    }
+    config = RLConfig.model_validate(values | tables)
+    runfolder.create(root / "run", config, None)
+    return root / "run", config
+
+
+def publish_versions(run: Path, config: RLConfig, count: int, groups: dict[int, tuple[int, ...]]) -> None:
+    """Versions 0 to `count` - 1, each some noise away from the one before; `groups` names what they were trained on."""
+    model = load_model(config.model.path)
+    publisher = Publisher(open_store(str(run / "weights")), 16)
+    noise = torch.Generator().manual_seed(5)
+    tensors = {name: t.clone() for name, t in named_tensors(model).items()}
+    for version in range(count):
+        if version:
+            for tensor in tensors.values():
+                tensor += 0.01 * torch.randn(tensor.shape, generator=noise)
+        rounded = {name: t.to(torch.bfloat16) for name, t in tensors.items()}
+        publisher.publish(version, rounded, groups.get(version, ()), {})
+
+
+def sampled(engine: Engine, requests: list[Request]) -> list[Generation]:
+    rows = [engine.submit(request) for request in requests]
+    for _ in range(2000):
+        if all(row.future.done() for row in rows):
+            return [row.future.result() for row in rows]
+        engine.step()
+    raise AssertionError("the requests did not finish")
+
+
+def prompt(number: int, length: int = 24) -> list[int]:
+    return np.random.default_rng(number).integers(7, 97, length).tolist()
+
+
+def play(engine: Engine, group: int, count: int = GROUP, *, tokens: int = 30, **options: float) -> list[Episode]:
+    """Episodes of one group, their rewards 0, 1, 2, ... in turn."""
+    ids = prompt(group)
+    seeds = [1000 * group + member for member in range(count)]
+    generations = sampled(
+        engine, [Request(ids=ids, max_tokens=tokens, seed=turn_seed(seed, 0), **options) for seed in seeds]
+    )
+    return [
+        Episode(
+            id=f"{group}-{member}-0",
+            group_id=group,
+            member=member,
+            attempt=0,
+            task_id="t",
+            seed=seeds[member],
+            outcome=Outcome.SCORED,
+            stop_reason=StopReason.FINISHED,
+            reward=float(member),
+            passed=member > 0,
+            segments=(segment(ids, generation.ids, generation.logprobs, generation.versions),),
+            turns=(),
+            metrics={},
+        )
+        for member, generation in enumerate(generations)
+    ]
+
+
+def segment(ids: list[int], new: list[int], logprobs: list[float], versions: list[int]) -> Segment:
+    n = len(ids)
+    return Segment(
+        ids=np.array(ids + new, "<i4").tobytes(),
+        mask=np.array([0] * n + [1] * len(new), "u1").tobytes(),
+        logprobs=np.array([0.0] * n + logprobs, "<f4").tobytes(),
+        versions=np.array([-1] * n + versions, "<i4").tobytes(),
+        prompt_length=n,
+        turn_starts=(n,),
+    )
+
+
+def edited(episode: Episode, **arrays: np.ndarray) -> Episode:
+    """The episode with arrays of its segment replaced."""
+    return msgspec.structs.replace(
+        episode,
+        segments=(msgspec.structs.replace(episode.segments[0], **{k: v.tobytes() for k, v in arrays.items()}),),
+    )
+
+
+def keep(run: Path, episodes: list[Episode]) -> None:
+    """Stores the blobs as the controller does."""
+    store = open_store(str(run / "rollouts"))
+    for e in episodes:
+        store.put(f"{e.group_id:08d}/{e.member:04d}-{e.attempt}.msgpack", encode(e))
+
+
+def admit(run: Path, config: RLConfig, index: int, version: int, episodes: list[Episode]) -> None:
+    """Admits a group, and finishes its members with these episodes."""
+    ledger = Ledger.open(f"sqlite:///{run}/ledger.db", config.name)
+    ledger.admit(index, "t", len(episodes), version)
+    keep(run, episodes)
+    for lease, e in zip(ledger.lease("test", len(episodes), 60.0), episodes, strict=True):
+        assert ledger.finish(
+            lease,
+            outcome=e.outcome,
+            reward=e.reward,
+            passed=e.passed,
+            blob=f"{index:08d}/{lease.member:04d}-0.msgpack",
+            tokens=e.sampled_tokens,
+            min_version=e.min_version,
+            metrics=e.metrics,
+        )
+    ledger.close()
+
+
+def engine_of(config: RLConfig, tensors: dict[str, torch.Tensor], version: int) -> Engine:
+    """An engine that serves these tensors under this version."""
+    model = load_model(config.model.path)
+    set_weights(model, tensors)
+    return Engine(model, version=version)

@@ -1,0 +1,112 @@
+"""Whole steps on episodes that the engine sampled: every preset trains, however the tokens are packed."""
+
+import pytest
+import torch
+from runs import engine_of, new_run, play, publish_versions
+
+from etude.config import LossConfig, RLConfig
+from etude.models.loading import load_model
+from etude.store import open_store
+from etude.trainer.batch import make_batch
+from etude.trainer.optimizer import for_policy
+from etude.trainer.presets import PRESETS, recipe
+from etude.trainer.rescoring import set_weights
+from etude.trainer.step import train_step
+from etude.trainer.value import Critic
+from etude.weights.receiver import load
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """A configuration, the weights of version 1, and three groups, the last sampled by version 0."""
+    run, config = new_run(tmp_path_factory.mktemp("steps"))
+    publish_versions(run, config, 2, {})
+    old, new = (load(open_store(str(run / "weights")), version)[1] for version in (0, 1))
+    groups = [play(engine_of(config, new, 1), 1), play(engine_of(config, new, 1), 2)]
+    return config, new, [*groups, play(engine_of(config, old, 0), 3)]
+
+
+def with_loss(config: RLConfig, micro_tokens: int = 8192, **loss: object) -> RLConfig:
+    trainer = config.trainer.model_copy(update={"micro_tokens": micro_tokens})
+    rollout = config.rollout.model_copy(update={"prompts": 3})
+    return config.model_copy(update={"loss": LossConfig.model_validate(loss), "trainer": trainer, "rollout": rollout})
+
+
+def stepped(played, config, **options):
+    """Metrics of a step from version 1, the tensors after it, and the gradients as the judge saw them."""
+    _, tensors, groups = played
+    model = load_model(config.model.path)
+    set_weights(model, tensors)
+    optimizer = for_policy(model, config.trainer)
+    chosen = recipe(config.loss)
+    batch = make_batch((), groups, advantage=chosen.advantage)
+    reference = load_model(config.model.path) if chosen.kl_beta else None
+    critic = Critic(model, 1e-2) if chosen.advantage == "value" else None
+    metrics, verdict = train_step(model, reference, optimizer, batch, config, 1, 0.0, critic=critic, **options)
+    assert verdict.trains
+    return metrics, optimizer, critic
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_step_does_not_depend_on_how_it_was_packed(played, preset):
+    """Tolerance 2e-4 of the norm: float32 sums in another order, through exponentials of the ratios."""
+    config = played[0]
+    whole, _, _ = stepped(played, with_loss(config, preset=preset))
+    parts, _, _ = stepped(played, with_loss(config, 100, preset=preset))
+    assert whole["optim/updates"] == 1.0
+    for name in ("loss/policy", "optim/grad_norm", "off_policy/k2"):
+        assert parts[name] == pytest.approx(whole[name], rel=2e-4, abs=2e-6), name
+    assert whole["off_policy/tokens"] == 360
+    assert whole["mismatch/tokens"] == 240, "the third group is of another version"
+    assert whole["mismatch/k2"] < 1e-9 < whole["off_policy/k2"]
+
+
+@pytest.mark.parametrize("preset", ["composer2", "tis", "gspo", "ppo"])
+def test_several_updates_per_batch(played, preset):
+    """The second update sees ratios other than 1 to the policy at the start of the step."""
+    metrics, _, _ = stepped(played, with_loss(played[0], preset=preset, updates=3))
+    assert metrics["optim/updates"] == 3.0
+    if preset != "composer2":
+        once, _, _ = stepped(played, with_loss(played[0], preset=preset))
+        assert once["loss/r_mean"] == pytest.approx(1.0, abs=1e-6)
+        assert abs(metrics["loss/r_mean"] - 1) > 1e-5
+
+
+def test_corrections_and_masks_are_counted(played):
+    metrics, _, _ = stepped(played, with_loss(played[0], preset="tis", cap_high=1.05, masks=["ipo", "veto", "opsm"]))
+    assert 0 < metrics["loss/W_cut"] < 1
+    assert metrics["loss/W_mean"] <= 1.05
+    assert metrics["drop/tokens/ipo"] > 0, "the stale group's"
+    assert metrics["drop/tokens/all_masks"] >= metrics["drop/tokens/ipo"]
+
+
+def test_the_value_head_learns_the_returns(played):
+    """Thirty steps on one batch, lambda 1: the error falls towards the variance of the returns, 1.25 of 3.5.
+
+    The head survives a checkpoint."""
+    config = with_loss(played[0], preset="ppo", lam=1.0)
+    _, tensors, groups = played
+    model = load_model(config.model.path)
+    set_weights(model, tensors)
+    critic, optimizer = Critic(model, 2e-2), for_policy(model, config.trainer.model_copy(update={"lr": 1e-5}))
+    batch = make_batch((), groups, advantage="value")
+    assert batch.zero_variance == 0
+    errors = [
+        train_step(model, None, optimizer, batch, config, n, 0.0, critic=critic)[0]["loss/value"] for n in range(1, 31)
+    ]
+    assert errors[-1] < 0.6 * errors[0]
+    other = Critic(model, 2e-2)
+    other.load(critic.state())
+    assert all(torch.equal(other.state()[name], t) for name, t in critic.state().items())
+
+
+def test_a_batch_without_rows_changes_nothing(played):
+    config = with_loss(played[0])
+    model = load_model(config.model.path)
+    optimizer = for_policy(model, config.trainer)
+    before = {name: t.clone() for name, t in optimizer.state().items()}
+    equal = [list(played[2][0][:1])]
+    metrics, verdict = train_step(model, None, optimizer, make_batch((), equal), config, 1, 0.0)
+    assert verdict.trains
+    assert "optim/grad_norm" not in metrics
+    assert all(torch.equal(t, before[name]) for name, t in optimizer.state().items())
