@@ -209,7 +209,7 @@ def test_a_relay_is_a_process_that_ends_when_it_is_asked_to(store, tmp_path):
     child = processes.start("relay", argv, tmp_path / "relay.log")
     found = json.loads(processes.wait_for_file(ready, child, SECONDS))
     assert found["pid"] == child.popen.pid
-    assert len(Source(store, found["url"])._from_relay(made[0])) == made[0].payload_bytes
+    assert len(Source(store, found["url"])._from_relay(made[0].payload[0])) == made[0].payload_bytes
     os.kill(found["pid"], signal.SIGTERM)
     child.popen.wait(SECONDS)
     assert child.log.read_text() == f"relay at {found['url']}\n"

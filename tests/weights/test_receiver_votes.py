@@ -108,7 +108,7 @@ def test_members_go_together(replica):
     told = look(a, b)
     assert [t["digest"] for t in told] == [zero.digest] * 2
     assert "NotTogether: version 1 waits" in told[0]["error"]
-    assert "DamagedVersion: version 1: its payload was altered" in told[1]["error"]
+    assert "BrokenObject: version 1: its payload was altered" in told[1]["error"]
     store.put(one.payload[0].key, payload)
     assert [t["digest"] for t in look(a, b)] == [one.digest] * 2
     assert replica.coordinator.committed == 1

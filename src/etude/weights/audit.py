@@ -28,7 +28,10 @@ class Audit:
 
 
 def audit(
-    store: Store, trust: Trust, only: int | None = None, progress: Callable[[str, int, int], None] = lambda *_: None
+    store: Store,
+    trust: Trust,
+    only: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Audit:
     """Reads every manifest and object, or those of version `only`; then rebuilds the newest version, or that one.
 

@@ -340,7 +340,7 @@ def _read_span(schema: Schema, content: Bits, records: Sequence[Record], first: 
         form.exponent_mask, bounds, positions, steps,
     )  # fmt: skip
     if bad >= 0:
-        raise Damaged(f"the record of chunk {records[bad].chunk} cannot be read")
+        raise Damaged(f"the record of chunk {records[int(bad)].chunk} cannot be read")
     return _Span(spec, records, starts, bounds, positions, steps)
 
 

@@ -39,7 +39,12 @@ def export(store: Store, version: int, base: Path, out: Path, trust: Trust | Non
 
 
 def advance(
-    store: Store, base: Path, version: int, out: Path, trust: Trust | None = None, progress: Progress = lambda *_: None
+    store: Store,
+    base: Path,
+    version: int,
+    out: Path,
+    trust: Trust | None = None,
+    progress: Progress = lambda stage, done, total: None,
 ) -> int:
     """Writes `out`: the folder `base`, which holds some version, brought to `version`. Returns what `base` holds.
 
@@ -68,7 +73,7 @@ def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = N
     if last is not None:
         publisher.resume(last, load(store, last.version)[1])
         publisher.finish_anchor()
-    return publisher.publish(last.version + 1 if last else 0, tensors, (), {})
+    return publisher.publish(last.version + 1 if last else 0, tensors, (), {}, last=True)
 
 
 def _held(store: Store, wanted: str, progress: Progress) -> int:

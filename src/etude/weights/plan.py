@@ -61,7 +61,7 @@ def plan(
         if whole is not None and (spent, count) >= whole[:2]:
             break
         if version == held:
-            return _path(best, held)
+            return _path(best, version)
         done.add(version)
         try:
             manifest = read(version)

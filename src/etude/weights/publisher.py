@@ -157,15 +157,29 @@ class Publisher:
         self._begin_anchor_if_due(self._last)
 
     def publish(
-        self, version: int, tensors: Mapping[str, torch.Tensor], groups: tuple[int, ...], metrics: dict[str, float]
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        groups: tuple[int, ...],
+        metrics: dict[str, float],
+        *,
+        last: bool = False,
     ) -> PolicyVersion:
         """`start`, and waits for the manifest."""
-        return self.start(version, tensors, groups, metrics).result()
+        return self.start(version, tensors, groups, metrics, last=last).result()
 
     def start(
-        self, version: int, tensors: Mapping[str, torch.Tensor], groups: tuple[int, ...], metrics: dict[str, float]
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor],
+        groups: tuple[int, ...],
+        metrics: dict[str, float],
+        *,
+        last: bool = False,
     ) -> Publication:
         """Begins to publish a copy of the tensors; those of chunks that other ranks own may be on the meta device.
+
+        After the `last` one no anchor is begun, since no later version would name it.
 
         Waits for the publication before it, and raises its error if nobody has seen it. The result raises
         AlreadyPublished, or UserError if a weight is not finite or the store refuses; `start` may then be repeated.
@@ -173,7 +187,7 @@ class Publisher:
         self.close()
         schema = schema_of(tensors)
         taken = self._snapshot(schema, tensors)
-        about = _About(version, schema, groups, {k: float(v) for k, v in metrics.items() if math.isfinite(v)})
+        about = _About(version, schema, groups, last, {k: float(v) for k, v in metrics.items() if math.isfinite(v)})
         self._flight = Publication(version, lambda deadline: self._publish(about, taken, deadline))
         return self._flight
 
@@ -222,7 +236,7 @@ class Publisher:
             peers.announce(self._store, self._ranks, about.version, own)
             manifest = self._follow(about.version, deadline)
         visit("publisher.manifest")
-        self._remember(Published(manifest, schema, new, digests), changes)
+        self._remember(Published(manifest, schema, new, digests), changes, about.last)
         return manifest
 
     def _write(self, about: _About, new: Mapping[str, Bits], last: Published | None) -> tuple[Share, Changes, Digests]:
@@ -326,7 +340,7 @@ class Publisher:
             raise AlreadyPublished(self._store, manifest)
         return manifest
 
-    def _remember(self, published: Published, changes: Changes) -> None:
+    def _remember(self, published: Published, changes: Changes, last: bool) -> None:
         """Moves on to a version that is durable, and begins an anchor of it if one is due."""
         manifest, schema, before = published.manifest, published.schema, self._last
         self._last, self._run = published, manifest.run
@@ -345,7 +359,8 @@ class Publisher:
                 break
             pending, self._folds[span] = mine.changes, Fold(manifest.version)
         self._since += manifest.payload_bytes
-        self._begin_anchor_if_due(published)
+        if not last:
+            self._begin_anchor_if_due(published)
 
     def _begin_anchor_if_due(self, of: Published) -> None:
         manifest = of.manifest
@@ -408,6 +423,7 @@ class _About:
     version: int
     schema: Schema
     groups: tuple[int, ...]
+    last: bool
     metrics: dict[str, float]
 
 

@@ -41,7 +41,16 @@ def referenced(published: Iterable[PolicyVersion]) -> set[str]:
 
 
 def floor(published: Sequence[PolicyVersion]) -> int:
-    """The oldest version that stays reachable: that of the older of the two newest anchors; -1 without versions."""
+    """The oldest version that stays reachable, -1 without versions: the first that names the oldest anchor that stays.
+
+    An anchor is written in the background, so the version that it is of was published before it.
+    """
+    anchor = _oldest_anchor(published)
+    return min((manifest.version for manifest in published if manifest.anchor.version == anchor), default=-1)
+
+
+def _oldest_anchor(published: Sequence[PolicyVersion]) -> int:
+    """The version of the older of the two newest anchors, -1 without versions."""
     anchors = sorted({manifest.anchor.version for manifest in published})
     return anchors[-ANCHORS:][0] if anchors else -1
 
@@ -51,7 +60,7 @@ def needed(published: Sequence[PolicyVersion], in_use: Collection[int] = (), gon
 
     Raises UserError if a version in use cannot be reached even with all that is there.
     """
-    oldest = floor(published)
+    oldest = _oldest_anchor(published)
     found: set[str] = set()
     for manifest in published:
         if manifest.anchor.version >= oldest:
