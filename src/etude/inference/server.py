@@ -1,7 +1,7 @@
 """The inference server: token routes for training, OpenAI routes for everyone else, weights followed from a store.
 
 POST /generate                      ids in, a Generation out (JSON or MessagePack)
-POST /v1/chat/completions, /v1/completions;  GET /v1/models        see `openai.py`
+POST /v1/chat/completions, /v1/completions, /v1/apply;  GET /v1/models        see `openai.py`
 GET  /health [?verify=1]            version and digest of the live tensors, load, utilisation
 GET  /metrics                       Prometheus
 POST /pause?mode=abort|wait|keep&clear_cache=true, /resume;  GET /is_paused        vLLM's verbs
@@ -38,12 +38,11 @@ from transformers import PreTrainedModel
 from etude.errors import UserError
 from etude.inference.client import MSGPACK, GenerateRequest
 from etude.inference.engine import Counters, Engine, Limits
-from etude.inference.openai import OpenAI, error
-from etude.inference.rows import Request, Row
+from etude.inference.openai import OpenAI, error, finished
+from etude.inference.rows import Request
 from etude.inference.weights import Follower
 from etude.models.loading import load_model
 from etude.processes import die_with_parent
-from etude.records import Generation
 
 _WARM_UP_SECONDS = 300.0
 _DRAIN_SECONDS = 5
@@ -93,7 +92,7 @@ def run(options: Options) -> None:
         try:
             follower.start()
             # The kernels compile here, before the first request waits for them.
-            engine.generate(Request(ids=[0, 1], max_tokens=2), timeout=_WARM_UP_SECONDS)
+            engine.generate(Request(ids=[0, 1], max_tokens=3), timeout=_WARM_UP_SECONDS)
             engine.counters = Counters()
             _answer(build_app(engine, follower, model, options.model), engine, listener, options.ready_file)
         finally:
@@ -213,20 +212,6 @@ class _Api:
         yield GaugeMetricFamily("etude_engine_requests_waiting", "requests waiting for a slot", value=waiting)
         yield GaugeMetricFamily("etude_weights_version", "weight version served", value=self._follower.served.version)
         yield GaugeMetricFamily("etude_weights_pause_ms", "last pause for a swap", value=self._engine.last_pause * 1e3)
-
-
-async def finished(http: HTTPRequest, row: Row) -> Generation:
-    """The row's generation; the row is aborted if the client goes away first."""
-    answer = asyncio.wrap_future(row.future)
-    gone = asyncio.create_task(http.receive())  # after the body, the next message is the disconnection
-    try:
-        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            row.abort()
-        return await answer
-    finally:
-        row.abort()
-        gone.cancel()
 
 
 def _listen(host: str, port: int) -> socket.socket:
