@@ -18,7 +18,7 @@ _COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}
 def apply(
     path: Path, sketch: str | None, sketch_file: Path | None, *, instruction: str, model: Path | None, check: bool
 ) -> int:
-    """Edit `path`; `model` None merges without a model, `check` only prints. Raises UserError; the file is as it was."""
+    """Edit `path`; `model` None merges without a model, `check` only prints. Raises UserError, the file untouched."""
     if (sketch is None) == (sketch_file is None):
         raise UserError("give the sketch of the edit with --edit TEXT or --edit-file FILE, one of the two")
     if sketch is None:

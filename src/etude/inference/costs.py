@@ -48,7 +48,7 @@ class CostCurve:
             alone = np.log1p(np.arange(1, LARGEST + 1))
             ratio_alone = self.seconds(tokens + np.arange(1, LARGEST + 1)) / self.seconds(tokens)
             gain = max((np.log1p(lengths_K) - np.log(ratio_K)).max(), (alone - rows * np.log(ratio_alone)).max())
-            self._worth[rows, tokens] = bool(gain > 0.0)
+            self._worth[rows, tokens] = bool(gain > 1e-9)
         return self._worth[rows, tokens]
 
     def choose(self, rows: int, tokens: int, limits: Sequence[int], rates: Sequence[float]) -> list[int]:

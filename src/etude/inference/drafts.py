@@ -97,6 +97,7 @@ class Drafter:
     def propose(self, history_T: np.ndarray, limit: int) -> Proposal:
         """At most `limit` tokens that may follow `history_T`."""
         self.follow(history_T)
+        self._fed = 0
         if self._lost:
             self._find(history_T)
         if self._lost:

@@ -430,7 +430,7 @@ class Engine:
             if len(draft):
                 mine = slice(start_R[i], start_R[i] + len(draft) + 1)
                 emitted_R[i] = kept(draft, ids_S[mine], safe_S[mine], row.request.stop)
-                row.alone = not safe_S[start_R[i] : start_R[i] + emitted_R[i] + 1].all()
+                row.alone = not safe_S[mine][: emitted_R[i] + 1].all()
                 self.counters.drafted_tokens += len(draft)
                 self.counters.accepted_tokens += max(int(emitted_R[i]) - 1, 0)
         self.counters.draft_passes += 1
