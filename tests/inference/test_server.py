@@ -164,7 +164,7 @@ def test_completions_stream_stop_strings_and_choices(chat):
 
 
 def test_a_prediction_changes_nothing_but_usage(chat, http):
-    options = {"model": "nano", "messages": ASK, "seed": 3, "temperature": 0.0, "max_tokens": 60}
+    options = {"model": "nano", "messages": ASK, "seed": 3, "temperature": 0.0, "max_tokens": 200}
     plain = chat.chat.completions.create(**options)
     # The answer is a call, which content does not show: its text comes from the completions route.
     prompt = renderer_for(NANO).prompt(ASK)

@@ -30,7 +30,7 @@ class Applier:
     def __init__(self, tokenizer: Tokenizer, renderer: Renderer | None) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
-        self._encoder = PlainEncoder(tokenizer)
+        self.encoder = PlainEncoder(tokenizer)
 
     def request(self, edit: Edit, max_length: int, *, temperature: float = 0.0, seed: int = 0) -> tuple[Request, str]:
         """The request and the tag that closes its answer.
@@ -49,8 +49,8 @@ class Applier:
             prompt = self._renderer.prompt([{"role": "user", "content": content}])
             stop = self._renderer.stop_ids
         else:
-            prompt, stop = self._encoder.encode(content), ()
-        prompt = prompt + self._encoder.encode(opening)
+            prompt, stop = self.encoder.encode(content), ()
+        prompt = prompt + self.encoder.encode(opening)
         texts = {"merge": merged + close, "file": edit.text + close, "sketch": edit.sketch}
         sources = tuple(Source(name, self._after(opening, text)) for name, text in texts.items())
         needed = max(len(source.ids) for source in sources)
@@ -74,8 +74,8 @@ class Applier:
 
     def _after(self, left: str, text: str) -> np.ndarray:
         """Ids of `text` as they are after `left`: its first token may depend on that."""
-        head, whole = self._encoder.encode(left), self._encoder.encode(left + text)
-        ids = whole[len(head) :] if whole[: len(head)] == head else self._encoder.encode(text)
+        head, whole = self.encoder.encode(left), self.encoder.encode(left + text)
+        ids = whole[len(head) :] if whole[: len(head)] == head else self.encoder.encode(text)
         return np.array(ids, dtype=np.int32)
 
 

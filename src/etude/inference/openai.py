@@ -26,7 +26,6 @@ from tokenizers import Tokenizer
 
 from etude.errors import UserError
 from etude.harness.renderers import ParsedTurn, Renderer, renderer_for
-from etude.harness.renderers.base import PlainEncoder
 from etude.inference.apply import Applier
 from etude.inference.drafts import Source
 from etude.inference.edit import Edit
@@ -147,16 +146,17 @@ class OpenAI:
         self._name = folder.resolve().name
         self._created = int(time.time())
         self._tokenizer: Tokenizer | None = None
-        self._encoder: PlainEncoder | None = None
+        self._applier: Applier | None = None
         self._renderer: Renderer | None = None
         self._no_chat = ""
         if (folder / "tokenizer.json").is_file():
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            self._encoder = PlainEncoder(self._tokenizer)
         try:
             self._renderer = renderer_for(folder)
         except UserError as e:
             self._no_chat = str(e)
+        if self._tokenizer is not None:
+            self._applier = Applier(self._tokenizer, self._renderer)
 
     def routes(self) -> list[Route]:
         return [
@@ -244,10 +244,9 @@ class OpenAI:
     async def _apply(self, http: HTTPRequest, data: bytes) -> Response:
         """The whole new file, closed by the model's own tag; 422 if the model did not close it."""
         body = msgspec.json.decode(data, type=_Apply)
-        if self._tokenizer is None:
+        if (applier := self._applier) is None:
             raise _Refused("the model folder has no tokenizer.json: it cannot apply edits")
         self._must_be_served(body.model)
-        applier = Applier(self._tokenizer, self._renderer)
         edit = Edit(body.code, body.update, body.instruction)
         request, close = await asyncio.to_thread(
             applier.request, edit, self._engine.max_length, temperature=body.temperature, seed=body.seed
@@ -302,8 +301,8 @@ class OpenAI:
             raise _Refused(f"the model {model!r} is not served here; {self._name!r} is", "model", 404)
 
     def _predicted(self, prediction: _Prediction) -> Source:
-        assert self._encoder is not None
-        return Source("prediction", np.array(self._encoder.encode(prediction.text()), dtype=np.int32))
+        assert self._applier is not None
+        return Source("prediction", np.array(self._applier.encoder.encode(prediction.text()), dtype=np.int32))
 
     async def _grow(self, choice: _Choice, body: _Body) -> AsyncIterator[str]:
         """Yields the text that each step adds. Ends with `reason` set; a stop string ends the row early."""
