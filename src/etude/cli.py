@@ -85,6 +85,16 @@ def _parser() -> argparse.ArgumentParser:
 
     _weights_arguments(command("weights", _weights, "look at, check, move and tidy the versions of a weight store"))
 
+    apply = command("apply", _apply, "lay the sketch of an edit into a file")
+    apply.add_argument("file", type=Path, help="UTF-8 text file; replaced at once or not at all")
+    apply.add_argument("--edit", metavar="TEXT", help="the lines that change; `# ... existing code ...` for the rest")
+    apply.add_argument("--edit-file", type=Path, metavar="FILE", help="the same from a file")
+    apply.add_argument("--instruction", default="", help="what the edit is about, for the model")
+    which = apply.add_mutually_exclusive_group()
+    which.add_argument("--model", type=Path, default=Path("models/nano"), help="HF folder of an apply model")
+    which.add_argument("--no-model", action="store_true", help="only the deterministic merge")
+    apply.add_argument("--check", action="store_true", help="print the difference and write nothing")
+
     doctor = command("doctor", _doctor, "what this machine can do, and what it refuses")
     doctor.add_argument("--json", action="store_true")
     checks = doctor.add_subparsers(dest="check", metavar="CHECK")
@@ -93,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     mismatch.add_argument("--json", action="store_true")
 
     bench = command("bench", _bench, "run a benchmark")
-    bench.add_argument("name", choices=("engine", "sandbox", "weights"))
+    bench.add_argument("name", choices=("edits", "engine", "sandbox", "weights"))
     bench.add_argument("--quick", action="store_true")
     bench.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return parser
@@ -206,6 +216,19 @@ def _weights(arguments: argparse.Namespace, _: list[str]) -> int:
     from etude.weights.commands import run
 
     return run(arguments)
+
+
+def _apply(arguments: argparse.Namespace, _: list[str]) -> int:
+    from etude.apply import apply
+
+    return apply(
+        arguments.file,
+        arguments.edit,
+        arguments.edit_file,
+        instruction=arguments.instruction,
+        model=None if arguments.no_model else arguments.model,
+        check=arguments.check,
+    )
 
 
 def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:

@@ -97,6 +97,8 @@ class Generation(Record, frozen=True, kw_only=True):
     experts: bytes | None = None  # uint8 [fed positions, MoE layers, top-k], prompt first; see `experts_shape`
     experts_shape: tuple[int, int, int] | None = None
     cached_tokens: int = 0
+    accepted_draft_tokens: int = 0  # of the request's own draft sources: drafted and emitted
+    rejected_draft_tokens: int = 0  # drafted and never emitted; every place of a source counts once
 
 
 class Segment(Record, frozen=True, kw_only=True):

@@ -163,6 +163,52 @@ def test_completions_stream_stop_strings_and_choices(chat):
     assert len({choice.text for choice in several.choices}) == 3
 
 
+def test_a_prediction_changes_nothing_but_usage(chat, http):
+    options = {"model": "nano", "messages": ASK, "seed": 3, "temperature": 0.0, "max_tokens": 200}
+    plain = chat.chat.completions.create(**options)
+    # The answer is a call, which content does not show: its text comes from the completions route.
+    prompt = renderer_for(NANO).prompt(ASK)
+    completion = {"model": "nano", "prompt": prompt, "temperature": 0.0, "max_tokens": 60}
+    text = chat.completions.create(**completion).choices[0].text
+    for content in (text, [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}], "", "unrelated"):
+        prediction = {"type": "content", "content": content}
+        same = chat.chat.completions.create(**options, prediction=prediction)
+        assert same.choices[0].message.tool_calls[0].function == plain.choices[0].message.tool_calls[0].function
+        assert same.usage.completion_tokens == plain.usage.completion_tokens
+        details = same.usage.completion_tokens_details
+        assert 0 <= details.accepted_prediction_tokens <= same.usage.completion_tokens
+        assert details.rejected_prediction_tokens >= 0
+    chunks = chat.completions.create(
+        **completion, stream=True, stream_options={"include_usage": True}, n=1, stop=[text[30:34]],
+        extra_body={"prediction": {"type": "content", "content": text}},
+    )  # fmt: skip
+    *events, last = list(chunks)
+    assert "".join(event.choices[0].text for event in events) == text[: text.index(text[30:34])]
+    assert last.usage.completion_tokens_details is not None
+    for wrong in ({"type": "diff", "content": "x"}, {"type": "content"}, {"type": "content", "content": 3}, "text"):
+        answer = http.post("/v1/completions", json=completion | {"prediction": wrong})
+        assert answer.status_code == 400, wrong
+
+
+def test_apply_over_http(http):
+    """The bundled model is no apply model, and its answer says so; what is wrong with an edit is told before."""
+    body = {"code": "a = 1\nb = 2\n", "update": "a = 1\nb = 3\n"}
+    answer = http.post("/v1/apply", json=body)
+    assert answer.status_code == 422
+    assert "no apply model" in answer.json()["error"]["message"]
+    for wrong, sentence in (
+        ({"update": "zebra(17)\n"}, "quote a line of the file"),
+        ({"code": "x = 1\n" * 10_001}, "split the file"),
+        ({"code": "a = 1\n" + "word " * 3000}, "context of 4096"),
+        ({"code": 3}, "Expected `str`"),
+        ({"temperature": -1}, "temperature"),
+    ):
+        refused = http.post("/v1/apply", json=body | wrong)
+        assert refused.status_code == 400, wrong
+        assert sentence in refused.json()["error"]["message"]
+    assert http.post("/v1/apply", json=body | {"model": "gpt-7"}).status_code == 404
+
+
 def test_errors_have_openais_shape(http, chat):
     for route, body, param in (
         ("/v1/chat/completions", b"{", None),

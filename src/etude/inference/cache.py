@@ -72,8 +72,8 @@ class PagedCache:
         heads = config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.layers = config.num_hidden_layers
-        page_bytes = 2 * self.layers * heads * BLOCK * head_dim * dtype.itemsize
-        self.num_pages = num_bytes // page_bytes
+        self.page_bytes = 2 * self.layers * heads * BLOCK * head_dim * dtype.itemsize
+        self.num_pages = num_bytes // self.page_bytes
         if self.num_pages < 2:
             raise ValueError(f"a cache of {num_bytes} bytes holds {self.num_pages * BLOCK} tokens; give it more")
         self.max_length = min(max_length, self.num_pages * BLOCK)

@@ -2,7 +2,8 @@
 
     submit -> waiting -> admit (prefix cache, pages) -> prefill, in chunks -> decode, one token per step -> finish
 
-Every step runs one forward pass over a flat batch: the next token of every decoding row and chunks of waiting prompts.
+Every step runs one forward pass over a flat batch: the next token of every decoding row, what is drafted to come after
+(`speculation.py`: it changes how fast rows go on, never what they say), and chunks of waiting prompts.
 Between steps the thread applies weight swaps and answers aborts; rows keep running over a swap, and every token carries
 the version that sampled it. In deterministic mode one request runs at a time, without the prefix cache, so that its
 tokens and log-probabilities depend on its ids, its seed and the weights alone.
@@ -19,16 +20,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from etude.inference.cache import Match, PagedCache
+from etude.inference.forward import cost_curve, logits_of
 from etude.inference.kernels import BLOCK
-from etude.inference.layout import PagedBatch
-from etude.inference.rows import MAX_STOP_IDS, Request, Row, Slots
-from etude.inference.sampling import sample
-from etude.models.experts import record
+from etude.inference.rows import Request, Row, Slots
+from etude.inference.sampling import MARGIN, sample
+from etude.inference.speculation import Speculation, kept
 from etude.records import Generation
 
 _WORTH_WAITING = 16  # prompt tokens saved by waiting for another prompt
@@ -47,6 +47,7 @@ class Limits:
     cache_bytes: int = 512 * 2**20
     prefill_tokens: int = 1024  # prompt tokens fed in one step, over all rows
     max_length: int | None = None  # prompt and generation; None: what the model allows
+    speculate: bool = True  # feed drafted tokens where the measured costs say that it pays
 
 
 @dataclass
@@ -62,6 +63,9 @@ class Counters:
     aborted: int = 0
     swaps: int = 0
     steps: int = 0
+    draft_passes: int = 0  # passes in which some row fed drafted tokens
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # drafted ones that were emitted
 
 
 class Engine:
@@ -101,6 +105,9 @@ class Engine:
         self._failure: BaseException | None = None
         self._slots = Slots(1 if deterministic else self.limits.rows, self.max_length, self.cache.blocks_per_row)
         self._order_stale = True
+        # Deterministic mode is about bits, and those depend on the size of a pass.
+        speculate = self.limits.speculate and not deterministic
+        self._speculation = Speculation(lambda: cost_curve(model, self.cache)) if speculate else None
 
     # --- called from any thread -----------------------------------------------------------------------------------
 
@@ -109,7 +116,7 @@ class Engine:
 
         `on_token(id, logprob)` is called on the engine's thread for every sampled token.
         """
-        self._check(request)
+        request.check(self.max_length, self.vocab_size)
         row = Row(request, Future(), on_token)
         row.future.set_running_or_notify_cancel()  # from here on only `Row.abort` ends it
         with self._wake:
@@ -312,10 +319,37 @@ class Engine:
 
     def _forward(self) -> None:
         decoding = self._sorted_decoding()
-        slots = self._slots
-        decode_slots = np.array([row.slot for row in decoding], dtype=np.int64)
-        ids = [slots.last[decode_slots]]
-        slot_parts, positions = [decode_slots], [slots.length[decode_slots] - 1]
+        chunks = self._chunks()
+        fed = len(decoding) + sum(n for _, n in chunks)
+        drafts = self._speculation.drafts(decoding, self._slots, fed) if self._speculation else None
+        ids_N, slot_N, position_N, count_R = self._decoding_tokens(decoding, drafts)
+        decoded = len(ids_N)
+        ids, slots, positions = [ids_N], [slot_N], [position_N]
+        for row, n in chunks:
+            ids.append(np.array(row.request.ids[row.fed : row.fed + n], dtype=np.int64))
+            slots.append(np.full(n, row.slot, dtype=np.int64))
+            positions.append(np.arange(row.fed, row.fed + n))
+
+        ends = np.cumsum([n for _, n in chunks], dtype=np.int64) + decoded - 1
+        complete = [row.fed + n == len(row.request.ids) for row, n in chunks]
+        sampled_S = np.concatenate([np.arange(decoded), ends[complete]])
+        ids_N, slot_N, position_N = np.concatenate(ids), np.concatenate(slots), np.concatenate(positions)
+        logits_SV = logits_of(self.model, self.cache, self._slots.table, ids_N, slot_N, position_N, sampled_S)
+        self.counters.prefilled_tokens += fed - len(decoding)
+
+        for row, n in chunks:
+            row.fed += n
+        finished_prompts = [row for (row, _), done in zip(chunks, complete, strict=True) if done]
+        for row in finished_prompts:
+            self._share_prompt(row)
+        if len(sampled_S):
+            # The token after position p is drawn with (seed, p + 1).
+            count_R = np.concatenate([count_R, np.ones(len(finished_prompts), np.int64)])
+            self._sample([*decoding, *finished_prompts], drafts, count_R, position_N[sampled_S] + 1, logits_SV)
+        self._prefilling = [row for row in self._prefilling if row not in finished_prompts]
+
+    def _chunks(self) -> list[tuple[Row, int]]:
+        """Rows whose prompts are fed in this pass, and how many tokens of each."""
         budget, chunks = self.limits.prefill_tokens, []
         for row in self._prefilling:
             n = min(budget, len(row.request.ids) - row.fed)
@@ -323,25 +357,24 @@ class Engine:
                 break
             budget -= n
             chunks.append((row, n))
-            ids.append(np.array(row.request.ids[row.fed : row.fed + n], dtype=np.int64))
-            slot_parts.append(np.full(n, row.slot, dtype=np.int64))
-            positions.append(np.arange(row.fed, row.fed + n))
-        ids_N, slot_N, position_N = (np.concatenate(parts) for parts in (ids, slot_parts, positions))
+        return chunks
 
-        ends = np.cumsum([n for _, n in chunks], dtype=np.int64) + len(decoding) - 1
-        complete = [row.fed + n == len(row.request.ids) for row, n in chunks]
-        sampled_N = np.concatenate([np.arange(len(decoding)), ends[complete]])
-        logits = self._logits(ids_N, slot_N, position_N, sampled_N)
-        self.counters.prefilled_tokens += sum(n for _, n in chunks)
-
-        for row, n in chunks:
-            row.fed += n
-        finished_prompts = [row for (row, _), done in zip(chunks, complete, strict=True) if done]
-        for row in finished_prompts:
-            self._share_prompt(row)
-        if len(sampled_N):
-            self._sample([*decoding, *finished_prompts], logits)
-        self._prefilling = [row for row in self._prefilling if row not in finished_prompts]
+    def _decoding_tokens(
+        self, rows: list[Row], drafts: list[np.ndarray] | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, slots and positions of every row's last token and its draft, and how many tokens each row has here."""
+        slots = self._slots
+        slot_R = np.array([row.slot for row in rows], dtype=np.int64)
+        if drafts is None:
+            return slots.last[slot_R], slot_R, slots.length[slot_R] - 1, np.ones(len(rows), np.int64)
+        count_R = np.array([len(draft) + 1 for draft in drafts], dtype=np.int64)
+        start_R = np.cumsum(count_R) - count_R
+        offset_N = np.arange(count_R.sum()) - np.repeat(start_R, count_R)
+        ids_N = np.empty(len(offset_N), np.int64)
+        ids_N[offset_N > 0] = np.concatenate(drafts)
+        ids_N[start_R] = slots.last[slot_R]
+        slot_N = np.repeat(slot_R, count_R)
+        return ids_N, slot_N, slots.length[slot_N] - 1 + offset_N, count_R
 
     def _sorted_decoding(self) -> list[Row]:
         """Decoding rows, those with a common prompt next to each other, so that attention reads its pages once."""
@@ -349,27 +382,6 @@ class Engine:
             self._decoding.sort(key=lambda row: row.pages[: len(row.request.ids) // BLOCK])
             self._order_stale = False
         return self._decoding
-
-    def _logits(self, ids_N: np.ndarray, slot_N: np.ndarray, position_N: np.ndarray, sampled_N: np.ndarray) -> Tensor:
-        batch = PagedBatch(self.cache, self._slots.table, slot_N.astype(np.int32), position_N.astype(np.int32))
-        with record() as recorder:
-            hidden_1ND = self.model.get_decoder()(
-                input_ids=torch.from_numpy(ids_N).to(self.device)[None],
-                position_ids=torch.from_numpy(position_N).to(self.device)[None],
-                layout=batch,
-                use_cache=False,
-            ).last_hidden_state
-        # In float32 on both sides: the trainer computes its log-probabilities in the same way.
-        hidden_SD = hidden_1ND[0].index_select(0, torch.from_numpy(sampled_N).to(self.device)).float()
-        logits = F.linear(hidden_SD, self.model.get_output_embeddings().weight.float())
-        experts_NLK = recorder.stacked()
-        if experts_NLK is not None:
-            if self.cache.experts is None:
-                shape = (self.cache.num_pages, BLOCK, *experts_NLK.shape[1:])
-                self.cache.experts = torch.zeros(shape, dtype=torch.uint8, device=self.device)
-            pages_N = torch.from_numpy(self._slots.table[slot_N, position_N // BLOCK]).to(self.device).long()
-            self.cache.experts[pages_N, torch.from_numpy(position_N % BLOCK).to(self.device)] = experts_NLK
-        return logits
 
     def _share_prompt(self, row: Row) -> None:
         """Offer a computed prompt's pages, at once, to the group's other members."""
@@ -382,27 +394,55 @@ class Engine:
         if siblings and len(row.held) < len(row.pages):
             self.cache.offer_tail(row.held, row.pages[len(row.held)], ids, row.kv_version, session)
 
-    def _sample(self, rows: list[Row], logits_NV: Tensor) -> None:
+    def _sample(
+        self, rows: list[Row], drafts: list[np.ndarray] | None, count_R: np.ndarray, position_S: np.ndarray,
+        logits_SV: Tensor,
+    ) -> None:  # fmt: skip
+        """Draw a token at every sampled position, and let each row emit its own, or as many as its draft was right."""
         slots = self._slots
-        slot_N = np.array([row.slot for row in rows], dtype=np.int64)
-        position_N = slots.length[slot_N]
-        ids_N, log_probs_N = sample(
-            logits_NV, slots.temperature[slot_N], slots.top_p[slot_N], slots.seed[slot_N], position_N
+        slot_R = np.array([row.slot for row in rows], dtype=np.int64)
+        slot_S = np.repeat(slot_R, count_R)
+        ids_S, log_probs_S, margin_S = sample(
+            logits_SV, slots.temperature[slot_S], slots.top_p[slot_S], slots.seed[slot_S], position_S
         )
-        if not np.isfinite(log_probs_N).all():
+        if not np.isfinite(log_probs_S).all():
             raise FloatingPointError(f"the weights of version {self.version} give logits that are not finite")
-        done_N = slots.append(slot_N, ids_N, log_probs_N, self.version)
-        self.counters.sampled_tokens += len(rows)
-        for row, token, log_prob in zip(rows, ids_N.tolist(), log_probs_N.tolist(), strict=True):
+        start_R = np.cumsum(count_R) - count_R
+        if drafts is None:
+            emitted_R = count_R
+            done_R = slots.append(slot_R, ids_S, log_probs_S, self.version)
+        else:
+            emitted_R = self._verify(rows, drafts, start_R, ids_S, margin_S)
+            done_R = slots.extend(slot_R, start_R, emitted_R, ids_S, log_probs_S, self.version)
+        self.counters.sampled_tokens += int(emitted_R.sum())
+        for row, start, count in zip(rows, start_R.tolist(), emitted_R.tolist(), strict=True):
             if row.on_token is not None:
-                row.on_token(token, log_prob)
+                for token, log_prob in zip(ids_S[start : start + count], log_probs_S[start:], strict=False):
+                    row.on_token(int(token), float(log_prob))
         if len(rows) > len(self._decoding):
             self._order_stale = True
-        if done_N.any():
-            for row, reason in zip(rows, slots.reasons(slot_N, done_N), strict=True):
+        if done_R.any():
+            for row, reason in zip(rows, slots.reasons(slot_R, done_R), strict=True):
                 if reason:
                     self._finish(row, reason)
         self._decoding = [row for row in rows if row.slot >= 0]
+
+    def _verify(
+        self, rows: list[Row], drafts: list[np.ndarray], start_R: np.ndarray, ids_S: np.ndarray, margin_S: np.ndarray
+    ) -> np.ndarray:
+        """How many of its drawn tokens each row emits."""
+        emitted_R = np.ones(len(rows), np.int64)
+        # In narrower types every draw would be in doubt: there the pass with drafts decides.
+        safe_S = margin_S >= (MARGIN if self.model.dtype == torch.float32 else -1.0)
+        for i, (row, draft) in enumerate(zip(rows, drafts, strict=False)):
+            if len(draft):
+                mine = slice(start_R[i], start_R[i] + len(draft) + 1)
+                emitted_R[i] = kept(draft, ids_S[mine], safe_S[mine], row.request.stop)
+                row.alone = not safe_S[mine][: emitted_R[i] + 1].all()
+                self.counters.drafted_tokens += len(draft)
+                self.counters.accepted_tokens += max(int(emitted_R[i]) - 1, 0)
+        self.counters.draft_passes += 1
+        return emitted_R
 
     def _finish(self, row: Row, reason: str) -> None:
         """Give back slot and pages, keep what others can reuse, and answer."""
@@ -428,6 +468,7 @@ class Engine:
 
     def _result(self, row: Row, reason: str) -> Generation:
         ids, log_probs, versions = self._slots.result(row)
+        accepted, rejected = Speculation.counts(row, self._slots)
         experts, shape = None, None
         if row.request.experts and self.cache.experts is not None and ids:
             count = len(row.request.ids) + len(ids) - 1
@@ -437,25 +478,5 @@ class Engine:
         return Generation(
             ids=ids, logprobs=log_probs, versions=versions, finish_reason=reason,
             experts=experts, experts_shape=shape, cached_tokens=row.cached,
+            accepted_draft_tokens=accepted, rejected_draft_tokens=rejected,
         )  # fmt: skip
-
-    def _check(self, request: Request) -> None:
-        if not request.ids:
-            raise ValueError("the prompt is empty")
-        if len(request.ids) >= self.max_length:
-            raise ValueError(
-                f"the prompt has {len(request.ids)} tokens; the model's context of {self.max_length} must also hold "
-                "the answer"
-            )
-        if not 0 <= min(request.ids) <= max(request.ids) < self.vocab_size:
-            raise ValueError(f"a prompt token is outside the vocabulary of {self.vocab_size}")
-        if request.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {request.max_tokens}")
-        if not request.temperature >= 0.0:
-            raise ValueError(f"temperature must not be negative, got {request.temperature}")
-        if not 0.0 < request.top_p <= 1.0:
-            raise ValueError(f"top_p must lie in (0, 1], got {request.top_p}")
-        if not 0 <= request.seed < 2**63:
-            raise ValueError(f"seed must lie in [0, 2^63), got {request.seed}")
-        if len(request.stop) > MAX_STOP_IDS:
-            raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(request.stop)}")

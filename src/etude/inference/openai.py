@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat completions on the engine: streaming, logprobs, stop strings, tools.
+"""OpenAI's completions and chat completions on the engine: streaming, logprobs, stop strings, tools, predictions.
 
 Messages become ids, and ids tool calls, through the model's renderer; text never decides what is a special token.
 Not supported, and refused: `top_logprobs` above 0, `echo`, `best_of`, streaming several choices.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -25,15 +26,33 @@ from tokenizers import Tokenizer
 
 from etude.errors import UserError
 from etude.harness.renderers import ParsedTurn, Renderer, renderer_for
+from etude.inference.apply import Applier
+from etude.inference.drafts import Source
+from etude.inference.edit import Edit
 from etude.inference.engine import Engine
 from etude.inference.rows import Request, Row
+from etude.records import Generation
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chats go on to the end of the context
 _MAX_CHOICES = 128
+_SETTLE_SECONDS = 1.0  # how long a choice cut by a stop string may take to end, for its usage figures
 
 
 class _Stream(msgspec.Struct):
     include_usage: bool = False
+
+
+class _Part(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class _Prediction(msgspec.Struct, tag_field="type", tag="content"):
+    """Text that much of the answer is expected to repeat."""
+
+    content: str | list[_Part]
+
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class _Body(msgspec.Struct, kw_only=True):
@@ -49,6 +68,7 @@ class _Body(msgspec.Struct, kw_only=True):
     stream: bool | None = False
     stream_options: _Stream | None = None
     user: str | None = None
+    prediction: _Prediction | None = None
 
 
 class _Completion(_Body, kw_only=True):
@@ -67,6 +87,17 @@ class _Chat(_Body, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
 
 
+class _Apply(msgspec.Struct, kw_only=True):
+    """A file's text and the sketch of an edit."""
+
+    code: str
+    update: str
+    instruction: str = ""
+    model: str = ""
+    temperature: float = 0.0
+    seed: int = 0
+
+
 def error(status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> JSONResponse:
     """An error in OpenAI's shape."""
     body = {"message": message, "type": kind, "param": param, "code": None if status != 404 else "model_not_found"}
@@ -79,6 +110,20 @@ class _Refused(Exception):
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.param, self.status = param, status
+
+
+async def finished(http: HTTPRequest, row: Row) -> Generation:
+    """The row's generation; the row is aborted if the client goes away first."""
+    answer = asyncio.wrap_future(row.future)
+    gone = asyncio.create_task(http.receive())  # after the body, the next message is the disconnection
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            row.abort()
+        return await answer
+    finally:
+        row.abort()
+        gone.cancel()
 
 
 @dataclass
@@ -101,6 +146,7 @@ class OpenAI:
         self._name = folder.resolve().name
         self._created = int(time.time())
         self._tokenizer: Tokenizer | None = None
+        self._applier: Applier | None = None
         self._renderer: Renderer | None = None
         self._no_chat = ""
         if (folder / "tokenizer.json").is_file():
@@ -109,12 +155,15 @@ class OpenAI:
             self._renderer = renderer_for(folder)
         except UserError as e:
             self._no_chat = str(e)
+        if self._tokenizer is not None:
+            self._applier = Applier(self._tokenizer, self._renderer)
 
     def routes(self) -> list[Route]:
         return [
             Route("/v1/models", self._models),
             Route("/v1/completions", partial(self._answer, self._completion), methods=["POST"]),
             Route("/v1/chat/completions", partial(self._answer, self._chat), methods=["POST"]),
+            Route("/v1/apply", partial(self._answer, self._apply), methods=["POST"]),
         ]
 
     async def _models(self, http: HTTPRequest) -> Response:
@@ -126,7 +175,7 @@ class OpenAI:
             return await route(http, await http.body())
         except _Refused as e:
             return error(e.status, str(e), param=e.param)
-        except (msgspec.MsgspecError, ValueError) as e:
+        except (msgspec.MsgspecError, ValueError, UserError) as e:
             return error(400, str(e))
         except RuntimeError as e:
             return error(503, str(e), "server_error")
@@ -192,17 +241,38 @@ class OpenAI:
             shown.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
         return JSONResponse(head | {"choices": shown, "usage": _usage(prompt, choices)})
 
+    async def _apply(self, http: HTTPRequest, data: bytes) -> Response:
+        """The whole new file, closed by the model's own tag; 422 if the model did not close it."""
+        body = msgspec.json.decode(data, type=_Apply)
+        if (applier := self._applier) is None:
+            raise _Refused("the model folder has no tokenizer.json: it cannot apply edits")
+        self._must_be_served(body.model)
+        edit = Edit(body.code, body.update, body.instruction)
+        request, close = await asyncio.to_thread(
+            applier.request, edit, self._engine.max_length, temperature=body.temperature, seed=body.seed
+        )
+        answer = applier.answer(close)
+        row = self._engine.submit(request, answer)
+        answer.watch(row)
+        generation = await finished(http, row)
+        try:
+            text = answer.text()
+        except UserError as e:
+            return error(422, str(e), "model_error")
+        head = {"id": f"apply-{uuid.uuid4().hex}", "object": "apply", "created": int(time.time()), "model": self._name}
+        return JSONResponse(head | {"code": text, "usage": _counted(request.ids, len(answer.ids), [generation])})
+
     # --- running choices --------------------------------------------------------------------------------------------
 
     def _submit(self, body: _Body, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...]) -> list[_Choice]:
-        if body.model and body.model != self._name:
-            raise _Refused(f"the model {body.model!r} is not served here; {self._name!r} is", "model", 404)
+        self._must_be_served(body.model)
         count = 1 if body.n is None else body.n
         if not 1 <= count <= _MAX_CHOICES:
             raise _Refused(f"n must lie between 1 and {_MAX_CHOICES}", "n")
         if body.stream and count > 1:
             raise _Refused("streaming several choices is not supported: set n to 1", "n")
         seed = int.from_bytes(os.urandom(7)) if body.seed is None else body.seed & (2**62 - 1)
+        sources = () if body.prediction is None else (self._predicted(body.prediction),)
         loop = asyncio.get_running_loop()
         choices = []
         for i in range(count):
@@ -215,6 +285,7 @@ class OpenAI:
                 stop=stop_ids,
                 seed=seed + i,
                 session=body.user,
+                sources=sources,
             )
 
             def on_token(token: int, logprob: float, put: Callable[[Any], None] = events.put_nowait) -> None:
@@ -224,6 +295,14 @@ class OpenAI:
             row.future.add_done_callback(lambda _, put=events.put_nowait: loop.call_soon_threadsafe(put, None))
             choices.append(_Choice(row, events, [], []))
         return choices
+
+    def _must_be_served(self, model: str) -> None:
+        if model and model != self._name:
+            raise _Refused(f"the model {model!r} is not served here; {self._name!r} is", "model", 404)
+
+    def _predicted(self, prediction: _Prediction) -> Source:
+        assert self._applier is not None
+        return Source("prediction", np.array(self._applier.encoder.encode(prediction.text()), dtype=np.int32))
 
     async def _grow(self, choice: _Choice, body: _Body) -> AsyncIterator[str]:
         """Yields the text that each step adds. Ends with `reason` set; a stop string ends the row early."""
@@ -277,6 +356,7 @@ class OpenAI:
                 for choice in choices:
                     choice.row.abort()
             await work
+            await _settle(choices)
         finally:
             gone.cancel()
 
@@ -293,6 +373,7 @@ class OpenAI:
                 async for choice in events:
                     yield _sse(head | {"choices": [choice]} | ({"usage": None} if usage_wanted else {}))
                 if usage_wanted:
+                    await _settle(choices)
                     yield _sse(head | {"choices": [], "usage": _usage(prompt, choices)})
                 yield b"data: [DONE]\n\n"
             finally:
@@ -366,15 +447,28 @@ class OpenAI:
         }
 
 
+async def _settle(choices: list[_Choice]) -> None:
+    """Let rows that a stop string cut come to their end, so that their figures are known."""
+    await asyncio.wait([asyncio.wrap_future(choice.row.future) for choice in choices], timeout=_SETTLE_SECONDS)
+
+
 def _usage(prompt: list[int], choices: list[_Choice]) -> dict[str, Any]:
-    sampled = sum(len(choice.ids) for choice in choices)
-    done = [choice.row.future for choice in choices if choice.row.future.done()]
-    cached = max((future.result().cached_tokens for future in done), default=0)
+    done = [choice.row.future.result() for choice in choices if choice.row.future.done()]
+    return _counted(prompt, sum(len(choice.ids) for choice in choices), done)
+
+
+def _counted(prompt: list[int], sampled: int, generations: list[Generation]) -> dict[str, Any]:
+    """Usage in OpenAI's shape. Rejected prediction tokens are told and not charged: they are no completion tokens."""
     return {
         "prompt_tokens": len(prompt),
         "completion_tokens": sampled,
         "total_tokens": len(prompt) + sampled,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": max((g.cached_tokens for g in generations), default=0)},
+        "completion_tokens_details": {
+            # A stop string may cut inside an accepted run.
+            "accepted_prediction_tokens": min(sampled, sum(g.accepted_draft_tokens for g in generations)),
+            "rejected_prediction_tokens": sum(g.rejected_draft_tokens for g in generations),
+        },
     }
 
 

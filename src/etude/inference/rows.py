@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from etude.inference.cache import Node
+from etude.inference.drafts import Drafter, Source
 from etude.records import Generation
 
 MAX_STOP_IDS = 16
@@ -16,7 +17,8 @@ MAX_STOP_IDS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One generation. `session` names the episode whose older keys and values this request may reuse."""
+    """One generation. `session` names the episode whose older keys and values this request may reuse; `sources` hold
+    text that the answer may repeat, the most trusted first: they change how fast it comes, and nothing else."""
 
     ids: list[int]
     max_tokens: int
@@ -26,6 +28,31 @@ class Request:
     seed: int = 0
     session: str | None = None
     experts: bool = False
+    sources: tuple[Source, ...] = ()
+
+    def check(self, max_length: int, vocab_size: int) -> None:
+        """Raise ValueError unless an engine with this context and vocabulary can run the request."""
+        if not self.ids:
+            raise ValueError("the prompt is empty")
+        if len(self.ids) >= max_length:
+            raise ValueError(
+                f"the prompt has {len(self.ids)} tokens; the model's context of {max_length} must also hold the answer"
+            )
+        if not 0 <= min(self.ids) <= max(self.ids) < vocab_size:
+            raise ValueError(f"a prompt token is outside the vocabulary of {vocab_size}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not self.temperature >= 0.0:
+            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must lie in [0, 2^63), got {self.seed}")
+        if len(self.stop) > MAX_STOP_IDS:
+            raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(self.stop)}")
+        for source in self.sources:
+            if len(source.ids) and not 0 <= source.ids.min() <= source.ids.max() < vocab_size:
+                raise ValueError(f"a token of the {source.name} is outside the vocabulary of {vocab_size}")
 
 
 @dataclass(eq=False)
@@ -42,6 +69,8 @@ class Row:
     pages: list[int] = field(default_factory=list)
     held: list[Node] = field(default_factory=list)
     kv_version: int = 0
+    drafter: Drafter | None = None
+    alone: bool = False  # the next token is decided without drafts beside it
 
     def abort(self) -> None:
         """Finish at the next step with what is sampled so far and reason "abort"."""
@@ -62,7 +91,7 @@ class Slots:
         self.top_p = np.zeros(rows, dtype=np.float64)
         self.seed = np.zeros(rows, dtype=np.int64)
         self.stop = np.full((rows, MAX_STOP_IDS), -1, dtype=np.int64)
-        self.ids = np.zeros((rows, max_length), dtype=np.int32)  # by position; only sampled ones are filled in
+        self.ids = np.zeros((rows, max_length), dtype=np.int32)  # by position
         self.log_probs = np.zeros((rows, max_length), dtype=np.float32)
         self.versions = np.zeros((rows, max_length), dtype=np.int32)
 
@@ -70,6 +99,7 @@ class Slots:
         request, slot = row.request, self.free.pop()
         row.slot = slot
         self.write_pages(row)
+        self.ids[slot, : len(request.ids)] = request.ids
         self.length[slot] = len(request.ids)
         self.limit[slot] = min(len(request.ids) + request.max_tokens, self.max_length)
         self.temperature[slot] = request.temperature
@@ -89,7 +119,26 @@ class Slots:
         self.versions[slot_N, position_N] = version
         self.last[slot_N] = ids_N
         self.length[slot_N] += 1
-        return (self.stop[slot_N] == ids_N[:, None]).any(axis=1) | (position_N + 1 >= self.limit[slot_N])
+        return self._ended(slot_N)
+
+    def extend(
+        self, slot_N: np.ndarray, starts: np.ndarray, counts: np.ndarray, ids_S: np.ndarray, log_probs_S: np.ndarray,
+        version: int,
+    ) -> np.ndarray:  # fmt: skip
+        """Note `counts[n]` sampled tokens, from `starts[n]` on, per slot; true where the row ends with the last."""
+        for slot, start, count in zip(slot_N.tolist(), starts.tolist(), counts.tolist(), strict=True):
+            if count:
+                where = slice(self.length[slot], self.length[slot] + count)
+                self.ids[slot, where] = ids_S[start : start + count]
+                self.log_probs[slot, where] = log_probs_S[start : start + count]
+                self.versions[slot, where] = version
+                self.last[slot] = ids_S[start + count - 1]
+        self.length[slot_N] += counts
+        return self._ended(slot_N) & (counts > 0)
+
+    def _ended(self, slot_N: np.ndarray) -> np.ndarray:
+        stopped_N = (self.stop[slot_N] == self.last[slot_N][:, None]).any(axis=1)
+        return stopped_N | (self.length[slot_N] >= self.limit[slot_N])
 
     def reasons(self, slot_N: np.ndarray, done_N: np.ndarray) -> list[str]:
         """Why each row ends; "" where it goes on."""

@@ -1,7 +1,7 @@
 """The inference server: token routes for training, OpenAI routes for everyone else, weights followed from a store.
 
 POST /generate                      ids in, a Generation out (JSON or MessagePack)
-POST /v1/chat/completions, /v1/completions;  GET /v1/models        see `openai.py`
+POST /v1/chat/completions, /v1/completions, /v1/apply;  GET /v1/models        see `openai.py`
 GET  /health [?verify=1]            version and digest of the live tensors, load, utilisation
 GET  /metrics                       Prometheus
 GET  /weights/chunks/N?version=V    the bytes of a chunk of the weights, for a server that repairs itself
@@ -39,12 +39,11 @@ from transformers import PreTrainedModel
 from etude.errors import UserError
 from etude.inference.client import MSGPACK, GenerateRequest
 from etude.inference.engine import Counters, Engine, Limits
-from etude.inference.openai import OpenAI, error
-from etude.inference.rows import Request, Row
+from etude.inference.openai import OpenAI, error, finished
+from etude.inference.rows import Request
 from etude.inference.weights import Follower, Origin
 from etude.models.loading import load_model
 from etude.processes import die_with_parent
-from etude.records import Generation
 
 _WARM_UP_SECONDS = 300.0
 _DRAIN_SECONDS = 5
@@ -65,6 +64,7 @@ class Options:
     max_length: int | None = None
     cache_mb: int = 512
     deterministic: bool = False
+    speculate: bool = False  # in training it has not been shown to pay
     ready_file: Path | None = None
 
 
@@ -74,7 +74,12 @@ def serve(
     """Serve a Hugging Face model folder until interrupted. Raises UserError for a bad folder or a taken port."""
     run(
         Options(
-            model=Path(model), host=host, port=port, threads=threads, weights=Origin(store=weights) if weights else None
+            model=Path(model),
+            host=host,
+            port=port,
+            threads=threads,
+            weights=Origin(store=weights) if weights else None,
+            speculate=True,
         )
     )
 
@@ -88,7 +93,12 @@ def run(options: Options) -> None:
         # The engine's thread takes the GIL back from the event loop after this long: 5 ms would be a whole step.
         sys.setswitchinterval(0.0005)
         model = load_model(options.model, dtype=getattr(torch, options.dtype), device=options.device)
-        limits = Limits(rows=options.max_batch, cache_bytes=options.cache_mb * 2**20, max_length=options.max_length)
+        limits = Limits(
+            rows=options.max_batch,
+            cache_bytes=options.cache_mb * 2**20,
+            max_length=options.max_length,
+            speculate=options.speculate,
+        )
         try:
             engine = Engine(model, limits=limits, deterministic=options.deterministic)
         except ValueError as e:
@@ -98,7 +108,7 @@ def run(options: Options) -> None:
         try:
             follower.start()
             # The kernels compile here, before the first request waits for them.
-            engine.generate(Request(ids=[0, 1], max_tokens=2), timeout=_WARM_UP_SECONDS)
+            engine.generate(Request(ids=[0, 1], max_tokens=3), timeout=_WARM_UP_SECONDS)
             engine.counters = Counters()
             _answer(build_app(engine, follower, model, options.model), engine, listener, options.ready_file)
         finally:
@@ -238,20 +248,6 @@ class _Api:
         yield GaugeMetricFamily("etude_weights_pause_ms", "last pause for a swap", value=self._engine.last_pause * 1e3)
 
 
-async def finished(http: HTTPRequest, row: Row) -> Generation:
-    """The row's generation; the row is aborted if the client goes away first."""
-    answer = asyncio.wrap_future(row.future)
-    gone = asyncio.create_task(http.receive())  # after the body, the next message is the disconnection
-    try:
-        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            row.abort()
-        return await answer
-    finally:
-        row.abort()
-        gone.cancel()
-
-
 def _listen(host: str, port: int) -> socket.socket:
     """A bound socket. Raises UserError if the port is taken."""
     try:
@@ -298,6 +294,7 @@ def _arguments(argv: list[str] | None) -> tuple[Options, bool]:
     parser.add_argument("--max-length", type=int, help="tokens of prompt and answer; default: the model's context")
     parser.add_argument("--cache-mb", type=int, default=512, help="memory for keys and values")
     parser.add_argument("--deterministic", action="store_true", help="one request at a time, reproducible in every bit")
+    parser.add_argument("--speculate", action="store_true", help="draft text that answers repeat, and verify it")
     parser.add_argument("--ready-file", type=Path, help="written with url and pid once the server answers")
     parser.add_argument("--parent-death", action="store_true", help="die with the process that started this one")
     values = vars(parser.parse_args(argv))

@@ -1,0 +1,98 @@
+"""What a pass over n tokens costs, measured; and how many drafted tokens are worth feeding.
+
+A pass costs T(n). With R rows that emit e_r tokens each, drafts are chosen to maximise sum log e_r - R log T(n): for
+one row that is tokens per second, and among several a row's gain must outweigh the delay of all others (proportional
+fairness; Kelly, 1997). Expected tokens of a row that feeds K drafted ones, each right with chance q: 1 + q + ... + q^K.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+LARGEST = 512  # tokens of the largest pass that is measured, and drafted tokens of a pass
+_REPEATS = 3
+_SECONDS = 1.5  # a curve may take this long; large passes of a slow model are extrapolated
+
+
+class CostCurve:
+    """Seconds of a pass, by number of tokens: linear between the measured points, and monotone."""
+
+    def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
+        if len(tokens) < 2 or len(tokens) != len(seconds) or min(seconds) <= 0.0:
+            raise ValueError("a cost curve needs at least two sizes with their positive seconds")
+        self._tokens = np.array(tokens, dtype=np.float64)
+        self._seconds = np.maximum.accumulate(np.array(seconds, dtype=np.float64))
+        self._slope = (self._seconds[-1] - self._seconds[-2]) / (self._tokens[-1] - self._tokens[-2])
+        self._worth: dict[tuple[int, int], bool] = {}
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """(tokens, seconds) as measured and made monotone."""
+        return [(int(n), float(s)) for n, s in zip(self._tokens, self._seconds, strict=True)]
+
+    def seconds(self, tokens_N: np.ndarray | int) -> np.ndarray:
+        beyond = np.maximum(np.asarray(tokens_N) - self._tokens[-1], 0) * self._slope
+        return np.interp(tokens_N, self._tokens, self._seconds) + beyond
+
+    def worth_drafting(self, rows: int, tokens: int) -> bool:
+        """Whether drafts that are always right would pay, in a pass of `rows` rows and `tokens` tokens without them."""
+        if (rows, tokens) not in self._worth:
+            if len(self._worth) > 4096:
+                self._worth.clear()
+            # All rows draft alike, K each.
+            lengths_K = np.arange(1, max(2, LARGEST // rows + 1))
+            ratio_K = self.seconds(tokens + rows * lengths_K) / self.seconds(tokens)
+            alone = np.log1p(np.arange(1, LARGEST + 1))
+            ratio_alone = self.seconds(tokens + np.arange(1, LARGEST + 1)) / self.seconds(tokens)
+            gain = max((np.log1p(lengths_K) - np.log(ratio_K)).max(), (alone - rows * np.log(ratio_alone)).max())
+            self._worth[rows, tokens] = bool(gain > 1e-9)
+        return self._worth[rows, tokens]
+
+    def choose(self, rows: int, tokens: int, limits: Sequence[int], rates: Sequence[float]) -> list[int]:
+        """How many drafted tokens to feed for each of the rows that have a draft.
+
+        `rows` and `tokens` are those of the pass without drafts; `limits` and `rates` the length of each draft and the
+        chance of its tokens. Rows give in order of falling gain, so the best set of n tokens is the first n.
+        """
+        if not limits or max(limits) == 0:
+            return [0] * len(limits)
+        gains: list[np.ndarray] = []
+        for limit, rate in zip(limits, rates, strict=True):
+            powers = np.cumprod(np.full(min(limit, LARGEST), rate))
+            emitted = 1.0 + np.concatenate(([0.0], np.cumsum(powers)))
+            gains.append(np.diff(np.log(emitted)))
+        owner = np.repeat(np.arange(len(gains)), [len(gain) for gain in gains])
+        gain_N = np.concatenate(gains)
+        order = np.argsort(-gain_N, kind="stable")[:LARGEST]
+        total_N = np.cumsum(gain_N[order])
+        value_N = total_N - rows * np.log(self.seconds(tokens + np.arange(1, len(order) + 1)) / self.seconds(tokens))
+        best = int(np.argmax(value_N))
+        if value_N[best] <= 0.0:
+            return [0] * len(limits)
+        return np.bincount(owner[order[: best + 1]], minlength=len(limits)).tolist()
+
+
+def measure(run: Callable[[int], None], largest: int) -> CostCurve:
+    """The curve of `run(n)`, a pass over n tokens, for n = 1, 2, 4 ... up to `largest` or as far as time allows.
+
+    The least of three: what a pass costs when nothing else disturbs it.
+    """
+    tokens, seconds = [], []
+    begin = time.perf_counter()
+    size = 1
+    while size <= largest:
+        run(size)
+        times = []
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            run(size)
+            times.append(time.perf_counter() - start)
+        tokens.append(size)
+        seconds.append(min(times))
+        if len(tokens) >= 2 and time.perf_counter() - begin > _SECONDS:
+            break
+        size *= 2
+    return CostCurve(tokens, seconds)

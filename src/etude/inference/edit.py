@@ -1,0 +1,55 @@
+"""An edit as a user gives it: a text file and a sketch, checked before any model is loaded. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import UserError
+from etude.inference.merge import NoPlace, merge
+
+MAX_BYTES = 1 << 20
+MAX_LINES = 10_000
+_MAX_SKETCH = 1 << 18
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A file's text, the sketch of an edit, and what the edit is about (may be empty)."""
+
+    text: str
+    sketch: str
+    instruction: str = ""
+
+    def merged(self) -> str:
+        """The deterministic merge. Raises UserError for a text or a sketch that is too large or names no place."""
+        lines = self.text.count("\n") + 1
+        size = len(self.text.encode("utf-8", "surrogatepass"))
+        if lines > MAX_LINES or size > MAX_BYTES:
+            raise UserError(
+                f"the file has {lines} lines and {size} bytes; an edit is applied to at most {MAX_LINES} lines and "
+                f"{MAX_BYTES} bytes: split the file"
+            )
+        if len(self.sketch) > _MAX_SKETCH:
+            raise UserError(f"the sketch has {len(self.sketch)} characters; give at most {_MAX_SKETCH}")
+        try:
+            return merge(self.text, self.sketch).text
+        except NoPlace as e:
+            raise UserError(f"{e}: quote a line of the file next to the change") from None
+
+
+def read_text(path: Path) -> str:
+    """A file's text, line ends as they are. Raises UserError unless it is a UTF-8 text file of bearable size."""
+    try:
+        with path.open("rb") as f:
+            data = f.read(MAX_BYTES + 1)
+    except OSError as e:
+        raise UserError(f"{path} cannot be read ({e.strerror}): give the path of a text file") from None
+    if len(data) > MAX_BYTES:
+        raise UserError(f"{path} has more than {MAX_BYTES} bytes: split the file")
+    if b"\0" in data:
+        raise UserError(f"{path} is a binary file: only text can be edited")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not UTF-8 (byte {e.start}): convert it first, e.g. with iconv") from None

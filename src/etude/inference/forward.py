@@ -1,0 +1,88 @@
+"""One pass of the model over a flat batch of tokens, and what such passes cost."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from etude.inference.cache import PagedCache
+from etude.inference.costs import LARGEST, CostCurve, measure
+from etude.inference.kernels import BLOCK
+from etude.inference.layout import PagedBatch
+from etude.inference.sampling import sample
+from etude.models.experts import record
+
+_CONTEXT = 256  # tokens before those of a measured pass
+
+_curves: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], CostCurve]] = weakref.WeakKeyDictionary()
+
+
+def logits_of(
+    model: PreTrainedModel,
+    cache: PagedCache,
+    table: np.ndarray,
+    ids_N: np.ndarray,
+    slot_N: np.ndarray,
+    position_N: np.ndarray,
+    sampled_S: np.ndarray,
+) -> Tensor:
+    """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys, values and expert ids go to the cache."""
+    device = cache.keys.device
+    batch = PagedBatch(cache, table, slot_N.astype(np.int32), position_N.astype(np.int32))
+    with record() as recorder:
+        hidden_1ND = model.get_decoder()(
+            input_ids=torch.from_numpy(ids_N).to(device)[None],
+            position_ids=torch.from_numpy(position_N).to(device)[None],
+            layout=batch,
+            use_cache=False,
+        ).last_hidden_state
+    # In float32 on both sides: the trainer computes its log-probabilities in the same way.
+    hidden_SD = hidden_1ND[0].index_select(0, torch.from_numpy(sampled_S).to(device)).float()
+    logits_SV = F.linear(hidden_SD, model.get_output_embeddings().weight.float())
+    experts_NLK = recorder.stacked()
+    if experts_NLK is not None:
+        if cache.experts is None:
+            shape = (cache.num_pages, BLOCK, *experts_NLK.shape[1:])
+            cache.experts = torch.zeros(shape, dtype=torch.uint8, device=device)
+        pages_N = torch.from_numpy(table[slot_N, position_N // BLOCK]).to(device).long()
+        cache.experts[pages_N, torch.from_numpy(position_N % BLOCK).to(device)] = experts_NLK
+    return logits_SV
+
+
+def cost_curve(model: PreTrainedModel, cache: PagedCache) -> CostCurve:
+    """Seconds of verifying n tokens after a context of some hundred, sampling included; measured once per model.
+
+    Runs on keys and values of its own, so it may be called between two passes of an engine.
+    """
+    kept = _curves.setdefault(model, {})
+    key = (model.dtype, str(cache.keys.device), torch.get_num_threads())
+    if key not in kept:
+        kept[key] = _measure(model, cache)
+    return kept[key]
+
+
+@torch.inference_mode()
+def _measure(model: PreTrainedModel, cache: PagedCache) -> CostCurve:
+    largest = min(LARGEST, cache.max_length // 2)
+    context = min(_CONTEXT, cache.max_length - largest)
+    blocks = -(-(context + largest) // BLOCK)
+    scratch = PagedCache(
+        model.config, num_bytes=blocks * cache.page_bytes, max_length=blocks * BLOCK, dtype=cache.keys.dtype,
+        device=cache.keys.device,
+    )  # fmt: skip
+    table = np.arange(blocks, dtype=np.int32)[None]
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, context + largest)
+
+    def run(size: int) -> None:
+        position_N = np.arange(context, context + size)
+        slot_N, every_N = np.zeros(size, np.int64), np.arange(size)
+        logits = logits_of(model, scratch, table, ids[context : context + size], slot_N, position_N, every_N)
+        ones = np.ones(size)
+        sample(logits, ones, ones, slot_N, position_N)
+
+    return measure(run, largest)

@@ -1,0 +1,285 @@
+"""The deterministic merge of a lazy sketch into a file: no model, no torch.
+
+A sketch holds the lines that change and some of their neighbours; a marker ("# ... existing code ...", in any comment
+style) stands for what it leaves out. Every block between markers is laid over the file along its lines that the file
+holds too: the chain of such anchors with the greatest weight wins. From the first anchor to the last the block replaces
+the file, so two lines that are neighbours in the sketch delete what lies between them. Lines before the first or after
+the last anchor replace lines like them, or are inserted.
+
+The result is the first draft of a fast apply, never its verdict: the model decides every token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+import numpy as np
+
+_GAP = 0.02  # what a line of the file costs between two anchors: 50 of them are worth one good anchor
+_ALIKE = 0.6  # similarity of two lines from which one may be the other's new text
+_SURELY_ALIKE = 0.75  # the same for a block that has no anchor
+_COMMENT = re.compile(r"^\s*(?:#+|//+|--+|;+|%+|/\*+|\{/\*|<!--)\s*(.*?)\s*(?:\*+/\}?|-->)?\s*$")
+_DOTS = re.compile(r"^(?:\.{3}|…)\s*|\s*(?:\.{3}|…)$")
+_LEFT_OUT = re.compile(r"\b(existing|rest|remaining|remainder|unchanged|omitted)\b", re.I)
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+_COMMON = 64  # a line that the file holds more often says nothing about the place
+_SPELT_OUT = re.compile(
+    r"(the )?(rest|remainder)( of( the| this)? \w+)?( (is|are|stays|remains))?( (unchanged|the same|as before))?"
+    r"|(the )?(existing|unchanged|remaining|other) (code|lines|methods|functions|imports)( here| unchanged)?",
+    re.I,
+)
+_FENCE = re.compile(r"^\s*```[^\n`]*\n(.*?)^\s*```\s*$", re.M | re.S)
+
+
+class NoPlace(ValueError):
+    """A block of the sketch names no place in the file; the message says which."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """The merged text. `ambiguous`: some block fitted equally well in another place."""
+
+    text: str
+    ambiguous: bool
+
+
+@dataclass(frozen=True)
+class _Block:
+    lines: list[str]
+    marker_before: bool
+    marker_after: bool
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Lines `start` to `end` (exclusive) of the file become `lines`."""
+
+    start: int
+    end: int
+    lines: list[str]
+    ambiguous: bool = False
+
+
+def merge(text: str, sketch: str) -> Merge:
+    """`text` with `sketch` laid over it; line ends, a byte-order mark and a missing final newline stay as in `text`.
+
+    Raises NoPlace for a sketch that is empty or of which a block fits nowhere.
+    """
+    bom = "\ufeff" if text.startswith("\ufeff") else ""
+    lines = _LINE.findall(text[len(bom) :])
+    file = [line.rstrip() for line in lines]
+    blocks = _blocks(sketch, set(file))
+    if not blocks:
+        raise NoPlace("the sketch is empty")
+    taken: list[_Placed] = []
+    start = 0
+    for block in blocks:
+        placed = _place(block, file, start, taken)
+        taken.append(placed)
+        start = placed.end
+    newline = "\r\n" if sum(line.endswith("\r\n") for line in lines) * 2 > len(lines) else "\n"
+    merged, at = [], 0
+    for placed in sorted(taken, key=lambda p: (p.start, p.end)):
+        merged += lines[at : placed.start]
+        merged += _with_ends(placed, file, lines, newline)
+        at = max(at, placed.end)
+    result = "".join(_ended(merged + lines[at:], newline))
+    if text and not text.endswith("\n"):
+        result = result.removesuffix(newline)
+    return Merge(bom + result, any(placed.ambiguous for placed in taken))
+
+
+def is_marker(line: str) -> bool:
+    """Whether a line of a sketch stands for code that is left out."""
+    comment = _COMMENT.match(line)
+    words = comment.group(1) if comment else line.strip()
+    bare = _DOTS.sub("", _DOTS.sub("", words))
+    if bare == words:
+        return comment is not None and _SPELT_OUT.fullmatch(words.rstrip(".")) is not None
+    # A bare "..." is Python; with nothing around it only a comment makes it a marker.
+    both = _DOTS.sub("", words, count=1) != bare
+    return comment is not None if not bare else both or _LEFT_OUT.search(bare) is not None
+
+
+def _blocks(sketch: str, file: set[str]) -> list[_Block]:
+    """The runs of lines between markers. A line that the file itself holds is text, whatever it looks like."""
+    fenced = _FENCE.findall(sketch)
+    body = fenced[0] if len(fenced) == 1 else sketch
+    blocks: list[_Block] = []
+    lines: list[str] = []
+    marker = False
+    for line in [*body.removeprefix("\ufeff").splitlines(), None]:
+        if line is not None and (line.rstrip() in file or not is_marker(line)):
+            lines.append(line.rstrip())
+            continue
+        if any(lines):
+            blocks.append(_Block(lines, marker, line is not None))
+        lines, marker = [], True
+    return blocks
+
+
+def _place(block: _Block, file: list[str], start: int, taken: Sequence[_Placed]) -> _Placed:
+    """Where the block goes: after the block before it if it fits there well, else anywhere free."""
+    for lines, keys in ((block.lines, file), (_strip(block.lines), _strip(file))):
+        after = _chain(lines, keys, start, taken)
+        anywhere = _chain(lines, keys, 0, taken) if start else after
+        best = after if after.weight * 2 >= anywhere.weight else anywhere
+        if best.pairs:
+            return _extend(_shift(block.lines, file, best.pairs), file, best, taken)
+    alike = _most_alike(block.lines, file, taken)
+    if alike is not None:
+        return alike
+    if block.marker_before and not block.marker_after:
+        return _Placed(len(file), len(file), block.lines)
+    if block.marker_after and not block.marker_before:
+        return _Placed(0, 0, block.lines)
+    first = next(line for line in block.lines if line).strip()
+    raise NoPlace(f"no line of the sketch's block that begins {first[:60]!r} is in the file")
+
+
+@dataclass(frozen=True)
+class _Chain:
+    pairs: list[tuple[int, int]]  # (line of the block, line of the file), both rising
+    weight: float
+    ambiguous: bool
+
+
+def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_Placed]) -> _Chain:
+    """The heaviest chain of equal lines: weights of its lines less `_GAP` per line of the file between them.
+
+    One row per line of the block, a running maximum over the lines of the file: O(lines x file).
+    """
+    n = len(file)
+    free = np.ones(n, dtype=bool)
+    free[:start] = False
+    for placed in taken:
+        free[placed.start : placed.end] = False
+    where: dict[str, list[int]] = {}
+    for j in np.flatnonzero(free).tolist():
+        where.setdefault(file[j], []).append(j)
+    # best[j]: greatest score + _GAP * line of a chain that ends before line j of the file, and which pair ends it.
+    best = np.full(n + 1, -np.inf)
+    owner = np.full(n + 1, -1, dtype=np.int64)
+    pairs: list[tuple[int, int, int]] = []  # (i, j, index of the pair before)
+    scores: list[float] = []
+    for i, line in enumerate(lines):
+        places = where.get(line, []) if line else []
+        row = []
+        for j in places if len(places) <= _COMMON else ():
+            before = best[j] - _GAP * (j - 1)
+            linked = before > 0
+            row.append((j, _weight(line) + (before if linked else 0.0), owner[j] if linked else -1))
+        for j, score, previous in row:
+            pairs.append((i, j, int(previous)))
+            scores.append(score)
+            value = score + _GAP * j
+            better = slice(j + 1, None)
+            replace = best[better] < value
+            best[better][replace] = value
+            owner[better][replace] = len(pairs) - 1
+    if not pairs:
+        return _Chain([], 0.0, False)
+    index = int(np.argmax(scores))
+    ambiguous = sum(score >= scores[index] - 1e-9 for score in scores) > 1
+    chain: list[tuple[int, int]] = []
+    at = index
+    while at >= 0:
+        chain.append(pairs[at][:2])
+        at = pairs[at][2]
+    return _Chain(chain[::-1], scores[index], ambiguous)
+
+
+def _weight(line: str) -> float:
+    """What an anchor is worth: long lines are rare."""
+    return 0.2 + min(len(line.strip()), 40) / 50
+
+
+def _shift(lines: list[str], file: list[str], pairs: Sequence[tuple[int, int]]) -> list[str]:
+    """The block at the file's indentation: moved by what its anchors are off."""
+    offsets = Counter(_indent(file[j]) - _indent(lines[i]) for i, j in pairs if lines[i])
+    offset = offsets.most_common(1)[0][0] if offsets else 0
+    if offset == 0:
+        return lines
+    filler = "\t" if any(file[j].startswith("\t") for _, j in pairs) else " "
+    return [(filler * offset + line if offset > 0 else line[min(-offset, _indent(line)) :]) if line else line
+            for line in lines]  # fmt: skip
+
+
+def _extend(lines: list[str], file: list[str], chain: _Chain, taken: Sequence[_Placed]) -> _Placed:
+    """The chain's stretch of the file, and beyond it the lines that the block's unanchored ends are new texts of."""
+    (first_i, start), (last_i, last) = chain.pairs[0], chain.pairs[-1]
+    end = last + 1
+    floor = max((p.end for p in taken if p.end <= start), default=0)
+    ceiling = min((p.start for p in taken if p.start >= end), default=len(file))
+    held = set(lines)
+    # Blank lines beside a marker are layout of the sketch.
+    if not any(lines[last_i + 1 :]):
+        lines = lines[: last_i + 1]
+    if not any(lines[:first_i]):
+        lines, first_i, last_i = lines[first_i:], 0, last_i - first_i
+    reach = 2 * (len(lines) - 1 - last_i) + 2
+    for line in lines[last_i + 1 :]:
+        for j in range(end, min(ceiling, last + 1 + reach)):
+            if (line and file[j] == line) or (file[j] not in held and _alike(line, file[j])):
+                end = j + 1
+                break
+    reach = 2 * first_i + 2
+    top = start
+    for line in reversed(lines[:first_i]):
+        for j in range(start - 1, max(floor, top - reach) - 1, -1):
+            if (line and file[j] == line) or (file[j] not in held and _alike(line, file[j])):
+                start = j
+                break
+    return _Placed(start, end, lines, chain.ambiguous)
+
+
+def _most_alike(lines: list[str], file: list[str], taken: Sequence[_Placed]) -> _Placed | None:
+    """For a block without anchors: in place of the lines that its own are clearly new texts of."""
+    covered = {j for p in taken for j in range(p.start, p.end)}
+    places, ambiguous = set[int](), False
+    for line in lines[:20]:
+        found = [
+            (SequenceMatcher(None, line, other, autojunk=False).ratio(), -j)
+            for j, other in enumerate(file)
+            if j not in covered and len(line.strip()) > 4 and _alike(line, other)
+        ]
+        if found and max(found)[0] >= _SURELY_ALIKE:
+            ratio, place = max(found)
+            places.add(-place)
+            ambiguous |= sum(other == ratio for other, _ in found) > 1
+    # Far apart, they are no one place.
+    if not places or max(places) + 1 - min(places) > len(lines) + 2:
+        return None
+    return _Placed(min(places), max(places) + 1, lines, ambiguous)
+
+
+def _alike(line: str, other: str) -> bool:
+    if not line.strip() or not other.strip() or _indent(line) != _indent(other):
+        return False
+    matcher = SequenceMatcher(None, line.strip(), other.strip(), autojunk=False)
+    return matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE and matcher.ratio() >= _ALIKE
+
+
+def _with_ends(placed: _Placed, file: list[str], lines: list[str], newline: str) -> list[str]:
+    """The new lines; those the file has at the place keep its bytes (trailing blanks, line ends)."""
+    own = {}
+    for j in range(placed.start, placed.end):
+        own.setdefault(file[j], []).append(lines[j])
+    return [own[line].pop(0) if own.get(line) else line + newline for line in placed.lines]
+
+
+def _ended(lines: list[str], newline: str) -> list[str]:
+    """Every line but perhaps the last ends."""
+    return [line if line.endswith("\n") else line + newline for line in lines[:-1]] + lines[-1:]
+
+
+def _strip(lines: list[str]) -> list[str]:
+    return [line.strip() for line in lines]
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
