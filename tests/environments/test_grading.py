@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from boxlibrary import BROKEN, CHUNKS, CORE, PATH, TASK, Place
 
+from etude.environments.base import Limits
 from etude.environments.grading import acceptable, split
 from etude.records import Outcome
 
@@ -192,5 +193,5 @@ raise ValueError(files + spaces + modules)"""
 def test_visible_runs_hold_no_hidden_tests(place: Place) -> None:
     """A7: neither files nor text of hidden tests are in a box that the agent's own tests run in."""
     probe = body(PROBE)
-    report = place.test({PATH: probe}, (f"{PATH}::doctest:chunk",), hidden=False)
+    report = place.test({PATH: probe}, (f"{PATH}::doctest:chunk",), hidden=False, limits=Limits(seconds=60))
     assert list(report.messages.values()) == ["ValueError: []"]
