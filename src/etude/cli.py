@@ -84,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--weights", help="store URL to take new versions from")
 
     doctor = command("doctor", _doctor, "what this machine can do, and what it refuses")
+    doctor.add_argument("topic", nargs="?", choices=("sandbox",), help="sandbox: run the attack suite on this machine")
     doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--quick", action="store_true", help="leave out repetitions and comparisons")
 
     bench = command("bench", _bench, "run a benchmark")
     bench.add_argument("name", choices=("engine", "sandbox", "weights"))
@@ -152,6 +154,10 @@ def _serve(arguments: argparse.Namespace, _: list[str]) -> None:
 
 
 def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
+    if arguments.topic == "sandbox":
+        from etude.environments.attacks import suite
+
+        return suite.show(as_json=arguments.json, quick=arguments.quick)
     from etude.environments.doctor import show
 
     return show(as_json=arguments.json)

@@ -154,6 +154,10 @@ class Box(Protocol):
         """Files that differ from the image; None is a deletion. Raises TooLarge, payer agent."""
         ...
 
+    async def fork(self, count: int) -> Sequence[Box]:
+        """Boxes with the same regular files, sharing the image. Processes stay behind. Raises TooLarge."""
+        ...
+
     async def close(self) -> None:
         """End every process of the box. Idempotent."""
         ...

@@ -23,13 +23,18 @@ _SUFFIXES = (".pth", ".pyc", ".so", ".ini", ".cfg", ".lock")
 
 @dataclass(frozen=True)
 class Grade:
-    """`detail` is one sentence. `report` is None if no test was run."""
+    """`detail` is one sentence. `report` is None if no test was run.
+
+    `flags` are for people to look at, and never raise a reward: "tests-touched", "outside-roots", "tamper", "crash",
+    "timeout".
+    """
 
     outcome: Outcome
     reward: float
     passed: bool
     detail: str
     report: TestReport | None
+    flags: tuple[str, ...] = ()
 
 
 async def grade(sandbox: Sandbox, task: Task, image: Image, hidden: Path, changes: Mapping[str, bytes | None]) -> Grade:
@@ -41,12 +46,23 @@ async def grade(sandbox: Sandbox, task: Task, image: Image, hidden: Path, change
     note = f"; set aside {len(aside)}: {', '.join(aside[:3])}"[:200] if aside else ""
     tests = tuple(dict.fromkeys((*task.fail_to_pass, *task.pass_to_pass)))
     report = await sandbox.run_tests(image, taken, tests, hidden, LIMITS)
+    flags = _flags(aside, report)
     if report.tampered:
-        return Grade(Outcome.TAMPERED, 0.0, False, f"the test results are not genuine{note}", report)
+        return Grade(Outcome.TAMPERED, 0.0, False, f"the test results are not genuine{note}", report, flags)
     bad = [test for test in tests if report.outcomes.get(test) != "passed"]
     if not bad and not report.crashed and not report.timed_out:
-        return Grade(Outcome.SCORED, 1.0, True, f"all {len(tests)} tests passed{note}", report)
-    return Grade(Outcome.SCORED, 0.0, False, _why(report, bad, len(tests)) + note, report)
+        return Grade(Outcome.SCORED, 1.0, True, f"all {len(tests)} tests passed{note}", report, flags)
+    return Grade(Outcome.SCORED, 0.0, False, _why(report, bad, len(tests)) + note, report, flags)
+
+
+def _flags(aside: Sequence[str], report: TestReport) -> tuple[str, ...]:
+    touched = {"tests-touched" if _is_test(PurePosixPath(path)) else "outside-roots" for path in aside}
+    signs = {"tamper": report.tampered, "crash": report.crashed, "timeout": report.timed_out}
+    return (*sorted(touched), *(name for name, shown in signs.items() if shown))
+
+
+def _is_test(path: PurePosixPath) -> bool:
+    return path.name == "conftest.py" or path.name.startswith("test_") or bool({"tests", "test"} & set(path.parts))
 
 
 def _why(report: TestReport, bad: Sequence[str], total: int) -> str:

@@ -354,6 +354,9 @@ def enter(limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
             os.makedirs(os.path.dirname(f"{upper}/{path}"), exist_ok=True)
             with open(f"{upper}/{path}", "wb") as file:
                 file.write(data)
+            with contextlib.suppress(FileNotFoundError):  # no change is to stand out by its age
+                old = os.stat(f"{workspace}/{path}")
+                os.utime(f"{upper}/{path}", ns=(old.st_atime_ns, old.st_mtime_ns))
     options = f"lowerdir={workspace},upperdir={upper},workdir={layer}/work,userxattr"
     linux.mount("overlay", workspace, "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
     for path, data in changes.items():
