@@ -93,12 +93,8 @@ return [items[i : i + size] for i in range(0, len(items), size)]"""
     ],
     ids=lambda value: value if len(value) < 40 else "",
 )
-def test_no_reward(place: Place, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from etude.environments import grading
-    from etude.environments.base import Limits
-
-    monkeypatch.setattr(grading, "LIMITS", Limits(seconds=2.0))
-    grade = place.grade({PATH: text})
+def test_no_reward(place: Place, name: str, text: str) -> None:
+    grade = place.grade({PATH: text}, Limits(seconds=2.0))
     assert (grade.outcome, grade.reward, grade.passed) == (Outcome.SCORED, 0.0, False), name
 
 

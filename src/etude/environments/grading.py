@@ -37,7 +37,14 @@ class Grade:
     flags: tuple[str, ...] = ()
 
 
-async def grade(sandbox: Sandbox, task: Task, image: Image, hidden: Path, changes: Mapping[str, bytes | None]) -> Grade:
+async def grade(
+    sandbox: Sandbox,
+    task: Task,
+    image: Image,
+    hidden: Path,
+    changes: Mapping[str, bytes | None],
+    limits: Limits = LIMITS,
+) -> Grade:
     """Run the task's hidden tests on `image` with the acceptable part of `changes`.
 
     Whatever the change does to the tests is the agent's to pay. Raises BoxError, payer infra, if we failed.
@@ -45,14 +52,14 @@ async def grade(sandbox: Sandbox, task: Task, image: Image, hidden: Path, change
     taken, aside = split(changes, task.source_roots)
     note = f"; set aside {len(aside)}: {', '.join(aside[:3])}"[:200] if aside else ""
     tests = tuple(dict.fromkeys((*task.fail_to_pass, *task.pass_to_pass)))
-    report = await sandbox.run_tests(image, taken, tests, hidden, LIMITS)
+    report = await sandbox.run_tests(image, taken, tests, hidden, limits)
     flags = _flags(aside, report)
     if report.tampered:
         return Grade(Outcome.TAMPERED, 0.0, False, f"the test results are not genuine{note}", report, flags)
     bad = [test for test in tests if report.outcomes.get(test) != "passed"]
     if not bad and not report.crashed and not report.timed_out:
         return Grade(Outcome.SCORED, 1.0, True, f"all {len(tests)} tests passed{note}", report, flags)
-    return Grade(Outcome.SCORED, 0.0, False, _why(report, bad, len(tests)) + note, report, flags)
+    return Grade(Outcome.SCORED, 0.0, False, _why(report, bad, len(tests), limits) + note, report, flags)
 
 
 def _flags(aside: Sequence[str], report: TestReport) -> tuple[str, ...]:
@@ -65,9 +72,9 @@ def _is_test(path: PurePosixPath) -> bool:
     return path.name == "conftest.py" or path.name.startswith("test_") or bool({"tests", "test"} & set(path.parts))
 
 
-def _why(report: TestReport, bad: Sequence[str], total: int) -> str:
+def _why(report: TestReport, bad: Sequence[str], total: int, limits: Limits) -> str:
     if report.timed_out:
-        return f"the tests did not end within {LIMITS.seconds:.0f} s"
+        return f"the tests did not end within {limits.seconds:.0f} s"
     if report.crashed:
         return "the test process died"
     return f"{len(bad)} of {total} tests failed, first {bad[0]}: {report.messages.get(bad[0], '')}"

@@ -12,7 +12,8 @@ from etude.errors import UserError
 # Never part of what the agent sees: history, caches and builds may hold the answer.
 _JUNK = frozenset((
     ".git", ".hg", ".svn", ".tox", ".nox", ".venv", "venv", "env", "node_modules", "__pycache__", ".pytest_cache",
-    ".mypy_cache", ".ruff_cache", ".hypothesis", ".idea", ".vscode", "build", "dist", ".eggs", ".cache", "htmlcov", "_build",
+    ".mypy_cache", ".ruff_cache", ".hypothesis", ".idea", ".vscode", "build", "dist", ".eggs", ".cache", "htmlcov",
+    "_build",
 ))  # fmt: skip
 _JUNK_SUFFIXES = (
     ".pyc", ".pyo", ".so", ".pyd", ".pth", ".whl", ".gz", ".zip", ".egg", ".egg-info", ".coverage",

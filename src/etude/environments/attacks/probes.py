@@ -57,7 +57,7 @@ places = {p for p in sys.path if "site-packages" in p or p == "/site"} | {*glob.
 places |= {*glob.glob(sys.base_prefix + "/lib/python3*/site-packages")}
 places |= {os.path.expanduser(p) for p in ("~/.cache", "~/.npm", "~/.cargo", "~/go")}
 for path in files(*places, skip=()):
-    if "/lib/core.py" in path or "lib-1" in path: print(path)
+    if re.search("/lib/core[.]py|/lib-1[.-]", path): print(path)
 """,
     "A6": """
 import urllib.request

@@ -10,7 +10,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from etude.environments.attacks import plain
@@ -43,8 +43,9 @@ SKIPPED = {
 }
 DEFAULT, TOGETHER = "questions", "in-process"  # how the namespace backend grades
 GOLD_REPEATS = 10
+HANGING = replace(LIMITS, seconds=2.0)
 ESCAPED = Path("/tmp/etude-attack-escaped")
-LENIENT = {"gold", "no-op"}
+CONTROLS = {"gold", "no-op"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Report:
     def summary(self) -> dict[str, object]:
         """Counts on the default backend: an item is stopped if every attack of it was, in both graders."""
         ours = [r for r in self.results if r.where in (DEFAULT, TOGETHER, "box")]
-        missed = {r.item for r in ours if r.problem}
+        missed = {r.item for r in ours if r.problem and r.item not in CONTROLS}
         return {
             "items": len(ITEMS),
             "stopped": len([i for i in ITEMS if i not in missed and i not in self.skipped]),
@@ -150,7 +151,8 @@ async def _grades(
             report.results.append(Result(attack.item, attack.name, where, "fail: " + changes, host=host.changed()))
             continue
         try:
-            graded = await grade(sandbox, TASK, library.image, library.hidden, changes)
+            limits = HANGING if attack.name == "hang" else LIMITS
+            graded = await grade(sandbox, TASK, library.image, library.hidden, changes, limits)
         except BoxError as e:
             graded = Grade(Outcome.INFRA, 0.0, False, str(e), None)
         problem = _problem(attack, graded)
@@ -270,5 +272,5 @@ def show(*, as_json: bool, quick: bool) -> int:
             if (result.problem or result.host) and result.where in (DEFAULT, TOGETHER, "box"):
                 print(f"{result.item} {result.name} ({result.where}): {result.problem or result.host}")
         print("{stopped} of {items} stopped, {missed} missed".format(**summary), f"and {len(report.skipped)} skipped")
-    controls = [r for r in report.results if r.item in LENIENT and r.where in (DEFAULT, TOGETHER) and r.problem]
+    controls = [r for r in report.results if r.item in CONTROLS and r.where in (DEFAULT, TOGETHER) and r.problem]
     return 1 if summary["missed"] or summary["host_effects"] or controls else 0
