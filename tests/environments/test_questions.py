@@ -109,6 +109,7 @@ def test_plain_values_cross(value: object, expected: object) -> None:
 def test_other_values_do_not_cross() -> None:
     deep: list[object] = []
     deep.append(deep)
+    assert "opaque" in json.dumps(answers.plain(1 << 50_000))
     assert answers.plain(object()) == {"opaque": "builtins.object"}
     assert "opaque" in json.dumps(answers.plain(deep))
 

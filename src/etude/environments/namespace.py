@@ -208,16 +208,24 @@ class NamespaceSandbox:
         sheet, lock = self._sheets[key]
         async with lock:
             for path in sorted({test.partition("::")[0] for test in tests if "::doctest:" not in test}):
-                if path not in sheet.files and sheet.read(path):
-                    template = await self._template(key, True, None)
-                    _, body = await template.connection.request({"learn": path}, b"", LEARN_SECONDS)
-                    sheet.match(path, json.loads(body))
-                    mine = [test for test, (file, _, _) in sheet.rows.items() if file == path]
-                    for start in range(0, len(mine), BATCH):
-                        batch = mine[start : start + BATCH]
-                        report = await self._apart(key, sheet, {}, batch, Limits(seconds=LEARN_SECONDS))
-                        sheet.keep(batch, report.outcomes)
+                if path in sheet.files or not sheet.read(path):
+                    continue
+                try:
+                    await self._try_questions(key, sheet, path)
+                except BaseException:  # what was not tried to the end is tried again
+                    sheet.forget(path)
+                    raise
         return sheet
+
+    async def _try_questions(self, key: ImageKey, sheet: Sheet, path: str) -> None:
+        template = await self._template(key, True, None)
+        _, body = await template.connection.request({"learn": path}, b"", LEARN_SECONDS)
+        sheet.match(path, json.loads(body))
+        mine = [test for test, (file, _, _) in sheet.rows.items() if file == path]
+        for start in range(0, len(mine), BATCH):
+            batch = mine[start : start + BATCH]
+            report = await self._apart(key, sheet, {}, batch, Limits(seconds=LEARN_SECONDS))
+            sheet.keep(batch, report.outcomes)
 
     async def _template(self, key: ImageKey, hot: bool, sheet: Sheet | None) -> _Template:
         """One for questions sees no hidden tests, and is none that the agent's own test runs use."""

@@ -73,10 +73,11 @@ class Report:
     def summary(self) -> dict[str, object]:
         """Counts on the default backend: an item is stopped if every attack of it was, in both graders."""
         ours = [r for r in self.results if r.where in (DEFAULT, TOGETHER, "box")]
-        missed = {r.item for r in ours if r.problem and r.item not in CONTROLS}
+        tried = {r.item for r in ours} & set(ITEMS)
+        missed = {r.item for r in ours if r.problem} & tried
         return {
             "items": len(ITEMS),
-            "stopped": len([i for i in ITEMS if i not in missed and i not in self.skipped]),
+            "stopped": len(tried - missed),
             "missed": len(missed),
             "host_effects": len([r for r in ours if r.host]),
             "skipped": self.skipped,
@@ -157,6 +158,10 @@ async def _grades(
             graded = Grade(Outcome.INFRA, 0.0, False, str(e), None)
         problem = _problem(attack, graded)
         report.results.append(Result(attack.item, attack.name, where, _verdict(graded), problem, host.changed()))
+        if attack.flag or attack is HONEST:
+            right = attack.flag in graded.flags if attack.flag else not graded.flags
+            word = ", ".join(graded.flags) or "silent"
+            report.results.append(Result("F1", attack.name, where, word, "" if right else f"flags: {word}"))
 
 
 def _problem(attack: Submission, graded: Grade) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 PREFIX = "questions:"
 MAX_DEPTH = 60
+MAX_BITS = 10_000  # longer integers have no decimal form here
 Codes = dict[str, dict[str, CodeType]]  # path -> name of a question -> its code
 
 
@@ -63,7 +64,7 @@ def run(
 def plain(value: object, depth: int = 0) -> object:
     """JSON for a value of built-in types; of a subclass the built-in content, whatever its own methods claim."""
     kind = type(value)
-    if value is None or kind in (bool, int, float, str):
+    if value is None or kind in (bool, float, str):
         return value
     if depth < MAX_DEPTH:
         inner = depth + 1
@@ -78,7 +79,7 @@ def plain(value: object, depth: int = 0) -> object:
                 return {base.__name__: [plain(item, inner) for item in base.__iter__(value)]}
     if isinstance(value, str):
         return str.__str__(value)[:]
-    if isinstance(value, int):
+    if isinstance(value, int) and int.bit_length(value) <= MAX_BITS:
         return int.__index__(value)
     if isinstance(value, float):
         return float.__float__(value)
