@@ -59,7 +59,7 @@ def test_answers_are_found_in_every_kind_of_place(tmp_path: Path) -> None:
     (root / "module.py").write_text(CORE)
     py_compile.compile(str(root / "module.py"), cfile=str(root / "renamed.bin"))
     (root / "module.py").write_text(BROKEN)
-    with zipfile.ZipFile(root / "wheel.whl", "w") as wheel:
+    with zipfile.ZipFile(root / "wheel.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr("lib/core.py", CORE)
         wheel.writestr("lib/other.py", BROKEN)
     with tarfile.open(root / "sdist.tar.gz", "w:gz") as sdist:

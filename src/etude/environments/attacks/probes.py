@@ -7,13 +7,14 @@ from __future__ import annotations
 
 _WALK = """
 import errno, glob, os, re, socket, sys, zlib
-SYSTEM = ("/proc", "/sys", "/usr", sys.base_prefix, "/opt/runner", "/lib", "/bin", "/sbin")
+SYSTEM = ("/proc", "/sys", "/usr", sys.base_prefix, "/opt/runner", "/lib", "/bin", "/sbin", "/dev")
 def files(*tops, skip=SYSTEM):
     for top in tops:
         for folder, folders, names in os.walk(top):
             folders[:] = [f for f in folders if not os.path.join(folder, f).startswith(skip)]
             for name in names: yield os.path.join(folder, name)
 def holds(path, *texts):
+    if not os.path.isfile(path): return False
     try:
         with open(path, "rb") as file: data = file.read(10 << 20)
     except OSError: return False
@@ -66,7 +67,7 @@ for url in ("https://pypi.org/simple/lib/", "https://github.com", "http://deb.de
     except OSError: pass
 """,
     "A7": """
-for path in files("/"):
+for path in files("/", "/dev/shm"):
     if path != me and holds(path, EXPECTED): print(path)
 for path in [*glob.glob("/proc/[0-9]*/environ"), *glob.glob("/proc/[0-9]*/cmdline"), "/proc/self/mountinfo"]:
     if str(os.getpid()) not in path and holds(path, EXPECTED, "hidden"): print(path)
