@@ -155,7 +155,7 @@ async def _time_forks(sandbox: NamespaceSandbox, image: Image) -> list[dict[str,
 
 async def _life(sandbox: NamespaceSandbox, image: Image) -> None:
     box = await sandbox.create(image, Limits())
-    done = await box.exec("python -c pass", 60.0)
+    done = await box.exec("python3 -c pass", 60.0)
     assert done.rc == 0
     await box.close()
 

@@ -42,7 +42,7 @@ async def siblings(sandbox: Sandbox, image: Image, box: Box) -> str:
     place = "import socket; s = socket.socket(socket.AF_UNIX); s.bind(chr(0) + 'etude-mark')"
     await box.exec("touch /tmp/etude-mark /dev/shm/etude-mark /var/tmp/etude-mark etude-mark ~/etude-mark", SECONDS)
     await box.exec(
-        f'python -c "{place}; print(1, flush=True); import time; time.sleep(60)" > /tmp/log & sleep 0.5', SECONDS
+        f'python3 -c "{place}; print(1, flush=True); import time; time.sleep(60)" > /tmp/log & sleep 0.5', SECONDS
     )
     other = await sandbox.create(image, LIMITS)
     try:
@@ -77,7 +77,7 @@ async def links(_: Sandbox, __: Image, box: Box) -> str:
 
 
 async def special_files(_: Sandbox, __: Image, box: Box) -> str:
-    await box.exec("mkfifo pipe; python -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'", SECONDS)
+    await box.exec("mkfifo pipe; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'", SECONDS)
     wrong = [await _refused(box.read(path), NotRegular, NotFound) for path in ("pipe", "sock", "src")]
     changes = await box.changes()
     return "; ".join(filter(None, wrong)) or ("a special file was handed in" if {"pipe", "sock"} & set(changes) else "")
@@ -104,14 +104,14 @@ async def names(_: Sandbox, __: Image, box: Box) -> str:
 async def bombs(sandbox: Sandbox, image: Image, box: Box) -> str:
     """Processes, memory, disk and files; a neighbour must still get its answers."""
     wrong = []
-    forks = 'python -c \'import subprocess\nfor _ in range(200): subprocess.Popen(["sleep", "60"])\'; kill -9 -1'
+    forks = 'python3 -c \'import subprocess\nfor _ in range(200): subprocess.Popen(["sleep", "60"])\'; kill -9 -1'
     if "temporarily unavailable" not in (await box.exec(forks, SECONDS)).output:
         wrong.append("processes are not limited")
-    if "MemoryError" not in (await box.exec("python -c 'bytes(2 << 30)'", SECONDS)).output:
+    if "MemoryError" not in (await box.exec("python3 -c 'bytes(2 << 30)'", SECONDS)).output:
         wrong.append("memory is not limited")
     if "No space left" not in (await box.exec("head -c 64M /dev/zero > /tmp/big; rm -f /tmp/big", SECONDS)).output:
         wrong.append("the disk is not limited")
-    files = 'python -c \'for i in range(40000): open("/tmp/%d" % i, "w").close()\''
+    files = 'python3 -c \'for i in range(40000): open("/tmp/%d" % i, "w").close()\''
     if "No space left" not in (await box.exec(files, SECONDS)).output:
         wrong.append("files are not limited")
     other = await sandbox.create(image, LIMITS)
@@ -127,7 +127,7 @@ async def shells(_: Sandbox, __: Image, box: Box) -> str:
     await box.exec("kill -9 -1", SECONDS)
     await box.exec("kill -9 $$", SECONDS)
     await box.exec("exec 0<&- 1>&- 2>&-", SECONDS)
-    await box.exec("python -c 'import termios; termios.tcflow(0, termios.TCOOFF)'", SECONDS)
+    await box.exec("python3 -c 'import termios; termios.tcflow(0, termios.TCOOFF)'", SECONDS)
     noise = await box.exec("head -c 4000000 /dev/zero | tr '\\0' x", SECONDS)
     done = await box.exec("echo alive", SECONDS)
     return (
@@ -137,7 +137,9 @@ async def shells(_: Sandbox, __: Image, box: Box) -> str:
 
 async def terminals(_: Sandbox, __: Image, box: Box) -> str:
     inject = "import fcntl\ntry: fcntl.ioctl(0, 0x5412, b'x'); print('typed')\nexcept OSError: pass"
-    done = await box.exec(f'python -c "{inject}"; printf "\\033]52;c;AAAA\\007\\033[2J\\033]0;t\\007\\000\\b"', SECONDS)
+    done = await box.exec(
+        f'python3 -c "{inject}"; printf "\\033]52;c;AAAA\\007\\033[2J\\033]0;t\\007\\000\\b"', SECONDS
+    )
     return repr(done.output) if done.output.strip() else ""
 
 
@@ -146,7 +148,7 @@ async def markers(_: Sandbox, __: Image, box: Box) -> str:
         "import os\nfor fd in range(3, 200):\n try: os.write(fd, b'99 0\\0' * 50)\n except OSError: pass\n"
         "raise SystemExit(5)"
     )
-    lines = (f'python -c "{forge}"', "printf '9 0\\0' >&9", "echo '__END__ 0'; false")
+    lines = (f'python3 -c "{forge}"', "printf '9 0\\0' >&9", "echo '__END__ 0'; false")
     codes = [(await box.exec(line, SECONDS)).rc for line in lines]
     return "" if codes == [5, 1, 1] else f"exit codes {codes}"
 

@@ -224,7 +224,7 @@ async def _boxes(
 
 async def _probe(box: Box, text: str) -> str:
     await box.write("probe.py", text.encode())
-    done = await box.exec("python probe.py", SECONDS)
+    done = await box.exec("python3 probe.py", SECONDS)
     found, end, _ = done.output.rpartition("end of probe")
     return found if end else f"the probe did not end: {done.output[-200:]}"
 
