@@ -101,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     mismatch = checks.add_parser("mismatch", help="why trainer and engine disagree in a run", allow_abbrev=False)
     mismatch.add_argument("folder", type=Path, help="run folder")
     mismatch.add_argument("--json", action="store_true")
+    attacks = checks.add_parser("sandbox", help="run the attack suite on this machine", allow_abbrev=False)
+    attacks.add_argument("--json", action="store_true")
+    attacks.add_argument("--quick", action="store_true", help="leave out repetitions and comparisons")
 
     bench = command("bench", _bench, "run a benchmark")
     bench.add_argument("name", choices=("edits", "engine", "sandbox", "weights"))
@@ -236,6 +239,10 @@ def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
         from etude import mismatch
 
         return mismatch.show(arguments.folder, as_json=arguments.json)
+    if arguments.check == "sandbox":
+        from etude.environments.attacks import suite
+
+        return suite.show(as_json=arguments.json, quick=arguments.quick)
     from etude.environments.doctor import show
 
     return show(as_json=arguments.json)

@@ -161,11 +161,11 @@ class Place:
         place = self.hidden if hidden else None
         return self.run(self.sandbox.run_tests(self.image(), data, tests, place, limits or self.limits))
 
-    def grade(self, changes: dict[str, str | None]) -> Grade:
+    def grade(self, changes: dict[str, str | None], limits: Limits | None = None) -> Grade:
         """Grade a change to the broken library."""
         data = {path: None if text is None else text.encode() for path, text in changes.items()}
         image = self.image({PATH: BROKEN})
-        return self.run(grade(self.sandbox, TASK, image, self.hidden, data))
+        return self.run(grade(self.sandbox, TASK, image, self.hidden, data, limits or self.limits))
 
 
 TASK = Task(

@@ -109,6 +109,20 @@ def test_refusals_are_the_agents(
     assert refusal.value.payer == "agent"
 
 
+def test_forks_go_their_own_ways(place: Place, make: Make) -> None:
+    box = make()
+    place.run(box.write("note", b"before"))
+    place.run(box.delete("README.md"))
+    one, two = place.run(box.fork(2))
+    place.run(one.write("note", b"one"))
+    place.run(box.write("note", b"parent"))
+    assert [place.run(b.read("note")) for b in (box, one, two)] == [b"parent", b"one", b"before"]
+    assert place.run(two.changes()) == {"note": b"before", "README.md": None}
+    assert place.run(two.exec("cat note; echo; ls -1", 20)).output == "before\nnote\nsrc\n"
+    for child in (one, two):
+        place.run(child.close())
+
+
 def test_full_disk(place: Place, make: Make) -> None:
     box = make(Limits(disk_mb=8))
     place.run(box.write("a", bytes(5 << 20)))

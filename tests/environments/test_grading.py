@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from boxlibrary import BROKEN, CHUNKS, CORE, PATH, TASK, Place
 
+from etude.environments.base import Limits
 from etude.environments.grading import acceptable, split
 from etude.records import Outcome
 
@@ -92,12 +93,8 @@ return [items[i : i + size] for i in range(0, len(items), size)]"""
     ],
     ids=lambda value: value if len(value) < 40 else "",
 )
-def test_no_reward(place: Place, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from etude.environments import grading
-    from etude.environments.base import Limits
-
-    monkeypatch.setattr(grading, "LIMITS", Limits(seconds=2.0))
-    grade = place.grade({PATH: text})
+def test_no_reward(place: Place, name: str, text: str) -> None:
+    grade = place.grade({PATH: text}, Limits(seconds=2.0))
     assert (grade.outcome, grade.reward, grade.passed) == (Outcome.SCORED, 0.0, False), name
 
 
@@ -192,5 +189,5 @@ raise ValueError(files + spaces + modules)"""
 def test_visible_runs_hold_no_hidden_tests(place: Place) -> None:
     """A7: neither files nor text of hidden tests are in a box that the agent's own tests run in."""
     probe = body(PROBE)
-    report = place.test({PATH: probe}, (f"{PATH}::doctest:chunk",), hidden=False)
+    report = place.test({PATH: probe}, (f"{PATH}::doctest:chunk",), hidden=False, limits=Limits(seconds=60))
     assert list(report.messages.values()) == ["ValueError: []"]

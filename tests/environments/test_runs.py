@@ -42,7 +42,9 @@ def test_failures_are_one_line_and_repeat(place: Place) -> None:
 def test_addresses_are_masked(place: Place) -> None:
     text = CORE.replace("return items[-1]", "return object()")
     message = place.test({PATH: text}, (OTHERS[1],)).messages[OTHERS[1]]
-    assert message == "AssertionError: assert <object object at 0x...> == 'b'"
+    assert message == "AssertionError: a value of type builtins.object is no plain data"
+    text = CORE.replace("return items[-1]", "raise ValueError(object())")
+    assert place.test({PATH: text}, (OTHERS[1],)).messages[OTHERS[1]] == "ValueError: <object object at 0x...>"
 
 
 def test_unknown_tests_and_broken_files_are_errors(place: Place) -> None:

@@ -90,8 +90,8 @@ class ExecResult:
 class TestReport:
     """Node id -> "passed" | "failed" | "error" | "missing", decided outside the tested process.
 
-    `messages` holds one line for each test that failed. `tampered` is proof: a sentinel came out wrong, or a result
-    was forged.
+    `messages` holds one line for each test that failed. `tampered` is proof: a sentinel came out wrong, a decoy
+    was returned, or a result was forged.
     """
 
     __test__ = False  # pytest must not collect it
@@ -102,6 +102,13 @@ class TestReport:
     timed_out: bool = False
     crashed: bool = False
     tampered: bool = False
+    apart: int = 0  # tests whose expected values never entered a box
+    mirrored: int = 0  # other tests that ran beside a twin with a wrong expectation
+
+    @property
+    def covered(self) -> float:
+        """Share of the tests that a forged result cannot pass, or cannot pass unnoticed."""
+        return (self.apart + self.mirrored) / max(1, len(self.outcomes))
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,10 @@ class Box(Protocol):
 
     async def changes(self) -> dict[str, bytes | None]:
         """Files that differ from the image; None is a deletion. Raises TooLarge, payer agent."""
+        ...
+
+    async def fork(self, count: int) -> Sequence[Box]:
+        """Boxes with the same regular files, sharing the image. Processes stay behind. Raises TooLarge."""
         ...
 
     async def close(self) -> None:

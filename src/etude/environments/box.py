@@ -137,6 +137,14 @@ class ValueBox:
         current = self._changes if self._shell is None else await self._shell.changes()
         return {path: data for path, data in current.items() if data != self._original(path)}
 
+    async def fork(self, count: int) -> list[ValueBox]:
+        """`count` boxes with the same regular files; processes, links and modes stay behind, and this box goes on."""
+        changed = await self.changes()
+        children = [ValueBox(self._sandbox, self._image, self._limits) for _ in range(count)]
+        for child in children:
+            child._changes = dict(changed)
+        return children
+
     async def close(self) -> None:
         self._closed = True
         if self._shell is not None:

@@ -23,16 +23,28 @@ _SUFFIXES = (".pth", ".pyc", ".so", ".ini", ".cfg", ".lock")
 
 @dataclass(frozen=True)
 class Grade:
-    """`detail` is one sentence. `report` is None if no test was run."""
+    """`detail` is one sentence. `report` is None if no test was run.
+
+    `flags` are for people to look at, and never raise a reward: "tests-touched", "outside-roots", "tamper", "crash",
+    "timeout".
+    """
 
     outcome: Outcome
     reward: float
     passed: bool
     detail: str
     report: TestReport | None
+    flags: tuple[str, ...] = ()
 
 
-async def grade(sandbox: Sandbox, task: Task, image: Image, hidden: Path, changes: Mapping[str, bytes | None]) -> Grade:
+async def grade(
+    sandbox: Sandbox,
+    task: Task,
+    image: Image,
+    hidden: Path,
+    changes: Mapping[str, bytes | None],
+    limits: Limits = LIMITS,
+) -> Grade:
     """Run the task's hidden tests on `image` with the acceptable part of `changes`.
 
     Whatever the change does to the tests is the agent's to pay. Raises BoxError, payer infra, if we failed.
@@ -40,18 +52,29 @@ async def grade(sandbox: Sandbox, task: Task, image: Image, hidden: Path, change
     taken, aside = split(changes, task.source_roots)
     note = f"; set aside {len(aside)}: {', '.join(aside[:3])}"[:200] if aside else ""
     tests = tuple(dict.fromkeys((*task.fail_to_pass, *task.pass_to_pass)))
-    report = await sandbox.run_tests(image, taken, tests, hidden, LIMITS)
+    report = await sandbox.run_tests(image, taken, tests, hidden, limits)
+    flags = _flags(aside, report)
     if report.tampered:
-        return Grade(Outcome.TAMPERED, 0.0, False, f"the test results are not genuine{note}", report)
+        return Grade(Outcome.TAMPERED, 0.0, False, f"the test results are not genuine{note}", report, flags)
     bad = [test for test in tests if report.outcomes.get(test) != "passed"]
     if not bad and not report.crashed and not report.timed_out:
-        return Grade(Outcome.SCORED, 1.0, True, f"all {len(tests)} tests passed{note}", report)
-    return Grade(Outcome.SCORED, 0.0, False, _why(report, bad, len(tests)) + note, report)
+        return Grade(Outcome.SCORED, 1.0, True, f"all {len(tests)} tests passed{note}", report, flags)
+    return Grade(Outcome.SCORED, 0.0, False, _why(report, bad, len(tests), limits) + note, report, flags)
 
 
-def _why(report: TestReport, bad: Sequence[str], total: int) -> str:
+def _flags(aside: Sequence[str], report: TestReport) -> tuple[str, ...]:
+    touched = {"tests-touched" if _is_test(PurePosixPath(path)) else "outside-roots" for path in aside}
+    signs = {"tamper": report.tampered, "crash": report.crashed, "timeout": report.timed_out}
+    return (*sorted(touched), *(name for name, shown in signs.items() if shown))
+
+
+def _is_test(path: PurePosixPath) -> bool:
+    return path.name == "conftest.py" or path.name.startswith("test_") or bool({"tests", "test"} & set(path.parts))
+
+
+def _why(report: TestReport, bad: Sequence[str], total: int, limits: Limits) -> str:
     if report.timed_out:
-        return f"the tests did not end within {LIMITS.seconds:.0f} s"
+        return f"the tests did not end within {limits.seconds:.0f} s"
     if report.crashed:
         return "the test process died"
     return f"{len(bad)} of {total} tests failed, first {bad[0]}: {report.messages.get(bad[0], '')}"

@@ -1,7 +1,8 @@
 """What a test run is asked, and what its answer is worth: decided here, outside the tested process.
 
-The tested code shares a process with the assertions, so its report is checked by tests whose result only we know:
-sentinels that must pass or fail, and twins of the real tests with a wrong expectation, which honest code fails.
+Most tests are asked as questions (`questions.py`): values come back, and are compared here. In a run of the others the
+tested code shares a process with the assertions, so its report is checked by tests whose result only we know: sentinels
+that must pass or fail, and twins of the real tests with a wrong expectation, which honest code fails.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from etude.environments.base import TestReport
 from etude.environments.inside.mirrors import name as twin_name
+from etude.environments.questions import Sheet, judged, masked
 
 OUTCOMES = frozenset({"passed", "failed", "error"})
 COLD = b'{"cold": true}\n'  # a hot template's answer when a change needs a fresh import
@@ -79,12 +82,55 @@ def ask(tests: Sequence[str], guard: Guard | None) -> Questions:
     return Questions(wanted, (*asked, *twins), guard.expected, twins)
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What a run wrote: a record per test that was asked, and whether anything else."""
+
+    records: dict[str, dict[str, Any]]
+    lost: str  # why it ended early, in its own words
+    ended: bool
+    forged: bool
+
+
 def decide(questions: Questions, status: int, timed_out: bool, seconds: float, data: bytes) -> TestReport:
     """The report of a run that wrote `data` and left with `status` (negative: a signal)."""
+    said = _listen(frozenset(questions.asked), status, timed_out, data)
     outcomes: dict[str, str] = {}
     messages: dict[str, str] = {}
+    for test, record in said.records.items():
+        if record.get("outcome") in OUTCOMES:
+            outcomes[test] = record["outcome"]
+            messages[test] = str(record.get("message"))[:MAX_MESSAGE]
+    tampered = said.forged or _caught(questions, outcomes)
+    mirrored = sum(twin in outcomes for twin in questions.twins)
+    return _report(questions.wanted, outcomes, messages, said, status, timed_out, seconds, tampered, mirrored=mirrored)
+
+
+def decide_apart(
+    sheet: Sheet, tests: Sequence[str], status: int, timed_out: bool, seconds: float, data: bytes
+) -> TestReport:
+    """The report of a run that answered the questions of `tests`: every comparison is made here."""
+    said = _listen(frozenset(map(sheet.id, tests)), status, timed_out, data)
+    outcomes: dict[str, str] = {}
+    messages: dict[str, str] = {}
+    tampered = said.forged
+    for test in tests:
+        record = said.records.get(sheet.id(test), {})
+        if "answers" in record:
+            outcomes[test], text, proof = judged(*sheet.rows[test][1:], record["answers"])
+            tampered = tampered or proof
+        elif record.get("outcome") in ("failed", "error"):
+            outcomes[test], text = record["outcome"], str(record.get("message"))
+        else:
+            continue
+        messages[test] = masked(text)
+    return _report(tests, outcomes, messages, said, status, timed_out, seconds, tampered, apart=len(tests))
+
+
+def _listen(asked: frozenset[str], status: int, timed_out: bool, data: bytes) -> _Said:
+    records: dict[str, dict[str, Any]] = {}
+    lost = ""
     forged = ended = False
-    asked = frozenset(questions.asked)
     lines = data.split(b"\n")
     if lines.pop() and not timed_out and status == 0:
         forged = True  # an honest run that ends by itself ends its last line
@@ -93,25 +139,54 @@ def decide(questions: Questions, status: int, timed_out: bool, seconds: float, d
         if "end" in record and not ended:
             ended = True
         elif "lost" in record:
-            messages.setdefault("", str(record["lost"]))
-        elif ended or record.get("test") not in asked or record["test"] in outcomes:
+            lost = lost or str(record["lost"])[:MAX_MESSAGE]
+        elif ended or record.get("test") not in asked or record["test"] in records:
             forged = True
-        elif record.get("outcome") in OUTCOMES:
-            outcomes[record["test"]] = record["outcome"]
-            messages[record["test"]] = str(record.get("message"))[:MAX_MESSAGE]
-    crashed = not timed_out and (not ended or status != 0)
-    tampered = forged or _caught(questions, outcomes)
-    lost = messages.get("", "killed" if status < 0 else "the test process ended early")
+        else:
+            records[record["test"]] = record
+    return _Said(records, lost, ended, forged)
+
+
+def _report(
+    wanted: Sequence[str],
+    outcomes: dict[str, str],
+    messages: dict[str, str],
+    said: _Said,
+    status: int,
+    timed_out: bool,
+    seconds: float,
+    tampered: bool,
+    *,
+    apart: int = 0,
+    mirrored: int = 0,
+) -> TestReport:
+    lost = said.lost or ("killed" if status < 0 else "the test process ended early")
     reason = "timed out" if timed_out else lost
-    result = {test: outcomes.get(test, "missing") for test in questions.wanted}
+    result = {test: outcomes.get(test, "missing") for test in wanted}
     texts = {test: messages.get(test) or reason for test, outcome in result.items() if outcome != "passed"}
-    return TestReport(result, texts, seconds, timed_out, crashed, tampered)
+    crashed = not timed_out and (not said.ended or status != 0)
+    return TestReport(result, texts, seconds, timed_out, crashed, tampered, apart, mirrored)
 
 
-def _record(line: bytes) -> dict[str, object]:
+def joined(first: TestReport, second: TestReport, tests: Sequence[str]) -> TestReport:
+    """One report of two runs, in the order of `tests`."""
+    outcomes = first.outcomes | second.outcomes
+    return TestReport(
+        {test: outcomes[test] for test in tests},
+        first.messages | second.messages,
+        first.seconds + second.seconds,
+        first.timed_out or second.timed_out,
+        first.crashed or second.crashed,
+        first.tampered or second.tampered,
+        first.apart + second.apart,
+        first.mirrored + second.mirrored,
+    )
+
+
+def _record(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 

@@ -29,10 +29,13 @@ from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, 
 from etude.environments.box import ValueBox
 from etude.environments.connection import START_SECONDS, Connection, encode
 from etude.environments.doctor import cause
+from etude.environments.questions import PREFIX, Sheet
 from etude.environments.shell import Shell
 from etude.errors import UserError
 
 DIED = "the process that makes boxes has died"
+BATCH = 200  # questions of one trial run: their answers fit into its pipe
+LEARN_SECONDS = 180.0
 GRACE_SECONDS = 20.0  # beyond a run's own deadline, before the template is taken for dead
 _PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 _HERE = Path(__file__).resolve().parent
@@ -51,10 +54,27 @@ class Stats:
     cpu_seconds: float = 0.0  # of the runs, their boxes included
 
 
+class _Template:
+    """A started template, and the question files that it knows."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._known: dict[str, asyncio.Task[Any]] = {}
+
+    async def teach(self, path: str, sheet: Sheet) -> None:
+        if path not in self._known:
+            sources = {question.name: question.source for question in sheet.files[path].values()}
+            request = self.connection.request({"learn": path}, json.dumps(sources).encode(), LEARN_SECONDS)
+            self._known[path] = asyncio.create_task(request)
+        await asyncio.shield(self._known[path])
+
+
 class NamespaceSandbox:
     """A started zygote and the templates below it. Made by `open_sandbox`."""
 
-    def __init__(self, control: socket.socket, zygote: asyncio.subprocess.Process, workers: int, memo: int) -> None:
+    def __init__(
+        self, control: socket.socket, zygote: asyncio.subprocess.Process, workers: int, memo: int, questions: bool
+    ) -> None:
         self.stats = Stats()
         self._control = control
         self._zygote = zygote
@@ -63,7 +83,9 @@ class NamespaceSandbox:
         self._memo_size = memo
         self._prefix = sys.base_prefix
         self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
-        self._templates: dict[tuple[ImageKey, bool], Connection] = {}
+        self._templates: dict[tuple[ImageKey, bool, bool], _Template] = {}
+        self._questions = questions
+        self._sheets: dict[ImageKey, tuple[Sheet, asyncio.Lock]] = {}
         self._guards: dict[ImageKey, judge.Guard | None] = {}
 
     @property
@@ -125,25 +147,94 @@ class NamespaceSandbox:
         hidden: Path | None,
         limits: Limits,
     ) -> TestReport:
+        key = (image.repository, image.site, hidden)
+        tests = tuple(dict.fromkeys(tests))
+        apart: list[str] = []
+        if hidden is not None and self._questions:
+            sheet = await self._sheet(key, hidden, tests)
+            apart = [test for test in tests if test in sheet.rows]
         async with self._slots:
-            key = (image.repository, image.site, hidden)
-            guard = self._guards.setdefault(key, None if hidden is None else judge.new_guard())
-            questions = judge.ask(tests, guard)
-            head = {"files": questions.files, "limits": limits_of(limits)}
-            payload = encode({"tests": questions.asked}, layers)
-            for hot in (True, False):
-                connection = await self._template(key, hot, guard)
-                reply, data = await connection.request(head, payload, limits.seconds + GRACE_SECONDS)
-                self.stats.cpu_seconds += reply["cpu"]
-                if data != judge.COLD:
-                    break
-                self.stats.cold += 1
-            return judge.decide(questions, reply["status"], reply["timed_out"], reply["seconds"], data)
+            if not apart:
+                return await self._together(key, layers, tests, limits)
+            first = await self._apart(key, sheet, layers, apart, limits)
+            rest = tuple(test for test in tests if test not in sheet.rows)
+            return judge.joined(first, await self._together(key, layers, rest, limits), tests) if rest else first
 
-    async def _template(self, key: ImageKey, hot: bool, guard: judge.Guard | None) -> Connection:
-        connection = self._templates.get((key, hot))
-        if connection is None or connection.dead is not None:
+    async def _together(
+        self, key: ImageKey, layers: Mapping[str, bytes | None], tests: Sequence[str], limits: Limits
+    ) -> TestReport:
+        """Tests in the process of the tested code, guarded if they are hidden ones."""
+        guard = self._guards.setdefault(key, None if key[2] is None else judge.new_guard())
+        questions = judge.ask(tests, guard)
+        reply, data = await self._fork(key, questions.files, questions.asked, layers, limits, None)
+        return judge.decide(questions, reply["status"], reply["timed_out"], reply["seconds"], data)
+
+    async def _apart(
+        self, key: ImageKey, sheet: Sheet, layers: Mapping[str, bytes | None], tests: Sequence[str], limits: Limits
+    ) -> TestReport:
+        """Tests as questions; their expected values stay here."""
+        files = sorted({PREFIX + sheet.rows[test][0] for test in tests})
+        reply, data = await self._fork(key, files, [sheet.id(test) for test in tests], layers, limits, sheet)
+        return judge.decide_apart(sheet, tests, reply["status"], reply["timed_out"], reply["seconds"], data)
+
+    async def _fork(
+        self,
+        key: ImageKey,
+        files: Sequence[str],
+        asked: Sequence[str],
+        layers: Mapping[str, bytes | None],
+        limits: Limits,
+        sheet: Sheet | None,
+    ) -> tuple[dict[str, Any], bytes]:
+        """One run in a hot template, or, if a change needs a fresh import, in a cold one."""
+        payload = encode({"tests": asked}, layers)
+        for hot in (True, False):
+            template = await self._template(key, hot, sheet)
+            if sheet is not None:
+                for path in (file.removeprefix(PREFIX) for file in files):
+                    await template.teach(path, sheet)
+            head = {"files": list(files), "limits": limits_of(limits)}
+            reply, data = await template.connection.request(head, payload, limits.seconds + GRACE_SECONDS)
+            self.stats.cpu_seconds += reply["cpu"]
+            if data != judge.COLD:
+                break
+            self.stats.cold += 1
+        return reply, data
+
+    async def _sheet(self, key: ImageKey, hidden: Path, tests: Sequence[str]) -> Sheet:
+        """The questions in the files of `tests`: read here, named by pytest, tried on the pristine image."""
+        if key not in self._sheets:
+            self._sheets[key] = Sheet(hidden), asyncio.Lock()
+        sheet, lock = self._sheets[key]
+        async with lock:
+            for path in sorted({test.partition("::")[0] for test in tests if "::doctest:" not in test}):
+                if path in sheet.files or not sheet.read(path):
+                    continue
+                try:
+                    await self._try_questions(key, sheet, path)
+                except BaseException:  # what was not tried to the end is tried again
+                    sheet.forget(path)
+                    raise
+        return sheet
+
+    async def _try_questions(self, key: ImageKey, sheet: Sheet, path: str) -> None:
+        template = await self._template(key, True, None)
+        _, body = await template.connection.request({"learn": path}, b"", LEARN_SECONDS)
+        sheet.match(path, json.loads(body))
+        mine = [test for test, (file, _, _) in sheet.rows.items() if file == path]
+        for start in range(0, len(mine), BATCH):
+            batch = mine[start : start + BATCH]
+            report = await self._apart(key, sheet, {}, batch, Limits(seconds=LEARN_SECONDS))
+            sheet.keep(batch, report.outcomes)
+
+    async def _template(self, key: ImageKey, hot: bool, sheet: Sheet | None) -> _Template:
+        """One for questions sees no hidden tests, and is none that the agent's own test runs use."""
+        place = key, hot, sheet is not None
+        template = self._templates.get(place)
+        if template is None or template.connection.dead is not None:
             repository, site, hidden = key
+            hidden = None if sheet is not None else hidden
+            guard = None if hidden is None else self._guards.setdefault(key, judge.new_guard())
             inside = f"/run/{secrets.token_hex(12)}"
             hello = {
                 "live": False,
@@ -154,9 +245,9 @@ class NamespaceSandbox:
                 "hidden": None if hidden is None else inside,
                 "guard": None if guard is None else {"token": guard.token, "virtual": guard.virtual},
             }
-            connection = self._templates[key, hot] = self._handler(hello)
-        await connection.started()
-        return connection
+            template = self._templates[place] = _Template(self._handler(hello))
+        await template.connection.started()
+        return template
 
     async def shell(self, image: Image, layers: Mapping[str, bytes | None], limits: Limits) -> Shell:
         """A live box on `image` with `layers` over it."""
@@ -191,15 +282,15 @@ class NamespaceSandbox:
     async def watch(self) -> None:
         """When the zygote dies, everything that waits for it fails at once."""
         await self._zygote.wait()
-        for connection in self._templates.values():
-            connection.close(DIED)
+        for template in self._templates.values():
+            template.connection.close(DIED)
         for shell in list(self._shells):
             await shell.close()
 
     async def close(self) -> None:
         """End the zygote and everything below it."""
-        for connection in self._templates.values():
-            connection.close()
+        for template in self._templates.values():
+            template.connection.close()
         for shell in list(self._shells):
             await shell.close()
         self._control.close()
@@ -250,8 +341,12 @@ def _runner() -> dict[str, str]:
 
 
 @asynccontextmanager
-async def open_sandbox(*, workers: int = 2, memo: int = 4096) -> AsyncIterator[NamespaceSandbox]:
+async def open_sandbox(
+    *, workers: int = 2, memo: int = 4096, questions: bool = True
+) -> AsyncIterator[NamespaceSandbox]:
     """A sandbox of `workers` test runs at a time that remembers `memo` results (0: runs every time).
+
+    `questions=False` runs every hidden test in the process of the tested code, which attacks are compared with.
 
     Raises UserError where the machine lacks what boxes need.
     """
@@ -281,7 +376,7 @@ async def open_sandbox(*, workers: int = 2, memo: int = 4096) -> AsyncIterator[N
     )
     theirs.close()
     ours.setblocking(False)
-    sandbox = NamespaceSandbox(ours, zygote, workers, memo)
+    sandbox = NamespaceSandbox(ours, zygote, workers, memo, questions)
     try:
         async with asyncio.timeout(START_SECONDS):
             answer = await asyncio.get_running_loop().sock_recv(ours, 65536)

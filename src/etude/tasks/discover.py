@@ -13,8 +13,12 @@ from etude.errors import UserError
 _JUNK = frozenset((
     ".git", ".hg", ".svn", ".tox", ".nox", ".venv", "venv", "env", "node_modules", "__pycache__", ".pytest_cache",
     ".mypy_cache", ".ruff_cache", ".hypothesis", ".idea", ".vscode", "build", "dist", ".eggs", ".cache", "htmlcov",
+    "_build",
 ))  # fmt: skip
-_JUNK_SUFFIXES = (".pyc", ".pyo", ".so", ".pyd", ".pth", ".whl", ".gz", ".zip", ".egg", ".egg-info", ".coverage")
+_JUNK_SUFFIXES = (
+    ".pyc", ".pyo", ".so", ".pyd", ".pth", ".whl", ".gz", ".zip", ".egg", ".egg-info", ".coverage",
+    ".swp", ".swo", ".orig", ".rej", ".bak", "~", ".class", ".jar", ".tsbuildinfo",
+)  # fmt: skip
 _TEST_FOLDERS = frozenset(("test", "tests", "testing"))
 _NOT_CODE = frozenset(("docs", "doc", "examples", "example", "benchmarks", "benchmark", "scripts", "tools"))
 _NOT_MODULES = frozenset(("setup", "conftest", "noxfile", "tasks", "fabfile", "versioneer", "dodo"))

@@ -1,0 +1,116 @@
+"""The attack suite and the benchmark as a user runs them, and boxes by the thousand."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etude.environments.attacks import suite
+from etude.environments.attacks.boxes import CHECKS
+from etude.environments.attacks.probes import PROBES, script
+from etude.environments.attacks.submissions import SUBMISSIONS
+from etude.environments.base import Image, Limits
+from etude.environments.namespace import open_sandbox
+
+ROOT = Path(__file__).parents[2]
+BOXES = 1000
+
+
+def test_every_item_is_attacked_or_skipped_with_a_reason() -> None:
+    attacked = (
+        {s.item for s in SUBMISSIONS} | set(PROBES) | set(CHECKS) | {"F1"}
+    )  # F1: the flags that B1 to B3 must carry
+    assert set(suite.ITEMS) == (attacked & set(suite.ITEMS)) | set(suite.SKIPPED)
+    assert not attacked & set(suite.SKIPPED)
+    assert all(suite.SKIPPED.values())
+    for item in PROBES:
+        text = script(item, "quartz-lantern", "velvet-anchor", 1)
+        compile(text, item, "exec")
+        assert "quartz-lantern" not in text  # a probe must not find itself
+
+
+def test_the_summary_counts_what_was_missed_on_the_default_backend() -> None:
+    stopped = [
+        suite.Result("B1", "x", suite.DEFAULT, "fail"),
+        suite.Result("B2", "x", "subprocess", "pass", "rewarded"),
+    ]
+    report = suite.Report(
+        [*stopped, suite.Result("B3", "x", suite.TOGETHER, "pass", "rewarded", "mounts")], dict(suite.SKIPPED)
+    )
+    summary = report.summary
+    assert (summary["missed"], summary["host_effects"]) == (1, 1)
+    assert summary["stopped"] == 1
+    report.absent["bwrap"] = "it is not installed"
+    shown = suite.table(report)
+    assert "1 of 1 missed: x" in shown
+    assert "bwrap: skipped, it is not installed" in shown
+
+
+@pytest.mark.slow
+def test_no_attack_succeeds_on_this_machine() -> None:
+    command = [sys.executable, "-m", "etude.cli", "doctor", "sandbox", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    (line,) = done.stdout.splitlines()
+    found = json.loads(line)
+    assert (found["missed"], found["host_effects"]) == (0, 0), done.stderr
+    assert found["stopped"] + len(found["skipped"]) == found["items"]
+    assert done.returncode == 0
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs() -> None:
+    command = [sys.executable, "-m", "etude.cli", "bench", "sandbox", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    cases = {row["case"] for row in result["rows"]}
+    assert cases >= {"create-python/p50-ms", "create-python/p95-ms", "create-run-destroy/per-s", "fork-50mb/ms"}
+    assert all(row["value"] > 0 for row in result["rows"])
+
+
+def traces(zygote: int) -> dict[str, object]:
+    """What boxes could leave behind."""
+    return {
+        "processes": Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split(),
+        "mounts here": Path("/proc/self/mountinfo").read_text(),
+        "mounts of the zygote": Path(f"/proc/{zygote}/mountinfo").read_text(),
+        "descriptors here": len(os.listdir("/proc/self/fd")),
+        "descriptors of the zygote": len(os.listdir(f"/proc/{zygote}/fd")),
+        "cgroups": sorted(p.name for p in Path("/sys/fs/cgroup").rglob("*") if p.is_dir() and "etude" in p.name),
+    }
+
+
+@pytest.mark.slow
+def test_a_thousand_boxes_leave_nothing_behind(library_image: Image) -> None:
+    async def life(sandbox) -> None:
+        box = await sandbox.create(library_image, Limits())
+        assert (await box.exec("sleep 600 & echo x > /tmp/x; echo y > y", 60)).rc == 0
+        await box.close()
+
+    async def settled(zygote: int, wanted: object) -> None:
+        async with asyncio.timeout(60):
+            while traces(zygote)["processes"] != wanted:
+                await asyncio.sleep(0.02)
+
+    async def scenario() -> None:
+        async with open_sandbox() as sandbox:
+            zygote = sandbox.zygote_pid
+            await life(sandbox)
+            await settled(zygote, [])
+            gc.collect()
+            before = traces(zygote)
+            for _ in range(BOXES):
+                await life(sandbox)
+            await settled(zygote, [])
+            gc.collect()
+            after = traces(zygote)
+            assert after == before
+
+    asyncio.run(scenario())
