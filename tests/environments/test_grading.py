@@ -191,3 +191,13 @@ def test_visible_runs_hold_no_hidden_tests(place: Place) -> None:
     probe = body(PROBE)
     report = place.test({PATH: probe}, (f"{PATH}::doctest:chunk",), hidden=False, limits=Limits(seconds=60))
     assert list(report.messages.values()) == ["ValueError: []"]
+
+
+def test_boxes_cannot_list_where_hidden_tests_are_mounted(place: Place) -> None:
+    """A7: not in a box of the user who owns that folder either, as without root."""
+    place.grade({})
+    box = place.run(place.sandbox.create(place.image({PATH: BROKEN}), Limits()))
+    listed = place.run(box.exec("ls /run || chmod 755 /run || ls /run", 20))
+    place.run(box.close())
+    assert listed.rc != 0
+    assert listed.output.count("ermi") + listed.output.count("ead-only") >= 2, listed.output

@@ -119,3 +119,11 @@ def test_most_tests_are_asked_and_the_share_is_reported(place: Place) -> None:
     assert set(report.outcomes.values()) == {"passed"}
     assert report.apart == len(CHUNKS) + 3  # not the counter, whose module is hidden, nor the fixture
     assert report.covered == pytest.approx((report.apart + report.mirrored) / 9)
+
+
+def test_a_huge_value_is_a_wrong_answer_and_holds_nobody_up(place: Place) -> None:
+    """More than the pipe of a run takes."""
+    huge = CORE.replace("return items[-1]", "return 'x' * 3_000_000")
+    report = place.test({PATH: huge}, (*CHUNKS, OTHERS[1]))
+    assert report.messages == {OTHERS[1]: "the value is too long"}
+    assert (report.timed_out, report.crashed, report.tampered) == (False, False, False)

@@ -29,12 +29,13 @@ from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, 
 from etude.environments.box import ValueBox
 from etude.environments.connection import START_SECONDS, Connection, encode
 from etude.environments.doctor import cause
-from etude.environments.questions import PREFIX, Sheet
+from etude.environments.inside.answers import PREFIX
+from etude.environments.questions import Sheet
 from etude.environments.shell import Shell
 from etude.errors import UserError
 
 DIED = "the process that makes boxes has died"
-BATCH = 200  # questions of one trial run: their answers fit into its pipe
+BATCH = 200  # questions of one trial run: their answers (`inside/answers.py`) fit into its pipe
 LEARN_SECONDS = 180.0
 GRACE_SECONDS = 20.0  # beyond a run's own deadline, before the template is taken for dead
 _PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")

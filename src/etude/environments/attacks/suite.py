@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -269,13 +270,15 @@ def show(*, as_json: bool, quick: bool) -> int:
     with console.status("attacks") as status:
         report = asyncio.run(run(quick=quick, progress=status.update))
     summary = report.summary
+    if not as_json:
+        print(table(report), end="")
+    for result in report.results:
+        if (result.problem or result.host) and result.where in (DEFAULT, TOGETHER, "box"):
+            line = f"{result.item} {result.name} ({result.where}): {result.problem or result.host}"
+            print(line, file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(summary))
     else:
-        print(table(report), end="")
-        for result in report.results:
-            if (result.problem or result.host) and result.where in (DEFAULT, TOGETHER, "box"):
-                print(f"{result.item} {result.name} ({result.where}): {result.problem or result.host}")
         print("{stopped} of {items} stopped, {missed} missed".format(**summary), f"and {len(report.skipped)} skipped")
     controls = [r for r in report.results if r.item in CONTROLS and r.where in (DEFAULT, TOGETHER) and r.problem]
     return 1 if summary["missed"] or summary["host_effects"] or controls else 0

@@ -7,6 +7,7 @@ are compared with what only the owner knows (`environments/questions.py`).
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 PREFIX = "questions:"
 MAX_DEPTH = 60
 MAX_BITS = 10_000  # longer integers have no decimal form here
+MAX_ANSWERS = 4096  # characters of the answers to one question; a longer value is no right answer
 Codes = dict[str, dict[str, CodeType]]  # path -> name of a question -> its code
 
 
@@ -58,7 +60,10 @@ def run(
         except BaseException as e:  # the tested code may raise anything, SystemExit too
             report({"test": test, "outcome": outcome, "message": describe(e)})
         else:
-            report({"test": test, "answers": observed})
+            record = {"test": test, "answers": observed}
+            if len(json.dumps(observed)) > MAX_ANSWERS:  # the pipe is read when the run has ended
+                record = {"test": test, "outcome": "failed", "message": "the value is too long"}
+            report(record)
 
 
 def plain(value: object, depth: int = 0) -> object:

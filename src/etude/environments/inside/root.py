@@ -113,7 +113,7 @@ def enter(repository: str, site: str | None, host_id: int | None, extra: dict[st
             linux.bind(HOST + source, target)
         else:
             linux.bind_owned(HOST + source, target, host_id)
-    os.chmod(RUN, 0o711)
+    os.chmod(RUN, 0o311)  # without root, the box user owns it; the root is read-only, so it stays like this
     linux.unmount(HOST)
     linux.set_attributes("/", linux.MS_RDONLY, tree=False)
     namespaces = linux.NEWNS | linux.NEWPID | linux.NEWIPC | linux.NEWUTS | linux.NEWNET | linux.NEWCGROUP
