@@ -53,6 +53,19 @@ def test_the_summary_counts_what_was_missed_on_the_default_backend() -> None:
     assert "bwrap: skipped, it is not installed" in shown
 
 
+def test_what_was_missed_is_named_beside_the_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def found(**_: object) -> suite.Report:
+        return suite.Report([suite.Result("A7", "probe", "box", "missed", "/run/x")], dict(suite.SKIPPED))
+
+    monkeypatch.setattr(suite, "run", found)
+    assert suite.show(as_json=True, quick=True) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["missed"] == 1
+    assert "A7 probe (box): /run/x" in shown.err
+
+
 @pytest.mark.slow
 def test_no_attack_succeeds_on_this_machine() -> None:
     command = [sys.executable, "-m", "etude.cli", "doctor", "sandbox", "--quick", "--json"]
