@@ -60,17 +60,17 @@ def cost_curve(model: PreTrainedModel, cache: PagedCache) -> CostCurve:
     Runs on keys and values of its own, so it may be called between two passes of an engine.
     """
     kept = _curves.setdefault(model, {})
-    key = (model.dtype, str(cache.keys.device), torch.get_num_threads())
+    largest = max(2, min(LARGEST, cache.max_length // 2))
+    key = (model.dtype, str(cache.keys.device), torch.get_num_threads(), largest)
     if key not in kept:
-        kept[key] = _measure(model, cache)
+        kept[key] = _measure(model, cache, largest)
     return kept[key]
 
 
 @torch.inference_mode()
-def _measure(model: PreTrainedModel, cache: PagedCache) -> CostCurve:
-    largest = min(LARGEST, cache.max_length // 2)
-    context = min(_CONTEXT, cache.max_length - largest)
-    blocks = -(-(context + largest) // BLOCK)
+def _measure(model: PreTrainedModel, cache: PagedCache, largest: int) -> CostCurve:
+    context = max(0, min(_CONTEXT, cache.max_length - largest))
+    blocks = max(2, -(-(context + largest) // BLOCK))
     scratch = PagedCache(
         model.config, num_bytes=blocks * cache.page_bytes, max_length=blocks * BLOCK, dtype=cache.keys.dtype,
         device=cache.keys.device,
