@@ -259,6 +259,7 @@ def _bench(arguments: argparse.Namespace, _: list[str]) -> int:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     result = module.run(quick=arguments.quick)
     if not arguments.json:
