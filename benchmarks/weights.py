@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
+from benchmarks import weights_live
 
 from etude.config import TrainerConfig
 from etude.models.loading import load_model, load_tokenizer
-from etude.trainer.loss import composer2
-from etude.trainer.optimizer import MasterAdamW
+from etude.trainer.optimizer import for_policy
 from etude.weights import codec
 from etude.weights.codec import ABS, A, B, Codec
 from etude.weights.schema import Bits, Schema, Spec, bits, schema_of
@@ -75,12 +75,13 @@ def run(quick: bool) -> dict[str, Any]:
     large = tiled(pairs["real-1pct"], (64 if quick else 1024) * 2**20)
     speeds, same = speed_rows(large, repeats=3 if quick else 5)
     rows = sizes | speeds
+    live = weights_live.rows(quick)
     checks = {"every decoded bit equals the encoded one": exact and same}
     checks |= {f"{name} >= {floor}": rows[name][0] >= floor for name, floor in FLOORS.items()}
     listed = [
         {"case": name, "value": value, "unit": "x", "baseline": baseline} for name, (value, baseline) in rows.items()
     ]
-    return {"bench": "weights", "rows": listed, "checks": checks}
+    return {"bench": "weights", "rows": listed + live, "checks": checks}
 
 
 # Pairs of versions
@@ -96,12 +97,13 @@ def real_pair(learning_rate: float, steps: int) -> Pair:
     prompts = torch.stack([text[s : s + PROMPT] for s in starts_S.tolist()]).repeat_interleave(GROUP, 0)
     truth_ST = torch.stack([text[s + PROMPT : s + PROMPT + COMPLETION] for s in starts_S.tolist()])
     episodes_SGT = _sampled(model, prompts, generator).view(steps, GROUP, PROMPT + COMPLETION)
-    optimizer = MasterAdamW(model, TrainerConfig(lr=learning_rate, warmup_steps=0))
+    optimizer = for_policy(model, TrainerConfig(lr=learning_rate, warmup_steps=0))
     versions = []
     for step in range(steps):
         rewards_G = torch.isin(episodes_SGT[step, :, PROMPT:], truth_ST[step]).float().mean(1)
         _policy_gradient(model, episodes_SGT[step], rewards_G)
-        optimizer.step(step + 1, progress=0.0)
+        optimizer.collect()
+        optimizer.apply(learning_rate)
         if step >= steps - 2:
             versions.append({name: tensor.clone() for name, tensor in optimizer.published().items()})
     old, new = ({name: bits(tensor) for name, tensor in version.items()} for version in versions)
@@ -125,8 +127,7 @@ def _policy_gradient(model: Any, ids_GT: torch.Tensor, rewards_G: torch.Tensor) 
     logits_GTV = model(input_ids=ids_GT, use_cache=False).logits[:, PROMPT - 1 : -1]
     chosen_GT = torch.log_softmax(logits_GTV.float(), -1).gather(2, ids_GT[:, PROMPT:, None]).squeeze(2)
     advantages_G = rewards_G - rewards_G.mean()
-    advantages_GT = advantages_G[:, None].expand_as(chosen_GT)
-    composer2(chosen_GT, advantages_GT, None, kl_beta=0.0, normaliser=float(chosen_GT.numel())).backward()
+    (-(advantages_G[:, None] * chosen_GT).mean()).backward()
 
 
 def iid_pair(elements: int, share: float) -> Pair:
