@@ -46,6 +46,6 @@ def test_the_law_holds_for_policy_gradient_on_the_nano_model(
 ) -> None:
     monkeypatch.syspath_prepend(ROOT)
     benchmark = importlib.import_module("benchmarks.weights")
-    pair = benchmark.real_pair(learning_rate, steps=24)
+    pair = benchmark.real_pair(learning_rate, steps=24, settled=True)
     predicted = density(pair.old.values(), FORMATS["bfloat16"], adam_move(learning_rate))
     assert predicted == pytest.approx(pair.density, rel=0.1)
