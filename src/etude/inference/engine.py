@@ -334,7 +334,9 @@ class Engine:
         complete = [row.fed + n == len(row.request.ids) for row, n in chunks]
         sampled_S = np.concatenate([np.arange(decoded), ends[complete]])
         ids_N, slot_N, position_N = np.concatenate(ids), np.concatenate(slots), np.concatenate(positions)
-        logits_SV = logits_of(self.model, self.cache, self._slots.table, ids_N, slot_N, position_N, sampled_S)
+        logits_SV = logits_of(
+            self.model, self.cache, self._slots.table, ids_N, slot_N, position_N, sampled_S, exact=self.deterministic
+        )
         self.counters.prefilled_tokens += fed - len(decoding)
 
         for row, n in chunks:

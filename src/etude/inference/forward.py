@@ -15,7 +15,7 @@ from etude.inference.costs import LARGEST, CostCurve, measure
 from etude.inference.kernels import BLOCK
 from etude.inference.layout import PagedBatch
 from etude.inference.sampling import sample
-from etude.models.experts import record
+from etude.models.experts import ROUND, record
 
 _CONTEXT = 256  # tokens before those of a measured pass
 
@@ -30,14 +30,21 @@ def logits_of(
     slot_N: np.ndarray,
     position_N: np.ndarray,
     sampled_S: np.ndarray,
+    exact: bool = False,
 ) -> Tensor:
-    """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys, values and expert ids go to the cache."""
+    """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys, values and expert ids go to the cache.
+
+    `exact`: no padding, so that the bits are those of a plain pass over these tokens.
+    """
     device = cache.keys.device
     batch = PagedBatch(cache, table, slot_N.astype(np.int32), position_N.astype(np.int32))
-    with record() as recorder:
+    # oneDNN compiles for each shape: passes of every size would cost more than the padding.
+    few_shapes = not exact and device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > ROUND
+    padding = (0, -len(ids_N) % ROUND if few_shapes else 0)
+    with record(few_shapes) as recorder:
         hidden_1ND = model.get_decoder()(
-            input_ids=torch.from_numpy(ids_N).to(device)[None],
-            position_ids=torch.from_numpy(position_N).to(device)[None],
+            input_ids=torch.from_numpy(np.pad(ids_N, padding)).to(device)[None],
+            position_ids=torch.from_numpy(np.pad(position_N, padding)).to(device)[None],
             layout=batch,
             use_cache=False,
         ).last_hidden_state
@@ -50,7 +57,7 @@ def logits_of(
             shape = (cache.num_pages, BLOCK, *experts_NLK.shape[1:])
             cache.experts = torch.zeros(shape, dtype=torch.uint8, device=device)
         pages_N = torch.from_numpy(table[slot_N, position_N // BLOCK]).to(device).long()
-        cache.experts[pages_N, torch.from_numpy(position_N % BLOCK).to(device)] = experts_NLK
+        cache.experts[pages_N, torch.from_numpy(position_N % BLOCK).to(device)] = experts_NLK[: len(ids_N)]
     return logits_SV
 
 
@@ -60,17 +67,17 @@ def cost_curve(model: PreTrainedModel, cache: PagedCache) -> CostCurve:
     Runs on keys and values of its own, so it may be called between two passes of an engine.
     """
     kept = _curves.setdefault(model, {})
-    key = (model.dtype, str(cache.keys.device), torch.get_num_threads())
+    largest = max(2, min(LARGEST, cache.max_length // 2))
+    key = (model.dtype, str(cache.keys.device), torch.get_num_threads(), largest)
     if key not in kept:
-        kept[key] = _measure(model, cache)
+        kept[key] = _measure(model, cache, largest)
     return kept[key]
 
 
 @torch.inference_mode()
-def _measure(model: PreTrainedModel, cache: PagedCache) -> CostCurve:
-    largest = min(LARGEST, cache.max_length // 2)
-    context = min(_CONTEXT, cache.max_length - largest)
-    blocks = -(-(context + largest) // BLOCK)
+def _measure(model: PreTrainedModel, cache: PagedCache, largest: int) -> CostCurve:
+    context = max(0, min(_CONTEXT, cache.max_length - largest))
+    blocks = max(2, -(-(context + largest) // BLOCK))
     scratch = PagedCache(
         model.config, num_bytes=blocks * cache.page_bytes, max_length=blocks * BLOCK, dtype=cache.keys.dtype,
         device=cache.keys.device,

@@ -23,7 +23,9 @@ _C0, _C1, _C2, _C3 = _f4(1.0), _f4(0.693146944), _f4(0.240230456), _f4(0.0554806
 _C4, _C5, _C6 = _f4(0.00968418643), _f4(0.00123913318), _f4(0.00021865785)
 
 
-@numba.njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
+# Inlined: a function of its own would exist twice, and a process that compiles the kernel would call another copy, with
+# sums in another order, than one that loads the kernel from numba's cache.
+@numba.njit(nogil=True, fastmath=True, error_model="numpy", inline="always")
 def _softmax(scores, exponents, length, scale) -> None:  # type: ignore[no-untyped-def]
     """Softmax of the first `length` scores in place; the rest of the last block becomes 0."""
     highest = scores[0]

@@ -14,6 +14,8 @@ from etude.inference.kernels import BLOCK, paged_attention
 class PagedBatch:
     """N tokens fed in one forward pass [1, N]: token n stands at `position_N[n]` of the row `row_N[n]`.
 
+    On the CPU the pass may hold more tokens than that; those see nothing, and nothing is kept of them.
+
     `table` holds the pages of every row. Tokens of a row are in order. Rows that share pages should be neighbours: the
     kernel then reads those pages once.
     """
@@ -29,10 +31,12 @@ class PagedBatch:
         query, key, value = (x[0].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         if keys.device.type == "cpu" and keys.dtype == torch.float32:
+            n = len(self.row_N)
             out = torch.empty(query.shape, dtype=torch.float32)
+            out[n:] = 0.0
             paged_attention(query.shape[-1])(
-                _array(query), _array(key), _array(value), keys.numpy(), values.numpy(),
-                self.table, self.row_N, self.position_N, np.float32(scale), out.numpy(),
+                _array(query[:n]), _array(key[:n]), _array(value[:n]), keys.numpy(), values.numpy(),
+                self.table, self.row_N, self.position_N, np.float32(scale), out[:n].numpy(),
             )  # fmt: skip
             out = out.to(query.dtype)
         else:

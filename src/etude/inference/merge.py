@@ -22,6 +22,9 @@ import numpy as np
 _GAP = 0.02  # what a line of the file costs between two anchors: 50 of them are worth one good anchor
 _ALIKE = 0.6  # similarity of two lines from which one may be the other's new text
 _SURELY_ALIKE = 0.75  # the same for a block that has no anchor
+_ALMOST_EQUAL = (
+    0.85  # and for one that may as well be new text at an end of the file: `import re` is no new `import os`
+)
 _COMMENT = re.compile(r"^\s*(?:#+|//+|--+|;+|%+|/\*+|\{/\*|<!--)\s*(.*?)\s*(?:\*+/\}?|-->)?\s*$")
 _DOTS = re.compile(r"^(?:\.{3}|…)\s*|\s*(?:\.{3}|…)$")
 _LEFT_OUT = re.compile(r"\b(existing|rest|remaining|remainder|unchanged|omitted)\b", re.I)
@@ -130,7 +133,8 @@ def _place(block: _Block, file: list[str], start: int, taken: Sequence[_Placed])
         best = after if after.weight * 2 >= anywhere.weight else anywhere
         if best.pairs:
             return _extend(_shift(block.lines, file, best.pairs), file, best, taken)
-    alike = _most_alike(block.lines, file, taken)
+    at_an_end = block.marker_before != block.marker_after
+    alike = _most_alike(block.lines, file, taken, _ALMOST_EQUAL if at_an_end else _SURELY_ALIKE)
     if alike is not None:
         return alike
     if block.marker_before and not block.marker_after:
@@ -237,7 +241,7 @@ def _extend(lines: list[str], file: list[str], chain: _Chain, taken: Sequence[_P
     return _Placed(start, end, lines, chain.ambiguous)
 
 
-def _most_alike(lines: list[str], file: list[str], taken: Sequence[_Placed]) -> _Placed | None:
+def _most_alike(lines: list[str], file: list[str], taken: Sequence[_Placed], least: float) -> _Placed | None:
     """For a block without anchors: in place of the lines that its own are clearly new texts of."""
     covered = {j for p in taken for j in range(p.start, p.end)}
     places, ambiguous = set[int](), False
@@ -247,7 +251,7 @@ def _most_alike(lines: list[str], file: list[str], taken: Sequence[_Placed]) -> 
             for j, other in enumerate(file)
             if j not in covered and len(line.strip()) > 4 and _alike(line, other)
         ]
-        if found and max(found)[0] >= _SURELY_ALIKE:
+        if found and max(found)[0] >= least:
             ratio, place = max(found)
             places.add(-place)
             ambiguous |= sum(other == ratio for other, _ in found) > 1

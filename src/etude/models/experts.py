@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 NAME = "etude"
+ROUND = 16
+_MOST_PADDING = 4  # times the tokens
 
 
 class Recorder:
     """The experts chosen in one forward pass, one uint8 tensor [tokens, K] per MoE layer, in layer order."""
 
-    def __init__(self) -> None:
+    def __init__(self, few_shapes: bool) -> None:
         self.layers: list[Tensor] = []
+        self.few_shapes = few_shapes
 
     def stacked(self) -> Tensor | None:
         """uint8 [tokens, MoE layers, K], or None for a dense model."""
@@ -33,9 +36,13 @@ _recorder: ContextVar[Recorder | None] = ContextVar("etude_expert_recorder", def
 
 
 @contextmanager
-def record() -> Iterator[Recorder]:
-    """Keep the expert ids of the forward passes inside; they are uint8, so at most 256 experts."""
-    recorder = Recorder()
+def record(few_shapes: bool = False) -> Iterator[Recorder]:
+    """Keep the expert ids of the forward passes inside; they are uint8, so at most 256 experts.
+
+    With `few_shapes` experts are padded to one number of tokens, a multiple of `ROUND`: oneDNN compiles its bfloat16
+    kernels for each shape, which takes milliseconds, and the counts of the experts are ever new ones.
+    """
+    recorder = Recorder(few_shapes)
     token = _recorder.set(recorder)
     try:
         yield recorder
@@ -55,11 +62,24 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
     T, K = index_TK.shape
     flat = index_TK.reshape(-1)
     order = flat.argsort(stable=True)
-    ends = flat.bincount(minlength=module.num_experts).cumsum(0).to(torch.int32)
-    gate, up = F.grouped_mm(hidden_TD[order // K], module.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-    out = F.grouped_mm(module.act_fn(gate) * up, module.down_proj.transpose(1, 2), offs=ends)
+    count_E = flat.bincount(minlength=module.num_experts)
+    up_EDI, down_EID = module.gate_up_proj.transpose(1, 2), module.down_proj.transpose(1, 2)
+    place = torch.arange(T * K, device=order.device)
+    width = -(-int(count_E.max()) // ROUND) * ROUND if recorder is not None and recorder.few_shapes else 0
+    if width and width * module.num_experts <= _MOST_PADDING * max(T * K, ROUND * module.num_experts):
+        start_E = count_E.cumsum(0) - count_E
+        expert = flat[order]
+        place = expert * width + place - start_E[expert]
+        padded = hidden_TD.new_zeros(module.num_experts * width, hidden_TD.shape[1])
+        padded[place] = hidden_TD[order // K]
+        gate, up = torch.bmm(padded.view(module.num_experts, width, -1), up_EDI).chunk(2, dim=-1)
+        out = torch.bmm(module.act_fn(gate) * up, down_EID).flatten(0, 1)
+    else:
+        ends = count_E.cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(hidden_TD[order // K], up_EDI, offs=ends).chunk(2, dim=-1)
+        out = F.grouped_mm(module.act_fn(gate) * up, down_EID, offs=ends)
     back = torch.empty_like(order)
-    back[order] = torch.arange(T * K, device=order.device)
+    back[order] = place
     # Combined in the router's order, so a token's sum does not depend on the other tokens of the batch.
     return (out[back].view(T, K, -1) * weight_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
 
