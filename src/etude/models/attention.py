@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface
 
 from etude.models.segments import Block, Graph
@@ -54,7 +55,9 @@ class SegmentLayout:
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
         if query_BHTD.shape[0] != 1 or query_BHTD.shape[2] != self.graph.length:
-            raise ValueError(f"the segment graph describes a row [1, {self.graph.length}], got {tuple(query_BHTD.shape)}")
+            raise ValueError(
+                f"the segment graph describes a row [1, {self.graph.length}], got {tuple(query_BHTD.shape)}"
+            )
         if self.kept is not None:
             self.kept[layer] = key_BKTD, value_BKTD
         key = torch.cat([*(part[layer][0].to(key_BKTD.dtype) for part in self.prefix), key_BKTD], dim=2)
@@ -64,7 +67,10 @@ class SegmentLayout:
             out = _BlockAttention.apply(query_BHTD.float(), key.float(), value.float(), self._blocks, scale)
             return out.to(query_BHTD.dtype)
         if self._block_mask is None:
-            self._block_mask = block_mask(self.graph, self.above, query_BHTD.device)
+            seen, length = visible(self.graph, self.above, query_BHTD.device), self.graph.length
+            self._block_mask = create_block_mask(
+                seen, None, None, length, self.above + length, device=query_BHTD.device
+            )
         return _flex()(query_BHTD, key, value, block_mask=self._block_mask, scale=scale, enable_gqa=True)
 
 
@@ -77,9 +83,7 @@ class _BlockAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float) -> Tensor:
         out = torch.empty_like(query)
         lse = query.new_empty(query.shape[:3])
         for b in blocks:
@@ -114,10 +118,8 @@ class _BlockAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None
 
 
-def block_mask(graph: Graph, above: int, device: torch.device | str) -> Any:
-    """The rule of the segment graph as flex_attention's block mask; `above` keys that all see come first."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
+def visible(graph: Graph, above: int, device: torch.device | str) -> Callable[..., Tensor]:
+    """The rule of the segment graph as flex_attention's `mask_mod`; `above` keys that all queries see come first."""
     node_T = torch.from_numpy(graph.node_T).to(device)
     sees_NN = torch.from_numpy(graph.sees_NN).to(device)
 
@@ -126,13 +128,12 @@ def block_mask(graph: Graph, above: int, device: torch.device | str) -> Any:
         inside = (node_T[query] == node_T[own]) & (query >= own) | sees_NN[node_T[query], node_T[own]]
         return (key < above) | inside
 
-    return create_block_mask(seen, None, None, graph.length, above + graph.length, device=device)
+    return seen
 
 
 @cache
 def _flex() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
+    """Compiled at the first use, for any length: uncompiled it would write out the whole matrix of scores."""
     return torch.compile(flex_attention, dynamic=True)
 
 

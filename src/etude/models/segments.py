@@ -96,7 +96,9 @@ class Graph:
     def blocks(self) -> tuple[Block, ...]:
         """The mask as blocks without a wasted pair: one causal per node, and rectangles, merged where they touch."""
         at = self.offsets.tolist()
-        diagonal = [Block(at[i], at[i + 1], at[i], at[i + 1], True) for i in range(len(self.nodes)) if len(self.nodes[i])]
+        diagonal = [
+            Block(at[i], at[i + 1], at[i], at[i + 1], True) for i in range(len(self.nodes)) if len(self.nodes[i])
+        ]
         seen_by: list[list[int]] = [[] for _ in self.nodes]
         for i, node in enumerate(self.nodes):
             for j in node.sees:

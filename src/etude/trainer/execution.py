@@ -155,31 +155,28 @@ def _forward(
             use_cache=False,
             **options,
         )
-    item_M = torch.from_numpy(part.item_M).to(device)
+    item_M, weight_T = (torch.from_numpy(x).to(device) for x in (part.item_M, part.weight_T))
     logprobs_M, entropy_E = _predict(walk.model, output.last_hidden_state[0], part)
-    weight_T = torch.from_numpy(part.weight_T).to(device)
-    scalar = None
-    if walk.loss is not None:
-        scalar = walk.loss(logprobs_M, item_M)
-        balance = _balance(output.router_logits, weight_T, walk) if walk.aux else None
+    term = None if walk.loss is None else walk.loss(logprobs_M, item_M)
+    balance = _balance(output.router_logits, weight_T, walk) if walk.aux else None
     if count:
-        out = walk.out
+        out, counts_LE = walk.out, routes.counts(weight_T)
         out.logprobs_N[item_M] = logprobs_M.detach()
         out.entropy_sum += entropy_E.sum().item()
         out.entropies += len(entropy_E)
-        counts_LE = routes.counts(weight_T)
         out.counts_LE = counts_LE + out.counts_LE if out.counts_LE.numel() else counts_LE
-        if scalar is not None:
-            out.loss += scalar.item()
-            out.aux += balance.item() if balance is not None else 0.0
-    if scalar is not None and balance is not None:
-        scalar = scalar + walk.aux * balance
-    return scalar, layout.kept if layout is not None and layout.kept is not None else {}, routes
+        out.loss += 0.0 if term is None else term.item()
+        out.aux += 0.0 if balance is None else balance.item()
+    if term is not None and balance is not None:
+        term = term + walk.aux * balance
+    return term, (layout.kept or {}) if layout is not None else {}, routes
 
 
 def _predict(model: torch.nn.Module, hidden_TD: Tensor, part: Part) -> tuple[Tensor, Tensor]:
     """Log-probability [M] of the sampled tokens, and entropy of every 16th source; head and log-softmax in float32."""
-    source_S, of_M, target_M = (torch.from_numpy(x).to(hidden_TD.device) for x in (part.source_S, part.of_M, part.target_M))
+    source_S, of_M, target_M = (
+        torch.from_numpy(x).to(hidden_TD.device) for x in (part.source_S, part.of_M, part.target_M)
+    )
     hidden_SD = hidden_TD.index_select(0, source_S)
     head = model.get_output_embeddings()
     logits_SV = torch.nn.functional.linear(hidden_SD.float(), head.weight.float())

@@ -1,16 +1,17 @@
-"""Which forward passes a batch is computed in: three ways to the same gradient, and the cost model that picks one.
+"""Which forward passes a batch is computed in: four ways to the same gradient, and the cost model that picks one.
 
     rows         one pass per row, every prompt again: the reference, and what deterministic mode runs
     packed       the prefix trees of the rows, several in one pass up to a budget of tokens
     streaming    a tree's trunk once, kept; then what hangs below it, in passes up to the budget; the trunk's backward
-                 last. With `recompute` only the trunk's keys and values are kept, and its forward is run again
+                 last
+    recompute    the same, but of the trunk only keys and values are kept: its forward is run again for its backward
 
 Suffixes: T tokens of a pass, N sampled tokens of the batch (row by row), M those predicted in one pass, S their sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,16 +20,24 @@ import torch
 
 from etude.models.segments import Graph, Trie, trie
 
-Execution = Literal["rows", "packed", "streaming"]
+Execution = Literal["rows", "packed", "streaming", "recompute"]
 PASS_TOKENS = 48  # what a pass costs besides its tokens, in tokens: launching kernels, small products
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """The rows of a batch, and in each the offsets (>= 1) of its sampled tokens, increasing."""
+class TokenRows:
+    """The rows of a batch, and in each the offsets (>= 1) of its sampled tokens, increasing; the last token is one.
+
+    Raises ValueError for rows of another kind: what follows the last sampled token would be computed for nothing.
+    """
 
     rows: tuple[np.ndarray, ...]
     sampled: tuple[np.ndarray, ...]
+
+    def __post_init__(self) -> None:
+        for ids, sampled in zip(self.rows, self.sampled, strict=True):
+            if not len(sampled) or sampled[0] < 1 or sampled[-1] != len(ids) - 1 or (np.diff(sampled) < 1).any():
+                raise ValueError("a row needs a prompt, and ends with a sampled token")
 
     @property
     def count(self) -> int:
@@ -84,31 +93,33 @@ def shape_of(model: torch.nn.Module) -> Shape:
     return Shape(2 * width * config.num_hidden_layers / active, config.vocab_size * config.hidden_size / active)
 
 
-def plan(
-    tokens: Tokens, execution: Execution | Literal["auto"], budget: int, shape: Shape
-) -> tuple[Execution, tuple[Part, ...]]:
+@dataclass(frozen=True)
+class Plan:
+    """An execution, its passes, and what they are expected to cost."""
+
+    execution: Execution
+    parts: tuple[Part, ...]
+    cost: Cost
+
+
+def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int, shape: Shape) -> Plan:
     """The passes of a batch. `auto` takes the cheapest execution that holds at most `budget` tokens at a time.
 
-    Where none does, the one that holds the fewest. `rows`, `packed` and `streaming` are obeyed whatever they hold.
+    Where none does, the one that holds the fewest. Any other execution is obeyed whatever it holds.
     """
-    if execution == "rows":
-        return "rows", rows(tokens)
     tree = trie(tokens.rows)
-    if execution == "packed":
-        return "packed", packed(tokens, tree, budget)
-    if execution == "streaming":
-        return "streaming", streaming(tokens, tree, budget)
-    candidates: list[tuple[Execution, tuple[Part, ...]]] = [
-        ("packed", packed(tokens, tree, budget)),
-        ("streaming", streaming(tokens, tree, budget)),
-        ("streaming", streaming(tokens, tree, budget, recompute=True)),
-        ("rows", rows(tokens)),
-    ]
-    costs = [cost(parts, shape) for _, parts in candidates]
-    fitting = [i for i, c in enumerate(costs) if c.held <= budget]
+    build: dict[Execution, Callable[[], tuple[Part, ...]]] = {
+        "packed": lambda: packed(tokens, tree, budget),
+        "streaming": lambda: streaming(tokens, tree, budget),
+        "recompute": lambda: streaming(tokens, tree, budget, recompute=True),
+        "rows": lambda: rows(tokens),
+    }
+    names = list(build) if execution == "auto" else [execution]
+    candidates = [Plan(name, parts, cost(parts, shape)) for name, parts in ((n, build[n]()) for n in names)]
+    fitting = [c for c in candidates if c.cost.held <= budget]
     if fitting:
-        return candidates[min(fitting, key=lambda i: costs[i].work)]
-    return candidates[min(range(len(costs)), key=lambda i: costs[i].held)]
+        return min(fitting, key=lambda c: c.cost.work)
+    return min(candidates, key=lambda c: c.cost.held)
 
 
 def cost(parts: Sequence[Part], shape: Shape) -> Cost:
@@ -131,30 +142,26 @@ def cost(parts: Sequence[Part], shape: Shape) -> Cost:
     return Cost(work, held, tokens)
 
 
-def rows(tokens: Tokens) -> tuple[Part, ...]:
-    """One pass per row; of a row only what its last sampled token needs."""
+def rows(tokens: TokenRows) -> tuple[Part, ...]:
+    """One pass per row."""
     parts = []
     before = 0
     for ids, sampled in zip(tokens.rows, tokens.sampled, strict=True):
-        if not len(sampled):
-            continue
-        row = ids[: sampled[-1] + 1].astype(np.int64)
+        row = ids.astype(np.int64)
         items = np.arange(before, before + len(sampled))
         every = np.arange(len(sampled))
-        parts.append(
-            Part(None, row, np.arange(len(row)), np.ones(len(row)), items, sampled - 1, every, row[sampled])
-        )
+        parts.append(Part(None, row, np.arange(len(row)), np.ones(len(row)), items, sampled - 1, every, row[sampled]))
         before += len(sampled)
     return tuple(parts)
 
 
-def packed(tokens: Tokens, tree: Trie, budget: int) -> tuple[Part, ...]:
+def packed(tokens: TokenRows, tree: Trie, budget: int) -> tuple[Part, ...]:
     """Whole trees, several in one pass while they hold at most `budget` tokens; a larger tree gets a pass of its own."""
     make = _Maker(tokens, tree)
     return tuple(make.part(chosen) for chosen in make.packs(make.roots, budget))
 
 
-def streaming(tokens: Tokens, tree: Trie, budget: int, *, recompute: bool = False) -> tuple[Part, ...]:
+def streaming(tokens: TokenRows, tree: Trie, budget: int, *, recompute: bool = False) -> tuple[Part, ...]:
     """Trees that branch: the trunk, then the passes below it. A branch that fits no pass is streamed in turn."""
     make = _Maker(tokens, tree)
     branching = [root for root in make.roots if tree.ends[root] > root + 1]
@@ -166,7 +173,7 @@ def streaming(tokens: Tokens, tree: Trie, budget: int, *, recompute: bool = Fals
 class _Maker:
     """Parts of one trie; knows for every sampled token where its source stands."""
 
-    def __init__(self, tokens: Tokens, tree: Trie) -> None:
+    def __init__(self, tokens: TokenRows, tree: Trie) -> None:
         self.tree = tree
         self.roots = self.children(range(len(tree.graph.nodes)), ())
         where = [tree.where(i) for i in range(len(tokens.rows))]

@@ -56,6 +56,7 @@ class Trainer:
         self.model.train()
         self.reference = copy.deepcopy(self.model).eval() if config.trainer.kl_beta else None
         self.optimizer = MasterAdamW(self.model, config.trainer)
+        self.checked: set[str] = set()
         self.publisher = Publisher(weights, config.weights.anchor_every)
         last = newest(weights)
         self.version = self._begin() if last is None else self._resume(last)
@@ -92,7 +93,9 @@ class Trainer:
         started = time.time()
         batch = self._batch(groups)
         loaded = time.time()
-        metrics = train_step(self.model, self.reference, self.optimizer, batch, self.config, self.version, progress)
+        metrics = train_step(
+            self.model, self.reference, self.optimizer, batch, self.config, self.version, progress, self.checked
+        )
         trained = time.time()
         visit("trainer.stepped")
         manifest = self._commit(self.version + 1, tuple(g.id for g in groups), metrics)

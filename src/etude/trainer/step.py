@@ -9,11 +9,13 @@ from collections.abc import Iterable
 import torch
 
 from etude.config import RLConfig
-from etude.trainer.batch import Batch, MicroBatch, pack, unshare
+from etude.trainer.batch import Batch, collate, token_rows
+from etude.trainer.execution import evaluate, run
 from etude.trainer.loss import Mismatch, composer2
+from etude.trainer.memory import peak_bytes, reset_peak
 from etude.trainer.optimizer import MasterAdamW
-
-_ENTROPY_STRIDE = 16  # a mean over some thousand tokens is exact enough, and a tenth of the step's time otherwise
+from etude.trainer.plan import Plan, TokenRows, plan, shape_of
+from etude.trainer.selfcheck import check
 
 
 def train_step(
@@ -24,57 +26,61 @@ def train_step(
     config: RLConfig,
     version: int,
     progress: float,
+    checked: set[str],
 ) -> dict[str, float]:
     """Trains on `batch` with the weights of `version`; returns flat metrics (see `docs/metrics.md`).
 
-    `progress` in [0, 1] is the share of the run that lies behind.
-
-    `reference` scores the k1 penalty and is None when it is off. In deterministic mode rows are not shared and each is
-    its own forward pass, so gradients do not depend on how episodes were packed.
+    `progress` in [0, 1] is the share of the run that lies behind. `reference` scores the k1 penalty and is None when it
+    is off. `checked` are the executions that the self-check has passed; it grows. In deterministic mode each row is its
+    own forward pass, so gradients do not depend on how episodes were packed.
     """
-    rollout = config.rollout
-    normaliser = float(rollout.prompts * rollout.group * rollout.tokens)
-    rows = unshare(batch.rows) if config.deterministic else batch.rows
-    micro_tokens = 1 if config.deterministic else config.trainer.micro_tokens
-    fresh, all_lags, entropy, entropies, loss_sum = Mismatch(), Mismatch(), 0.0, 0, 0.0
-    for micro in pack(rows, micro_tokens, config.trainer.device):
-        logprobs_N, entropy_M = score(model, micro)
-        reference_N = None
-        if reference is not None:
-            with torch.no_grad():
-                reference_N, _ = score(reference, micro)
-        loss = composer2(
-            logprobs_N, micro.advantages_N, reference_N, kl_beta=config.trainer.kl_beta, normaliser=normaliser
+    rollout, options = config.rollout, config.trainer
+    reset_peak(options.device)
+    tokens, samples = token_rows(batch.rows), collate(batch.rows, options.device)
+    execution = "rows" if config.deterministic else options.execution
+    passes = plan(tokens, execution, options.micro_tokens, shape_of(model))
+    metrics: dict[str, float] = {}
+    if options.self_check and tokens.count and passes.execution not in checked:
+        metrics["mismatch/self_check"] = check(model, tokens, passes.execution)
+        checked.add(passes.execution)
+    reference_N = None
+    if reference is not None:
+        reference_N = evaluate(reference, passes.parts, tokens.count).logprobs_N
+
+    def loss(logprobs_M: torch.Tensor, item_M: torch.Tensor) -> torch.Tensor:
+        return composer2(
+            logprobs_M,
+            samples.advantages_N[item_M],
+            None if reference_N is None else reference_N[item_M],
+            kl_beta=options.kl_beta,
+            normaliser=float(rollout.prompts * rollout.group * rollout.tokens),
         )
-        loss.backward()
-        loss_sum += loss.item()
-        entropy += entropy_M.sum().item()
-        entropies += len(entropy_M)
-        detached = logprobs_N.detach()
-        all_lags.add(detached, micro.logprobs_N)
-        on_policy = micro.versions_N == version
-        fresh.add(detached[on_policy], micro.logprobs_N[on_policy])
-    trained = all_lags.tokens
-    metrics = {"loss/policy": loss_sum, "entropy/mean": entropy / max(entropies, 1)}
-    if trained:
+
+    outcome = run(model, passes.parts, tokens.count, loss, aux=options.router_aux)
+    metrics |= {"loss/policy": outcome.loss, "entropy/mean": outcome.entropy}
+    if options.router_aux:
+        metrics["loss/aux"] = outcome.aux
+    fresh, all_lags = Mismatch(), Mismatch()
+    all_lags.add(outcome.logprobs_N, samples.logprobs_N)
+    on_policy = samples.versions_N == version
+    fresh.add(outcome.logprobs_N[on_policy], samples.logprobs_N[on_policy])
+    metrics |= _sharing(passes, tokens) | {"memory/peak_bytes": float(peak_bytes(options.device))}
+    if outcome.counts_LE.numel():
+        share_LE = outcome.counts_LE / outcome.counts_LE.sum(dim=1, keepdim=True)
+        metrics["router/load_max"] = share_LE.max().item() * share_LE.shape[1]
+    if tokens.count:
         metrics |= optimizer.step(version + 1, progress)
     return metrics | fresh.metrics("mismatch") | all_lags.metrics("off_policy")
 
 
-def score(model: torch.nn.Module, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability [N] of the sampled tokens, and entropy of every 16th; head and log-softmax in float32."""
-    hidden_1TD = model.get_decoder()(
-        input_ids=micro.ids_1T, position_ids=micro.positions_1T, layout=micro.layout, use_cache=False
-    ).last_hidden_state
-    hidden_ND = hidden_1TD[0].index_select(0, micro.source_N)
-    head = model.get_output_embeddings()
-    logits_NV = torch.nn.functional.linear(hidden_ND.float(), head.weight.float())
-    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    chosen_N = logprobs_NV.gather(1, micro.target_N[:, None]).squeeze(1)
-    with torch.no_grad():
-        some_MV = logprobs_NV[::_ENTROPY_STRIDE]
-        entropy_M = -(some_MV.exp() * some_MV).sum(-1)
-    return chosen_N, entropy_M
+def _sharing(passes: Plan, tokens: TokenRows) -> dict[str, float]:
+    """Tokens of separate rows over tokens computed, and the most that were held at a time."""
+    apart = sum(map(len, tokens.rows))
+    return {
+        f"share/{passes.execution}": 1.0,
+        "share/ratio": apart / max(passes.cost.tokens, 1),
+        "share/held_tokens": float(passes.cost.held),
+    }
 
 
 def batch_metrics(batch: Batch, version: int) -> dict[str, float | dict[str, int]]:

@@ -1,0 +1,6 @@
+"""The small random models of tests/models serve here too."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
