@@ -119,7 +119,7 @@ def dense(query, key, value, mask, scale):
 @given(graphs(), st.integers(0, 1000))
 @settings(max_examples=30, deadline=None)
 def test_attention_over_blocks_is_that_of_the_dense_mask(graph, seed):
-    """In value and all three gradients. Tolerance 1e-5: float32 sums of at most 28 terms of size one, in another order."""
+    """In value and all three gradients. Tolerance 1e-5: float32 sums of at most 28 terms, in another order."""
     if not graph.length:
         return
     generator = torch.Generator().manual_seed(seed)

@@ -121,7 +121,7 @@ def test_a_loss_over_whole_rows_and_the_balance_loss(moe):
 
 
 def test_the_balance_loss_is_that_of_the_formula(moe):
-    """E * sum of (share of tokens) * (mean probability) over the rows' tokens, mean over layers, from plain forwards."""
+    """E * sum of (share of tokens) * (mean probability) over the rows' tokens, mean over layers; plain forwards."""
     tokens = a_family(np.random.default_rng(5), members=2)
     outcome, _ = gradients(moe, packed(tokens, trie(tokens.rows), 10_000), tokens, a_loss(tokens), aux=1.0)
     with torch.no_grad():

@@ -119,5 +119,5 @@ def test_a_batch_without_rows_changes_nothing(folder):
 
 
 def test_deterministic_mode_refuses_another_execution():
-    with pytest.raises(ValidationError, match="drop trainer.execution"):
+    with pytest.raises(ValidationError, match=r"drop trainer\.execution"):
         config(deterministic=True, execution="packed")

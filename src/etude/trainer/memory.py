@@ -24,5 +24,14 @@ def peak_bytes(device: str) -> int:
     """Since `reset_peak`: allocated on the accelerator, or resident in this process; 0 where the system does not say."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
+    return _status("VmHWM")
+
+
+def resident_bytes() -> int:
+    """What this process holds in memory now; 0 where the system does not say."""
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
     return int(found[1]) * 1024 if found else 0

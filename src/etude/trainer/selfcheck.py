@@ -1,4 +1,4 @@
-"""Are the gradients of an execution those of separate rows, on this model and this machine? Opt-in, at its first use."""
+"""Are the gradients of an execution those of separate rows, on this model and machine? Opt-in, at its first use."""
 
 from __future__ import annotations
 
