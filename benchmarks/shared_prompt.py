@@ -1,9 +1,9 @@
 """Forward and backward of rows that share tokens, one thread, float32, against separate rows in the same run.
 
 Pxxxx-Cxx-Gxx    G rows of one prompt of P tokens, completions of C, loss on every completion token
-turns-12         episodes of 12 turns; the tree holds a row per turn (that turn's tokens trained, full history before it)
+turns-12         episodes of 12 turns; the tree holds a row per turn (its tokens trained, full history before it)
 speedup          seconds of rows / seconds of the execution that the cost model picks; rows compute only needed logits
-of-ideal         speedup / R, the ratio of all multiplications (linear layers, attention, logits), which nothing can beat
+of-ideal         speedup / R, the ratio of all multiplications: linear layers, attention, logits
 peak             memory over that before, of one forward and backward
 grad             relative L2 distance from the gradients of rows; the worse of a dense and a mixture-of-experts model
 

@@ -60,12 +60,16 @@ class SegmentLayout:
             )
         if self.kept is not None:
             self.kept[layer] = key_BKTD, value_BKTD
-        key = torch.cat([*(part[layer][0].to(key_BKTD.dtype) for part in self.prefix), key_BKTD], dim=2)
-        value = torch.cat([*(part[layer][1].to(value_BKTD.dtype) for part in self.prefix), value_BKTD], dim=2)
+        # On the CPU in float32 whatever the weights' type, see `causal`; the prefix is, to sum its gradients unrounded.
+        dtype = torch.float32 if query_BHTD.device.type == "cpu" else query_BHTD.dtype
+        key, value = (
+            torch.cat([*(part[layer][i].to(dtype) for part in self.prefix), own.to(dtype)], dim=2)
+            for i, own in enumerate((key_BKTD, value_BKTD))
+        )
         if query_BHTD.device.type == "cpu":
-            # In float32 whatever the weights' type: see `causal`.
-            out = _BlockAttention.apply(query_BHTD.float(), key.float(), value.float(), self._blocks, scale)
-            return out.to(query_BHTD.dtype)
+            if query_BHTD.shape[3] != value.shape[3]:
+                raise ValueError('keys and values differ in size: set trainer.execution = "rows" on the CPU')
+            return _BlockAttention.apply(query_BHTD.to(dtype), key, value, self._blocks, scale).to(query_BHTD.dtype)
         if self._block_mask is None:
             seen, length = visible(self.graph, self.above, query_BHTD.device), self.graph.length
             self._block_mask = create_block_mask(

@@ -45,7 +45,7 @@ def record() -> Iterator[Recorder]:
 
 
 class Routes:
-    """The experts chosen in one forward pass: per MoE layer, in layer order, int64 [tokens, K], and how many there are."""
+    """The experts chosen in one forward pass: per MoE layer, in order, int64 [tokens, K]; and how many there are."""
 
     def __init__(self) -> None:
         self.layers: list[Tensor] = []

@@ -21,7 +21,7 @@ def reset_peak(device: str) -> None:
 
 
 def peak_bytes(device: str) -> int:
-    """Since `reset_peak`: allocated on the accelerator, or resident in this process; 0 where the system does not say."""
+    """Since `reset_peak`: allocated on the accelerator, or resident here; 0 where the system does not say."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _status("VmHWM")

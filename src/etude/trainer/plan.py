@@ -6,7 +6,7 @@
                  last
     recompute    the same, but of the trunk only keys and values are kept: its forward is run again for its backward
 
-Suffixes: T tokens of a pass, N sampled tokens of the batch (row by row), M those predicted in one pass, S their sources.
+Suffixes: T tokens of a pass, N sampled tokens of the batch (row by row), M those predicted in a pass, S their sources.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cost:
-    """`work` in tokens' worth of linear layers, forward and backward; `held`: most tokens whose activations are kept."""
+    """`work` in tokens' worth of linear layers, both ways; `held`: most tokens whose activations are kept at a time."""
 
     work: float
     held: int
@@ -156,7 +156,7 @@ def rows(tokens: TokenRows) -> tuple[Part, ...]:
 
 
 def packed(tokens: TokenRows, tree: Trie, budget: int) -> tuple[Part, ...]:
-    """Whole trees, several in one pass while they hold at most `budget` tokens; a larger tree gets a pass of its own."""
+    """Whole trees, several in one pass while they hold at most `budget` tokens; a larger one gets a pass of its own."""
     make = _Maker(tokens, tree)
     return tuple(make.part(chosen) for chosen in make.packs(make.roots, budget))
 
