@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -170,7 +171,7 @@ def trie(rows: Sequence[np.ndarray], min_share: int = MIN_SHARE) -> Trie:
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">u4").tobytes())
     ordered = [rows[i] for i in order]
-    common = [0] + [_common(a, b) for a, b in zip(ordered, ordered[1:], strict=False)]
+    common = [0] + [_common(a, b) for a, b in pairwise(ordered)]
     nodes: list[Node] = []
     paths: list[tuple[int, ...]] = [()] * len(rows)
 
@@ -194,7 +195,7 @@ def trie(rows: Sequence[np.ndarray], min_share: int = MIN_SHARE) -> Trie:
             for i in range(lo, ended):
                 paths[order[i]] = path
         cuts = [ended, *(i for i in range(ended + 1, hi) if common[i] == end), hi]
-        branches = [(a, b, begin, above) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+        branches = [(a, b, begin, above) for a, b in pairwise(cuts) if a < b]
         stack += reversed(branches)
     return Trie(Graph(tuple(nodes)), tuple(paths))
 
