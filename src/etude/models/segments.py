@@ -145,7 +145,8 @@ class Trie:
     @cached_property
     def weights(self) -> np.ndarray:
         """int64 [nodes]: how many rows pass through a node."""
-        return np.bincount([n for path in self.paths for n in path], minlength=len(self.graph.nodes))
+        through = np.array([n for path in self.paths for n in path], np.int64)
+        return np.bincount(through, minlength=len(self.graph.nodes))
 
     @cached_property
     def ends(self) -> list[int]:
