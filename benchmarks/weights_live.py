@@ -4,7 +4,7 @@ pause-ms                a client streams tokens from a real server while version
                         tokens from a publish until the version is served; median over the versions
 four-clusters/seconds   one publisher, an S3 store, four relay processes that reach it through links of LINK_BYTES per
                         second and LINK_SECONDS each way, and a receiver behind each: from the start of the publish to
-                        the moment when the last receiver has the version live; median over the versions, without polling.
+                        the moment when the last receiver has it live; median over the versions, without polling
 """
 
 from __future__ import annotations
