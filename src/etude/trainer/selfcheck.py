@@ -14,8 +14,8 @@ from etude.trainer.execution import run
 from etude.trainer.plan import Execution, Part, TokenRows, plan, rows, shape_of
 
 SAMPLE_ROWS = 4
-FLOAT32_LIMIT = 1e-5  # relative L2; measured below 1e-6, and any wrong pair of tokens gives more than 1e-2
-NARROW_LIMIT = 1.5  # times the rows' own distance from the float32 gradient; measured 0.9 to 1.1
+FLOAT32_LIMIT = 1e-5  # relative L2; measured up to 1.9e-6 (models/nano), and 2e-2 for one position off by one
+NARROW_LIMIT = 1.5  # times the rows' own distance from the float32 gradient; measured 0.89 to 1.14 (11 models, seeds)
 
 
 def check(model: torch.nn.Module, tokens: TokenRows, execution: Execution) -> float:
