@@ -249,17 +249,14 @@ def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _bench(arguments: argparse.Namespace, _: list[str]) -> int:
-    import importlib.util
+    import importlib
     import json
 
     path = Path("benchmarks") / f"{arguments.name.replace('-', '_')}.py"
     if not path.exists():
         raise UserError(f"{path} does not exist; run `etude bench` from the root of the etude repository")
-    spec = importlib.util.spec_from_file_location(f"benchmarks.{arguments.name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(Path.cwd()))  # benchmarks are no part of the package
+    module = importlib.import_module(f"benchmarks.{arguments.name}")
     result = module.run(quick=arguments.quick)
     if not arguments.json:
         for row in result["rows"]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from etude.weights.flip_law import adam_move, density
 from etude.weights.schema import FORMATS, bits
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks/weights.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -42,12 +41,11 @@ def test_what_cannot_change_and_what_always_does() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("learning_rate", [1e-6, 3e-6, 1e-5])
-def test_the_law_holds_for_policy_gradient_on_the_nano_model(learning_rate: float) -> None:
-    spec = importlib.util.spec_from_file_location("weights_benchmark", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    benchmark = sys.modules["weights_benchmark"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    pair = benchmark.real_pair(learning_rate, steps=24)
+def test_the_law_holds_for_policy_gradient_on_the_nano_model(
+    learning_rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    benchmark = importlib.import_module("benchmarks.weights")
+    pair = benchmark.real_pair(learning_rate, steps=24, settled=True)
     predicted = density(pair.old.values(), FORMATS["bfloat16"], adam_move(learning_rate))
     assert predicted == pytest.approx(pair.density, rel=0.1)
