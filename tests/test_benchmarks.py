@@ -1,4 +1,4 @@
-"""The benchmark of the delta codec runs, and finds every bit again; its figures are nobody's to assert."""
+"""Benchmarks run, and what they compute is right; their speeds are nobody's to assert."""
 
 from __future__ import annotations
 
@@ -29,3 +29,17 @@ def test_weights() -> None:
     assert {"vs-xor-zstd/real-1pct", "threads-2/threads-1"} <= set(values)
     assert values["ratio/iid-1pct"] > 0.95 * 174, "the size does not depend on the machine"
     assert {"case", "value", "unit", "baseline"} == set(result["rows"][0])
+
+
+@pytest.mark.slow
+def test_shared_prompt() -> None:
+    command = [sys.executable, "-m", "etude.cli", "bench", "shared-prompt", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode in (0, 1), done.stderr  # 1: a check failed, maybe one of speed
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert {name: ok for name, ok in result["checks"].items() if "gradients" in name} == {
+        "gradients of packed execution are those of rows": True,
+        "gradients of streaming execution are those of rows": True,
+    }
+    cases = {row["case"] for row in result["rows"]}
+    assert {"P1024-C64-G8/of-ideal", "P1024-C64-G16/speedup", "turns-12/speedup-per-turn-rows"} <= cases

@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     attacks.add_argument("--quick", action="store_true", help="leave out repetitions and comparisons")
 
     bench = command("bench", _bench, "run a benchmark")
-    bench.add_argument("name", choices=("edits", "engine", "sandbox", "weights"))
+    bench.add_argument("name", choices=("edits", "engine", "sandbox", "shared-prompt", "weights"))
     bench.add_argument("--quick", action="store_true")
     bench.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return parser
@@ -252,7 +252,7 @@ def _bench(arguments: argparse.Namespace, _: list[str]) -> int:
     import importlib
     import json
 
-    path = Path("benchmarks") / f"{arguments.name}.py"
+    path = Path("benchmarks") / f"{arguments.name.replace('-', '_')}.py"
     if not path.exists():
         raise UserError(f"{path} does not exist; run `etude bench` from the root of the etude repository")
     sys.path.insert(0, str(Path.cwd()))  # benchmarks are no part of the package

@@ -185,9 +185,14 @@ class TrainerConfig(Section):
     min_reward_std: float = Field(default=0.0, ge=0, description="groups whose rewards differ less are not trained on")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="compute; master weights are float32")
     threads: int = Field(default=1, ge=1)
-    micro_tokens: int = Field(
-        default=8192, ge=1, description="tokens of one forward pass; groups are packed up to this"
+    execution: Literal["auto", "rows", "packed", "streaming", "recompute"] = Field(
+        default="auto", description="how rows that share tokens are computed; auto: as the cost model says"
     )
+    micro_tokens: int = Field(default=8192, ge=1, description="tokens whose activations are held at a time")
+    self_check: bool = Field(
+        default=False, description="compare the gradients of an execution with those of separate rows at its first use"
+    )
+    router_aux: float = Field(default=0.0, ge=0, description="weight of the balance loss of a mixture of experts")
     keep_checkpoints: int = Field(
         default=2, ge=2, description="the published version's and that of the one on its way are both needed"
     )
@@ -244,6 +249,8 @@ class RLConfig(Section):
     def _deterministic_is_on_policy(self) -> RLConfig:
         if self.deterministic and self.rollout.staleness != 0:
             raise ValueError("deterministic = true needs rollout.staleness = 0")
+        if self.deterministic and self.trainer.execution not in ("auto", "rows"):
+            raise ValueError("deterministic = true computes rows one by one: drop trainer.execution")
         if self.deterministic and self.trainer.minutes is not None:
             raise ValueError("deterministic = true cannot stop by the clock: drop trainer.minutes")
         return self

@@ -235,7 +235,7 @@ class _Case:
     def _wrong(self, logits_NV: Tensor, piece: Piece, temperature: float) -> np.ndarray:
         """Which tokens are not what their seeds draw from these logits, bool [N]."""
         n = len(piece.at_N)
-        ids_N, _ = sample(logits_NV, np.full(n, temperature), np.ones(n), piece.seed_N, piece.at_N)
+        ids_N, *_ = sample(logits_NV, np.full(n, temperature), np.ones(n), piece.seed_N, piece.at_N)
         return ids_N != piece.ids_T[piece.at_N]
 
     def _other_draws(self, tagged: Sequence[Tensor], wrong: float) -> str:

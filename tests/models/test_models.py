@@ -1,4 +1,4 @@
-"""Our attention and experts against transformers' own, shared prompts against unpacked rows, and damaged folders.
+"""Our attention and experts against transformers' own, prefix trees against plain rows, and damaged folders.
 
 Tolerance 1e-5 relative to the largest entry: both sides compute in fp32 but sum in another order (grouped against
 single GEMMs, other attention tiles), which costs a few units of 2^-23 per layer on values of size ten.
@@ -7,15 +7,17 @@ single GEMMs, other attention tiles), which costs a few units of 2^-23 per layer
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from tiny import random_model, save_random_model
 from transformers import AutoModelForCausalLM
 
 from etude.errors import UserError
-from etude.models.attention import PackedGroups, SharedPrompt
+from etude.models.attention import SegmentLayout
 from etude.models.experts import record
 from etude.models.loading import load_model, named_tensors
+from etude.models.segments import trie
 
 KINDS = ["moe", "qwen3", "llama"]
 
@@ -49,41 +51,23 @@ def test_padding_on_the_right_changes_nothing(folder):
     assert close(model(input_ids=padded).logits[:, :20], model(input_ids=ids).logits)
 
 
-GROUPS = [SharedPrompt(13, (7, 1, 12)), SharedPrompt(5, (4,)), SharedPrompt(9, ()), SharedPrompt(1, (3, 3))]
-
-
-def test_shared_prompts_equal_unpacked_rows(folder):
-    """Logits of every token, and the gradient of a loss on the completions."""
+def test_a_prefix_tree_gives_the_logits_of_plain_rows(folder):
     model = load_model(folder)
-    layout = PackedGroups(GROUPS)
-    ids_T = torch.randint(0, 97, (layout.length,))
-    target_T = torch.randn(layout.length, 97)
-    packed = model(input_ids=ids_T[None], position_ids=layout.position_ids, layout=layout, use_cache=False).logits[0]
-    (packed * target_T).sum().backward()
-    gradients = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-
-    start = 0
-    for group in GROUPS:
-        P = group.prompt_length
-        prompt = slice(start, start + P)
-        completions = torch.arange(start + P, start + group.length).split(list(group.completion_lengths))
-        logits_P = model(input_ids=ids_T[None, prompt], use_cache=False).logits[0]
-        assert close(packed[prompt], logits_P)
-        (logits_P * target_T[prompt]).sum().backward()
-        for tokens in completions if group.completion_lengths else ():
-            row = torch.cat([ids_T[prompt], ids_T[tokens]])
-            logits = model(input_ids=row[None], use_cache=False).logits[0, P:]
-            assert close(packed[tokens], logits)
-            (logits * target_T[tokens]).sum().backward()
-        start += group.length
-    for (name, p), packed_gradient in zip(model.named_parameters(), gradients, strict=True):
-        assert close(packed_gradient, p.grad, 1e-4), name  # sums over all tokens, in another order
+    trunk, others = torch.randint(0, 97, (18,)), torch.randint(0, 97, (3, 9))
+    rows = [torch.cat([trunk, other[:n]]).numpy() for other, n in zip(others, (9, 1, 6), strict=True)]
+    tree = trie(rows)
+    ids_T, positions_T = torch.from_numpy(tree.graph.ids_T), torch.from_numpy(tree.graph.positions_T)
+    layout = SegmentLayout(tree.graph)
+    logits_TV = model(input_ids=ids_T[None], position_ids=positions_T[None], layout=layout, use_cache=False).logits[0]
+    assert tree.graph.length == 18 + 9 + 1 + 6
+    for i, row in enumerate(rows):
+        plain = model(input_ids=torch.from_numpy(row)[None], use_cache=False).logits[0]
+        assert close(logits_TV[tree.where(i)], plain)
 
 
-def test_packed_row_of_another_length_is_refused(folder):
-    layout = PackedGroups([SharedPrompt(4, (3,))])
-    with pytest.raises(ValueError, match="packed groups describe"):
+def test_a_packed_row_of_another_length_is_refused(folder):
+    layout = SegmentLayout(trie([np.arange(7)]).graph)
+    with pytest.raises(ValueError, match="the segment graph describes"):
         load_model(folder)(input_ids=torch.zeros(1, 9, dtype=torch.int64), layout=layout)
 
 

@@ -3,12 +3,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from etude.models.loading import load_model
 from etude.records import Episode, Group, Outcome, Segment, StopReason
-from etude.trainer.batch import advantages, make_batch, pack, turn_advantages, unshare
-from etude.trainer.step import score
+from etude.trainer.batch import advantages, collate, make_batch, token_rows, turn_advantages
 
 
 def segment(
@@ -48,29 +45,6 @@ def episode(member: int, reward: float, segments: list[Segment], outcome: Outcom
 
 
 GROUP = Group(id=1, index=0, task_id="t", admitted_version=0, episodes=())
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        moe_intermediate_size=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        decoder_sparse_step=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=True,
-    )
-    path = tmp_path_factory.mktemp("model")
-    Qwen3MoeForCausalLM(config).save_pretrained(path)
-    return load_model(path)
 
 
 def test_advantage_is_the_reward_minus_the_groups_mean():
@@ -169,57 +143,20 @@ def test_segments_of_one_episode_carry_the_same_advantage_under_their_own_prompt
     ]
 
 
-def random_members(rng: np.random.Generator, prompt: list[int], count: int) -> list[Episode]:
-    members = []
-    for i in range(count):
-        length = int(rng.integers(1, 9))
-        mask = rng.integers(0, 2, length)
-        mask[rng.integers(length)] = 1
-        members.append(
-            episode(i, float(i % 2), [segment(prompt, list(zip(rng.integers(0, 64, length), mask, strict=True)))])
-        )
-    return members
-
-
-def test_a_shared_prompt_gives_the_logprobs_and_gradients_of_separate_rows(model):
-    """Tolerance 2e-5: float32 sums over at most 20 tokens in another order; measured below 2e-6."""
-    rng = np.random.default_rng(0)
-    groups = [random_members(rng, rng.integers(0, 64, n).tolist(), 5) for n in (7, 3)]
-    batch = make_batch([GROUP, GROUP], groups)
-
-    def run(rows, micro_tokens):
-        model.zero_grad()
-        values = []
-        for micro in pack(rows, micro_tokens):
-            logprobs_N, _ = score(model, micro)
-            (micro.advantages_N * logprobs_N).sum().backward()
-            values.append(logprobs_N.detach())
-        return torch.cat(values), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    shared, shared_grads = run(batch.rows, 10_000)
-    alone, alone_grads = run(unshare(batch.rows), 1)
-    assert torch.allclose(shared, alone, atol=2e-5)
-    for name, grad in alone_grads.items():
-        assert torch.allclose(shared_grads[name], grad, atol=2e-5), name
-
-
-def test_scores_are_those_of_a_plain_forward_pass(model):
-    """Tolerance 2e-5: the same float32 sums in another order."""
-    ids = [5, 9, 3, 7, 1, 22]
-    (micro,) = pack(make_batch([GROUP], [[
-        episode(0, 1.0, [segment(ids[:3], [(7, 1), (1, 0), (22, 1)])]),
-        episode(1, 0.0, [segment(ids[:3], [(8, 1)])]),
-    ]]).rows, 100)  # fmt: skip
-    logprobs_N, entropy_N = score(model, micro)
-    logits_TV = model(input_ids=torch.tensor([ids])).logits[0].float()
-    expected_TV = torch.log_softmax(logits_TV, -1)
-    assert micro.target_N.tolist() == [7, 22, 8]
-    assert torch.allclose(logprobs_N[:2], torch.stack([expected_TV[2, 7], expected_TV[4, 22]]), atol=2e-5)
-    assert torch.allclose(logprobs_N[2], expected_TV[2, 8], atol=2e-5)
-    assert torch.allclose(entropy_N[0], -(expected_TV[2].exp() * expected_TV[2]).sum(), atol=1e-4)
-
-
-def test_micro_batches_hold_whole_rows_and_respect_the_limit():
-    groups = [[episode(i, float(i), [segment([1] * 5, [(2, 1)] * 5)]) for i in range(2)] for _ in range(4)]
-    micros = list(pack(make_batch([GROUP] * 4, groups).rows, 30))
-    assert [m.ids_1T.shape[1] for m in micros] == [30, 30]
+def test_samples_follow_the_rows_token_by_token():
+    """Offsets count the prompt; a row ends with its last sampled token; tool output carries nothing."""
+    batch = make_batch([GROUP], [[
+        episode(0, 1.0, [segment([5, 9, 3], [(7, 1), (1, 0), (22, 1), (4, 0)], version=2)]),
+        episode(1, 0.0, [segment([5, 9, 3], [(8, 1)]), segment([6], [(2, 1)])]),
+    ]])  # fmt: skip
+    tokens, samples = token_rows(batch.rows), collate(batch.rows)
+    assert [row.tolist() for row in tokens.rows] == [[5, 9, 3, 7, 1, 22], [5, 9, 3, 8], [6, 2]]
+    assert [offsets.tolist() for offsets in tokens.sampled] == [[3, 5], [3], [1]]
+    assert tokens.count == 4
+    assert samples.advantages_N.tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert samples.versions_N.tolist() == [2, 2, 0, 0]
+    assert samples.logprobs_N.tolist() == [-1.0] * 4
+    assert samples.episode_N.tolist() == [0, 0, 1, 1]
+    assert samples.order_N.tolist() == [0, 1, 0, 1]
+    assert samples.length_N.tolist() == [2.0] * 4
+    assert samples.select(torch.tensor([2, 0])).advantages_N.tolist() == [-0.5, 0.5]

@@ -14,7 +14,7 @@ from etude import mismatch
 from etude.cli import main
 from etude.errors import UserError
 from etude.inference import cache
-from etude.inference import engine as engine_module
+from etude.inference import forward as forward_module
 from etude.models.loading import load_model
 from etude.records import Outcome, StopReason
 from etude.store import open_store
@@ -134,7 +134,7 @@ def test_a_head_in_bfloat16_on_one_side(case, monkeypatch):
     def narrow(hidden, weight):
         return torch.nn.functional.linear(hidden.bfloat16(), weight.bfloat16())
 
-    monkeypatch.setattr(engine_module, "F", SimpleNamespace(linear=narrow))
+    monkeypatch.setattr(forward_module, "F", SimpleNamespace(linear=narrow))
     found = case.diagnosis(two_groups(case.engine(case.tensors(2))))
     assert found.cause == "kernel", found
     assert "head" in found.sentence

@@ -26,8 +26,10 @@ def played(tmp_path_factory):
     return config, new, [*groups, play(engine_of(config, old, 0), 3)]
 
 
-def with_loss(config: RLConfig, micro_tokens: int = 8192, **loss: object) -> RLConfig:
-    trainer = config.trainer.model_copy(update={"micro_tokens": micro_tokens})
+def with_loss(config: RLConfig, execution: str = "auto", **loss: object) -> RLConfig:
+    """`execution` other than the default is cut into passes of at most 100 tokens."""
+    cut = {} if execution == "auto" else {"execution": execution, "micro_tokens": 100}
+    trainer = config.trainer.model_copy(update=cut)
     rollout = config.rollout.model_copy(update={"prompts": 3})
     return config.model_copy(update={"loss": LossConfig.model_validate(loss), "trainer": trainer, "rollout": rollout})
 
@@ -52,10 +54,13 @@ def test_a_step_does_not_depend_on_how_it_was_packed(played, preset):
     """Tolerance 2e-4 of the norm: float32 sums in another order, through exponentials of the ratios."""
     config = played[0]
     whole, _, _ = stepped(played, with_loss(config, preset=preset))
-    parts, _, _ = stepped(played, with_loss(config, 100, preset=preset))
-    assert whole["optim/updates"] == 1.0
-    for name in ("loss/policy", "optim/grad_norm", "off_policy/k2"):
-        assert parts[name] == pytest.approx(whole[name], rel=2e-4, abs=2e-6), name
+    assert whole["optim/updates"] == whole["share/packed"] == 1.0
+    for execution in ("rows", "streaming", "recompute"):
+        parts, _, _ = stepped(played, with_loss(config, execution, preset=preset))
+        assert parts[f"share/{execution}"] == 1.0
+        assert parts.keys() - {f"share/{execution}"} == whole.keys() - {"share/packed"}
+        for name in {"loss/policy", "loss/value", "loss/r_mean", "optim/grad_norm", "off_policy/k2"} & whole.keys():
+            assert parts[name] == pytest.approx(whole[name], rel=2e-4, abs=2e-6), name
     assert whole["off_policy/tokens"] == 360
     assert whole["mismatch/tokens"] == 240, "the third group is of another version"
     assert whole["mismatch/k2"] < 1e-9 < whole["off_policy/k2"]
@@ -66,6 +71,7 @@ def test_several_updates_per_batch(played, preset):
     """The second update sees ratios other than 1 to the policy at the start of the step."""
     metrics, _, _ = stepped(played, with_loss(played[0], preset=preset, updates=3))
     assert metrics["optim/updates"] == 3.0
+    assert metrics["off_policy/tokens"] == 360
     if preset != "composer2":
         once, _, _ = stepped(played, with_loss(played[0], preset=preset))
         assert once["loss/r_mean"] == pytest.approx(1.0, abs=1e-6)

@@ -4,26 +4,29 @@ A `layout=` keyword of the model's forward reaches every attention layer through
 says which tokens see which; transformers builds no mask for an implementation that it does not know, so nothing here is
 quadratic in the length of a packed row.
 
-    layout=None            plain rows [B, T], padded on the right: causal attention
-    layout=PackedGroups    one row [1, T]: per group a prompt, then its completions, each seeing the prompt and itself
-    any other `Layout`     e.g. the engine's paged KV cache (`etude.inference.cache`)
+    layout=None             plain rows [B, T], padded on the right: causal attention
+    layout=SegmentLayout    one row [1, T]: the nodes of a segment graph, below nodes computed before (`prefix`) or not
+    any other `Layout`      e.g. the engine's paged KV cache (`etude.inference.layout`)
 
 Shapes inside: query_BHTD, key_BKTD, value_BKTD with H query heads and K key/value heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface
 
+from etude.models.segments import Block, Graph
+
 NAME = "etude"
+KeyValues = dict[int, tuple[Tensor, Tensor]]  # by layer: keys after rotation and values, [1, K, T, D]
 
 
 class Layout(Protocol):
@@ -34,132 +37,120 @@ class Layout(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class SharedPrompt:
-    """One prompt followed by G completions, none of which sees another."""
+class SegmentLayout:
+    """The nodes of `graph` in one row [1, T]. Every one of them also sees the tokens of `prefix` wholly.
 
-    prompt_length: int
-    completion_lengths: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        return self.prompt_length + sum(self.completion_lengths)
-
-
-class PackedGroups:
-    """Several `SharedPrompt` groups, one after the other, in a single row [1, T].
-
-    Build it once per micro-batch: the index tensors are reused by every layer and by the backward pass.
+    `prefix` lists the keys and values of forward passes made before, in layout order. With `keep`, `kept` holds those
+    of this pass, for passes below it. Build it once per pass: the blocks serve every layer and the backward pass.
     """
 
-    def __init__(self, groups: Sequence[SharedPrompt], device: torch.device | str = "cpu") -> None:
-        self.groups = tuple(groups)
-        self.device = torch.device(device)
-        self.length = sum(group.length for group in self.groups)
-        self._pads = [_Padding(group, self.device) for group in self.groups]
-
-    @cached_property
-    def position_ids(self) -> Tensor:
-        """int64 [1, T]: every completion goes on where its prompt ended."""
-        pieces = []
-        for group in self.groups:
-            pieces.append(torch.arange(group.prompt_length))
-            pieces += [torch.arange(group.prompt_length, group.prompt_length + n) for n in group.completion_lengths]
-        return torch.cat(pieces).unsqueeze(0).to(self.device)
+    def __init__(self, graph: Graph, prefix: Sequence[KeyValues] = (), *, keep: bool = False) -> None:
+        self.graph, self.prefix = graph, tuple(prefix)
+        self.kept: KeyValues | None = {} if keep else None
+        self.above = sum(next(iter(part.values()))[0].shape[2] for part in self.prefix)
+        shifted = [Block(b.q0, b.q1, b.k0 + self.above, b.k1 + self.above, b.causal) for b in graph.blocks]
+        whole = [Block(0, graph.length, 0, self.above, False)] if self.above and graph.length else []
+        self._blocks = (*shifted, *whole)
+        self._block_mask: Any = None
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-        if query_BHTD.shape[0] != 1 or query_BHTD.shape[2] != self.length:
-            raise ValueError(f"packed groups describe a row [1, {self.length}], got {tuple(query_BHTD.shape)}")
-        sizes = [group.length for group in self.groups]
-        rows = zip(*(x.split(sizes, dim=2) for x in (query_BHTD, key_BKTD, value_BKTD)), strict=True)
-        outputs = []
-        for group, pad, (query, key, value) in zip(self.groups, self._pads, rows, strict=True):
-            outputs += _attend_group(group, pad, query, key, value, scale)
-        return torch.cat(outputs, dim=2)
-
-
-_SHORTEST = 0.75  # of a bucket's longest completion: attention over padding is work for nothing
-
-
-class _Bucket:
-    """Index tensors that turn completions of similar length into a padded batch [G, C] and back."""
-
-    def __init__(self, starts: Sequence[int], lengths: Sequence[int], prompt_length: int, device: torch.device) -> None:
-        width = max(lengths)
-        columns = torch.arange(width)
-        starts_G1, lengths_G1 = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
-        valid_GC = columns < lengths_G1
-        # Padding repeats the completion's first token: finite values that no real token looks at.
-        gather_GC = torch.where(valid_GC, starts_G1 + columns, starts_G1)
-        self.tokens = gather_GC[valid_GC]  # where the real tokens stand among the group's completions
-        self.gather_GC = gather_GC.to(device)
-        self.valid = valid_GC.reshape(-1).nonzero().squeeze(1).to(device)
-        own_CC = torch.ones(width, width, dtype=torch.bool).tril()
-        prompt_CP = torch.ones(width, prompt_length, dtype=torch.bool)
-        # Additive, because a boolean mask is turned into this form again in every call.
-        self.mask = torch.zeros(width, prompt_length + width)
-        self.mask.masked_fill_(~torch.cat([prompt_CP, own_CC], dim=1), float("-inf"))
-        self.mask = self.mask.to(device)
-
-
-class _Padding:
-    """The completions of a group in buckets, and the way back to packed order."""
-
-    def __init__(self, group: SharedPrompt, device: torch.device) -> None:
-        lengths = group.completion_lengths
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        buckets: list[list[int]] = []
-        for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i]):
-            if not buckets or lengths[i] < _SHORTEST * lengths[buckets[-1][0]]:
-                buckets.append([])
-            buckets[-1].append(i)
-        self.buckets = [
-            _Bucket([starts[i] for i in members], [lengths[i] for i in members], group.prompt_length, device)
-            for members in buckets
-        ]
-        order = torch.cat([bucket.tokens for bucket in self.buckets]) if buckets else torch.empty(0, dtype=torch.int64)
-        self.back = order.argsort().to(device)
-
-
-def _attend_group(
-    group: SharedPrompt, pad: _Padding, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> list[Tensor]:
-    """Outputs [1, H, *, D] of the prompt and of the completions, in packed order."""
-    P = group.prompt_length
-    prompt = causal(query[:, :, :P], key[:, :, :P], value[:, :, :P], scale)
-    if not pad.buckets:
-        return [prompt]
-    parts = []
-    for bucket in pad.buckets:
-        G, C = bucket.gather_GC.shape
-        query_GHCD, key_GKCD, value_GKCD = (
-            x[0, :, P:][:, bucket.gather_GC].transpose(0, 1) for x in (query, key, value)
+        if query_BHTD.shape[0] != 1 or query_BHTD.shape[2] != self.graph.length:
+            raise ValueError(
+                f"the segment graph describes a row [1, {self.graph.length}], got {tuple(query_BHTD.shape)}"
+            )
+        if self.kept is not None:
+            self.kept[layer] = key_BKTD, value_BKTD
+        # On the CPU in float32 whatever the weights' type, see `causal`; the prefix is, to sum its gradients unrounded.
+        dtype = torch.float32 if query_BHTD.device.type == "cpu" else query_BHTD.dtype
+        key, value = (
+            torch.cat([*(part[layer][i].to(dtype) for part in self.prefix), own.to(dtype)], dim=2)
+            for i, own in enumerate((key_BKTD, value_BKTD))
         )
-        key_GKLD = torch.cat([key[:, :, :P].expand(G, -1, -1, -1), key_GKCD], dim=2)
-        value_GKLD = torch.cat([value[:, :, :P].expand(G, -1, -1, -1), value_GKCD], dim=2)
-        out_GHCD = _sdpa(query_GHCD, key_GKLD, value_GKLD, scale, mask=bucket.mask)
-        parts.append(out_GHCD.transpose(0, 1).reshape(query.shape[1], G * C, -1)[:, bucket.valid])
-    return [prompt, torch.cat(parts, dim=1)[:, pad.back].unsqueeze(0)]
+        if query_BHTD.device.type == "cpu":
+            if query_BHTD.shape[3] != value.shape[3]:
+                raise ValueError('keys and values differ in size: set trainer.execution = "rows" on the CPU')
+            return _BlockAttention.apply(query_BHTD.to(dtype), key, value, self._blocks, scale).to(query_BHTD.dtype)
+        if self._block_mask is None:
+            seen, length = visible(self.graph, self.above, query_BHTD.device), self.graph.length
+            self._block_mask = create_block_mask(
+                seen, None, None, length, self.above + length, device=query_BHTD.device
+            )
+        return _flex()(query_BHTD, key, value, block_mask=self._block_mask, scale=scale, enable_gqa=True)
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Attention over the blocks of a mask, on the CPU: one call of torch's flash kernel per block, none on padding.
+
+    A query's blocks are merged by their log-sum-exp. The backward pass gives the kernel the merged output and
+    log-sum-exp, from which it recomputes the probabilities of the whole softmax: so every block yields its exact share
+    of the gradients (FlashAttention-2, arXiv:2307.08691, algorithm 2, whose loop over key blocks this is).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float) -> Tensor:
+        out = torch.empty_like(query)
+        lse = query.new_empty(query.shape[:3])
+        for b in blocks:
+            q, at = slice(b.q0, b.q1), slice(b.k0, b.k1)
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query[:, :, q], key[:, :, at], value[:, :, at], 0.0, b.causal, scale=scale
+            )
+            if b.causal:  # the first block of each of its queries
+                out[:, :, q], lse[:, :, q] = part, part_lse
+                continue
+            both = torch.logaddexp(lse[:, :, q], part_lse)
+            out[:, :, q] *= (lse[:, :, q] - both).exp()[..., None]
+            out[:, :, q].addcmul_(part, (part_lse - both).exp()[..., None])
+            lse[:, :, q] = both
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grad_query, grad_key, grad_value = map(torch.zeros_like, (query, key, value))
+        for b in ctx.blocks:
+            q, at = slice(b.q0, b.q1), slice(b.k0, b.k1)
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grads[0][:, :, q], query[:, :, q], key[:, :, at], value[:, :, at], out[:, :, q], lse[:, :, q],
+                0.0, b.causal, scale=ctx.scale,
+            )  # fmt: skip
+            grad_query[:, :, q] += parts[0]
+            grad_key[:, :, at] += parts[1]
+            grad_value[:, :, at] += parts[2]
+        return grad_query, grad_key, grad_value, None, None
+
+
+def visible(graph: Graph, above: int, device: torch.device | str) -> Callable[..., Tensor]:
+    """The rule of the segment graph as flex_attention's `mask_mod`; `above` keys that all queries see come first."""
+    node_T = torch.from_numpy(graph.node_T).to(device)
+    sees_NN = torch.from_numpy(graph.sees_NN).to(device)
+
+    def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = (key - above).clamp_min(0)
+        inside = (node_T[query] == node_T[own]) & (query >= own) | sees_NN[node_T[query], node_T[own]]
+        return (key < above) | inside
+
+    return seen
+
+
+@cache
+def _flex() -> Callable[..., Tensor]:
+    """Compiled at the first use, for any length: uncompiled it would write out the whole matrix of scores."""
+    return torch.compile(flex_attention, dynamic=True)
 
 
 def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
     """Causal attention of whole rows; padding on the right needs no mask, for no real token sees it."""
-    return _sdpa(query_BHTD, key_BKTD, value_BKTD, scale, is_causal=query_BHTD.shape[2] > 1)
-
-
-def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None, is_causal: bool = False
-) -> Tensor:
-    repeats = query.shape[1] // key.shape[1]
+    repeats = query_BHTD.shape[1] // key_BKTD.shape[1]
     if repeats > 1:
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        key_BKTD, value_BKTD = (x.repeat_interleave(repeats, dim=1) for x in (key_BKTD, value_BKTD))
     # The engine's CPU kernel computes attention in float32 whatever the weights' type; so does this one, to agree.
-    dtype = torch.float32 if query.device.type == "cpu" else query.dtype
-    mask = None if mask is None else mask.to(dtype)
-    out = F.scaled_dot_product_attention(
-        query.to(dtype), key.to(dtype), value.to(dtype), attn_mask=mask, is_causal=is_causal, scale=scale
-    )
-    return out.to(query.dtype)
+    dtype = torch.float32 if query_BHTD.device.type == "cpu" else query_BHTD.dtype
+    query, key, value = (x.to(dtype) for x in (query_BHTD, key_BKTD, value_BKTD))
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scale)
+    return out.to(query_BHTD.dtype)
 
 
 def etude_attention(

@@ -1,7 +1,8 @@
 """The experts function of trainer and engine, registered with transformers as "etude".
 
 Tokens are sorted by expert and each expert's rows go through one grouped GEMM, forward and backward. Within `record()`
-the router's choices are kept, so that a sampled token carries the experts it went through.
+the router's choices are kept, so that a sampled token carries the experts it went through; within `observe()` they are
+kept for the trainer, which counts the tokens per expert (a token of a shared prompt once for every row it stands for).
 """
 
 from __future__ import annotations
@@ -50,6 +51,36 @@ def record(few_shapes: bool = False) -> Iterator[Recorder]:
         _recorder.reset(token)
 
 
+class Routes:
+    """The experts chosen in one forward pass: per MoE layer, in order, int64 [tokens, K]; and how many there are."""
+
+    def __init__(self) -> None:
+        self.layers: list[Tensor] = []
+        self.experts = 0
+
+    def counts(self, weight_T: Tensor) -> Tensor:
+        """float64 [MoE layers, experts]: tokens per expert, each as often as its weight says."""
+        weights = [weight_T.double().repeat_interleave(layer.shape[1]) for layer in self.layers]
+        counts = [
+            torch.bincount(layer.flatten(), w, self.experts) for layer, w in zip(self.layers, weights, strict=True)
+        ]
+        return torch.stack(counts) if counts else weight_T.new_zeros((0, 0), dtype=torch.float64)
+
+
+_routes: ContextVar[Routes | None] = ContextVar("etude_expert_routes", default=None)
+
+
+@contextmanager
+def observe() -> Iterator[Routes]:
+    """Keep the router's choices in the forward pass inside; no layer, then, for a dense model."""
+    routes = Routes()
+    token = _routes.set(routes)
+    try:
+        yield routes
+    finally:
+        _routes.reset(token)
+
+
 def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """Weighted sum of the chosen experts' outputs, [T, D]. Gradients flow to tokens, experts and router weights."""
     recorder = _recorder.get()
@@ -57,6 +88,10 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
         if module.num_experts > 256:
             raise ValueError(f"cannot record {module.num_experts} experts in one byte")
         recorder.layers.append(index_TK.to(torch.uint8))
+    routes = _routes.get()
+    if routes is not None:
+        routes.layers.append(index_TK)
+        routes.experts = module.num_experts
     if not _is_plain(module):
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_TD, index_TK, weight_TK)
     T, K = index_TK.shape

@@ -1,20 +1,20 @@
-"""Groups of episodes -> packed micro-batches: a prompt that members share is computed once.
+"""Groups of episodes -> rows of tokens with advantages, and what the loss knows of each sampled token.
 
-Suffixes: T tokens of a packed row, C completion tokens of one member, N sampled (trained) tokens of a micro-batch.
+Suffixes: T tokens of a row, P of its prompt, C of a completion, N sampled (trained) tokens of the batch, row by row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import pstdev
 from typing import Literal
 
 import numpy as np
 import torch
 
-from etude.models.attention import PackedGroups, SharedPrompt
 from etude.records import Episode, Group, Outcome
+from etude.trainer.plan import TokenRows
 
 
 @dataclass(frozen=True)
@@ -33,32 +33,26 @@ class Completion:
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt and the completions of it: a node and its children in the segment graph."""
+    """One prompt and the completions of it: as many rows of tokens."""
 
     prompt_P: np.ndarray
     completions: tuple[Completion, ...]
     group: int = 0  # its group's index in the batch
 
-    @property
-    def tokens(self) -> int:
-        return len(self.prompt_P) + sum(len(c.ids_C) for c in self.completions)
-
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Tensors of one forward pass. Token n is predicted from the hidden state at `source_N[n]`."""
+class Samples:
+    """What the loss knows of the sampled tokens, [N] each, in the order of `token_rows`."""
 
-    ids_1T: torch.Tensor
-    positions_1T: torch.Tensor
-    layout: PackedGroups | None  # None: a single plain causal row
-    source_N: torch.Tensor
-    target_N: torch.Tensor
     logprobs_N: torch.Tensor
     versions_N: torch.Tensor
     advantages_N: torch.Tensor
     episode_N: torch.Tensor  # index of the token's episode in the batch
     order_N: torch.Tensor  # how many tokens its episode sampled before it
     length_N: torch.Tensor  # how many its episode sampled in all
+
+    def select(self, item_M: torch.Tensor) -> Samples:
+        return Samples(*(getattr(self, f.name)[item_M] for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -173,63 +167,28 @@ def _rows(members: Sequence[Episode], advantages_G: Sequence[np.ndarray], group:
         yield Row(prompt_P, tuple(completions), group)
 
 
-def unshare(rows: Sequence[Row]) -> list[Row]:
-    """One row per completion: every prompt is computed again, so that a row's numbers depend on that row alone."""
-    return [Row(row.prompt_P, (completion,), row.group) for row in rows for completion in row.completions]
+def token_rows(rows: Sequence[Row]) -> TokenRows:
+    """Every completion behind its prompt; which of them share what is found by the plan."""
+    pairs = [(row.prompt_P, c) for row in rows for c in row.completions]
+    return TokenRows(
+        tuple(np.concatenate([prompt_P, c.ids_C]) for prompt_P, c in pairs),
+        tuple(len(prompt_P) + np.flatnonzero(c.mask_C) for prompt_P, c in pairs),
+    )
 
 
-def pack(rows: Sequence[Row], micro_tokens: int, device: str = "cpu") -> Iterator[MicroBatch]:
-    """Micro-batches of whole rows with at most `micro_tokens` tokens each (a longer row gets its own)."""
-    pending: list[Row] = []
-    for row in rows:
-        if pending and sum(r.tokens for r in pending) + row.tokens > micro_tokens:
-            yield _micro_batch(pending, device)
-            pending = []
-        pending.append(row)
-    if pending:
-        yield _micro_batch(pending, device)
+def collate(rows: Sequence[Row], device: str = "cpu") -> Samples:
+    """The sampled tokens of all rows."""
+    completions = [c for row in rows for c in row.completions]
 
+    def tensor(arrays: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        sampled = [array[c.mask_C == 1] for array, c in zip(arrays, completions, strict=True)]
+        return torch.from_numpy(np.concatenate(sampled) if sampled else np.zeros(0)).to(device, dtype)
 
-def _micro_batch(rows: Sequence[Row], device: str) -> MicroBatch:
-    ids, groups = [], []
-    source, target, logprobs, versions, advantage = [], [], [], [], []
-    episode, order, length = [], [], []
-    start = 0
-    for row in rows:
-        p = len(row.prompt_P)
-        ids.append(row.prompt_P)
-        groups.append(SharedPrompt(p, tuple(len(c.ids_C) for c in row.completions)))
-        offset = start + p
-        for c in row.completions:
-            ids.append(c.ids_C)
-            sampled = np.flatnonzero(c.mask_C)
-            # The first token of every completion is predicted by the prompt's last position.
-            source.append(np.where(sampled == 0, start + p - 1, offset + sampled - 1))
-            target.append(c.ids_C[sampled])
-            logprobs.append(c.logprobs_C[sampled])
-            versions.append(c.versions_C[sampled])
-            advantage.append(c.advantages_C[sampled])
-            episode.append(np.full(len(sampled), c.episode))
-            order.append(c.before + np.arange(len(sampled)))
-            length.append(np.full(len(sampled), c.length))
-            offset += len(c.ids_C)
-        start = offset
-
-    def tensor(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device, dtype)
-
-    layout = PackedGroups(groups, device)
-    plain = len(groups) == 1 and len(groups[0].completion_lengths) == 1
-    return MicroBatch(
-        ids_1T=tensor(ids, torch.long)[None],
-        positions_1T=layout.position_ids,
-        layout=None if plain else layout,
-        source_N=tensor(source, torch.long),
-        target_N=tensor(target, torch.long),
-        logprobs_N=tensor(logprobs, torch.float32),
-        versions_N=tensor(versions, torch.long),
-        advantages_N=tensor(advantage, torch.float32),
-        episode_N=tensor(episode, torch.long),
-        order_N=tensor(order, torch.long),
-        length_N=tensor(length, torch.float32),
+    return Samples(
+        logprobs_N=tensor([c.logprobs_C for c in completions], torch.float32),
+        versions_N=tensor([c.versions_C for c in completions], torch.long),
+        advantages_N=tensor([c.advantages_C for c in completions], torch.float32),
+        episode_N=tensor([np.full(len(c.ids_C), c.episode) for c in completions], torch.long),
+        order_N=tensor([c.before + np.cumsum(c.mask_C, dtype=np.int64) - 1 for c in completions], torch.long),
+        length_N=tensor([np.full(len(c.ids_C), c.length) for c in completions], torch.float32),
     )

@@ -2,7 +2,7 @@
 
 Three policies meet here: the one that sampled (`rollout`, mu), the one at the start of the step (`proximal`, o), and
 the one with a gradient (`current`, l); besides them the reference of the KL term. All tensors are [N]: the sampled
-tokens of a micro-batch. r = exp(l - o) is what the step has done, q = exp(o - mu) what staleness and mismatch have.
+tokens of a forward pass. r = exp(l - o) is what the step has done, q = exp(o - mu) what staleness and mismatch have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLAMP = 20.0  # of log ratios: exp stays finite, and beyond it the ratio carries
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the loss needs of the sampled tokens of a micro-batch, [N] each; only `current` carries a gradient."""
+    """What the loss needs of the sampled tokens of a forward pass, [N] each; only `current` carries a gradient."""
 
     current: Tensor
     proximal: Tensor
@@ -55,7 +55,7 @@ class LossStats:
 
 
 def policy_loss(t: Tokens, recipe: Recipe, divisor: float, stats: LossStats | None = None) -> Tensor:
-    """-(1/divisor) * sum of keep * W * S, plus the KL term, for the tokens of a micro-batch. A scalar.
+    """-(1/divisor) * sum of keep * W * S, plus the KL term, for the tokens of a forward pass. A scalar.
 
     k1 enters the advantage, A - beta * sg(l - ref): as a term of its own its expected gradient would be zero. k2 and k3
     (Schulman, "Approximating KL divergence") are terms of the loss, under the same divisor and mask but without W.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from etude.config import LossConfig, Mask
-from etude.trainer.batch import MicroBatch, Row
+from etude.trainer.batch import Row, Samples
 from etude.trainer.presets import Recipe
 
 IPO, DPPO = 0.1, 0.2  # difference of probabilities; PrimeIntellect-ai/prime-rl, docs/ipo.md and #2808
@@ -42,20 +42,20 @@ def needs_proximal(config: LossConfig, recipe: Recipe) -> bool:
     return config.updates > 1 or recipe.advantage == "value" or bool(OF_EPISODES & set(config.masks))
 
 
-def drift(micros: Sequence[MicroBatch], above: Sequence[Tensor], below: Sequence[Tensor], episodes: int) -> Drift:
+def drift(samples: Sequence[Samples], above: Sequence[Tensor], below: Sequence[Tensor], episodes: int) -> Drift:
     """Mean and minimum of above - below over the tokens of each episode; 0 for one without tokens."""
-    device = micros[0].ids_1T.device if micros else "cpu"
+    device = samples[0].episode_N.device if samples else "cpu"
     total_E, count_E, least_E = (torch.zeros(episodes, dtype=torch.double, device=device) for _ in range(3))
-    for micro, a_N, b_N in zip(micros, above, below, strict=True):
+    for some, a_N, b_N in zip(samples, above, below, strict=True):
         d_N = (a_N - b_N).double()
-        total_E.index_add_(0, micro.episode_N, d_N)
-        count_E.index_add_(0, micro.episode_N, torch.ones_like(d_N))
-        least_E.scatter_reduce_(0, micro.episode_N, d_N, "amin")
+        total_E.index_add_(0, some.episode_N, d_N)
+        count_E.index_add_(0, some.episode_N, torch.ones_like(d_N))
+        least_E.scatter_reduce_(0, some.episode_N, d_N, "amin")
     return Drift(total_E / count_E.clamp_min(1), least_E)
 
 
 def keep(
-    micro: MicroBatch, proximal_N: Tensor, of_episode: Drift | None, masks: Sequence[Mask], dropped: Counter[str]
+    samples: Samples, proximal_N: Tensor, of_episode: Drift | None, masks: Sequence[Mask], dropped: Counter[str]
 ) -> Tensor | None:
     """bool [N]: the tokens that no mask leaves out; None without masks. Counts what each mask drops, each by itself.
 
@@ -64,20 +64,20 @@ def keep(
     if not masks:
         return None
     keep_N = torch.ones_like(proximal_N, dtype=torch.bool)
-    change_N = proximal_N.exp() - micro.logprobs_N.exp()
+    change_N = proximal_N.exp() - samples.logprobs_N.exp()
     for mask in masks:
         if mask == "ipo":
             drop_N = change_N.abs() > IPO
         elif mask == "dppo":
             # Only what the advantage would push further away.
-            drop_N = (change_N * micro.advantages_N.sign()) > DPPO
+            drop_N = (change_N * samples.advantages_N.sign()) > DPPO
         else:
             assert of_episode is not None, "the proximal pass comes before masks of whole episodes"
-            mean_N, least_N = of_episode.mean_E[micro.episode_N], of_episode.least_E[micro.episode_N]
+            mean_N, least_N = of_episode.mean_E[samples.episode_N], of_episode.least_E[samples.episode_N]
             if mask == "geo_rs":
                 drop_N = (mean_N < math.log(GEO_RS[0])) | (mean_N > math.log(GEO_RS[1]))
             elif mask == "opsm":
-                drop_N = (micro.advantages_N < 0) & (-mean_N > OPSM)
+                drop_N = (samples.advantages_N < 0) & (-mean_N > OPSM)
             else:
                 drop_N = least_N < VETO
         dropped[f"drop/tokens/{mask}"] += int(drop_N.sum())

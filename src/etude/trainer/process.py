@@ -32,9 +32,10 @@ from etude.rollout.ledger import Ledger
 from etude.store import Store, open_store
 from etude.trainer import checkpoint, presets
 from etude.trainer.batch import Batch, make_batch
+from etude.trainer.figures import batch_metrics
 from etude.trainer.guards import Guards, Verdict
 from etude.trainer.optimizer import for_policy
-from etude.trainer.step import batch_metrics, train_step
+from etude.trainer.step import train_step
 from etude.trainer.value import Critic
 from etude.weights.digest import digest
 from etude.weights.manifest import manifests, newest
@@ -74,6 +75,7 @@ class Trainer:
         self.reference = copy.deepcopy(self.model).eval() if self.recipe.kl_beta else None
         self.optimizer = for_policy(self.model, config.trainer)
         self.critic = Critic(self.model, config.loss.value_lr) if self.recipe.advantage == "value" else None
+        self.checked: set[str] | None = set() if config.trainer.self_check else None
         key = config.weights.signing_key
         self.publisher = Publisher(
             weights,
@@ -167,6 +169,7 @@ class Trainer:
             self.version,
             progress,
             critic=self.critic,
+            checked=self.checked,
             judge=lambda figures: self.guards.judge(observed | figures),
         )
         self._obey(verdict)

@@ -1,60 +1,43 @@
-"""One optimizer step: batch in, updated weights and metrics out. The whole of the algorithm is on this page."""
+"""One optimizer step: batch in, updated weights and metrics out. The whole of the algorithm is on this page.
+
+rows ──> updates, a plan of passes each ──> proximal log-probabilities, values, advantages; only if they are needed
+     ──> per update: gradients of the loss, summed over its passes ──> judged ──> optimizer
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from etude.config import RLConfig
 from etude.trainer import presets
-from etude.trainer.batch import Batch, MicroBatch, pack, unshare
+from etude.trainer.batch import Batch, Row, Samples, collate, token_rows
+from etude.trainer.execution import Outcome, ValueHead, evaluate, run
+from etude.trainer.figures import Sums
 from etude.trainer.guards import Verdict
-from etude.trainer.loss import LossStats, Mismatch, Tokens, policy_loss
+from etude.trainer.loss import Tokens, policy_loss
+from etude.trainer.memory import peak_bytes, reset_peak
 from etude.trainer.optimizer import MasterAdamW, learning_rate
+from etude.trainer.plan import Plan, TokenRows, plan, shape_of
 from etude.trainer.policies import OF_EPISODES, Drift, drift, keep, needs_proximal, shares
+from etude.trainer.selfcheck import check
 from etude.trainer.value import Critic, estimate
-
-_ENTROPY_STRIDE = 16  # a mean over some thousand tokens is exact enough, and a tenth of the step's time otherwise
 
 
 @dataclass(frozen=True)
-class Item:
-    """A micro-batch, and what was computed of it before the step's first update."""
+class Update:
+    """The rows of one optimizer update, and what was computed of them before the step's first one."""
 
-    micro: MicroBatch
-    proximal_N: torch.Tensor | None = None  # None: the current policy is the proximal one
-    target_N: torch.Tensor | None = None  # of the value head
-
-
-@dataclass
-class Sums:
-    """Running figures of a step."""
-
-    fresh: Mismatch = field(default_factory=Mismatch)  # tokens sampled by the version that trains on them
-    all_lags: Mismatch = field(default_factory=Mismatch)
-    stats: LossStats = field(default_factory=LossStats)
-    dropped: Counter[str] = field(default_factory=Counter)
-    loss: float = 0.0
-    value_loss: float | None = None
-    entropy: float = 0.0
-    entropies: int = 0
-
-    def compare(self, proximal_N: torch.Tensor, micro: MicroBatch, version: int) -> None:
-        self.all_lags.add(proximal_N, micro.logprobs_N)
-        on_policy = micro.versions_N == version
-        self.fresh.add(proximal_N[on_policy], micro.logprobs_N[on_policy])
-
-    def metrics(self) -> dict[str, float]:
-        metrics = {"loss/policy": self.loss, "entropy/mean": self.entropy / max(self.entropies, 1)}
-        if self.value_loss is not None:
-            metrics["loss/value"] = self.value_loss
-        metrics |= {name: float(count) for name, count in self.dropped.items()}
-        metrics |= self.stats.metrics()
-        return metrics | self.fresh.metrics("mismatch") | self.all_lags.metrics("off_policy")
+    tokens: TokenRows
+    samples: Samples
+    passes: Plan
+    share: float  # of the batch's groups
+    proximal_N: Tensor | None = None  # None: the current policy is the proximal one
+    target_N: Tensor | None = None  # of the value head
 
 
 def train_step(
@@ -68,32 +51,32 @@ def train_step(
     *,
     critic: Critic | None = None,
     judge: Callable[[dict[str, float]], Verdict] = lambda _: Verdict("go", ()),
+    checked: set[str] | None = None,
 ) -> tuple[dict[str, float], Verdict]:
     """Trains on `batch` with the weights of `version`; returns flat metrics (see `docs/metrics.md`) and the verdict.
 
     `progress` in [0, 1] is the share of the run that lies behind; `reference` scores the KL term and is None when it is
     off; `critic` is the value head of the ppo preset. `judge` sees the metrics before every update: where it says no,
-    the gradients are dropped and the step ends. In deterministic mode rows are not shared and each is its own forward
-    pass, so gradients do not depend on how episodes were packed.
+    the gradients are dropped and the step ends. `checked` are the executions that the self-check has passed, and grows;
+    None: no self-check. In deterministic mode each row is its own forward pass, so gradients do not depend on how
+    episodes were packed.
     """
-    recipe = presets.recipe(config.loss)
-    rows = unshare(batch.rows) if config.deterministic else batch.rows
-    micro_tokens = 1 if config.deterministic else config.trainer.micro_tokens
-    parts = [(list(pack(p, micro_tokens, config.trainer.device)), s) for p, s in shares(rows, config.loss.updates)]
+    reset_peak(config.trainer.device)
     sums = Sums()
-    items = _prepare(model, critic, [micro for micros, _ in parts for micro in micros], batch, config, sums, version)
-    of_episode = _drift_from_rollout(items, batch, config)
-    lr, applied, metrics, verdict = learning_rate(config.trainer, version + 1, progress), 0, {}, None
-    for micros, share in parts:
-        some, items = items[: len(micros)], items[len(micros) :]
-        drift_E = _drift_of_update(model, some, batch, config) if applied and recipe.surrogate == "sequence" else None
-        divisor = presets.divisor(recipe, config.rollout, sum(m.target_N.numel() for m in micros), share)
-        for item in some:
-            _backward(model, reference, critic, item, config, divisor, version, of_episode, drift_E, sums)
-        if not sums.all_lags.tokens:
+    updates = [_update(model, rows, share, config, sums) for rows, share in shares(batch.rows, config.loss.updates)]
+    metrics = {} if checked is None else _self_check(model, updates, checked)
+    updates = _prepare(model, critic, updates, batch, config, sums, version)
+    of_episode = _drift_from_rollout(updates, batch, config)
+    lr, applied, verdict = learning_rate(config.trainer, version + 1, progress), 0, None
+    for update in updates:
+        if not update.tokens.count:
             continue
+        outcome = _backward(model, reference, critic, update, batch, config, of_episode, applied > 0, sums)
+        sums.add(outcome)
+        if update.proximal_N is None:
+            sums.compare(outcome.logprobs_N, update.samples, version)
         norm = optimizer.collect()
-        metrics = {"optim/lr": lr, "optim/grad_norm": norm}
+        metrics |= {"optim/lr": lr, "optim/grad_norm": norm}
         verdict = judge(sums.metrics() | metrics)
         if not verdict.trains or not math.isfinite(norm):
             optimizer.drop()
@@ -104,161 +87,119 @@ def train_step(
         if critic is not None:
             critic.apply()
         applied += 1
-    if metrics:
-        metrics |= {"optim/skipped": float(applied < len(parts)), "optim/updates": float(applied)}
-    return sums.metrics() | metrics, judge(sums.metrics()) if verdict is None else verdict
+    if verdict is None:
+        return sums.metrics(), judge(sums.metrics())
+    metrics |= {"optim/skipped": float(applied < len(updates)), "optim/updates": float(applied)}
+    return sums.metrics() | metrics | {"memory/peak_bytes": float(peak_bytes(config.trainer.device))}, verdict
 
 
-@torch.no_grad()
+def _update(model: torch.nn.Module, rows: list[Row], share: float, config: RLConfig, sums: Sums) -> Update:
+    """The rows of an update, and the passes that they are computed in."""
+    options = config.trainer
+    execution = "rows" if config.deterministic else options.execution
+    tokens = token_rows(rows)
+    passes = plan(tokens, execution, options.micro_tokens, shape_of(model))
+    sums.plan(tokens, passes)
+    return Update(tokens, collate(rows, options.device), passes, share)
+
+
+def _self_check(model: torch.nn.Module, updates: list[Update], checked: set[str]) -> dict[str, float]:
+    """Compares the gradients of new executions with those of separate rows; raises RunFailed if they differ."""
+    distances = []
+    for update in updates:
+        if update.tokens.count and update.passes.execution not in checked:
+            distances.append(check(model, update.tokens, update.passes.execution))
+            checked.add(update.passes.execution)
+    return {"mismatch/self_check": max(distances)} if distances else {}
+
+
 def _prepare(
     model: torch.nn.Module,
     critic: Critic | None,
-    micros: list[MicroBatch],
+    updates: list[Update],
     batch: Batch,
     config: RLConfig,
     sums: Sums,
     version: int,
-) -> list[Item]:
-    """The micro-batches with what the step needs of the proximal policy, in a pass of its own only if it must be."""
+) -> list[Update]:
+    """The updates with what the step needs of the proximal policy, in a pass of its own only if it must be."""
     if not needs_proximal(config.loss, presets.recipe(config.loss)):
-        return [Item(micro) for micro in micros]
-    proximal, values = [], []
-    for micro in micros:
-        logprobs_N, _ = score(model, micro, config.rollout.temperature)
-        sums.compare(logprobs_N, micro, version)
-        proximal.append(logprobs_N)
-        if critic is not None:
-            values.append(critic.values(micro))
+        return updates
+    value = None if critic is None else ValueHead(critic.values)
+    found = [
+        evaluate(model, u.passes.parts, u.tokens.count, temperature=config.rollout.temperature, value=value)
+        for u in updates
+    ]
+    updates = [replace(u, proximal_N=o.logprobs_N) for u, o in zip(updates, found, strict=True)]
+    for update, outcome in zip(updates, found, strict=True):
+        sums.compare(outcome.logprobs_N, update.samples, version)
     if critic is None:
-        return [Item(micro, o_N) for micro, o_N in zip(micros, proximal, strict=True)]
-    estimates = estimate(micros, values, batch.rewards, config.loss.gamma, config.loss.lam)
+        return updates
+    values = [outcome.values_N for outcome in found]
+    estimates = estimate([u.samples for u in updates], values, batch.rewards, config.loss.gamma, config.loss.lam)
     return [
-        Item(replace(micro, advantages_N=advantage_N), o_N, target_N)
-        for micro, o_N, (advantage_N, target_N) in zip(micros, proximal, estimates, strict=True)
+        replace(u, samples=replace(u.samples, advantages_N=advantage_N), target_N=target_N)
+        for u, (advantage_N, target_N) in zip(updates, estimates, strict=True)
     ]
 
 
-def _drift_from_rollout(items: list[Item], batch: Batch, config: RLConfig) -> Drift | None:
+def _drift_from_rollout(updates: list[Update], batch: Batch, config: RLConfig) -> Drift | None:
     """How far each episode's tokens have drifted from the policy that sampled them, where a mask asks for it."""
     if not OF_EPISODES & set(config.loss.masks):
         return None
-    proximal = [item.proximal_N for item in items if item.proximal_N is not None]
-    micros = [item.micro for item in items]
-    return drift(micros, proximal, [micro.logprobs_N for micro in micros], len(batch.rewards))
-
-
-@torch.no_grad()
-def _drift_of_update(model: torch.nn.Module, items: list[Item], batch: Batch, config: RLConfig) -> torch.Tensor:
-    """Mean of l - o per episode, [E], with the weights as the step's earlier updates have left them."""
-    micros = [item.micro for item in items]
-    current = [score(model, micro, config.rollout.temperature)[0] for micro in micros]
-    proximal = [item.proximal_N for item in items if item.proximal_N is not None]
-    return drift(micros, current, proximal, len(batch.rewards)).mean_E.float()
+    proximal = [u.proximal_N for u in updates if u.proximal_N is not None]
+    samples = [u.samples for u in updates]
+    return drift(samples, proximal, [some.logprobs_N for some in samples], len(batch.rewards))
 
 
 def _backward(
     model: torch.nn.Module,
     reference: torch.nn.Module | None,
     critic: Critic | None,
-    item: Item,
+    update: Update,
+    batch: Batch,
     config: RLConfig,
-    divisor: float,
-    version: int,
     of_episode: Drift | None,
-    drift_E: torch.Tensor | None,
+    moved: bool,
     sums: Sums,
-) -> None:
-    """Adds the gradient of one micro-batch, and its figures."""
-    micro, recipe = item.micro, presets.recipe(config.loss)
-    logprobs_N, entropy_M = score(model, micro, config.rollout.temperature)
+) -> Outcome:
+    """Adds the gradient of an update's loss, and its figures; `moved`: the step has updated the weights before."""
+    recipe, count, parts = presets.recipe(config.loss), update.tokens.count, update.passes.parts
+    temperature = config.rollout.temperature
+    divisor = presets.divisor(recipe, config.rollout, count, update.share)
     reference_N = None
     if reference is not None:
-        with torch.no_grad():
-            reference_N, _ = score(reference, micro, config.rollout.temperature)
-    detached = logprobs_N.detach()
-    proximal_N = detached if item.proximal_N is None else item.proximal_N
-    tokens = Tokens(
-        current=logprobs_N,
-        proximal=proximal_N,
-        rollout=micro.logprobs_N,
-        advantage=micro.advantages_N,
-        reference=reference_N,
-        length=micro.length_N,
-        keep=keep(micro, proximal_N, of_episode, config.loss.masks, sums.dropped),
-        drift=None if drift_E is None else drift_E[micro.episode_N],
-    )
-    loss = policy_loss(tokens, recipe, divisor, sums.stats)
-    sums.loss += loss.item()
-    if critic is not None and item.target_N is not None:
-        value = critic.loss(micro, item.target_N, divisor)
-        sums.value_loss = (sums.value_loss or 0.0) + value.item()
-        loss = loss + config.loss.value_weight * value
-    loss.backward()
-    sums.entropy += entropy_M.sum().item()
-    sums.entropies += len(entropy_M)
-    if item.proximal_N is None:
-        sums.compare(detached, micro, version)
+        reference_N = evaluate(reference, parts, count, temperature=temperature).logprobs_N
+    # The ratio of an episode needs all its tokens; before the first update it is 1.
+    by_episode = moved and recipe.surrogate == "sequence"
 
+    def loss(logprobs_M: Tensor, item_M: Tensor) -> Tensor:
+        samples, detached_M = update.samples.select(item_M), logprobs_M.detach()
+        proximal_M = detached_M if update.proximal_N is None else update.proximal_N[item_M]
+        drift_M = None
+        if by_episode:
+            mean_E = drift([samples], [detached_M], [proximal_M], len(batch.rewards)).mean_E
+            drift_M = mean_E.float()[samples.episode_N]
+        tokens = Tokens(
+            current=logprobs_M,
+            proximal=proximal_M,
+            rollout=samples.logprobs_N,
+            advantage=samples.advantages_N,
+            reference=None if reference_N is None else reference_N[item_M],
+            length=samples.length_N,
+            keep=keep(samples, proximal_M, of_episode, config.loss.masks, sums.dropped),
+            drift=drift_M,
+        )
+        return policy_loss(tokens, recipe, divisor, sums.stats)
 
-def score(model: torch.nn.Module, micro: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability [N] of the sampled tokens under the distribution they were drawn from, and entropy of every 16th.
+    value = None
+    if critic is not None and (target_N := update.target_N) is not None:
 
-    Head and log-softmax in float32, after the division by the temperature, as in the engine.
-    """
-    hidden_1TD = model.get_decoder()(
-        input_ids=micro.ids_1T, position_ids=micro.positions_1T, layout=micro.layout, use_cache=False
-    ).last_hidden_state
-    hidden_ND = hidden_1TD[0].index_select(0, micro.source_N)
-    head = model.get_output_embeddings()
-    logits_NV = torch.nn.functional.linear(hidden_ND.float(), head.weight.float())
-    if temperature != 1.0:
-        logits_NV = logits_NV / temperature
-    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    chosen_N = logprobs_NV.gather(1, micro.target_N[:, None]).squeeze(1)
-    with torch.no_grad():
-        some_MV = logprobs_NV[::_ENTROPY_STRIDE]
-        entropy_M = -(some_MV.exp() * some_MV).sum(-1)
-    return chosen_N, entropy_M
+        def value_loss(values_M: Tensor, item_M: Tensor) -> Tensor:
+            error = critic.loss(values_M, target_N[item_M], divisor)
+            sums.value_loss = (sums.value_loss or 0.0) + error.item()
+            return config.loss.value_weight * error
 
-
-def batch_metrics(batch: Batch, version: int) -> dict[str, float | dict[str, int]]:
-    """What the episodes of a batch looked like, including the groups that carry no gradient."""
-    episodes = batch.flat
-    lag: Counter[int] = Counter()
-    for episode in episodes:
-        for segment in episode.segments:
-            _, mask_T, _, versions_T = segment.arrays()
-            lag.update((version - versions_T[mask_T == 1]).tolist())
-    tokens = sum(lag.values())
-    metrics: dict[str, float | dict[str, int]] = {
-        "reward/all/mean": _mean(e.reward for e in episodes),
-        "reward/all/std": _std([e.reward for e in episodes]),
-        "rollout/pass_rate": _mean(float(e.passed) for e in episodes),
-        "rollout/episodes": float(len(episodes)),
-        "rollout/groups": float(len(batch.episodes)),
-        "rollout/zero_variance": float(batch.zero_variance),
-        "drop/groups/zero_variance": float(batch.zero_variance),
-        "drop/episodes/empty": float(sum(not e.sampled_tokens for e in episodes)),
-        "rollout/length": tokens / max(len(episodes), 1),
-        "off_policy/mean": sum(k * n for k, n in lag.items()) / max(tokens, 1),
-        "off_policy/max": float(max(lag, default=0)),
-        "off_policy/histogram": {str(k): n for k, n in sorted(lag.items())},
-    }
-    for name in sorted({key for e in episodes for key in e.metrics}):
-        shown = f"{name}/mean" if name.startswith("reward/") else f"rollout/{name}"
-        metrics[shown] = _mean(e.metrics.get(name, 0.0) for e in episodes)
-    for kind, count in sorted(Counter(e.outcome.value for e in episodes).items()):
-        metrics[f"outcome/{kind}"] = float(count)
-    for reason, count in sorted(Counter(e.stop_reason.value for e in episodes).items()):
-        metrics[f"stop/{reason}"] = float(count)
-    return metrics
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else 0.0
-
-
-def _std(values: list[float]) -> float:
-    mean = _mean(values)
-    return math.sqrt(_mean((v - mean) ** 2 for v in values))
+        value = ValueHead(critic.values, value_loss)
+    aux, separable = config.trainer.router_aux, not by_episode
+    return run(model, parts, count, loss, temperature=temperature, value=value, separable=separable, aux=aux)

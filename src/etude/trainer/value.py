@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from etude.trainer.batch import MicroBatch
+from etude.trainer.batch import Samples
 
 PREFIX = "value/"
 
@@ -37,7 +37,7 @@ def gae(values_T: Sequence[float], reward: float, gamma: float, lam: float) -> t
 
 
 class Critic:
-    """The head, its optimizer, and the hidden state of the model's last forward pass."""
+    """The head and its optimizer."""
 
     def __init__(self, model: PreTrainedModel, lr: float):
         weight = model.get_output_embeddings().weight
@@ -45,22 +45,14 @@ class Critic:
         torch.nn.init.zeros_(self.head.weight)  # a value of 0 everywhere: the first advantages are the returns
         torch.nn.init.zeros_(self.head.bias)
         self._adam = torch.optim.Adam(self.head.parameters(), lr=lr)
-        self._hidden_1TD: Tensor | None = None
-        model.get_decoder().register_forward_hook(self._catch)
 
-    def _catch(self, _module: object, _inputs: object, output: object) -> None:
-        self._hidden_1TD = output.last_hidden_state  # type: ignore[attr-defined]
+    def values(self, hidden_SD: Tensor) -> Tensor:
+        """The value [S] of the states whose last hidden states these are."""
+        return self.head(hidden_SD.float()).squeeze(-1)
 
-    def values(self, micro: MicroBatch) -> Tensor:
-        """The value of the state before each sampled token, [N], of the forward pass that was the last."""
-        assert self._hidden_1TD is not None, "values follow a forward pass"
-        hidden_ND = self._hidden_1TD[0].index_select(0, micro.source_N).float()
-        self._hidden_1TD = None
-        return self.head(hidden_ND).squeeze(-1)
-
-    def loss(self, micro: MicroBatch, targets_N: Tensor, divisor: float) -> Tensor:
+    def loss(self, values_M: Tensor, targets_M: Tensor, divisor: float) -> Tensor:
         """Half the mean squared error over `divisor` tokens."""
-        return (self.values(micro) - targets_N).square().sum() / (2 * divisor)
+        return (values_M - targets_M).square().sum() / (2 * divisor)
 
     def apply(self) -> None:
         """Updates the head from the collected gradients."""
@@ -91,21 +83,21 @@ class Critic:
 
 
 def estimate(
-    micros: Sequence[MicroBatch], values: Sequence[Tensor], rewards_E: Sequence[float], gamma: float, lam: float
+    samples: Sequence[Samples], values: Sequence[Tensor], rewards_E: Sequence[float], gamma: float, lam: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """Per micro-batch the advantages and the value targets of its tokens, [N] each, by GAE over whole episodes."""
+    """Per part of a batch the advantages and value targets of its tokens, [N] each, by GAE over whole episodes."""
     of_episode: dict[int, np.ndarray] = {}
-    for micro, value_N in zip(micros, values, strict=True):
+    for some, value_N in zip(samples, values, strict=True):
         for e, at, length, value in zip(
-            micro.episode_N.tolist(), micro.order_N.tolist(), micro.length_N.tolist(), value_N.tolist(), strict=True
+            some.episode_N.tolist(), some.order_N.tolist(), some.length_N.tolist(), value_N.tolist(), strict=True
         ):
             of_episode.setdefault(e, np.zeros(int(length)))[at] = value
     found = {e: gae(v.tolist(), rewards_E[e], gamma, lam) for e, v in of_episode.items()}
     out = []
-    for micro in micros:
-        at = list(zip(micro.episode_N.tolist(), micro.order_N.tolist(), strict=True))
+    for some in samples:
+        at = list(zip(some.episode_N.tolist(), some.order_N.tolist(), strict=True))
         pair = [
-            torch.tensor([found[e][part][i] for e, i in at], dtype=torch.float32, device=micro.ids_1T.device)
+            torch.tensor([found[e][part][i] for e, i in at], dtype=torch.float32, device=some.episode_N.device)
             for part in (0, 1)
         ]
         out.append((pair[0], pair[1]))

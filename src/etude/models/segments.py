@@ -1,0 +1,241 @@
+"""The segment graph: runs of tokens, and which of them see which. Shared prompts and documents are both one of these.
+
+A node's tokens see themselves causally and the nodes in `sees` wholly. In a prefix tree a node sees all its ancestors,
+so every path from a root is a plain causal row, and what is computed once for the tree equals what separate rows give.
+
+Suffixes: T tokens of the whole graph in layout order (the nodes one after the other), n tokens of one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+MIN_SHARE = 16  # tokens; a shorter common run costs more in bookkeeping than it saves
+
+
+@dataclass(frozen=True)
+class Node:
+    """A run of tokens. `start` is the rotary position of its first token; `sees` are indices of earlier nodes."""
+
+    ids_n: np.ndarray
+    start: int = 0
+    sees: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids_n)
+
+
+class Block(NamedTuple):
+    """Queries [q0, q1) see keys [k0, k1): all of them, or on the diagonal (q0 = k0) those that are not later."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in layout order. Raises ValueError if a node sees a later one, itself, or one that ends after its start."""
+
+    nodes: tuple[Node, ...]
+
+    def __post_init__(self) -> None:
+        for i, node in enumerate(self.nodes):
+            if node.ids_n.ndim != 1:
+                raise ValueError(f"node {i} holds an array of shape {node.ids_n.shape}, not a run of tokens")
+            for j in node.sees:
+                if not 0 <= j < i:
+                    raise ValueError(f"node {i} sees node {j}: a node sees only earlier nodes")
+                if self.nodes[j].start + len(self.nodes[j]) > node.start:
+                    raise ValueError(f"node {i} starts at {node.start}, before node {j}, which it sees, has ended")
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """int64 [nodes + 1]: where every node begins in the layout, and the number of tokens."""
+        return np.concatenate([[0], np.cumsum([len(node) for node in self.nodes], dtype=np.int64)]).astype(np.int64)
+
+    @property
+    def length(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def ids_T(self) -> np.ndarray:
+        return _concatenate([node.ids_n for node in self.nodes])
+
+    @property
+    def positions_T(self) -> np.ndarray:
+        return _concatenate([np.arange(node.start, node.start + len(node)) for node in self.nodes])
+
+    @property
+    def node_T(self) -> np.ndarray:
+        """int64 [T]: the node of every token."""
+        return np.repeat(np.arange(len(self.nodes)), np.diff(self.offsets))
+
+    @property
+    def sees_NN(self) -> np.ndarray:
+        """bool [nodes, nodes]: row sees column wholly."""
+        table = np.zeros((len(self.nodes), len(self.nodes)), bool)
+        for i, node in enumerate(self.nodes):
+            table[i, list(node.sees)] = True
+        return table
+
+    def mask(self) -> np.ndarray:
+        """bool [T, T], query by key: the rule of this module written out. Quadratic; for tests and small graphs."""
+        node_T, index_T = self.node_T, np.arange(self.length)
+        own_TT = (node_T[:, None] == node_T) & (index_T[:, None] >= index_T)
+        return own_TT | self.sees_NN[np.ix_(node_T, node_T)]
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The mask as blocks without a wasted pair: one causal per node, and rectangles, merged where they touch."""
+        at = self.offsets.tolist()
+        diagonal = [
+            Block(at[i], at[i + 1], at[i], at[i + 1], True) for i in range(len(self.nodes)) if len(self.nodes[i])
+        ]
+        seen_by: list[list[int]] = [[] for _ in self.nodes]
+        for i, node in enumerate(self.nodes):
+            for j in node.sees:
+                seen_by[j].append(i)
+        open_blocks: dict[tuple[int, int], Block] = {}  # by query range: those that end where the next key begins
+        rectangles: list[Block] = []
+        for j, viewers in enumerate(seen_by):
+            if not len(self.nodes[j]):
+                continue
+            touching: dict[tuple[int, int], Block] = {}
+            for first, last in _runs(viewers):
+                queries = at[first], at[last + 1]
+                if queries[0] == queries[1]:
+                    continue
+                before = open_blocks.pop(queries, None)
+                begin = at[j] if before is None else before.k0
+                touching[queries] = Block(*queries, begin, at[j + 1], False)
+            rectangles += open_blocks.values()
+            open_blocks = touching
+        rectangles += open_blocks.values()
+        return tuple(diagonal + rectangles)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees."""
+        return sum(_pairs(block) for block in self.blocks)
+
+    def part(self, chosen: Sequence[int]) -> Graph:
+        """The subgraph of the chosen nodes, in increasing order; what they see outside is left out."""
+        new = {old: i for i, old in enumerate(chosen)}
+        nodes = [self.nodes[old] for old in chosen]
+        sees = [tuple(new[j] for j in node.sees if j in new) for node in nodes]
+        return Graph(tuple(Node(node.ids_n, node.start, seen) for node, seen in zip(nodes, sees, strict=True)))
+
+
+@dataclass(frozen=True)
+class Trie:
+    """A prefix tree in depth-first order: `graph`, and per row (in the order given) the nodes from root to its end."""
+
+    graph: Graph
+    paths: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """int64 [nodes]: how many rows pass through a node."""
+        through = np.array([n for path in self.paths for n in path], np.int64)
+        return np.bincount(through, minlength=len(self.graph.nodes))
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Per node, the index after the last node of its subtree."""
+        ends = list(range(1, len(self.graph.nodes) + 1))
+        for i in range(len(ends) - 1, -1, -1):
+            if self.graph.nodes[i].sees:
+                parent = self.graph.nodes[i].sees[-1]
+                ends[parent] = max(ends[parent], ends[i])
+        return ends
+
+    def where(self, row: int) -> np.ndarray:
+        """int64 [tokens of the row]: where each stands in the layout."""
+        at = self.graph.offsets
+        return _concatenate([np.arange(at[n], at[n + 1]) for n in self.paths[row]])
+
+
+def trie(rows: Sequence[np.ndarray], min_share: int = MIN_SHARE) -> Trie:
+    """The prefix tree of rows of token ids: equal beginnings of at least `min_share` tokens become one node.
+
+    Shorter common runs stay with each branch. Rows may be equal, empty, or beginnings of each other: a row ends with
+    the last node of its path. Every node is on the path of some row, and no node is empty.
+    """
+    order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">u4").tobytes())
+    ordered = [rows[i] for i in order]
+    common = [0] + [_common(a, b) for a, b in pairwise(ordered)]
+    nodes: list[Node] = []
+    paths: list[tuple[int, ...]] = [()] * len(rows)
+
+    def grow(row: np.ndarray, begin: int, end: int, above: tuple[int, ...]) -> tuple[int, ...]:
+        if begin == end:
+            return above
+        nodes.append(Node(row[begin:end], begin, above))
+        return (*above, len(nodes) - 1)
+
+    stack = [(0, len(rows), 0, ())] if rows else []
+    while stack:
+        lo, hi, begin, above = stack.pop()
+        end = min(common[lo + 1 : hi], default=len(ordered[lo]))
+        if end - begin >= min_share:
+            above, begin = grow(ordered[lo], begin, end, above), end
+        ended = lo
+        while ended < hi and len(ordered[ended]) == end:
+            ended += 1
+        if ended > lo:
+            path = grow(ordered[lo], begin, end, above)
+            for i in range(lo, ended):
+                paths[order[i]] = path
+        cuts = [ended, *(i for i in range(ended + 1, hi) if common[i] == end), hi]
+        branches = [(a, b, begin, above) for a, b in pairwise(cuts) if a < b]
+        stack += reversed(branches)
+    return Trie(Graph(tuple(nodes)), tuple(paths))
+
+
+def join(tries: Sequence[Trie]) -> Trie:
+    """Several tries beside each other in one layout; their rows in the order given."""
+    nodes: list[Node] = []
+    paths: list[tuple[int, ...]] = []
+    for one in tries:
+        base = len(nodes)
+        nodes += [Node(n.ids_n, n.start, tuple(base + j for j in n.sees)) for n in one.graph.nodes]
+        paths += [tuple(base + n for n in path) for path in one.paths]
+    return Trie(Graph(tuple(nodes)), tuple(paths))
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if differ.size else n
+
+
+def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last of every run of consecutive indices."""
+    first = last = -1
+    for i in indices:
+        if first >= 0 and i != last + 1:
+            yield first, last
+            first = i
+        elif first < 0:
+            first = i
+        last = i
+    if first >= 0:
+        yield first, last
+
+
+def _pairs(block: Block) -> int:
+    queries = block.q1 - block.q0
+    return queries * (queries + 1) // 2 if block.causal else queries * (block.k1 - block.k0)
+
+
+def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
