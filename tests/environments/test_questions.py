@@ -52,11 +52,11 @@ def test_what_cannot_be_asked(text: str) -> None:
 
 
 def test_expected_values_stay_outside() -> None:
-    rows = "[([1, 2], [['quartz']]), ([3], {'basalt': 77}), ([4], 'gneiss')]"
+    rows = "[([1, 2], [['quartz']]), ([3], {'basalt': 987654321}), ([4], 'gneiss')]"
     text = f"@parametrize('x,expected', {rows})\ndef test_a(x, expected):\n    assert lib.f(x) == expected\n"
     (question,) = asked(text)
-    assert not [word for word in ("quartz", "basalt", "77", "gneiss") if word in question.source]
-    assert [check.expected for (check,) in question.checks] == [[["quartz"]], {"basalt": 77}, "gneiss"]
+    assert not [word for word in ("quartz", "basalt", "987654321", "gneiss") if word in question.source]
+    assert [check.expected for (check,) in question.checks] == [[["quartz"]], {"basalt": 987654321}, "gneiss"]
     kinds = [type(decoy) for (decoy,) in question.decoys]
     assert kinds == [list, dict, str]
     assert judged(question, 2, ["gneiss"]) == ("passed", "", False)
