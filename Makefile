@@ -35,4 +35,5 @@ bench: .venv/installed
 	$(BIN)/etude bench edits --json
 	$(BIN)/etude bench engine --json
 	$(BIN)/etude bench sandbox --json
+	$(BIN)/etude bench shared-prompt --json
 	$(BIN)/etude bench weights --json
