@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.threads import one_thread
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -55,12 +56,8 @@ class Case:
 
 def run(quick: bool) -> dict[str, Any]:
     """Rows and checks; `quick` takes one file, fewer edits and fewer answers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return _run(quick)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _run(quick: bool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.threads import one_thread
 from transformers import PreTrainedModel
 
 from etude.inference.engine import Engine, Limits, Request
@@ -26,12 +27,8 @@ GROUP, PROMPT = 8, 250
 
 def run(quick: bool) -> dict[str, Any]:
     """Rows and checks; `quick` samples fewer tokens. Takes about one minute, or a quarter of that, on an idle core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return _run(load_model(MODEL), 24 if quick else 100)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _run(model: PreTrainedModel, tokens: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.threads import one_thread
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from etude.models import attention, experts
@@ -34,12 +35,8 @@ LIMIT = 2e-6  # of the gradients' distance, in float32
 
 def run(quick: bool) -> dict[str, Any]:
     """Rows and checks; several minutes. `quick`: a smaller model, once, and rows timed on a part of them, scaled up."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return _run(quick)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _run(quick: bool) -> dict[str, Any]:
