@@ -231,4 +231,4 @@ def test_a_full_disk(tmp_path):
 
 
 def test_resuming_what_never_ran(tmp_path):
-    assert "holds no run to resume" in refused(tmp_path, "--resume")
+    assert "holds no run" in refused(tmp_path, "--resume")

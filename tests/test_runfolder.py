@@ -22,7 +22,7 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path):
 
 
 def test_resuming_nothing_is_refused(tmp_path):
-    with pytest.raises(UserError, match="holds no run to resume"):
+    with pytest.raises(UserError, match="holds no run"):
         runfolder.load_config(tmp_path)
 
 

@@ -50,7 +50,9 @@ def load_config(folder: Path) -> RLConfig:
     """The resolved configuration of an existing run."""
     path = folder / "config.json"
     if not path.exists():
-        raise UserError(f"{folder} holds no run to resume (no config.json); start it without --resume")
+        raise UserError(
+            f"{folder} holds no run (no config.json); name the folder of a run, or start one without --resume"
+        )
     return validate(RLConfig, json.loads(path.read_text()), str(path))
 
 
