@@ -252,11 +252,12 @@ def _bench(arguments: argparse.Namespace, _: list[str]) -> int:
     import importlib
     import json
 
-    path = Path("benchmarks") / f"{arguments.name.replace('-', '_')}.py"
+    name = arguments.name.replace("-", "_")
+    path = Path("benchmarks") / f"{name}.py"
     if not path.exists():
         raise UserError(f"{path} does not exist; run `etude bench` from the root of the etude repository")
     sys.path.insert(0, str(Path.cwd()))  # benchmarks are no part of the package
-    module = importlib.import_module(f"benchmarks.{arguments.name}")
+    module = importlib.import_module(f"benchmarks.{name}")
     result = module.run(quick=arguments.quick)
     if not arguments.json:
         for row in result["rows"]:
