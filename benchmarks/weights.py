@@ -17,6 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -228,7 +229,35 @@ def speed_rows(pair: Pair, repeats: int) -> tuple[Rows, bool]:
         rows[f"threads-2/threads-1/{case}"] = seconds.median(case, 1) / seconds.median(case, 2), "one thread"
     one, two = (sum(seconds.median(case, threads) for case in cases) for threads in (1, 2))
     rows["threads-2/threads-1"] = one / two, "one thread; sum of A and B, encode and decode"
+    rows["threads-2/threads-1/memcpy"] = _copying(pair.old, held, repeats), "one thread; what this memory allows"
     return rows, exact
+
+
+def _copying(source: Mapping[str, Bits], target: Mapping[str, Bits], repeats: int) -> float:
+    """What a second thread gives a memcpy, each thread copying half of the bytes."""
+    halves = [
+        (part.view(np.uint8).reshape(-1), target[name].view(np.uint8).reshape(-1)) for name, part in source.items()
+    ]
+    shares = [
+        [(old[: old.size // 2], new[: old.size // 2]) for old, new in halves],
+        [(old[old.size // 2 :], new[old.size // 2 :]) for old, new in halves],
+    ]
+
+    def copy(share: list[tuple[Any, Any]]) -> None:
+        for old, new in share:
+            np.copyto(new, old)
+
+    taken: dict[int, list[float]] = {1: [], 2: []}
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(repeats + 1):
+            for threads, run in (
+                (1, lambda: [copy(share) for share in shares]),
+                (2, lambda: list(pool.map(copy, shares))),
+            ):
+                begin = time.perf_counter()
+                run()
+                taken[threads].append(time.perf_counter() - begin)
+    return statistics.median(taken[1][1:]) / statistics.median(taken[2][1:])
 
 
 def _encode(pair: Pair, base: codec.Digests, options: Codec, threads: int) -> bytes:

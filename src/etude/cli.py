@@ -82,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--threads", type=int, default=2)
     serve.add_argument("--weights", help="store URL to take new versions from")
+    serve.add_argument("--public-key", type=Path, help="serve only versions whose manifests this key has signed")
+    serve.add_argument("--accepted", type=Path, help="file that remembers, for --public-key, what was served last")
 
     _weights_arguments(command("weights", _weights, "look at, check, move and tidy the versions of a weight store"))
 
@@ -209,10 +211,13 @@ def _eval(arguments: argparse.Namespace, _: list[str]) -> None:
 
 def _serve(arguments: argparse.Namespace, _: list[str]) -> None:
     from etude.inference.server import serve
+    from etude.inference.weights import Origin
 
-    serve(
-        arguments.model, host=arguments.host, port=arguments.port, threads=arguments.threads, weights=arguments.weights
-    )
+    url, key, accepted = arguments.weights, arguments.public_key, arguments.accepted
+    if (key and not url) or (accepted and not key):
+        raise UserError("--accepted needs --public-key, which needs --weights: give all that are needed")
+    weights = Origin(store=url, public_key=key, accepted=accepted) if url else None
+    serve(arguments.model, host=arguments.host, port=arguments.port, threads=arguments.threads, weights=weights)
 
 
 def _weights(arguments: argparse.Namespace, _: list[str]) -> int:

@@ -287,8 +287,9 @@ def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[proc
     argv += ["--deterministic"] if config.deterministic else []
     key = config.weights.signing_key
     argv += ["--public-key", f"{key}.pub"] if key else []
+    own = [["--accepted", str(folder / f"accepted-{i}.json")] if key else [] for i in range(inference.servers)]
     children = [
-        spawn_engine([*argv, "--port", str(inference.port and inference.port + i)], logs, i)
+        spawn_engine([*argv, *own[i], "--port", str(inference.port and inference.port + i)], logs, i)
         for i in range(inference.servers)
     ]
     try:

@@ -224,6 +224,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     skips: tuple[Skip, ...] = ()
     anchor: Anchor  # the newest one that was complete when this was published
     schema: str  # id of the tensors' names, types and shapes, see weights/schema.py
+    model: str = ""  # id of the configuration and vocabulary, see models/loading.py; empty: unknown
     digest: str  # of the live tensors, see weights/digest.py
     changed: int  # elements that differ from the parent
     elements: int

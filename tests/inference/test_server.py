@@ -23,8 +23,9 @@ from etude.inference.client import EngineClient, EngineError
 from etude.inference.server import main
 from etude.models.loading import load_model, named_tensors
 from etude.store import open_store
-from etude.weights.manifest import create
+from etude.weights.manifest import create, key
 from etude.weights.publisher import Publisher
+from etude.weights.signature import keygen, private_key
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
 SECONDS = 120.0
@@ -290,6 +291,46 @@ def test_new_versions_are_served_verified(server, http):
     repaired = Publisher(store, anchor_versions=8).publish(3, tensors, (), {})
     assert asyncio.run(wait_for("version", 3))["digest"] == repaired.digest
     assert asyncio.run(wait_for("status", "ok"))
+
+
+def test_a_store_that_goes_back_is_not_followed_after_a_restart(tmp_path):
+    keygen(tmp_path / "key")
+    store = open_store(str(tmp_path / "weights"))
+    tensors = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(NANO)).items()}
+    publisher = Publisher(store, key=private_key(tmp_path / "key"))
+    publisher.publish(0, tensors, (), {})
+    tensors["model.norm.weight"] += 0.125
+    publisher.publish(1, tensors, (), {})
+    options = ["--weights", str(tmp_path / "weights"), "--public-key", str(tmp_path / "key.pub")]
+    options += ["--accepted", str(tmp_path / "accepted.json"), "--parent-death"]
+
+    def served():
+        child, url = start(tmp_path, *options)
+        health = httpx2.get(f"{url}/health", timeout=SECONDS).json()
+        child.stop(20)
+        (tmp_path / "ready.json").unlink()
+        return health
+
+    assert served()["version"] == 1
+    store.delete(key(1))  # what is left is older, though its signature is good
+    health = served()
+    assert health["version"] == -1
+    assert "version 0 is older than version 1, which was accepted before" in health["error"]
+
+
+def test_options_that_need_others_are_said(tmp_path, capsys):
+    for options, reason in (
+        (["--relay", "http://127.0.0.1:1"], "need --weights"),
+        (["--weights", str(tmp_path), "--accepted", str(tmp_path / "a")], "--accepted needs --public-key"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["--model", str(NANO), *options])
+        assert stopped.value.code == 2
+        assert reason in capsys.readouterr().err
+    command = [sys.executable, "-m", "etude.cli", "serve", str(NANO), "--accepted", "a"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2
+    assert "--accepted needs --public-key" in done.stderr
 
 
 def test_user_errors_are_one_sentence(tmp_path, capsys):

@@ -145,7 +145,7 @@ def one_step(trainer, run, config, *, shift=0.0):
             for e in episodes
         ]
     admit(run, config, last.version, last.version, episodes)
-    trainer.step(trainer.ledger.ready_groups(1, in_order=True), 0.0, 0.0)
+    trainer.step(trainer.ledger.ready_groups(1, in_order=True), 0.0, 0.0, 0.0)
     trainer.settle(wait=True)
 
 

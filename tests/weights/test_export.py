@@ -1,15 +1,17 @@
 import json
+import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from etude.errors import UserError
-from etude.models.loading import load_model, named_tensors
+from etude.models.loading import load_model, model_id, named_tensors
 from etude.store import open_store
 from etude.weights.digest import digest
-from etude.weights.export import export
+from etude.weights.export import export, publish_folder
 from etude.weights.publisher import Publisher
+from etude.weights.signature import Trust
 
 
 @pytest.fixture
@@ -48,6 +50,7 @@ def test_an_exported_version_is_a_plain_folder_with_the_published_weights(tmp_pa
     assert export(store, 1, base, out) == published
     assert digest(named_tensors(load_model(out, dtype=torch.float32))) == published.digest
     assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in base.iterdir())
+    assert model_id(out) == model_id(base)
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (out, base))
     assert ours == theirs
 
@@ -59,6 +62,27 @@ def test_an_exported_version_is_a_plain_folder_with_the_published_weights(tmp_pa
         torch.testing.assert_close(plain(ids).logits, expected(ids).logits)
     with pytest.raises(UserError, match="exists already"):
         export(store, 1, base, out)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"), [("config.json", "rope_theta", 5e5), ("tokenizer.json", "model", {})]
+)
+def test_a_folder_that_gives_the_same_shapes_another_meaning_is_refused(tmp_path, base, file, name, value):
+    store = open_store(str(tmp_path / "weights"))
+    publish_folder(store, base)
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    content = json.loads((other / file).read_text())
+    if file == "config.json":
+        content["rope_parameters"] = {**content["rope_parameters"], name: value}
+    else:
+        content[name] = value
+    (other / file).write_text(json.dumps(content))
+    assert model_id(other) != model_id(base)
+    with pytest.raises(UserError, match="another config"):
+        export(store, 0, other, tmp_path / "out", Trust(model=model_id(other)))
+    assert not (tmp_path / "out").exists()
+    assert export(store, 0, base, tmp_path / "out", Trust(model=model_id(base))).model == model_id(base)
 
 
 def test_a_version_of_another_model_leaves_no_folder(tmp_path, base):

@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import msgspec
@@ -42,7 +42,7 @@ from etude.inference.engine import Counters, Engine, Limits
 from etude.inference.openai import OpenAI, error, finished
 from etude.inference.rows import Request
 from etude.inference.weights import Follower, Origin
-from etude.models.loading import load_model
+from etude.models.loading import load_model, model_id
 from etude.processes import die_with_parent
 
 _WARM_UP_SECONDS = 300.0
@@ -69,7 +69,12 @@ class Options:
 
 
 def serve(
-    model: Path | str, *, host: str = "127.0.0.1", port: int = 8000, threads: int = 1, weights: str | None = None
+    model: Path | str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    threads: int = 1,
+    weights: Origin | None = None,
 ) -> None:
     """Serve a Hugging Face model folder until interrupted. Raises UserError for a bad folder or a taken port."""
     run(
@@ -78,7 +83,7 @@ def serve(
             host=host,
             port=port,
             threads=threads,
-            weights=Origin(store=weights) if weights else None,
+            weights=weights,
             speculate=True,
         )
     )
@@ -99,11 +104,12 @@ def run(options: Options) -> None:
             max_length=options.max_length,
             speculate=options.speculate,
         )
+        origin = options.weights and replace(options.weights, model=model_id(options.model))
         try:
             engine = Engine(model, limits=limits, deterministic=options.deterministic)
         except ValueError as e:
             raise UserError(f"{e} (--cache-mb)") from None
-        follower = Follower(engine, model, options.weights)
+        follower = Follower(engine, model, origin)
         engine.start()
         try:
             follower.start()
@@ -287,6 +293,7 @@ def _arguments(argv: list[str] | None) -> tuple[Options, bool]:
     parser.add_argument("--coordinator", help="URL of the coordinator of this server's replica")
     parser.add_argument("--member", default="", help="this server's name in its replica")
     parser.add_argument("--public-key", type=Path, help="serve only versions whose manifests this key has signed")
+    parser.add_argument("--accepted", type=Path, help="file that remembers, for --public-key, what was served last")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -299,13 +306,15 @@ def _arguments(argv: list[str] | None) -> tuple[Options, bool]:
     parser.add_argument("--parent-death", action="store_true", help="die with the process that started this one")
     values = vars(parser.parse_args(argv))
     parent_death = values.pop("parent_death")
-    url, *rest = (values.pop(name) for name in ("weights", "relay", "peers", "coordinator", "member", "public_key"))
-    if url is None and any(rest):
-        parser.error("--relay, --peers, --coordinator, --member and --public-key need --weights")
-    relay, peers, coordinator, member, key = rest
-    values["weights"] = url and Origin(
-        store=url, relay=relay, peers=peers, coordinator=coordinator, member=member, public_key=key
-    )
+    url = values.pop("weights")
+    names = [field.name for field in fields(Origin) if field.name not in ("store", "model")]
+    origin = {name: values.pop(name) for name in names}
+    if url is None and any(origin.values()):
+        flags = ", ".join("--" + name.replace("_", "-") for name in names)
+        parser.error(f"{flags} need --weights")
+    if origin["accepted"] and not origin["public_key"]:
+        parser.error("--accepted needs --public-key: without a key every manifest is believed")
+    values["weights"] = url and Origin(store=url, **origin)
     return Options(**values), parent_death
 
 

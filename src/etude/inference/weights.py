@@ -37,7 +37,8 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class Origin:
     """Where versions come from: the store's URL, and optionally the cluster's relay, the servers of the same cluster,
-    the coordinator of the replica with this server's name in it, and the key that must have signed the manifests."""
+    the coordinator of the replica with this server's name in it, the key that must have signed the manifests, the file
+    that remembers the newest of them across restarts, and the id of the model whose versions are expected."""
 
     store: str
     relay: str | None = None
@@ -45,6 +46,8 @@ class Origin:
     coordinator: str | None = None
     member: str = ""
     public_key: Path | None = None
+    accepted: Path | None = None
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Follower:
         self._member: Member | None = None
         if origin is not None:
             store = open_store(origin.store)
-            trust = Trust(public_key(origin.public_key)) if origin.public_key else None
+            key = public_key(origin.public_key) if origin.public_key else None
+            trust = Trust(key, memory=origin.accepted, model=origin.model)
             receiver = Receiver(store, self._tensors, Source(store, origin.relay, trust), origin.peers)
             ballot: Ballot = Remote(origin.coordinator, origin.member) if origin.coordinator else Alone()
             self._member = Member(receiver, ballot)

@@ -6,15 +6,17 @@ import json
 import struct
 from pathlib import Path
 
+import blake3
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from etude.errors import UserError
 from etude.models import attention, experts
 
 INDEX = "model.safetensors.index.json"
+_INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "use_cache")
 
 
 def load_model(
@@ -56,6 +58,23 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(root, local_files_only=True)
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"the tokenizer in {root} cannot be loaded: {_first_line(e)}") from e
+
+
+def model_id(path: Path | str) -> str:
+    """Names a folder's configuration and vocabulary, not its weights: 32 hexadecimal digits.
+
+    Where it differs, the same weights mean something else, even if every shape is equal. Raises UserError.
+    """
+    root = Path(path)
+    try:
+        config = AutoConfig.from_pretrained(root, local_files_only=True).to_dict()
+        file = root / "tokenizer.json"
+        tokenizer = json.loads(file.read_text()) if file.is_file() else {}
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(f"{root} cannot be loaded: {_first_line(e)}") from e
+    meaning = {name: value for name, value in config.items() if name not in _INCIDENTAL}
+    vocabulary = {name: tokenizer.get(name) for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
+    return blake3.blake3(json.dumps([meaning, vocabulary], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

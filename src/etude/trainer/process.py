@@ -26,7 +26,7 @@ from etude import processes, runfolder
 from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
-from etude.models.loading import load_model
+from etude.models.loading import load_model, model_id
 from etude.records import Episode, Group, PolicyVersion, decode
 from etude.rollout.ledger import Ledger
 from etude.store import Store, open_store
@@ -82,6 +82,7 @@ class Trainer:
             config.weights.anchor_versions,
             config.weights.anchor_share,
             key=private_key(Path(key)) if key else None,
+            model=model_id(config.model.path),
         )
         self._unsettled: Unsettled | None = None
         history = [manifest.metrics for manifest in manifests(weights)]
@@ -150,10 +151,11 @@ class Trainer:
             }
             runfolder.append_json(self.run / "metrics.jsonl", unsettled.line | figures)
 
-    def step(self, groups: list[Group], waited: float, progress: float) -> None:
+    def step(self, groups: list[Group], waited: float, spent: float, progress: float) -> float:
         """Trains on `groups`, commits the next version, and writes one line of metrics.
 
-        `waited` is in seconds; `progress` in [0, 1] is the share of the run that lies behind.
+        `waited` is in seconds; `spent`, too, of training until now; `progress` in [0, 1] is the share of the run that
+        lies behind. Returns the seconds spent with this step.
         """
         started = time.time()
         batch = self._batch(groups)
@@ -197,12 +199,14 @@ class Trainer:
             "time": done,
             "time/publish": done - trained,
             "time/step": busy,
+            "time/spent": spent + busy,
             "perf/trainer_busy": busy / (busy + waited),
         }
         for state, start, end in (("train", started, trained), ("publish", trained, done)):
             record = {"process": "trainer", "state": state, "start": start, "end": end}
             runfolder.append_json(self.run / "timeline.jsonl", record)
         self.version += 1
+        return spent + busy
 
     def _obey(self, verdict: Verdict) -> None:
         """Says what the guards found, and rolls back or raises RunFailed if that is the verdict."""
@@ -255,17 +259,17 @@ def run(folder: Path) -> None:
         record = {"process": "trainer", "state": "wait", "start": waiting_since, "end": time.time()}
         runfolder.append_json(folder / "timeline.jsonl", record)
         waited = time.time() - waiting_since
-        trainer.step(groups, waited, max(trainer.version / config.trainer.steps, spent / limit))
         # Before an attempt's first groups are ready, tasks are built and the model is measured: that is no training.
-        spent += time.time() - waiting_since - (waited if first else 0.0)
+        spent += 0.0 if first else waited
+        spent = trainer.step(groups, waited, spent, max(trainer.version / config.trainer.steps, spent / limit))
         first, waiting_since = False, time.time()
     trainer.settle(wait=True)
 
 
 def _spent(folder: Path) -> float:
-    """Seconds of training that earlier attempts of this run have used; the first wait of the run is none of it."""
+    """Seconds of training that earlier attempts of this run have used."""
     lines = runfolder.read_jsonl(folder / "metrics.jsonl")
-    return sum(line["time/step"] + (line["time/wait_for_batch"] if i else 0.0) for i, line in enumerate(lines))
+    return lines[-1]["time/spent"] if lines else 0.0
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from etude.errors import UserError
+from etude.models.loading import model_id
 from etude.records import PolicyVersion
 from etude.store import Store, open_store
 from etude.weights import export, retention, signature
@@ -109,8 +110,9 @@ def apply(arguments: argparse.Namespace) -> int:
     """A folder that holds one version becomes a folder that holds another."""
     store = _store(arguments.store)
     version = _version(store, arguments.version)
+    trust = _trust(arguments, arguments.folder)
     with _bar() as progress:
-        held = export.advance(store, arguments.folder, version, arguments.output, _trust(arguments), progress)
+        held = export.advance(store, arguments.folder, version, arguments.output, trust, progress)
     print(f"{arguments.folder} holds version {held}; {arguments.output} holds version {version}")
     return 0
 
@@ -132,9 +134,10 @@ def fetch(arguments: argparse.Namespace) -> int:
     """A version as a Hugging Face folder."""
     store = _store(arguments.store)
     version = _version(store, arguments.version)
+    trust = _trust(arguments, arguments.base)
     with _bar() as progress:
         progress("fetch", 0, 1)
-        manifest = export.export(store, version, arguments.base, arguments.output, _trust(arguments))
+        manifest = export.export(store, version, arguments.base, arguments.output, trust)
     print(f"{arguments.output} holds version {version}, {manifest.digest}")
     return 0
 
@@ -187,8 +190,9 @@ def _version(store: Store, wanted: int | None) -> int:
     return numbers[-1]
 
 
-def _trust(arguments: argparse.Namespace) -> Trust:
-    return Trust(signature.public_key(arguments.public_key) if arguments.public_key else None)
+def _trust(arguments: argparse.Namespace, folder: Path | None = None) -> Trust:
+    key = signature.public_key(arguments.public_key) if arguments.public_key else None
+    return Trust(key, model=model_id(folder) if folder else "")
 
 
 def _row(manifest: PolicyVersion) -> dict[str, Any]:

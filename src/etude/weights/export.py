@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from etude.errors import UserError
-from etude.models.loading import load_model, named_tensors
+from etude.models.loading import load_model, model_id, named_tensors
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.digest import digest
@@ -69,7 +69,7 @@ def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = N
         last = newest(store)
     except ValueError as e:
         raise UserError(f"{e}; publish to another store") from None
-    publisher = Publisher(store, key=key)
+    publisher = Publisher(store, key=key, model=model_id(folder))
     if last is not None:
         publisher.resume(last, load(store, last.version)[1])
         publisher.finish_anchor()

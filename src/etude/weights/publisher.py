@@ -41,6 +41,7 @@ SPANS = (8, 64)
 multiple of the one before, so that the longer fold is made of the shorter ones."""
 
 PUBLISH_SECONDS = 900.0
+_TRIES = 3  # to create a manifest whose acknowledgement is lost
 
 
 class AlreadyPublished(RunFailed):
@@ -116,8 +117,9 @@ class Publisher:
 
     A chain begins with an anchor, all elements: at the first version, and where names, types or shapes change. Another
     is written when the deltas since the last one exceed `anchor_share` of its size, or after `anchor_versions`.
-    With `key`, manifests are signed. With `ranks`, this process writes a part of each version. Host memory: the weights
-    as published last, those on their way, and those of an anchor that is still being written.
+    With `key`, manifests are signed; `model` is its `etude.models.loading.model_id`. With `ranks`, this process writes
+    a part of each version. Host memory: the weights as published last, those on their way, and those of an anchor that
+    is still being written.
     """
 
     def __init__(
@@ -127,12 +129,13 @@ class Publisher:
         anchor_share: float = 0.5,
         key: Ed25519PrivateKey | None = None,
         ranks: Ranks | None = None,
+        model: str = "",
     ):
         if anchor_versions < 1:
             raise ValueError("anchor_versions must be at least 1")
         self._store = store
         self._anchor_versions, self._anchor_share = anchor_versions, anchor_share
-        self._key = key
+        self._key, self._model = key, model
         self._ranks = ranks or Ranks(0, 1, secrets.token_hex(8))
         self._run = ""
         self._last: Published | None = None
@@ -304,6 +307,7 @@ class Publisher:
             skips=tuple(Skip(base=b, parts=_joined(share.skips[b] for share in shares)) for b in bases),
             anchor=anchor,
             schema=about.schema.id,
+            model=self._model,
             digest=written(sum(share.target for share in shares)),
             changed=sum(share.changed for share in shares),
             elements=sum(spec.elements for spec in about.schema.tensors),
@@ -314,21 +318,24 @@ class Publisher:
         return manifest if self._key is None else sign(manifest, self._key)
 
     def _commit(self, manifest: PolicyVersion) -> PolicyVersion:
-        """Creates the manifest. A lost acknowledgement is no failure: what lies there is read back."""
-        try:
-            created = create(self._store, manifest)
-        except UserError as error:
+        """Creates the manifest. A lost answer is no failure: what lies there is read back, and if that is nothing the
+        manifest is created again, which can do no harm."""
+        lost: UserError | None = None
+        for _ in range(_TRIES):
             try:
-                created = read(self._store, manifest.version) == manifest
-            except (UserError, ValueError):
-                created = False
-            if not created:
-                raise error from None
-        if not created:
-            found = read(self._store, manifest.version)
-            if found != manifest:
-                raise AlreadyPublished(self._store, found or manifest)
-        return manifest
+                if create(self._store, manifest):
+                    return manifest
+            except UserError as error:
+                lost = error
+            try:
+                found = read(self._store, manifest.version)
+            except (UserError, ValueError) as error:
+                raise lost or error from None
+            if found == manifest:
+                return manifest
+            if found is not None:
+                raise AlreadyPublished(self._store, found)
+        raise lost or AlreadyPublished(self._store, manifest)
 
     def _follow(self, version: int, deadline: float) -> PolicyVersion:
         """The manifest that rank 0 writes."""

@@ -1,4 +1,4 @@
-"""Ed25519 signatures of manifests (RFC 8032), and what a reader that was given a public key refuses.
+"""Ed25519 signatures of manifests (RFC 8032), and which manifests a reader refuses.
 
 A manifest names the digests of its objects, so a signature over it covers the weights. Keys are PEM files.
 """
@@ -28,7 +28,7 @@ _DOMAIN = b"etude weights manifest\0"
 
 
 class Refused(ValueError):
-    """A manifest that is unsigned, forged, of another run, or older than what was accepted before."""
+    """A manifest of another model or run, unsigned, forged, or older than one that was accepted before."""
 
 
 def keygen(path: Path) -> Path:
@@ -88,15 +88,17 @@ def _signed(manifest: PolicyVersion) -> bytes:
 
 @dataclass
 class Trust:
-    """What a reader of one store believes: without `key` anything; with it its owner, one run, and no going back.
+    """What a reader of one store believes: without `key` anyone; with it its owner, one run, and no going back.
 
-    `run` and `version` are those of the newest manifest it accepted; with `memory` they outlive the process.
+    With `model` (`etude.models.loading.model_id`) only versions of that model, or of one that is not named. `run` and
+    `version` are those of the newest manifest it accepted; with `memory` they outlive the process.
     """
 
     key: Ed25519PublicKey | None = None
     run: str = ""
     version: int = -1
     memory: Path | None = None
+    model: str = ""
 
     def __post_init__(self) -> None:
         if self.memory is not None and self.memory.exists():
@@ -106,10 +108,15 @@ class Trust:
                 raise UserError(f"{self.memory} cannot be read; remove it to trust the store anew") from None
 
     def check(self, manifest: PolicyVersion) -> None:
-        """Raises Refused if the signature is not the key's, or the manifest is of another run."""
+        """Raises Refused if the manifest is of another model or run, or if the signature is not the key's."""
+        number = manifest.version
+        if self.model and manifest.model not in ("", self.model):
+            raise Refused(
+                f"version {number} is of a model with another config.json or tokenizer.json; use the model folder that "
+                "its run began with"
+            )
         if self.key is None:
             return
-        number = manifest.version
         if not manifest.signature:
             raise Refused(f"version {number} is not signed")
         try:
@@ -121,9 +128,9 @@ class Trust:
 
     def accept(self, manifest: PolicyVersion) -> None:
         """`check`, and remembers the manifest. Raises Refused also if it is older than one accepted before."""
+        self.check(manifest)
         if self.key is None:
             return
-        self.check(manifest)
         if manifest.version < self.version:
             raise Refused(f"version {manifest.version} is older than version {self.version}, which was accepted before")
         self.run, self.version = manifest.run, manifest.version
