@@ -27,6 +27,7 @@ def test_help_imports_nothing_heavy():
         (["train", "none.toml"], "none.toml does not exist"),
         (["eval", "none", "--suite", "also-none"], "none"),
         (["tasks", "build", "none", "-o", "out"], "none is not a folder"),
+        (["tasks", "build", ".", "-o", "out", "--max-lines", "1"], "min_lines must be positive and not above"),
         (["tasks", "check", "none"], "none is not a task dataset"),
         (["doctor", "--what"], "unexpected argument '--what'"),
         (["bench", "engine"], "run `etude bench` from the root"),

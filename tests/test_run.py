@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from etude.records import Episode, decode
@@ -159,6 +160,29 @@ def test_a_run_survives_the_death_of_an_engine_or_the_zygote(undisturbed, tmp_pa
     assert versions(tmp_path) == versions(undisturbed)
 
 
+@pytest.mark.slow
+def test_two_servers_share_the_episodes_of_a_run(tmp_path):
+    asynchronous = ["--deterministic", "false", "--rollout.staleness", "1"]
+    process = start(tmp_path, *asynchronous, "--inference.servers", "2", "--trainer.steps", "4")
+    logs = tmp_path / "outputs/run/logs"
+    deadline = time.monotonic() + SECONDS
+    idle = {0, 1}
+    while idle:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[0]
+        for number in sorted(idle):
+            ready = logs / f"inference-{number}.json"
+            if ready.exists():
+                health = httpx2.get(f"{json.loads(ready.read_text())['url']}/health", timeout=SECONDS).json()
+                idle -= {number} if health["generated_tokens"] else set()
+        time.sleep(0.05)
+    code, output = finished(process)
+    assert code == 0, output
+    report = json.loads((tmp_path / "outputs/run/report.json").read_text())
+    assert report["steps"] == 4
+    assert all(report["checks"].values()), report["checks"]
+
+
 def descendant(pid: int, name: str) -> int:
     """The first process below `pid` whose command line holds `name`."""
     queue = [pid]
@@ -189,6 +213,11 @@ def test_an_unknown_key(tmp_path):
 
 def test_a_missing_model(tmp_path):
     assert "nowhere" in refused(tmp_path, "--model.path", "nowhere")
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_tasks_that_cannot_be(tmp_path):
+    assert "not above max_lines" in refused(tmp_path, "--tasks.min_lines", "9", "--tasks.max_lines", "8")
     assert not (tmp_path / "outputs").exists()
 
 

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     build.add_argument("--seed", type=int, default=1)
     build.add_argument("--max-tasks", type=int, default=600)
+    build.add_argument("--min-lines", type=int, default=3, help="shortest function that is broken")
     build.add_argument("--max-lines", type=int, default=30, help="longest function that is broken")
     build.add_argument("--kinds", nargs="+", choices=("mutation", "removal"), default=["mutation", "removal"])
     build.add_argument("--heldout-fraction", type=float, default=0.25, help="share of functions kept for evaluation")
@@ -181,6 +182,7 @@ def _tasks(arguments: argparse.Namespace, _: list[str]) -> int:
         arguments.output,
         seed=arguments.seed,
         max_tasks=arguments.max_tasks,
+        min_lines=arguments.min_lines,
         max_lines=arguments.max_lines,
         kinds=tuple(arguments.kinds),
         heldout_fraction=arguments.heldout_fraction,

@@ -42,7 +42,8 @@ class TasksConfig(Section):
     kinds: tuple[Literal["mutation", "removal"], ...] = ("mutation",)
     operators: tuple[str, ...] = Field(default=(), description="mutation operators to use; empty: all")
     per_function: int = Field(default=3, ge=1, description="tasks of one function, at most")
-    max_lines: int = Field(default=30, ge=2, description="longest function that is broken")
+    min_lines: int = Field(default=3, ge=1, description="shortest function that is broken, docstring left out")
+    max_lines: int = Field(default=30, ge=2, description="longest function that is broken, docstring left out")
     visible_failure: bool = Field(default=False, description="only tasks in which a test fails that the agent may run")
     heldout_fraction: float = Field(default=0.25, gt=0, lt=1, description="share of functions kept for evaluation")
 

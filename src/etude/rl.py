@@ -59,6 +59,7 @@ def _check_inputs(config: RLConfig) -> None:
         private_key(Path(config.weights.signing_key))
         public_key(Path(f"{config.weights.signing_key}.pub"))
     recipe(config.loss)
+    _build_options(config)
     tasks = config.tasks
     if tasks.dataset is not None:
         datasets.load(Path(tasks.dataset))
@@ -105,17 +106,23 @@ def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
         repository = fetch_library(name, version, tasks.sha256, folder / "library")
     else:
         repository = Path(tasks.repository)
-    options = BuildOptions(
+    return build(repository, target, _build_options(config), view.note)
+
+
+def _build_options(config: RLConfig) -> BuildOptions:
+    """Raises UserError if they contradict each other."""
+    tasks = config.tasks
+    return BuildOptions(
         seed=config.seed,
         max_tasks=tasks.max_tasks,
         kinds=tasks.kinds,
         operators=tasks.operators,
         per_function=tasks.per_function,
+        min_lines=tasks.min_lines,
         max_lines=tasks.max_lines,
         visible_failure=tasks.visible_failure,
         heldout_fraction=tasks.heldout_fraction,
     )
-    return build(repository, target, options, view.note)
 
 
 @asynccontextmanager

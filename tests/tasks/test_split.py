@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.errors import UserError
 from etude.tasks import discover, split
 from etude.tasks.leaks import LeakIndex
 from etude.tasks.options import BuildOptions
@@ -87,5 +88,5 @@ def test_leak_share(tmp_path: Path) -> None:
     ],
 )
 def test_options_are_checked(wrong: dict) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(UserError):
         BuildOptions(**wrong)

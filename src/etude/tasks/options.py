@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from etude.errors import UserError
 from etude.tasks.mutate import OPERATORS
 
 KINDS = ("mutation", "removal")
@@ -12,7 +13,7 @@ KINDS = ("mutation", "removal")
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Options of `etude.tasks.build`. Raises ValueError if they contradict each other."""
+    """Options of `etude.tasks.build`. Raises UserError if they contradict each other."""
 
     seed: int = 1
     max_tasks: int = 600
@@ -36,12 +37,12 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         if self.max_tasks < 2 or self.per_function < 1 or self.repeats < 1 or self.workers < 1 or self.test_cap < 1:
-            raise ValueError("max_tasks must be at least 2; per_function, repeats, workers and test_cap at least 1")
+            raise UserError("max_tasks must be at least 2; per_function, repeats, workers and test_cap at least 1")
         if not 0 < self.min_lines <= self.max_lines:
-            raise ValueError("min_lines must be positive and not above max_lines")
+            raise UserError("min_lines must be positive and not above max_lines")
         if not 0 < self.heldout_fraction < 1:
-            raise ValueError("heldout_fraction must lie between 0 and 1")
+            raise UserError("heldout_fraction must lie between 0 and 1")
         if unknown := sorted(set(self.operators) - set(OPERATORS)):
-            raise ValueError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(OPERATORS))}")
+            raise UserError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(OPERATORS))}")
         if not self.kinds or set(self.kinds) - set(KINDS):
-            raise ValueError(f"kinds must be some of {', '.join(KINDS)}")
+            raise UserError(f"kinds must be some of {', '.join(KINDS)}")
