@@ -358,14 +358,19 @@ def _follow(source: Source, target: int, path: list[Payload], content: Content |
     return manifest, content
 
 
-def _blank(store: Store, manifest: PolicyVersion) -> Content:
-    """Zeros, for an anchor to write over."""
+def load_schema(store: Store, manifest: PolicyVersion) -> Schema:
+    """Names, types and shapes of a version's tensors. Raises DamagedVersion."""
     try:
-        found = schema.decode(store.get(schema_key(manifest.schema)))
+        return schema.decode(store.get(schema_key(manifest.schema)))
     except KeyError:
         raise DamagedVersion(f"version {manifest.version}: its schema {manifest.schema} is gone") from None
     except ValueError as e:
         raise DamagedVersion(f"version {manifest.version}: {e}") from None
+
+
+def _blank(store: Store, manifest: PolicyVersion) -> Content:
+    """Zeros, for an anchor to write over."""
+    found = load_schema(store, manifest)
     zeros = {spec.name: np.zeros(spec.elements, spec.format.unsigned) for spec in found.tensors}
     return Content(found, zeros, codec.digests(found, zeros))
 
