@@ -152,7 +152,7 @@ def _weights_arguments(weights: argparse.ArgumentParser) -> None:
     feed = action("feed", "bring a vLLM server to every version that is published, until it is interrupted")
     feed.add_argument("--vllm", required=True, metavar="URL", help="e.g. http://127.0.0.1:8000; see docs/weights.md")
     feed.add_argument("--relay", help="URL of a relay that the server takes payloads from")
-    feed.add_argument("--public-key", type=Path, help="refuse manifests that this key did not sign; the server reads it")
+    feed.add_argument("--public-key", type=Path, help="refuse manifests not signed by this key; read by the server")
     feed.add_argument("--once", action="store_true", help="stop when the newest version is live")
     feed.add_argument("--deadline", type=float, default=600.0, help="seconds that a version may take to go live")
     gc = action("gc", "remove objects that no version names")

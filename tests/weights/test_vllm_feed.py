@@ -145,7 +145,7 @@ class Vllm:
         self.model = Stacked(seed)
         live = live_tensors(self.model, PUBLISHED)
         self.worker = Follower()
-        self.worker._etude = Following((store.url, "", ""), live, Receiver(store, live))
+        self.worker._etude = Following((store.url, "", ""), self.model, live, Receiver(store, live))
         self.asked: list[str] = []
         self.paused = False
         self.weight_version = "default"
@@ -271,9 +271,24 @@ def test_a_damaged_version_leaves_the_server_where_it_is(store):
     manifests, _ = publish(store, 1)
     key = manifests[0].payload[0].key
     store.put(key, store.get(key)[:-1])
-    with answering(vllm.app()) as url, pytest.raises(UserError, match=r"stays at version -1: version 0: its payload"):
-        feed(Server(url), store, once=True, deadline=0.0)
+    with answering(vllm.app()) as url:
+        with pytest.raises(NotLive, match="version 0: its payload"):
+            bring(Server(url), 0, 60)
+        with pytest.raises(UserError, match="stays at version -1: version 0"):
+            feed(Server(url), store, once=True, deadline=0.0)
     assert "pause" not in vllm.asked
+
+
+def test_a_server_that_loaded_its_weights_anew_is_not_written_to(store):
+    vllm = Vllm(store)
+    publish(store, 1)
+    with answering(vllm.app()) as url:
+        vllm.model.qkv = torch.nn.Parameter(vllm.model.qkv.data.clone(), False)
+        with pytest.raises(NotLive, match="loaded its weights anew"):
+            bring(Server(url), 0, 60)
+        with pytest.raises(NotLive, match="loaded its weights anew"):
+            Server(url).ask("etude_digest")
+    assert not vllm.paused
 
 
 def test_a_server_that_follows_another_store_says_so(store):

@@ -166,7 +166,15 @@ def feed(arguments: argparse.Namespace) -> int:
     store = _store(arguments.store)
     key = str(arguments.public_key.resolve()) if arguments.public_key else None
     server = following.Server(arguments.vllm)
-    following.feed(server, store, arguments.relay, key, once=arguments.once, deadline=arguments.deadline)
+    following.feed(
+        server,
+        store,
+        arguments.relay,
+        key,
+        once=arguments.once,
+        deadline=arguments.deadline,
+        say=lambda text: print(text, flush=True),
+    )
     return 0
 
 

@@ -24,7 +24,7 @@ EVERY = 1.0
 DEADLINE = 600.0
 """Seconds that a version may take from being seen to being live."""
 _LOOK = 0.05  # seconds between two questions whether a version is staged
-_REQUEST = 120.0  # one request; the first one reads the checkpoint again
+_REQUEST = 600.0  # one request; the first one reads the checkpoint again
 Answer = dict[str, Any]
 
 
@@ -46,7 +46,7 @@ class Server:
 
     def __init__(self, url: str, request_seconds: float = _REQUEST):
         self.url = url.rstrip("/")
-        self._http = httpx2.Client(base_url=self.url, timeout=request_seconds, trust_env=False)
+        self._seconds = request_seconds
 
     def ask(self, method: str, *arguments: str) -> Answer:
         """What the workers answer. Raises NotLive if they refuse, UserError if they cannot be asked."""
@@ -62,7 +62,9 @@ class Server:
     def send(self, verb: str, path: str, body: Answer | None = None, **query: str) -> Answer:
         """One request. Raises UserError unless it succeeds."""
         try:
-            found = self._http.request(verb, path, params=query, json=body)
+            found = httpx2.request(
+                verb, f"{self.url}{path}", params=query, json=body, timeout=self._seconds, trust_env=False
+            )
         except httpx2.HTTPError as e:
             why = f"{type(e).__name__} {e}".strip()
             raise UserError(f"{self.url} does not answer ({why}): start it, or look at its log") from None

@@ -83,15 +83,19 @@ def check_plain(model: Loads, checkpoint: Iterable[tuple[str, torch.Tensor]]) ->
     _load(model, checkpoint, compare)
 
 
+def memory(model: Loads) -> frozenset[int]:
+    """Where the model's parameters lie; another set after they were loaded anew."""
+    return frozenset(_storage(parameter) for _, parameter in model.named_parameters() if parameter.numel())
+
+
 _HELP = "serve unquantised weights on one device with a backend that keeps them as they are"
 
 
 def _load(
     model: Loads, weights: Iterable[tuple[str, torch.Tensor]], seen: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> None:
-    memory = frozenset(_storage(parameter) for _, parameter in model.named_parameters() if parameter.numel())
     try:
-        with torch.no_grad(), _Copies(memory, seen):
+        with torch.no_grad(), _Copies(memory(model), seen):
             model.load_weights(weights)
     except UserError:
         raise
@@ -125,7 +129,7 @@ def _joined(name: str, source: torch.Tensor, pieces: list[tuple[Run, torch.Tenso
         if first != reached or second - first != start - begin or _storage(there) != _storage(storage):
             raise UserError(f"{name} lies in several places of this server; {_HELP}")
         reached += length
-    if reached != source.numel():
+    if not pieces or reached != source.numel():
         raise UserError(f"this server has {reached} of {source.numel()} elements of {name}; {_HELP}")
     there = pieces[0][1].detach()
     return there.as_strided(source.shape, source.stride(), pieces[0][0][1])

@@ -27,9 +27,10 @@ from etude.weights.manifest import newest
 from etude.weights.receiver import DamagedVersion, Receiver, Update, WeightsMismatch, load_schema
 from etude.weights.signature import Trust
 from etude.weights.source import Source
-from etude.weights.vllm_layout import check_plain, live_tensors
+from etude.weights.vllm_layout import Loads, check_plain, live_tensors, memory
 
 Answer = dict[str, Any]
+MOVED = "this server loaded its weights anew behind etude's back; start it again"
 
 
 @dataclass
@@ -37,11 +38,19 @@ class Following:
     """What a worker knows of the store that it follows."""
 
     origin: tuple[str, str, str]
+    model: Loads
     live: dict[str, torch.Tensor]
     receiver: Receiver
     thread: threading.Thread | None = None
     staged: Update | None = None
     error: str = ""
+
+    def __post_init__(self) -> None:
+        self._memory = memory(self.model)
+
+    def moved(self) -> bool:
+        """Whether the model computes with other memory by now than with what is written and digested here."""
+        return memory(self.model) != self._memory
 
     def stage(self, version: int) -> None:
         """In a thread of its own."""
@@ -97,6 +106,8 @@ class Follower:
         following, update = self._etude, self._etude.staged
         if update is None or update.manifest.version != int(version):
             return {"error": f"version {version} is not staged"}
+        if following.moved():
+            return {"error": MOVED}
         began = time.perf_counter()
         following.staged = None
         try:
@@ -112,6 +123,8 @@ class Follower:
 
     def etude_digest(self) -> Answer:
         """The digest of what the model computes with now."""
+        if self._etude.moved():
+            return {"error": MOVED}
         return {"version": self._etude.receiver.version, "digest": digest(self._etude.live)}
 
 
@@ -134,7 +147,7 @@ def _follow(worker: Any, origin: tuple[str, str, str]) -> Following:
     if not hasattr(loader, "get_all_weights"):
         raise UserError("this server did not load a checkpoint from files; start it without --load-format")
     check_plain(model, loader.get_all_weights(worker.vllm_config.model_config, model))
-    return Following(origin, live, Receiver(store, live, Source(store, relay or None, trust)))
+    return Following(origin, model, live, Receiver(store, live, Source(store, relay or None, trust)))
 
 
 def _keep_plain_on_cpu() -> None:
