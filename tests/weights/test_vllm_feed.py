@@ -244,7 +244,7 @@ def test_live_weights_that_are_not_the_manifests_are_an_error_and_the_old_ones_c
         touched = vllm.worker._etude.live["norm"]
         assert torch.equal(made[0]["norm"][:1], made[1]["norm"][:1])  # the next version does not write there
         touched[0] += 1
-        with pytest.raises(NotLive, match=rf"digest of the live tensors is .*, published was {manifests[1].digest}"):
+        with pytest.raises(NotLive, match=f"their digest is [0-9a-f]*, published was {manifests[1].digest[:12]}"):
             bring(server, 1, 60)
         assert vllm.worker._etude.receiver.version == 0
         assert (vllm.paused, vllm.weight_version) == (False, "0")

@@ -35,7 +35,7 @@ class _Copies(TorchDispatchMode):
     """Hands each copy into `memory` to `seen`, destination first, in place of making it."""
 
     def __init__(self, memory: frozenset[int], seen: Callable[[torch.Tensor, torch.Tensor], None]):
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._memory = memory
         self._seen = seen
 
@@ -113,11 +113,12 @@ def _runs(name: str, source: torch.Tensor, there: torch.Tensor) -> Iterator[Run]
     if inner == 1 and source.numel() > 1:
         raise UserError(f"{name} lies transposed in this server; {_HELP}")
     for index in product(*(range(size) for size in source.shape[:dims])):
-        first, second = (
-            tensor.storage_offset() + sum(i * step for i, step in zip(index, tensor.stride(), strict=False))
-            for tensor in (source, there)
-        )
-        yield first, second, inner
+        yield _offset(source, index), _offset(there, index), inner
+
+
+def _offset(tensor: torch.Tensor, index: tuple[int, ...]) -> int:
+    """Where in its storage the first element lies that has these leading indices."""
+    return int(tensor.storage_offset()) + sum(i * step for i, step in zip(index, tensor.stride(), strict=False))
 
 
 def _joined(name: str, source: torch.Tensor, pieces: list[tuple[Run, torch.Tensor]]) -> torch.Tensor:
