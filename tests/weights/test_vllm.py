@@ -1,5 +1,6 @@
 """A real vLLM server follows a store. Needs an environment with vLLM 0.32 (docs/weights.md); takes minutes."""
 
+import json
 import os
 import signal
 import socket
@@ -93,6 +94,21 @@ def completed(url: str, prompt: str, tokens: int) -> tuple[str, list[float]]:
     return choice["text"], choice["logprobs"]["token_logprobs"]
 
 
+def streamed(url: str, tokens: int, begun: threading.Event) -> int:
+    """How many tokens came; `begun` is set at the first."""
+    options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    body = {"model": "m", "prompt": "x = ", "max_tokens": tokens, "temperature": 0, **options}
+    came = -1
+    with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=300, trust_env=False) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            begun.set()
+            if usage := json.loads(line.removeprefix("data: ")).get("usage"):
+                came = usage["completion_tokens"]
+    return came
+
+
 @torch.no_grad()
 def step(tensors: dict[str, torch.Tensor]) -> None:
     """A twentieth of the elements move by a few units in the last place."""
@@ -107,7 +123,7 @@ def test_vllm_serves_what_a_fresh_server_of_the_version_would(tmp_path, capsys):
 
     def publish(version: int) -> str:
         step(tensors)
-        return publisher.publish(version, tensors, (), {}, last=version == 2).digest
+        return publisher.publish(version, tensors, (), {}, last=version == 3).digest
 
     digests = [publish(0)]
     with serving(MODEL, tmp_path / "followed.log") as url:
@@ -115,23 +131,27 @@ def test_vllm_serves_what_a_fresh_server_of_the_version_would(tmp_path, capsys):
         assert follow(server, store.url) == -1
         base = [completed(url, prompt, 24) for prompt in PROMPTS]
         assert bring(server, 0).digest == digests[0]  # the anchor
-        digests.append(publish(1))
-        long: list[tuple[str, list[float]]] = []
-        running = threading.Thread(target=lambda: long.append(completed(url, "x = ", 300)))
-        running.start()  # it is under way while the delta goes live
+        digests += [publish(1), publish(2)]
         assert bring(server, 1).digest == digests[1]
+        came: list[int] = []
+        begun = threading.Event()
+        running = threading.Thread(target=lambda: came.append(streamed(url, 450, begun)))
+        running.start()
+        assert begun.wait(120)
+        assert bring(server, 2).digest == digests[2]
+        assert running.is_alive(), "the request was to be under way while a version went live"
         running.join(300)
-        assert len(long[0][1]) == 300
-        digests.append(publish(2))
+        assert came == [450]
+        digests.append(publish(3))
         with pytest.raises(SystemExit) as stop:
             cli.main(["weights", "feed", str(tmp_path / "weights"), "--vllm", url, "--once"])
         assert stop.value.code == 0
-        assert f"version 2 is live, digest {digests[2]}" in capsys.readouterr().out
-        assert server.ask("etude_digest") == {"version": 2, "digest": digests[2]}
-        assert server.send("GET", "/weight_info") == {"weight_version": "2"}
+        assert f"version 3 is live, digest {digests[3]}" in capsys.readouterr().out
+        assert server.ask("etude_digest") == {"version": 3, "digest": digests[3]}
+        assert server.send("GET", "/weight_info") == {"weight_version": "3"}
         followed = [completed(url, prompt, 24) for prompt in PROMPTS]
     assert [logprobs for _, logprobs in followed] != [logprobs for _, logprobs in base], "an update must change bits"
-    export(store, 2, MODEL, tmp_path / "v2")
-    with serving(tmp_path / "v2", tmp_path / "fresh.log") as url:
+    export(store, 3, MODEL, tmp_path / "v3")
+    with serving(tmp_path / "v3", tmp_path / "fresh.log") as url:
         fresh = [completed(url, prompt, 24) for prompt in PROMPTS]
     assert followed == fresh  # one request at a time, the same kernels and the same bits: nothing may differ

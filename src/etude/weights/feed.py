@@ -23,7 +23,7 @@ EVERY = 1.0
 """Seconds between two looks at the store."""
 DEADLINE = 600.0
 """Seconds that a version may take from being seen to being live."""
-_LOOK = 0.05  # seconds between two questions whether a version is staged
+_LOOK = 0.2  # seconds between two questions whether a version is staged
 _REQUEST = 600.0  # one request; the first one reads the checkpoint again
 Answer = dict[str, Any]
 
