@@ -262,8 +262,23 @@ def test_a_swap_that_was_cut_off_is_finished(store):
         vllm.paused, vllm.weight_version = True, "default"  # killed after the flip
         vllm.asked.clear()
         assert follow(server, store.url) == 0
-    assert vllm.asked == ["etude_open", "reset", "named", "resume"]
+    assert vllm.asked == ["etude_open", "etude_digest", "reset", "named", "resume"]
     assert (vllm.paused, vllm.weight_version) == (False, "0")
+
+
+def test_a_server_that_holds_a_mixture_stays_paused(store):
+    vllm = Vllm(store)
+    publish(store, 1)
+    with answering(vllm.app()) as url:
+        server = Server(url)
+        bring(server, 0, 60)
+        vllm.worker._etude.live["norm"][0] += 1
+        vllm.paused = True
+        with pytest.raises(
+            UserError, match=r"cannot follow .*: the digest of the live tensors is .*; start this server"
+        ):
+            follow(server, store.url)
+    assert vllm.paused
 
 
 def test_a_damaged_version_leaves_the_server_where_it_is(store):
@@ -286,8 +301,6 @@ def test_a_server_that_loaded_its_weights_anew_is_not_written_to(store):
         vllm.model.qkv = torch.nn.Parameter(vllm.model.qkv.data.clone(), False)
         with pytest.raises(NotLive, match="loaded its weights anew"):
             bring(Server(url), 0, 60)
-        with pytest.raises(NotLive, match="loaded its weights anew"):
-            Server(url).ask("etude_digest")
     assert not vllm.paused
 
 

@@ -78,14 +78,16 @@ class Server:
 def follow(server: Server, store: str, relay: str | None = None, public_key: str | None = None) -> int:
     """The server follows the store from here on; the version that it serves, -1 if it is none of the store's.
 
-    A swap that was cut off (this program was killed) is finished. Raises UserError.
+    A swap that was cut off (this program was killed) is finished if what the server holds is whole. Raises UserError.
     """
     try:
         version = int(server.ask("etude_open", store, relay or "", public_key or "")["version"])
+        if not server.send("GET", "/is_paused")["is_paused"]:
+            return version
+        server.ask("etude_digest")
     except NotLive as e:
         raise UserError(f"{server.url} cannot follow {store}: {e}") from None
-    if server.send("GET", "/is_paused")["is_paused"]:
-        _resume(server, version)
+    _resume(server, version)
     return version
 
 

@@ -118,10 +118,20 @@ class Follower:
         return {"version": update.manifest.version, "digest": update.manifest.digest}
 
     def etude_digest(self) -> Answer:
-        """The digest of what the model computes with now."""
-        if self._etude.moved():
+        """The digest of what the model computes with now; `error` if it is not that of the version it should hold."""
+        following, manifest = self._etude, self._etude.receiver.manifest
+        if manifest is None:
+            return {"error": "this server holds no version yet"}
+        if following.moved():
             return {"error": MOVED}
-        return {"version": self._etude.receiver.version, "digest": digest(self._etude.live)}
+        try:
+            found = digest(following.live)
+        except ValueError as e:
+            return {"error": f"{e}; start this server again"}
+        if found != manifest.digest:
+            why = f"the digest of the live tensors is {found}, that of version {manifest.version} is {manifest.digest}"
+            return {"error": f"{why}; start this server again"}
+        return {"version": manifest.version, "digest": found}
 
 
 def _follow(worker: Any, origin: tuple[str, str, str]) -> Following:
