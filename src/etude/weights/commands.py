@@ -19,6 +19,7 @@ from etude.models.loading import model_id
 from etude.records import PolicyVersion
 from etude.store import Store, open_store
 from etude.weights import export, retention, signature
+from etude.weights import feed as following
 from etude.weights.audit import audit
 from etude.weights.manifest import manifests, versions
 from etude.weights.receiver import load_content
@@ -163,7 +164,24 @@ def gc(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {f.__name__: f for f in (keygen, inspect, verify, diff, apply, publish, fetch, gc)}
+def feed(arguments: argparse.Namespace) -> int:
+    """A vLLM server follows the store."""
+    store = _store(arguments.store)
+    key = str(arguments.public_key.resolve()) if arguments.public_key else None
+    server = following.Server(arguments.vllm)
+    following.feed(
+        server,
+        store,
+        arguments.relay,
+        key,
+        once=arguments.once,
+        deadline=arguments.deadline,
+        say=lambda text: print(text, flush=True),
+    )
+    return 0
+
+
+COMMANDS = {f.__name__: f for f in (keygen, inspect, verify, diff, apply, publish, fetch, feed, gc)}
 
 
 def _store(url: str) -> Store:

@@ -102,7 +102,7 @@ class Receiver:
     # --- the two phases ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _flip(self, update: Update) -> None:
+    def _flip(self, update: Update, whole: bool) -> None:
         if self._held is not update.base:
             raise ValueError(f"version {update.manifest.version} was staged for another version than is live now")
         for change in update.changes or ():
@@ -110,10 +110,10 @@ class Receiver:
         if update.changes is None:
             for name, tensor in update.staged.tensors().items():
                 self._live.tensors[name].copy_(tensor)
+        wrong = [change.spec.name for change in update.changes or () if not self._live.holds(change)]
+        why = f"{wrong[0]} does not hold what was written" if wrong else None
+        if why is None and (whole or update.changes is None):
             why = _difference(self._live.tensors, update.manifest)
-        else:
-            wrong = [change.spec.name for change in update.changes if not self._live.holds(change)]
-            why = f"{wrong[0]} does not hold what was written" if wrong else None
         if why is not None:
             self._undo(update)
             raise WeightsMismatch(f"version {update.manifest.version} did not arrive in the live tensors: {why}")
@@ -236,13 +236,14 @@ class Update:
     changes: tuple[Change, ...] | None
     before: Mapping[str, torch.Tensor]  # where they are
 
-    def flip(self) -> None:
+    def flip(self, whole: bool = False) -> None:
         """Writes it into the live tensors and proves that they hold it; call it between two steps of the engine.
 
+        With `whole`, the digest of all live tensors is taken also where only single elements are written.
         Raises WeightsMismatch if they do not; the old values are back then. Raises ValueError, and writes nothing, if
         another version went live since it was staged. After this either `commit` or `undo`.
         """
-        self.receiver._flip(self)  # pyright: ignore[reportPrivateUsage]
+        self.receiver._flip(self, whole)  # pyright: ignore[reportPrivateUsage]
 
     def commit(self) -> None:
         """From here on the receiver holds this version."""
@@ -358,14 +359,19 @@ def _follow(source: Source, target: int, path: list[Payload], content: Content |
     return manifest, content
 
 
-def _blank(store: Store, manifest: PolicyVersion) -> Content:
-    """Zeros, for an anchor to write over."""
+def load_schema(store: Store, manifest: PolicyVersion) -> Schema:
+    """Names, types and shapes of a version's tensors. Raises DamagedVersion."""
     try:
-        found = schema.decode(store.get(schema_key(manifest.schema)))
+        return schema.decode(store.get(schema_key(manifest.schema)))
     except KeyError:
         raise DamagedVersion(f"version {manifest.version}: its schema {manifest.schema} is gone") from None
     except ValueError as e:
         raise DamagedVersion(f"version {manifest.version}: {e}") from None
+
+
+def _blank(store: Store, manifest: PolicyVersion) -> Content:
+    """Zeros, for an anchor to write over."""
+    found = load_schema(store, manifest)
     zeros = {spec.name: np.zeros(spec.elements, spec.format.unsigned) for spec in found.tensors}
     return Content(found, zeros, codec.digests(found, zeros))
 

@@ -1,0 +1,157 @@
+"""A real vLLM server follows a store. Needs an environment with vLLM 0.32 (docs/weights.md); takes minutes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+
+import etude
+from etude import cli
+from etude.models.loading import load_model, named_tensors
+from etude.store import open_store
+from etude.weights.export import export
+from etude.weights.feed import Server, bring, follow
+from etude.weights.publisher import Publisher
+
+PYTHON = os.environ.get("ETUDE_VLLM_PYTHON")
+MODEL = Path("models/nano").absolute()
+PROMPTS = ("def add(a, b):\n    return", "import os\n\n\nclass", "for i in range(")
+START_SECONDS = float(os.environ.get("ETUDE_VLLM_START_SECONDS", "900"))
+ARGUMENTS = "--dtype bfloat16 --max-model-len 512 --enforce-eager --max-num-seqs 4 --max-num-batched-tokens 512"
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="ETUDE_VLLM_PYTHON names no Python with vLLM (docs/weights.md)"),
+]
+
+
+@contextmanager
+def serving(model: Path, log: Path) -> Iterator[str]:
+    """The URL of a vLLM server of `model` with etude's worker class."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    words = (
+        f"-m vllm.entrypoints.cli.main serve {model} --served-model-name m --host 127.0.0.1 --port {port} {ARGUMENTS}"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(etude.__file__).parents[1]),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [str(PYTHON), *words.split(), "--worker-extension-cls", "etude.weights.vllm_worker.Follower"],
+            stdout=out,
+            stderr=out,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            _wait(url, process, log)
+            yield url
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)
+
+
+def _wait(url: str, process: subprocess.Popen, log: Path) -> None:
+    end = time.monotonic() + START_SECONDS
+    while True:
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < end, log.read_text()[-3000:]
+        try:
+            if httpx2.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200:
+                return
+        except httpx2.HTTPError:
+            time.sleep(0.5)
+
+
+def completed(url: str, prompt: str, tokens: int) -> tuple[str, list[float]]:
+    """Text and log-probabilities of a greedy completion of just so many tokens."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+    answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=300, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    return choice["text"], choice["logprobs"]["token_logprobs"]
+
+
+def streamed(url: str, tokens: int, begun: threading.Event) -> int:
+    """How many tokens came; `begun` is set at the first."""
+    options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    body = {"model": "m", "prompt": "x = ", "max_tokens": tokens, "temperature": 0, **options}
+    came = -1
+    with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=300, trust_env=False) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            begun.set()
+            if usage := json.loads(line.removeprefix("data: ")).get("usage"):
+                came = usage["completion_tokens"]
+    return came
+
+
+@torch.no_grad()
+def step(tensors: dict[str, torch.Tensor]) -> None:
+    """A twentieth of the elements move by a few units in the last place."""
+    for tensor in tensors.values():
+        tensor.mul_(torch.where(torch.rand(tensor.shape) < 0.05, 1.02, 1.0).to(tensor.dtype))
+
+
+def test_vllm_serves_what_a_fresh_server_of_the_version_would(tmp_path, capsys):
+    torch.manual_seed(0)
+    store, tensors = open_store(str(tmp_path / "weights")), named_tensors(load_model(MODEL, dtype=torch.bfloat16))
+    publisher = Publisher(store)
+
+    def publish(version: int) -> str:
+        step(tensors)
+        return publisher.publish(version, tensors, (), {}, last=version == 3).digest
+
+    digests = [publish(0)]
+    with serving(MODEL, tmp_path / "followed.log") as url:
+        server = Server(url)
+        assert follow(server, store.url) == -1
+        base = [completed(url, prompt, 24) for prompt in PROMPTS]
+        assert bring(server, 0).digest == digests[0]  # the anchor
+        digests += [publish(1), publish(2)]
+        assert bring(server, 1).digest == digests[1]
+        came: list[int] = []
+        begun = threading.Event()
+        running = threading.Thread(target=lambda: came.append(streamed(url, 450, begun)))
+        running.start()
+        assert begun.wait(120)
+        assert bring(server, 2).digest == digests[2]
+        assert running.is_alive(), "the request was to be under way while a version went live"
+        running.join(300)
+        assert came == [450]
+        digests.append(publish(3))
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["weights", "feed", str(tmp_path / "weights"), "--vllm", url, "--once"])
+        assert stop.value.code == 0
+        assert f"version 3 is live, digest {digests[3]}" in capsys.readouterr().out
+        assert server.ask("etude_digest") == {"version": 3, "digest": digests[3]}
+        assert server.send("GET", "/weight_info") == {"weight_version": "3"}
+        followed = [completed(url, prompt, 24) for prompt in PROMPTS]
+    assert [logprobs for _, logprobs in followed] != [logprobs for _, logprobs in base], "an update must change bits"
+    export(store, 3, MODEL, tmp_path / "v3")
+    with serving(tmp_path / "v3", tmp_path / "fresh.log") as url:
+        fresh = [completed(url, prompt, 24) for prompt in PROMPTS]
+    assert followed == fresh  # one request at a time, the same kernels and the same bits: nothing may differ
