@@ -2,7 +2,7 @@ PYTHON ?= python3
 SEED ?= 1
 BIN = .venv/bin
 
-.PHONY: setup demo test test-slow lint bench
+.PHONY: setup demo test test-slow test-triton lint bench
 
 setup: .venv/installed
 
@@ -25,6 +25,11 @@ test: .venv/installed-dev
 
 test-slow: .venv/installed-dev
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# The GPU kernels in Triton's interpreter, on the host; an installed Triton of a CUDA build of torch is kept.
+test-triton: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/weights/test_triton_kernels.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -79,6 +79,15 @@ def test_the_engine_does_not_import_the_trainer(module):
     assert offenders(module, ("etude.trainer", "etude.controller")) == []
 
 
+def test_triton_is_imported_by_one_module_when_a_gpu_needs_it():
+    assert [module for module in modules() if offenders(module, ("triton",))] == ["weights.triton_kernels"]
+    assert [m for m in modules() if offenders(m, ("etude.weights.triton_kernels",))] == ["weights.device"]
+    at_import = [node for node in ast.parse(source("weights.device").read_text()).body if isinstance(node, ast.stmt)]
+    named = [alias.name for node in at_import if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    assert "kernels" in named
+    assert "triton_kernels" not in named
+
+
 def test_nothing_below_the_command_imports_the_controller():
     importers = {module for module in modules() if offenders(module, ("etude.controller",))}
     assert importers <= MAIN

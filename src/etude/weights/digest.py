@@ -8,17 +8,15 @@ accidents, not adversaries.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
 
-import numpy as np
 import torch
 
-from etude.weights import kernels
-from etude.weights.schema import bits, schema_of
+from etude.weights import device
+from etude.weights.schema import schema_of
 
 
 def digest(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> str:
-    """16 hexadecimal digits.
+    """16 hexadecimal digits. Each tensor is digested where it is.
 
     Tensors of a wider type are digested as `dtype`, after proving that they hold exactly such values: an engine that
     computes in float32 has the digest of the bfloat16 weights it was given. Raises ValueError, naming the tensor, if
@@ -27,7 +25,7 @@ def digest(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloa
     narrowed = {name: narrow(name, tensor, dtype) for name, tensor in tensors.items()}
     total = 0
     for spec in schema_of(narrowed).tensors:
-        total += int(cast(Any, kernels).digest(bits(narrowed[spec.name]), np.uint64(spec.seed), 0, spec.format.width))
+        total += device.digest(spec, narrowed[spec.name])
     return written(total)
 
 

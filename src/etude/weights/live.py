@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from etude.weights import device
 from etude.weights import kernels as _typed_kernels
 from etude.weights.digest import narrow
 from etude.weights.schema import Bits, Spec, bits
@@ -66,9 +67,9 @@ class Live:
         found = self._flat(change.spec).index_select(0, positions)
         return torch.equal(found.view(torch.uint8), values.view(torch.uint8))  # as bits: NaN equals itself
 
-    def read_run(self, spec: Spec, start: int, stop: int) -> Bits:
-        """The bits of neighbours, on the host. Raises ValueError if no published version can have given them theirs."""
-        return bits(narrow(spec.name, self._flat(spec)[start:stop], getattr(torch, spec.dtype)))
+    def digest_run(self, spec: Spec, start: int, stop: int) -> int:
+        """The digest of neighbours. Raises ValueError if no published version can have given them their bits."""
+        return device.digest(spec, narrow(spec.name, self._flat(spec)[start:stop], getattr(torch, spec.dtype)), start)
 
     def write_run(self, spec: Spec, start: int, values: Bits) -> None:
         """Writes neighbours."""

@@ -33,8 +33,9 @@ from etude.weights.codec import Codec, Digests
 from etude.weights.digest import digest, written
 from etude.weights.manifest import create, manifests, read, schema_key
 from etude.weights.ranks import Ranks, Share
-from etude.weights.schema import Bits, Schema, bits, schema_of
+from etude.weights.schema import Bits, Schema, schema_of
 from etude.weights.signature import sign
+from etude.weights.snapshots import Snapshots
 
 SPANS = (8, 64)
 """A version whose number one of these divides also has a folded delta from so many versions before. Ascending, each a
@@ -119,7 +120,8 @@ class Publisher:
     is written when the deltas since the last one exceed `anchor_share` of its size, or after `anchor_versions`.
     With `key`, manifests are signed; `model` is its `etude.models.loading.model_id`. With `ranks`, this process writes
     a part of each version. Host memory: the weights as published last, those on their way, and those of an anchor that
-    is still being written.
+    is still being written. Device memory: tensors on a GPU as they were taken last, so that only what changes comes to
+    the host.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Publisher:
         self._anchor_versions, self._anchor_share = anchor_versions, anchor_share
         self._key, self._model = key, model
         self._ranks = ranks or Ranks(0, 1, secrets.token_hex(8))
+        self._snapshots = Snapshots()
         self._run = ""
         self._last: Published | None = None
         self._folds: dict[int, Fold] = {}
@@ -152,7 +155,7 @@ class Publisher:
         if self._ranks.count == 1 and digest(tensors) != last.digest:
             raise ValueError(f"the tensors do not have the digest of version {last.version}")
         schema = schema_of(tensors)
-        taken = self._snapshot(schema, tensors)
+        taken = self._take(schema, tensors)()
         self._last = Published(last, schema, taken, codec.digests(schema, taken, chunks=self._owned(schema)))
         self._run = last.run
         self._since = self._bytes_since(last)
@@ -189,9 +192,9 @@ class Publisher:
         """
         self.close()
         schema = schema_of(tensors)
-        taken = self._snapshot(schema, tensors)
+        taken = self._take(schema, tensors)
         about = _About(version, schema, groups, last, {k: float(v) for k, v in metrics.items() if math.isfinite(v)})
-        self._flight = Publication(version, lambda deadline: self._publish(about, taken, deadline))
+        self._flight = Publication(version, lambda deadline: self._publish(about, taken(), deadline))
         return self._flight
 
     def close(self) -> None:
@@ -417,12 +420,10 @@ class Publisher:
     def _owned(self, schema: Schema) -> range:
         return peers.owned(schema, self._ranks.rank, self._ranks.count)
 
-    def _snapshot(self, schema: Schema, tensors: Mapping[str, torch.Tensor]) -> dict[str, Bits]:
-        """The bits of the tensors that this rank has chunks of."""
-        names = {schema.tensors[schema.chunks[i].tensor].name for i in self._owned(schema)}
-        return {
-            name: bits(t).copy() if t.device.type == "cpu" else bits(t) for name, t in tensors.items() if name in names
-        }
+    def _take(self, schema: Schema, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Bits]]:
+        """A copy of the tensors that this rank has chunks of; the result gives their bits."""
+        numbers = sorted({schema.chunks[i].tensor for i in self._owned(schema)})
+        return self._snapshots.take([schema.tensors[number] for number in numbers], tensors)
 
 
 @dataclass(frozen=True)

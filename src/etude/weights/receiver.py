@@ -162,11 +162,11 @@ class Receiver:
     def _damaged(self, held: Content, number: int) -> bool:
         chunk = held.schema.chunks[number]
         try:
-            live = self._live.read_run(held.schema.tensors[chunk.tensor], chunk.start, chunk.stop)
+            live = self._live.digest_run(held.schema.tensors[chunk.tensor], chunk.start, chunk.stop)
         except ValueError:
             return True
         image = codec.chunk_bits(held.schema, held.bits, chunk)
-        return not (_right(held, number, live) and _right(held, number, image))
+        return live != int(held.digests[number]) or not _right(held, number, image)
 
     @torch.no_grad()
     def _mend(self, mended: Sequence[Mended]) -> None:

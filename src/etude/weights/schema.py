@@ -128,11 +128,15 @@ def schema_of(tensors: Mapping[str, torch.Tensor]) -> Schema:
     return Schema(specs)
 
 
+def unsigned(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of each element as an unsigned integer, flat, where the tensor is; shares a contiguous one's memory."""
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.element_size()])
+
+
 def bits(tensor: torch.Tensor) -> Bits:
-    """The bits of each element as an unsigned integer, on the host; shares memory with a contiguous host tensor."""
-    flat = tensor.detach().contiguous().cpu().view(-1)
-    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.element_size()]
-    return flat.view(unsigned).numpy()
+    """The same on the host."""
+    return unsigned(tensor).cpu().numpy()
 
 
 def type_name(tensor: torch.Tensor) -> str:

@@ -1,0 +1,108 @@
+"""Host copies of tensors, taken again and again.
+
+Of a tensor on a GPU a copy stays there too. What differs from it next time is found there, and only those changes, six
+bytes each for two-byte elements, come to the host, where they are made in the copy of the time before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from etude.weights import device
+from etude.weights import kernels as _typed_kernels
+from etude.weights.schema import Bits, Spec, unsigned
+
+kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
+
+
+@dataclass(frozen=True)
+class _Mirror:
+    """A tensor's bits as they were taken last, on its device and here; `here` is never written to."""
+
+    spec: Spec
+    there: torch.Tensor
+    here: Bits
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """What changed in a part of a tensor: positions from its element number `first` on."""
+
+    first: int
+    positions: npt.NDArray[np.int32]
+    steps: npt.NDArray[np.signedinteger]
+    grown: int
+
+
+class Snapshots:
+    """Takes copies of the same tensors time after time. Not for several threads at a time.
+
+    Device memory: the tensors on it as they were taken last. A copy that shares nothing with the one before it is made
+    only where something changed; arrays that were given out are never written to.
+    """
+
+    def __init__(self):
+        self._mirrors: dict[str, _Mirror] = {}
+
+    def take(self, specs: Sequence[Spec], tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Bits]]:
+        """Takes the tensors as they are now; the caller may write to them as soon as this returns.
+
+        The result, called once and on any thread, gives their bits. Tensors that are taken and not asked for are copied
+        whole the next time. Raises UserError for tensors on a GPU where Triton is missing.
+        """
+        known, self._mirrors = self._mirrors, {}
+        whole: dict[str, Bits] = {}
+        moved: list[tuple[_Mirror, list[_Moves]]] = []
+        for spec in specs:
+            tensor = tensors[spec.name]
+            mirror = known.get(spec.name)
+            if not device.on_gpu(tensor):
+                whole[spec.name] = _here(unsigned(tensor))
+            elif mirror is not None and mirror.spec == spec and mirror.there.device == tensor.device:
+                moved.append((mirror, _follow(mirror, unsigned(tensor))))
+            else:
+                there = unsigned(tensor).clone()
+                self._mirrors[spec.name] = _Mirror(spec, there, _here(there))
+
+        def finish() -> dict[str, Bits]:
+            for mirror, parts in moved:
+                self._mirrors[mirror.spec.name] = _followed(mirror, parts)
+            return whole | {name: mirror.here for name, mirror in self._mirrors.items()}
+
+        return finish
+
+
+def _here(flat: torch.Tensor) -> Bits:
+    return flat.to("cpu", copy=True).numpy()
+
+
+def _follow(mirror: _Mirror, flat: torch.Tensor) -> list[_Moves]:
+    """Brings the device's copy to `flat`."""
+    gpu, spec = device.gpu_kernels(), mirror.spec
+    parts: list[_Moves] = []
+    for first in range(0, flat.numel(), gpu.LARGEST):
+        part = slice(first, first + gpu.LARGEST)
+        positions, steps, grown = gpu.scan(
+            mirror.there[part], flat[part], spec.seed, first, spec.format.width, spec.format.signed
+        )
+        parts.append(_Moves(first, positions.cpu().numpy(), steps.cpu().numpy(), grown))
+    return parts
+
+
+def _followed(mirror: _Mirror, parts: Sequence[_Moves]) -> _Mirror:
+    """Brings the host's copy to the device's. Raises RuntimeError if its digest does not grow as it did there."""
+    spec = mirror.spec
+    if not any(part.positions.size for part in parts):
+        return mirror
+    here = mirror.here.copy()
+    for part in parts:
+        place = (here[part.first :], part.positions, part.steps, np.uint64(spec.seed), part.first)
+        if int(kernels.add(*place, spec.format.width, spec.format.signed)) != part.grown:
+            raise RuntimeError(f"the changes of {spec.name} did not arrive from {mirror.there.device}; it is broken")
+    return _Mirror(spec, mirror.there, here)

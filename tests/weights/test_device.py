@@ -1,0 +1,27 @@
+"""What a machine without Triton sees."""
+
+import sys
+
+import pytest
+import torch
+
+import etude.weights
+from etude.errors import UserError
+from etude.weights import device
+from etude.weights.schema import Spec
+
+
+def test_a_gpu_without_triton_is_one_sentence(monkeypatch) -> None:
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "etude.weights.triton_kernels", raising=False)
+    monkeypatch.delattr(etude.weights, "triton_kernels", raising=False)
+    with pytest.raises(UserError, match="Triton, which is not installed; pip install triton"):
+        device.digest(Spec("x", "float32", (3,)), torch.zeros(3))
+
+
+def test_a_host_tensor_needs_no_triton(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    spec, part = Spec("x", "float32", (6,)), torch.arange(6.0)
+    halves = device.digest(spec, part[:2]) + device.digest(spec, part[2:], 2)
+    assert device.digest(spec, part) == halves % (1 << 64)
