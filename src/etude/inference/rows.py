@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from etude.inference.documents import Gathered
 
 MAX_STOP_IDS = 16
+_TAIL = 2**32  # more than there are tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +50,12 @@ class Request:
 
     @cached_property
     def path(self) -> list[int]:
-        """The prompt as the prefix cache knows it: with documents, the first token of each and of the tail is
-        complemented, so that equal tokens of which others see which never meet."""
+        """The prompt as the prefix cache knows it: with documents, the first token of each and that of the tail are
+        other numbers (negative ones), so that equal tokens of which others see which never meet."""
         if not self.documents:
             return self.ids
-        return [token for part in (*self.documents, self.ids) for token in (~part[0], *part[1:])]
+        marked = [token for document in self.documents for token in (~document[0], *document[1:])]
+        return [*marked, ~self.ids[0] - _TAIL, *self.ids[1:]]
 
     def check(self, max_length: int, vocab_size: int) -> None:
         """Raise ValueError unless an engine with this context and vocabulary can run the request."""
