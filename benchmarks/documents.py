@@ -156,11 +156,10 @@ def _difference(
     nodes = [Node(np.array(ids), start) for ids, start in zip(order, starts, strict=False)]
     graph = Graph((*nodes, Node(np.array(tail), starts[-1], tuple(range(len(order))))))
     ids, positions = (torch.from_numpy(x)[None] for x in (graph.ids_T, graph.positions_T))
-    masked = model(input_ids=ids, position_ids=positions, layout=SegmentLayout(graph), use_cache=False).logits[
-        0, -TAIL:
-    ]
-    difference = (_tail_logits(model, engine, order, tail) - masked).abs().max()
-    return float(difference), generation.ids == [int(masked[-1].argmax())]
+    out = model(input_ids=ids, position_ids=positions, layout=SegmentLayout(graph), use_cache=False)
+    masked_TV = out.logits[0, -TAIL:]
+    difference = (_tail_logits(model, engine, order, tail) - masked_TV).abs().max()
+    return float(difference), generation.ids == [int(masked_TV[-1].argmax())]
 
 
 def _tail_logits(model: PreTrainedModel, engine: Engine, order: Sequence[list[int]], tail: list[int]) -> torch.Tensor:

@@ -99,11 +99,11 @@ class Documents:
         """Raise ValueError if documents of this request cannot be served at all. From any thread."""
         if request.documents and self.refusal:
             raise ValueError(f"{self.refusal}: send the documents as plain text of the prompt")
-        needed = self._token_bytes * sum(map(len, {tuple(document) for document in request.documents}))
-        if needed > self.budget:
+        needed = sum(map(len, {tuple(document) for document in request.documents}))
+        if needed * self._token_bytes > self.budget:
             raise ValueError(
-                f"the documents take {needed / 2**20:.1f} MiB of keys and values and the document cache holds "
-                f"{self.budget / 2**20:.1f}: send fewer or shorter ones, or raise the server's --documents-mb"
+                f"the documents have {needed} tokens and the document cache holds {self.budget // self._token_bytes}: "
+                "send fewer or shorter ones, or raise the server's --documents-mb"
             )
 
     def gather(self, row: Row, begin: int, version: int) -> bool:
