@@ -32,6 +32,22 @@ def test_weights() -> None:
 
 
 @pytest.mark.slow
+def test_documents() -> None:
+    command = [sys.executable, "-m", "etude.cli", "bench", "documents", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode in (0, 1), done.stderr  # 1: a check failed, maybe one of speed
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert {name: ok for name, ok in result["checks"].items() if "ttft" not in name} == {
+        "logits are those of one masked pass": True,
+        "the first token is that of one masked pass": True,
+        "a new order computes no document again": True,
+    }
+    values = {row["case"]: row["value"] for row in result["rows"]}
+    assert {"ttft/10", "ttft/20", "ttft/30", "reorder/hit-rate", "logits/max-abs"} <= set(values)
+    assert values["reorder/hit-rate"] == 1.0
+
+
+@pytest.mark.slow
 def test_shared_prompt() -> None:
     command = [sys.executable, "-m", "etude.cli", "bench", "shared-prompt", "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

@@ -96,7 +96,8 @@ class Generation(Record, frozen=True, kw_only=True):
     finish_reason: str  # "stop" | "length" | "abort"
     experts: bytes | None = None  # uint8 [fed positions, MoE layers, top-k], prompt first; see `experts_shape`
     experts_shape: tuple[int, int, int] | None = None
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, not computed for this request
+    cached_document_tokens: int = 0  # those of them that belong to documents
     accepted_draft_tokens: int = 0  # of the request's own draft sources: drafted and emitted
     rejected_draft_tokens: int = 0  # drafted and never emitted; every place of a source counts once
 

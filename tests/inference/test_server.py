@@ -19,7 +19,9 @@ import pytest
 from etude import processes
 from etude.errors import UserError
 from etude.harness.renderers import renderer_for
+from etude.harness.renderers.base import PlainEncoder, load_tokenizer
 from etude.inference.client import EngineClient, EngineError
+from etude.inference.parts import document_text
 from etude.inference.server import main
 from etude.models.loading import load_model, named_tensors
 from etude.store import open_store
@@ -190,6 +192,64 @@ def test_a_prediction_changes_nothing_but_usage(chat, http):
     for wrong in ({"type": "diff", "content": "x"}, {"type": "content"}, {"type": "content", "content": 3}, "text"):
         answer = http.post("/v1/completions", json=completion | {"prediction": wrong})
         assert answer.status_code == 400, wrong
+
+
+def test_documents_over_http(url, http, chat):
+    """Ids, text parts and Anthropic's parts: computed once each, in any order; usage and health tell."""
+    sources = {"m.py": "def add(a, b):\n    return a - b\n", "empty.py": "", "n.py": "LIMIT = 3\n" * 20}
+    parts = [{"type": "document", "title": title, "text": text} for title, text in sources.items()]
+    plain = [
+        {"type": "document", "title": title, "source": {"type": "text", "media_type": "text/plain", "data": text}}
+        for title, text in sources.items()
+    ]
+    question = {"type": "text", "text": "Fix `add` in m.py"}
+    ids = [PlainEncoder(load_tokenizer(NANO)).encode(document_text(*item)) for item in sources.items()]
+    total = sum(map(len, ids))
+    options = {"model": "nano", "temperature": 0.0, "max_tokens": 12}
+    before = http.get("/health").json()["documents"]
+    answers = [
+        chat.chat.completions.create(messages=[{"role": "user", "content": content}], **options)
+        for content in ([*parts, question], [*plain[::-1], question], [parts[1], question, parts[0]])
+    ]
+    after = http.get("/health").json()["documents"]
+    assert (after["misses"] - before["misses"], after["hits"] - before["hits"]) == (3, 5)
+    assert after["bytes"] - before["bytes"] == total * 6 * 2 * 2 * 64 * 4
+    assert after["refusal"] == ""
+    tail = renderer_for(NANO).prompt([{"role": "user", "content": question["text"]}])
+    assert [a.usage.prompt_tokens for a in answers] == [total + len(tail)] * 2 + [len(ids[0] + ids[1] + tail)]
+    cached = [answer.usage.prompt_tokens_details.model_dump()["cached_document_tokens"] for answer in answers]
+    assert cached == [0, total, len(ids[0] + ids[1])]
+    assert "etude_documents_hit_tokens_total" in http.get("/metrics").text
+
+    async def ask(documents):
+        async with EngineClient([url]) as client:
+            more = {"max_tokens": 12, "temperature": 0.0, "top_p": 1.0, "stop": [], "seed": 0, "timeout": SECONDS}
+            return await client.generate(tail, documents=documents, **more)
+
+    packed = asyncio.run(ask(ids))
+    as_json = http.post("/generate", json={"ids": tail, "documents": ids, "max_tokens": 12, "temperature": 0.0}).json()
+    assert packed.ids == as_json["ids"]
+    assert packed.cached_document_tokens == as_json["cached_document_tokens"] == total
+    assert asyncio.run(ask(ids[::-1])).logprobs != packed.logprobs, "order matters"
+
+
+def test_bad_documents_are_one_sentence(http):
+    def chat(*content):
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": list(content)}]}
+
+    for (route, body), sentence in (
+        (("/generate", {"ids": [40], "documents": [[41], []], "max_tokens": 1}), "document 1 is empty: leave it out"),
+        (("/generate", {"ids": [], "documents": [[41]], "max_tokens": 1}), "nothing follows the documents"),
+        (("/generate", {"ids": [40], "documents": [41], "max_tokens": 1}), "Expected `array`"),
+        (("/generate", {"ids": [40], "documents": [[40] * 5000], "max_tokens": 1}), "5000 of them documents"),
+        (chat({"type": "document", "title": "a.pdf"}), "a document part needs its text"),
+        (chat({"type": "document", "text": "x", "title": 3}), "may have a title: both are strings"),
+        (chat({"type": "document", "source": {"type": "base64", "data": "JVBERi0="}}), "send its text, as type 'text'"),
+    ):
+        answer = http.post(route, json=body)
+        assert answer.status_code == 400
+        assert sentence in answer.json()["error"]["message"]
+        assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_apply_over_http(http):

@@ -60,6 +60,9 @@ class Match:
         return min((node.version for node in used), default=None)
 
 
+NO_MATCH = Match((), None, 0)
+
+
 class PagedCache:
     """Keys, values and expert ids of all rows, and the trie that finds them again.
 
@@ -187,6 +190,29 @@ class PagedCache:
         self.free += pages[len(held) :]
         for node in held:
             self._release(node)
+
+    def write(
+        self, pages: Sequence[int], position: int, keys_LKTD: Tensor, values_LKTD: Tensor, experts_TEK: Tensor | None
+    ) -> None:
+        """Keys (rotated), values and expert ids of the T tokens of a row that begin at `position`, into its `pages`."""
+        if experts_TEK is not None:
+            self.hold_experts(experts_TEK.shape)
+        at, length = 0, keys_LKTD.shape[2]
+        while at < length:
+            page, offset = pages[(position + at) // BLOCK], (position + at) % BLOCK
+            count = min(BLOCK - offset, length - at)
+            there, here = slice(offset, offset + count), slice(at, at + count)
+            self.keys[:, page, :, there] = keys_LKTD[:, :, here]
+            self.values[:, page, :, there] = values_LKTD[:, :, here]
+            if experts_TEK is not None:
+                self.experts[page, there] = experts_TEK[here]
+            at += count
+
+    def hold_experts(self, shape_TEK: Sequence[int]) -> None:
+        """Make room for expert ids of tokens, if there is none yet."""
+        if self.experts is None:
+            shape = (self.num_pages, BLOCK, *shape_TEK[1:])
+            self.experts = torch.zeros(shape, dtype=torch.uint8, device=self.keys.device)
 
     def clear(self) -> None:
         """Forget every prefix that no running row holds."""

@@ -34,6 +34,7 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
     seed: int = 0
     session: str | None = None
     experts: bool = False
+    documents: tuple[list[int], ...] = ()
 
 
 class EngineClient:
@@ -77,16 +78,18 @@ class EngineClient:
         timeout: float,
         session: str | None = None,
         experts: bool = False,
+        documents: Sequence[list[int]] = (),
     ) -> Generation:
         """At most `max_tokens` tokens after `ids`, the stop token included.
 
+        `documents` stand before `ids`; each sees itself only and is computed once for all requests (docs/documents.md).
         A server that cannot be reached is tried again until the deadline. Raises TimeoutError after `timeout` seconds,
         EngineError if no server could be reached in that time, or if one refused the request.
         """
         session = session if session is not None else self._task_session()
         request = GenerateRequest(
             ids=ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop), seed=seed,
-            session=session, experts=experts,
+            session=session, experts=experts, documents=tuple(documents),
         )  # fmt: skip
         body = msgspec.msgpack.encode(request)
         url = self._server(session)

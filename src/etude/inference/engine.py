@@ -16,16 +16,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from etude.inference.cache import Match, PagedCache
+from etude.inference.cache import NO_MATCH, Match, PagedCache
+from etude.inference.documents import Documents
 from etude.inference.forward import cost_curve, logits_of
 from etude.inference.kernels import BLOCK
+from etude.inference.limits import Counters, Limits
 from etude.inference.rows import Request, Row, Slots
 from etude.inference.sampling import MARGIN, sample
 from etude.inference.speculation import Speculation, kept
@@ -37,35 +38,6 @@ _IDLE_SECONDS = 0.5  # how long the thread sleeps at most before it looks around
 
 class SwapUndone(Exception):
     """A swap that put the old weights back: the engine goes on with them."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the engine may use. `cache_bytes` holds the keys and values of running rows and of kept prefixes."""
-
-    rows: int = 128
-    cache_bytes: int = 512 * 2**20
-    prefill_tokens: int = 1024  # prompt tokens fed in one step, over all rows
-    max_length: int | None = None  # prompt and generation; None: what the model allows
-    speculate: bool = True  # feed drafted tokens where the measured costs say that it pays
-
-
-@dataclass
-class Counters:
-    """Sums since the start; seconds of wall clock."""
-
-    busy_seconds: float = 0.0  # inside forward passes and sampling
-    pause_seconds: float = 0.0  # rows stood still for a weight swap
-    sampled_tokens: int = 0
-    prefilled_tokens: int = 0
-    cached_tokens: int = 0
-    finished: int = 0
-    aborted: int = 0
-    swaps: int = 0
-    steps: int = 0
-    draft_passes: int = 0  # passes in which some row fed drafted tokens
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0  # drafted ones that were emitted
 
 
 class Engine:
@@ -90,6 +62,7 @@ class Engine:
             device=self.device,
         )
         self.max_length = self.cache.max_length
+        self.documents = Documents(model, self.cache, self.limits.document_bytes)
         self.last_pause = 0.0
         self.on_failure: Callable[[], None] = lambda: None
         self._arrived: list[Row] = []  # submitted from any thread; under the lock
@@ -117,6 +90,7 @@ class Engine:
         `on_token(id, logprob)` is called on the engine's thread for every sampled token.
         """
         request.check(self.max_length, self.vocab_size)
+        self.documents.check(request)
         row = Row(request, Future(), on_token)
         row.future.set_running_or_notify_cancel()  # from here on only `Row.abort` ends it
         with self._wake:
@@ -236,12 +210,18 @@ class Engine:
             if self._paused:
                 if self._clear_cache and not self._prefilling and not self._decoding:
                     self.cache.clear()
+                    self.documents.clear()
                     self._clear_cache = False
             else:
                 self._admit()
+            start = time.perf_counter()
+            busy = not self._paused and self.documents.compute(
+                self.limits.prefill_tokens, self.version, alone=self.deterministic
+            )
             if self._paused != "keep" and (self._prefilling or self._decoding):
-                start = time.perf_counter()
                 self._forward()
+                busy = True
+            if busy:
                 self.counters.busy_seconds += time.perf_counter() - start
                 self.counters.steps += 1
 
@@ -261,6 +241,7 @@ class Engine:
             self.last_pause = time.perf_counter() - start
             self.counters.pause_seconds += self.last_pause
             self.counters.swaps += 1
+            self.documents.clear()
             future.set_result(self.last_pause)
 
     def _drop_aborted(self) -> None:
@@ -273,19 +254,21 @@ class Engine:
                 self._finish(row, "abort")
 
     def _admit(self) -> None:
-        """Give slots and pages to waiting requests, in order, as far as they go."""
+        """Give slots and pages to waiting requests, in order, as far as they go and as their documents are there."""
         deferred: list[Row] = []
         while self._waiting and self._slots.free:
             row = self._waiting.popleft()
-            if self.deterministic:
-                placed = self._place_alone(row)
-            else:
-                match = self.cache.match(row.request.ids[:-1], self.version, row.request.session)
-                if self._shares_unfinished_prompt(row, match.length):
-                    deferred.append(row)
-                    continue
-                placed = self._place(row, match)
-            if not placed:
+            request = row.request
+            match = NO_MATCH
+            if not self.deterministic:
+                match = self.cache.match(request.path[:-1], self.version, request.session)
+            if self._shares_unfinished_prompt(row, match.length):
+                deferred.append(row)
+                continue
+            if not self.documents.gather(row, match.length, self.version):
+                deferred.append(row)
+                continue
+            if not self._place(row, match):
                 self._waiting.appendleft(row)
                 break
             self.counters.cached_tokens += row.cached
@@ -295,8 +278,8 @@ class Engine:
 
     def _shares_unfinished_prompt(self, row: Row, cached: int) -> bool:
         """Whether a prompt being computed now will serve this one: a group's first member goes ahead of the others."""
-        ids, end = row.request.ids, cached + _WORTH_WAITING
-        return len(ids) > end and any(other.request.ids[:end] == ids[:end] for other in self._prefilling)
+        path, end = row.request.path, max(cached, row.request.document_tokens) + _WORTH_WAITING
+        return len(path) > end and any(other.request.path[:end] == path[:end] for other in self._prefilling)
 
     def _place(self, row: Row, match: Match) -> bool:
         request = row.request
@@ -306,16 +289,14 @@ class Engine:
             return False
         row.pages = self.cache.take(match, num_pages, request.session)
         row.held = list(match.nodes)
-        row.fed = row.cached = match.length
         row.kv_version = self.version if match.version is None else min(match.version, self.version)
-        return True
-
-    def _place_alone(self, row: Row) -> bool:
-        row.pages = [self.cache.free.pop() for _ in range(self._pages_needed(row.request))]
+        row.cached_documents = self.documents.assemble(row, match.length)
+        row.fed = max(match.length, request.document_tokens)
+        row.cached = row.cached_documents + max(0, match.length - request.document_tokens)
         return True
 
     def _pages_needed(self, request: Request) -> int:
-        return -(-min(len(request.ids) + request.max_tokens, self.max_length) // BLOCK)
+        return -(-min(len(request.prompt) + request.max_tokens, self.max_length) // BLOCK)
 
     def _forward(self) -> None:
         decoding = self._sorted_decoding()
@@ -326,12 +307,12 @@ class Engine:
         decoded = len(ids_N)
         ids, slots, positions = [ids_N], [slot_N], [position_N]
         for row, n in chunks:
-            ids.append(np.array(row.request.ids[row.fed : row.fed + n], dtype=np.int64))
+            ids.append(np.array(row.request.prompt[row.fed : row.fed + n], dtype=np.int64))
             slots.append(np.full(n, row.slot, dtype=np.int64))
             positions.append(np.arange(row.fed, row.fed + n))
 
         ends = np.cumsum([n for _, n in chunks], dtype=np.int64) + decoded - 1
-        complete = [row.fed + n == len(row.request.ids) for row, n in chunks]
+        complete = [row.fed + n == len(row.request.prompt) for row, n in chunks]
         sampled_S = np.concatenate([np.arange(decoded), ends[complete]])
         ids_N, slot_N, position_N = np.concatenate(ids), np.concatenate(slots), np.concatenate(positions)
         logits_SV = logits_of(
@@ -354,7 +335,7 @@ class Engine:
         """Rows whose prompts are fed in this pass, and how many tokens of each."""
         budget, chunks = self.limits.prefill_tokens, []
         for row in self._prefilling:
-            n = min(budget, len(row.request.ids) - row.fed)
+            n = min(budget, len(row.request.prompt) - row.fed)
             if n == 0:
                 break
             budget -= n
@@ -381,7 +362,7 @@ class Engine:
     def _sorted_decoding(self) -> list[Row]:
         """Decoding rows, those with a common prompt next to each other, so that attention reads its pages once."""
         if self._order_stale:
-            self._decoding.sort(key=lambda row: row.pages[: len(row.request.ids) // BLOCK])
+            self._decoding.sort(key=lambda row: row.pages[: len(row.request.prompt) // BLOCK])
             self._order_stale = False
         return self._decoding
 
@@ -389,12 +370,12 @@ class Engine:
         """Offer a computed prompt's pages, at once, to the group's other members."""
         if self.deterministic:
             return
-        ids, session = row.request.ids, row.request.session
-        row.held = self.cache.insert(row.held, row.pages, ids, row.kv_version, session)
+        path, session = row.request.path, row.request.session
+        row.held = self.cache.insert(row.held, row.pages, path, row.kv_version, session)
         self._slots.write_pages(row)
-        siblings = any(other.request.ids[: len(ids)] == ids for other in self._waiting)
+        siblings = any(other.request.path[: len(path)] == path for other in self._waiting)
         if siblings and len(row.held) < len(row.pages):
-            self.cache.offer_tail(row.held, row.pages[len(row.held)], ids, row.kv_version, session)
+            self.cache.offer_tail(row.held, row.pages[len(row.held)], path, row.kv_version, session)
 
     def _sample(
         self, rows: list[Row], drafts: list[np.ndarray] | None, count_R: np.ndarray, position_S: np.ndarray,
@@ -448,10 +429,11 @@ class Engine:
 
     def _finish(self, row: Row, reason: str) -> None:
         """Give back slot and pages, keep what others can reuse, and answer."""
+        self.documents.release(row)
         generation = Generation(ids=[], logprobs=[], versions=[], finish_reason=reason)
         if row.slot >= 0:
             generation = self._result(row, reason)
-            computed = (row.request.ids + generation.ids)[: self._computed(row, generation)]
+            computed = (row.request.path + generation.ids)[: self._computed(row, generation)]
             session = row.request.session
             if self.deterministic:
                 self.cache.discard(row.held, row.pages)
@@ -473,12 +455,12 @@ class Engine:
         accepted, rejected = Speculation.counts(row, self._slots)
         experts, shape = None, None
         if row.request.experts and self.cache.experts is not None and ids:
-            count = len(row.request.ids) + len(ids) - 1
+            count = len(row.request.prompt) + len(ids) - 1
             pages = self.cache.experts[torch.tensor(row.pages[: -(-count // BLOCK)])]
             fed = pages.flatten(0, 1)[:count].cpu().contiguous()
             experts, shape = fed.numpy().tobytes(), (fed.shape[0], fed.shape[1], fed.shape[2])
         return Generation(
             ids=ids, logprobs=log_probs, versions=versions, finish_reason=reason,
-            experts=experts, experts_shape=shape, cached_tokens=row.cached,
+            experts=experts, experts_shape=shape, cached_tokens=row.cached, cached_document_tokens=row.cached_documents,
             accepted_draft_tokens=accepted, rejected_draft_tokens=rejected,
         )  # fmt: skip

@@ -53,9 +53,7 @@ def logits_of(
     logits_SV = F.linear(hidden_SD, model.get_output_embeddings().weight.float())
     experts_NLK = recorder.stacked()
     if experts_NLK is not None:
-        if cache.experts is None:
-            shape = (cache.num_pages, BLOCK, *experts_NLK.shape[1:])
-            cache.experts = torch.zeros(shape, dtype=torch.uint8, device=device)
+        cache.hold_experts(experts_NLK.shape)
         pages_N = torch.from_numpy(table[slot_N, position_N // BLOCK]).to(device).long()
         cache.experts[pages_N, torch.from_numpy(position_N % BLOCK).to(device)] = experts_NLK[: len(ids_N)]
     return logits_SV

@@ -1,4 +1,5 @@
-"""OpenAI's completions and chat completions on the engine: streaming, logprobs, stop strings, tools, predictions.
+"""OpenAI's completions and chat completions on the engine: streaming, logprobs, stop strings, tools, predictions,
+documents as content parts (`parts.py`).
 
 Messages become ids, and ids tool calls, through the model's renderer; text never decides what is a special token.
 Not supported, and refused: `top_logprobs` above 0, `echo`, `best_of`, streaming several choices.
@@ -30,6 +31,7 @@ from etude.inference.apply import Applier
 from etude.inference.drafts import Source
 from etude.inference.edit import Edit
 from etude.inference.engine import Engine
+from etude.inference.parts import Prediction, take_documents
 from etude.inference.rows import Request, Row
 from etude.records import Generation
 
@@ -40,19 +42,6 @@ _SETTLE_SECONDS = 1.0  # how long a choice cut by a stop string may take to end,
 
 class _Stream(msgspec.Struct):
     include_usage: bool = False
-
-
-class _Part(msgspec.Struct, tag_field="type", tag="text"):
-    text: str
-
-
-class _Prediction(msgspec.Struct, tag_field="type", tag="content"):
-    """Text that much of the answer is expected to repeat."""
-
-    content: str | list[_Part]
-
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class _Body(msgspec.Struct, kw_only=True):
@@ -68,7 +57,7 @@ class _Body(msgspec.Struct, kw_only=True):
     stream: bool | None = False
     stream_options: _Stream | None = None
     user: str | None = None
-    prediction: _Prediction | None = None
+    prediction: Prediction | None = None
 
 
 class _Completion(_Body, kw_only=True):
@@ -205,10 +194,10 @@ class OpenAI:
             return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
         if body.stream:
-            return self._stream(http, head, self._completion_events(choices[0], body, show), body, prompt, choices)
+            return self._stream(http, head, self._completion_events(choices[0], body, show), body, choices)
         await self._finish(http, choices, body)
         shown = [show(i, choice, choice.text, 0, choice.reason) for i, choice in enumerate(choices)]
-        return JSONResponse(head | {"choices": shown, "usage": _usage(prompt, choices)})
+        return JSONResponse(head | {"choices": shown, "usage": _usage(choices)})
 
     async def _chat(self, http: HTTPRequest, data: bytes) -> Response:
         body = msgspec.json.decode(data, type=_Chat)
@@ -222,15 +211,18 @@ class OpenAI:
             raise _Refused("messages must not be empty", "messages")
         tools = () if body.tool_choice == "none" else body.tools or ()
         try:
-            prompt = self._renderer.prompt(body.messages, tools)
+            messages, documents = take_documents(body.messages)
+            prompt = self._renderer.prompt(messages, tools)
         except (KeyError, TypeError, AttributeError) as e:
             raise _Refused(f"a message is not in the chat format: {type(e).__name__} {e}", "messages") from None
         limit = body.max_completion_tokens or body.max_tokens or self._engine.max_length
-        choices = self._submit(body, prompt, limit, self._renderer.stop_ids)
+        assert self._applier is not None
+        encoded = tuple(map(self._applier.encoder.encode, documents))
+        choices = self._submit(body, prompt, limit, self._renderer.stop_ids, encoded)
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._name}
         if body.stream:
             head["object"] = "chat.completion.chunk"
-            return self._stream(http, head, self._chat_events(choices[0], body), body, prompt, choices)
+            return self._stream(http, head, self._chat_events(choices[0], body), body, choices)
         head["object"] = "chat.completion"
         await self._finish(http, choices, body)
         shown = []
@@ -239,7 +231,7 @@ class OpenAI:
             logprobs = {"content": self._chat_logprobs(choice, 0), "refusal": None} if body.logprobs else None
             reason = "tool_calls" if message.get("tool_calls") else choice.reason
             shown.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
-        return JSONResponse(head | {"choices": shown, "usage": _usage(prompt, choices)})
+        return JSONResponse(head | {"choices": shown, "usage": _usage(choices)})
 
     async def _apply(self, http: HTTPRequest, data: bytes) -> Response:
         """The whole new file, closed by the model's own tag; 422 if the model did not close it."""
@@ -264,7 +256,10 @@ class OpenAI:
 
     # --- running choices --------------------------------------------------------------------------------------------
 
-    def _submit(self, body: _Body, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...]) -> list[_Choice]:
+    def _submit(
+        self, body: _Body, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...],
+        documents: tuple[list[int], ...] = (),
+    ) -> list[_Choice]:  # fmt: skip
         self._must_be_served(body.model)
         count = 1 if body.n is None else body.n
         if not 1 <= count <= _MAX_CHOICES:
@@ -286,6 +281,7 @@ class OpenAI:
                 seed=seed + i,
                 session=body.user,
                 sources=sources,
+                documents=documents,
             )
 
             def on_token(token: int, logprob: float, put: Callable[[Any], None] = events.put_nowait) -> None:
@@ -300,9 +296,9 @@ class OpenAI:
         if model and model != self._name:
             raise _Refused(f"the model {model!r} is not served here; {self._name!r} is", "model", 404)
 
-    def _predicted(self, prediction: _Prediction) -> Source:
+    def _predicted(self, prediction: Prediction) -> Source:
         assert self._applier is not None
-        return Source("prediction", np.array(self._applier.encoder.encode(prediction.text()), dtype=np.int32))
+        return Source("prediction", np.array(self._applier.encoder.encode(prediction.plain()), dtype=np.int32))
 
     async def _grow(self, choice: _Choice, body: _Body) -> AsyncIterator[str]:
         """Yields the text that each step adds. Ends with `reason` set; a stop string ends the row early."""
@@ -364,7 +360,7 @@ class OpenAI:
 
     def _stream(
         self, http: HTTPRequest, head: dict[str, Any], events: AsyncIterator[dict[str, Any]], body: _Body,
-        prompt: list[int], choices: list[_Choice],
+        choices: list[_Choice],
     ) -> Response:  # fmt: skip
         usage_wanted = body.stream_options is not None and body.stream_options.include_usage
 
@@ -374,7 +370,7 @@ class OpenAI:
                     yield _sse(head | {"choices": [choice]} | ({"usage": None} if usage_wanted else {}))
                 if usage_wanted:
                     await _settle(choices)
-                    yield _sse(head | {"choices": [], "usage": _usage(prompt, choices)})
+                    yield _sse(head | {"choices": [], "usage": _usage(choices)})
                 yield b"data: [DONE]\n\n"
             finally:
                 for choice in choices:
@@ -452,9 +448,9 @@ async def _settle(choices: list[_Choice]) -> None:
     await asyncio.wait([asyncio.wrap_future(choice.row.future) for choice in choices], timeout=_SETTLE_SECONDS)
 
 
-def _usage(prompt: list[int], choices: list[_Choice]) -> dict[str, Any]:
+def _usage(choices: list[_Choice]) -> dict[str, Any]:
     done = [choice.row.future.result() for choice in choices if choice.row.future.done()]
-    return _counted(prompt, sum(len(choice.ids) for choice in choices), done)
+    return _counted(choices[0].row.request.prompt, sum(len(choice.ids) for choice in choices), done)
 
 
 def _counted(prompt: list[int], sampled: int, generations: list[Generation]) -> dict[str, Any]:
@@ -463,7 +459,10 @@ def _counted(prompt: list[int], sampled: int, generations: list[Generation]) -> 
         "prompt_tokens": len(prompt),
         "completion_tokens": sampled,
         "total_tokens": len(prompt) + sampled,
-        "prompt_tokens_details": {"cached_tokens": max((g.cached_tokens for g in generations), default=0)},
+        "prompt_tokens_details": {
+            "cached_tokens": max((g.cached_tokens for g in generations), default=0),
+            "cached_document_tokens": max((g.cached_document_tokens for g in generations), default=0),
+        },
         "completion_tokens_details": {
             # A stop string may cut inside an accepted run.
             "accepted_prediction_tokens": min(sampled, sum(g.accepted_draft_tokens for g in generations)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,12 +14,18 @@ from etude.inference.cache import Node
 from etude.inference.drafts import Drafter, Source
 from etude.records import Generation
 
+if TYPE_CHECKING:
+    from etude.inference.documents import Gathered
+
 MAX_STOP_IDS = 16
+_TAIL = 2**32  # more than there are tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One generation. `session` names the episode whose older keys and values this request may reuse; `sources` hold
+    """One generation. `documents` come first in the prompt, in their order: each sees itself only, and `ids`, the tail,
+    sees them all. Each is keyed by its own tokens, so it should begin with tokens of its own that attention can rest on
+    (a header line). `session` names the episode whose older keys and values this request may reuse; `sources` hold
     text that the answer may repeat, the most trusted first: they change how fast it comes, and nothing else."""
 
     ids: list[int]
@@ -29,16 +37,40 @@ class Request:
     session: str | None = None
     experts: bool = False
     sources: tuple[Source, ...] = ()
+    documents: tuple[list[int], ...] = ()
+
+    @cached_property
+    def document_tokens(self) -> int:
+        return sum(map(len, self.documents))
+
+    @cached_property
+    def prompt(self) -> list[int]:
+        """Documents and tail."""
+        return [token for part in (*self.documents, self.ids) for token in part] if self.documents else self.ids
+
+    @cached_property
+    def path(self) -> list[int]:
+        """The prompt as the prefix cache knows it: with documents, the first token of each and that of the tail are
+        other numbers (negative ones), so that equal tokens of which others see which never meet."""
+        if not self.documents:
+            return self.ids
+        marked = [token for document in self.documents for token in (~document[0], *document[1:])]
+        return [*marked, ~self.ids[0] - _TAIL, *self.ids[1:]]
 
     def check(self, max_length: int, vocab_size: int) -> None:
         """Raise ValueError unless an engine with this context and vocabulary can run the request."""
+        for i, document in enumerate(self.documents):
+            if not document:
+                raise ValueError(f"document {i} is empty: leave it out")
         if not self.ids:
-            raise ValueError("the prompt is empty")
-        if len(self.ids) >= max_length:
+            raise ValueError("nothing follows the documents: add a prompt" if self.documents else "the prompt is empty")
+        if len(self.prompt) >= max_length:
+            parts = f", {self.document_tokens} of them documents" if self.documents else ""
             raise ValueError(
-                f"the prompt has {len(self.ids)} tokens; the model's context of {max_length} must also hold the answer"
+                f"the prompt has {len(self.prompt)} tokens{parts}; the model's context of {max_length} must also hold "
+                "the answer"
             )
-        if not 0 <= min(self.ids) <= max(self.ids) < vocab_size:
+        if not 0 <= min(self.prompt) <= max(self.prompt) < vocab_size:
             raise ValueError(f"a prompt token is outside the vocabulary of {vocab_size}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
@@ -66,6 +98,8 @@ class Row:
     slot: int = -1
     fed: int = 0  # prompt tokens whose keys and values are computed
     cached: int = 0
+    cached_documents: int = 0  # those of them that belong to documents
+    gathered: Gathered | None = None
     pages: list[int] = field(default_factory=list)
     held: list[Node] = field(default_factory=list)
     kv_version: int = 0
@@ -99,9 +133,10 @@ class Slots:
         request, slot = row.request, self.free.pop()
         row.slot = slot
         self.write_pages(row)
-        self.ids[slot, : len(request.ids)] = request.ids
-        self.length[slot] = len(request.ids)
-        self.limit[slot] = min(len(request.ids) + request.max_tokens, self.max_length)
+        length = len(request.prompt)
+        self.ids[slot, :length] = request.prompt
+        self.length[slot] = length
+        self.limit[slot] = min(length + request.max_tokens, self.max_length)
         self.temperature[slot] = request.temperature
         self.top_p[slot] = request.top_p
         self.seed[slot] = request.seed
@@ -146,7 +181,7 @@ class Slots:
         return ["" if not done else "stop" if stop else "length" for done, stop in zip(done_N, stopped_N, strict=True)]
 
     def result(self, row: Row) -> tuple[list[int], list[float], list[int]]:
-        sampled = slice(len(row.request.ids), int(self.length[row.slot]))
+        sampled = slice(len(row.request.prompt), int(self.length[row.slot]))
         arrays = (self.ids, self.log_probs, self.versions)
         ids, log_probs, versions = (array[row.slot, sampled].tolist() for array in arrays)
         return ids, log_probs, versions

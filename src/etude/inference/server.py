@@ -63,6 +63,7 @@ class Options:
     max_batch: int = 128
     max_length: int | None = None
     cache_mb: int = 512
+    documents_mb: int = 256
     deterministic: bool = False
     speculate: bool = False  # in training it has not been shown to pay
     ready_file: Path | None = None
@@ -101,6 +102,7 @@ def run(options: Options) -> None:
         limits = Limits(
             rows=options.max_batch,
             cache_bytes=options.cache_mb * 2**20,
+            document_bytes=options.documents_mb * 2**20,
             max_length=options.max_length,
             speculate=options.speculate,
         )
@@ -204,6 +206,7 @@ class _Api:
             "generated_tokens": engine.counters.sampled_tokens,
             "last_pause_ms": engine.last_pause * 1e3,
             **{k: v for k, v in vars(engine.counters).items() if k != "sampled_tokens"},
+            "documents": engine.documents.stats(),
         }
         if http.query_params.get("verify"):
             body["digest"] = await asyncio.to_thread(follower.live_digest)
@@ -247,6 +250,9 @@ class _Api:
         """What Prometheus scrapes."""
         for name, value in vars(self._engine.counters).items():
             yield CounterMetricFamily(f"etude_engine_{name}", name.replace("_", " "), value=value)
+        for name, value in vars(self._engine.documents.counters).items():
+            yield CounterMetricFamily(f"etude_documents_{name}", name.replace("_", " "), value=value)
+        yield GaugeMetricFamily("etude_documents_bytes", "keys and values kept", value=self._engine.documents.used)
         running, waiting = self._engine.load
         yield GaugeMetricFamily("etude_engine_requests_running", "requests being computed", value=running)
         yield GaugeMetricFamily("etude_engine_requests_waiting", "requests waiting for a slot", value=waiting)
@@ -300,6 +306,7 @@ def _arguments(argv: list[str] | None) -> tuple[Options, bool]:
     parser.add_argument("--max-batch", type=int, default=128, help="rows that run at a time")
     parser.add_argument("--max-length", type=int, help="tokens of prompt and answer; default: the model's context")
     parser.add_argument("--cache-mb", type=int, default=512, help="memory for keys and values")
+    parser.add_argument("--documents-mb", type=int, default=256, help="memory for keys and values of documents")
     parser.add_argument("--deterministic", action="store_true", help="one request at a time, reproducible in every bit")
     parser.add_argument("--speculate", action="store_true", help="draft text that answers repeat, and verify it")
     parser.add_argument("--ready-file", type=Path, help="written with url and pid once the server answers")

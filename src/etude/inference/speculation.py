@@ -45,7 +45,7 @@ class Speculation:
         for row in rows:
             length = int(slots.length[row.slot])
             if row.drafter is None:
-                row.drafter = Drafter(row.request.sources, len(row.request.ids), self._shared)
+                row.drafter = Drafter(row.request.sources, len(row.request.prompt), self._shared)
             # The last token that the row may emit is the model's own.
             room = 0 if row.alone else int(slots.limit[row.slot]) - length - 1
             proposals.append(row.drafter.propose(slots.ids[row.slot, :length], room))

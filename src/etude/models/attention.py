@@ -142,14 +142,22 @@ def _flex() -> Callable[..., Tensor]:
 
 
 def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-    """Causal attention of whole rows; padding on the right needs no mask, for no real token sees it."""
+    """Causal attention of whole rows; padding on the right needs no mask, for no real token sees it.
+
+    With fewer queries than keys, the queries are those of the last keys.
+    """
     repeats = query_BHTD.shape[1] // key_BKTD.shape[1]
     if repeats > 1:
         key_BKTD, value_BKTD = (x.repeat_interleave(repeats, dim=1) for x in (key_BKTD, value_BKTD))
     # The engine's CPU kernel computes attention in float32 whatever the weights' type; so does this one, to agree.
     dtype = torch.float32 if query_BHTD.device.type == "cpu" else query_BHTD.dtype
     query, key, value = (x.to(dtype) for x in (query_BHTD, key_BKTD, value_BKTD))
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scale)
+    queries, keys = query.shape[2], key.shape[2]
+    if 1 < queries < keys:
+        mask_TT = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_TT, scale=scale)
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=queries > 1, scale=scale)
     return out.to(query_BHTD.dtype)
 
 

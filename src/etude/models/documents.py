@@ -1,0 +1,171 @@
+"""Documents: runs of tokens that see themselves only, so their values and unrotated keys depend on nothing else.
+
+Rotary positions are relative, so such a run can be computed once and placed anywhere: its keys are rotated when it is
+placed, once, by the model's own function. To see keys before rotation no model is patched: a pass over documents tells
+the model that every token stands at position 0, where rotating changes nothing, and the layout rotates queries and keys
+itself. `refusal` says for which models that is not the same function.
+
+The mask is that of `segments.Graph` with nodes that see nothing, and a tail that sees all of them.
+
+Suffixes: n tokens of one document, E layers with experts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from etude.models.attention import causal
+from etude.models.experts import ROUND, record
+
+_PROBED = 8  # tokens
+_SLACK = 0.01  # of the largest key: a wrong rotation differs by as much as keys are large
+
+
+class Rotation:
+    """Rotates as the model does: by its table of angles and its function. Raises AttributeError if it has not both."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        decoder = model.get_decoder()
+        self._table = decoder.rotary_emb
+        self._apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
+        self._like = next(model.parameters()).new_empty(0, dtype=model.dtype)
+
+    def angles(self, length: int) -> Tensor:
+        """Cosines and sines of positions 0 to `length` - 1: [2, 1, length, D]."""
+        position_1T = torch.arange(length, device=self._like.device)[None]
+        # Where a model scales them (YaRN, arXiv:2309.00071), what it gave us at position 0 is scaled already.
+        return torch.stack(self._table(self._like, position_1T)) / self._table.attention_scaling
+
+    def __call__(self, x_BHTD: Tensor, angles: Tensor) -> Tensor:
+        """`x_BHTD` rotated by the angles of its T positions."""
+        return self._apply(x_BHTD[:0], x_BHTD, angles[0], angles[1])[1]
+
+
+@dataclass(eq=False)
+class Document:
+    """Token ids, and what was computed of them: keys before rotation, values and expert ids of the first `computed`."""
+
+    ids_n: np.ndarray
+    keys_LKnD: Tensor
+    values_LKnD: Tensor
+    experts_nEK: Tensor | None = None
+    computed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids_n)
+
+
+def empty_document(model: PreTrainedModel, ids: Sequence[int]) -> Document:
+    """A document of which nothing is computed, its memory taken."""
+    heads, head_dim = key_shape(model)
+    shape = (model.config.num_hidden_layers, heads, len(ids), head_dim)
+    like = next(model.parameters())
+    keys, values = (like.new_empty(shape, dtype=model.dtype) for _ in range(2))
+    return Document(np.array(ids, dtype=np.int64), keys.detach(), values.detach())
+
+
+def key_shape(model: PreTrainedModel) -> tuple[int, int]:
+    """Key/value heads and their size."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_key_value_heads, head_dim
+
+
+@torch.inference_mode()
+def compute(model: PreTrainedModel, rotation: Rotation, parts: Sequence[tuple[Document, int]]) -> None:
+    """The next `count` tokens of each document, in one pass [1, sum of counts] beside each other."""
+    device = parts[0][0].keys_LKnD.device
+    ids_N = np.concatenate([d.ids_n[d.computed : d.computed + count] for d, count in parts])
+    few_shapes = device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > ROUND
+    padded_N = np.pad(ids_N, (0, -len(ids_N) % ROUND if few_shapes else 0))
+    with record(few_shapes) as recorder:
+        model.get_decoder()(
+            input_ids=torch.from_numpy(padded_N).to(device)[None],
+            position_ids=torch.zeros((1, len(padded_N)), dtype=torch.int64, device=device),
+            layout=_Apart(rotation, parts),
+            use_cache=False,
+        )
+    experts_NEK = recorder.stacked()
+    at = 0
+    for document, count in parts:
+        if experts_NEK is not None:
+            if document.experts_nEK is None:
+                document.experts_nEK = experts_NEK.new_empty((len(document), *experts_NEK.shape[1:]))
+            document.experts_nEK[document.computed : document.computed + count] = experts_NEK[at : at + count]
+        document.computed += count
+        at += count
+
+
+class _Apart:
+    """The layout of a pass over documents whose tokens all claim to stand at position 0."""
+
+    def __init__(self, rotation: Rotation, parts: Sequence[tuple[Document, int]]) -> None:
+        self._rotation, self._parts = rotation, parts
+        self._angles = rotation.angles(max(document.computed + count for document, count in parts))
+
+    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        out = torch.zeros_like(query_BHTD)
+        at = 0
+        for document, count in self._parts:
+            begin, end, here = document.computed, document.computed + count, slice(at, at + count)
+            document.keys_LKnD[layer, :, begin:end] = key_BKTD[0, :, here]
+            document.values_LKnD[layer, :, begin:end] = value_BKTD[0, :, here]
+            query = self._rotation(query_BHTD[:, :, here], self._angles[:, :, begin:end])
+            key = self._rotation(document.keys_LKnD[layer, None, :, :end], self._angles[:, :, :end])
+            out[:, :, here] = causal(query, key, document.values_LKnD[layer, None, :, :end], scale)
+            at += count
+        return out
+
+
+class _Kept:
+    """Plain causal attention that keeps the rotated keys."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        self.keys[layer] = key_BKTD
+        return causal(query_BHTD, key_BKTD, value_BKTD, scale)
+
+
+def refusal(model: PreTrainedModel) -> str:
+    """Why documents cannot be placed exactly in this model; "" if they can. Runs two passes over a few tokens."""
+    config = model.config
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    if others:
+        return f"this model has layers of the kind {others[0]}, which see by distance or carry a state"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind == "dynamic" or kind == "longrope":
+        return f"this model's rotary frequencies depend on the length of the whole prompt ({kind})"
+    try:
+        same = _rotates_alike(model)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        return f"keys before rotation cannot be taken from this model ({reason})"
+    return "" if same else "this model does not rotate the keys of all layers in the one way that is known"
+
+
+@torch.inference_mode()
+def _rotates_alike(model: PreTrainedModel) -> bool:
+    """Whether keys that we rotate are those that the model rotates, in every layer."""
+    rotation = Rotation(model)
+    document = empty_document(model, [i % model.config.vocab_size for i in range(_PROBED)])
+    compute(model, rotation, [(document, _PROBED)])
+    angles, kept, device = rotation.angles(_PROBED), _Kept(), document.keys_LKnD.device
+    ids_1n = torch.from_numpy(document.ids_n).to(device)[None]
+    position_1n = torch.arange(_PROBED, device=device)[None]
+    model.get_decoder()(input_ids=ids_1n, position_ids=position_1n, layout=kept, use_cache=False)
+    for layer, expected in kept.keys.items():
+        difference = (rotation(document.keys_LKnD[layer, None], angles) - expected).abs().max()
+        # Weights that are broken (not a number) are reported by the engine, not here.
+        if difference > _SLACK * expected.abs().max():
+            return False
+    return len(kept.keys) == model.config.num_hidden_layers
