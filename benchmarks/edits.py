@@ -8,50 +8,34 @@ of a model's accuracy. Losslessness is measured without a hook, on what the bund
 large-small-edit      a file of 200 lines and more, at most 2 % of its tokens changed
 suite                 files of 20 to 120 lines with one to six edits
 unrelated-prediction  greedy answers of the bundled model, with another text as the draft
+vllm/...              the same drafts inside vLLM, where ETUDE_VLLM_PYTHON is set (edits_vllm.py)
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import json
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from benchmarks import edits_vllm
+from benchmarks.edit_cases import MODEL, Case, large_cases, random_model, suite_cases
 from benchmarks.threads import one_thread
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from etude.inference.apply import Applier
 from etude.inference.drafts import Source
-from etude.inference.edit import Edit
 from etude.inference.engine import Engine, Limits, Request
 from etude.models import attention, experts
 from etude.models.loading import load_model
 
-MODEL = Path(__file__).parent.parent / "models" / "nano"
-CONTEXT = 16384
 FORCE = 100.0  # logits; a random model's own are of size 1
-MODULES = ("textwrap", "bisect", "heapq", "shlex", "fnmatch", "glob", "string", "colorsys", "sched", "contextlib",
-           "copy", "calendar", "cmd", "csv", "dis", "filecmp", "fileinput", "gettext", "queue", "pprint")  # fmt: skip
-LARGE = ("queue", "shlex", "textwrap")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One edit: what is asked, and the ids of its answer (the new file and the closing tag)."""
-
-    request: Request
-    answer: tuple[int, ...]
-    changed: float  # share of the answer's tokens that are not the file's
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -66,67 +50,19 @@ def _run(quick: bool) -> dict[str, Any]:
     def add(case: str, value: float, baseline: str, unit: str = "x") -> None:
         rows.append({"case": case, "value": value, "unit": unit, "baseline": baseline})
 
-    random_model = _random_model()
+    model = random_model()
+    _use(model, attention.NAME, experts.NAME)
     applier = Applier(Tokenizer.from_file(str(MODEL / "tokenizer.json")), None)
-    cases = [_case(applier, _source(name), edits=1, seed=i) for i, name in enumerate(LARGE[: 1 if quick else None])]
-    _large(random_model, cases, 64 if quick else 512, quick, add)
-    _suite(random_model, applier, 8 if quick else 450, 16 if quick else 64, add)
+    _large(model, large_cases(applier, quick), 64 if quick else 512, quick, add)
+    _suite(model, suite_cases(applier, 8 if quick else 450), 16 if quick else 64, add)
     mismatches, explained = _bundled(24 if quick else 450, 24 if quick else 64, add)
-    return {
-        "bench": "edits",
-        "rows": rows,
-        "checks": {"greedy answers in float32 are those of plain decoding": mismatches == 0,
-                   "mismatches in bfloat16 lie within its rounding": explained},
-    }  # fmt: skip
-
-
-# --- what is edited -------------------------------------------------------------------------------------------------
-
-
-def _source(name: str) -> str:
-    return inspect.getsource(__import__(name))
-
-
-def _case(applier: Applier, text: str, edits: int, seed: int) -> Case:
-    """`edits` lines of the file replaced, put in or left out, asked for by a sketch with two lines of context."""
-    rng = random.Random(seed)
-    before = text.splitlines(keepends=True)
-    after = list(before)
-    code = [i for i, line in enumerate(before) if len(line.strip()) > 8]
-    for i in sorted(rng.sample(code, edits), reverse=True):
-        indent = before[i][: len(before[i]) - len(before[i].lstrip())]
-        kind = rng.choice(("replace", "insert", "delete"))
-        new = (
-            []
-            if kind == "delete"
-            else [f"{indent}checked_{rng.randrange(100)} = validate(value, {rng.random():.2f})\n"]
-        )
-        after[i : i + (kind != "insert")] = new
-    request, close = applier.request(Edit(text, _sketch(before, after), "Apply the edit."), CONTEXT)
-    answer = tuple(applier.encode_answer("".join(after) + close))
-    file = applier.encode_answer(text + close)
-    blocks = difflib.SequenceMatcher(None, file, answer, autojunk=False).get_matching_blocks()
-    changed = 1 - sum(block.size for block in blocks) / len(answer)
-    return Case(replace(request, max_tokens=len(answer)), answer, changed)
-
-
-def _sketch(before: list[str], after: list[str]) -> str:
-    groups = difflib.SequenceMatcher(None, before, after, autojunk=False).get_grouped_opcodes(2)
-    hunks = ["".join(after[group[0][3] : group[-1][4]]) for group in groups]
-    marker = "# ... existing code ...\n"
-    return marker + marker.join(hunk if hunk.endswith("\n") else hunk + "\n" for hunk in hunks) + marker
+    checks = {"greedy answers in float32 are those of plain decoding": mismatches == 0,
+              "mismatches in bfloat16 lie within its rounding": explained}  # fmt: skip
+    absent, more = edits_vllm.measure(quick, add)
+    return {"bench": "edits", "rows": rows, "checks": checks | more, "absent": absent}
 
 
 # --- forced answers -------------------------------------------------------------------------------------------------
-
-
-def _random_model() -> PreTrainedModel:
-    """The bundled model's architecture with random weights, and a longer context."""
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(MODEL, max_position_embeddings=CONTEXT)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    _use(model, attention.NAME, experts.NAME)
-    return model
 
 
 def _use(model: PreTrainedModel, attend: str, route: str) -> None:
@@ -239,21 +175,14 @@ def _large(model: PreTrainedModel, cases: list[Case], tokens: int, quick: bool, 
     add("large-small-edit/tokens-per-pass", statistics.median(per_pass), "1 in plain decoding", "tokens")
 
 
-def _suite(model: PreTrainedModel, applier: Applier, count: int, tokens: int, add: Callable[..., None]) -> None:
+def _suite(model: PreTrainedModel, cases: list[Case], tokens: int, add: Callable[..., None]) -> None:
     fast, plain = Engine(model, limits=Limits(rows=1)), Engine(model, limits=Limits(rows=1, speculate=False))
-    rng = random.Random(0)
-    gains = []
-    for i in range(count):
-        lines = _source(rng.choice(MODULES)).splitlines(keepends=True)
-        size = min(len(lines), rng.randint(20, 120))
-        start = rng.randrange(len(lines) - size + 1)
-        case = _case(applier, "".join(lines[start : start + size]), edits=rng.randint(1, 6), seed=i)
-        gains.append(_plain(plain, case, tokens) / _ours(fast, case).decode)
-    add(
-        "suite/speedup-median", statistics.median(gains), f"plain decoding, decode alone, {count} edits, forced answers"
-    )
+    gains = [_plain(plain, case, tokens) / _ours(fast, case).decode for case in cases]
+    what = f"plain decoding, decode alone, {len(cases)} edits, forced answers"
+    add("suite/speedup-median", statistics.median(gains), what)
     add("suite/speedup-p10", float(np.quantile(gains, 0.1)), "the tenth part that gains least")
-    add("suite/slower", sum(gain < 1 for gain in gains) / count, "share of edits that are slower than plain decoding")
+    slower = sum(gain < 1 for gain in gains) / len(gains)
+    add("suite/slower", slower, "share of edits that are slower than plain decoding")
 
 
 def _bundled(count: int, tokens: int, add: Callable[..., None]) -> tuple[int, bool]:

@@ -2,19 +2,21 @@
 
 decode at batch N      N rows of 8 per prompt, 250 prompt tokens; seconds from the first to the last decode step
 generate/bN            from submission to the last token, prefill included: our speed over that of `generate`
+vllm/bN                the same against vLLM on the CPU, same weights, where ETUDE_VLLM_PYTHON is set; both keep prefixes
 next turn              a second turn of the same rows, whose first turn is in the prefix cache, against a cold engine
 """
 
 from __future__ import annotations
 
-import importlib.util
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from benchmarks.threads import one_thread
+from benchmarks.vllm_process import Vllm, missing
 from transformers import PreTrainedModel
 
 from etude.inference.engine import Engine, Limits, Request
@@ -23,15 +25,20 @@ from etude.models.loading import load_model
 
 MODEL = Path(__file__).parent.parent / "models" / "nano"
 GROUP, PROMPT = 8, 250
+VLLM_BATCHES = (1, 8, 32)
+VLLM = {"model": str(MODEL), "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 32, "prefix_caching": True,
+        "eager": False, "speculative": None}  # fmt: skip
 
 
 def run(quick: bool) -> dict[str, Any]:
     """Rows and checks; `quick` samples fewer tokens. Takes about one minute, or a quarter of that, on an idle core."""
-    with one_thread():
-        return _run(load_model(MODEL), 24 if quick else 100)
+    absent = dict.fromkeys((f"vllm/b{batch}" for batch in VLLM_BATCHES), missing()) if missing() else {}
+    with one_thread(), ExitStack() as stack:
+        vllm = None if absent else stack.enter_context(Vllm(**VLLM))
+        return _run(load_model(MODEL), vllm, 24 if quick else 100) | {"absent": absent}
 
 
-def _run(model: PreTrainedModel, tokens: int) -> dict[str, Any]:
+def _run(model: PreTrainedModel, vllm: Vllm | None, tokens: int) -> dict[str, Any]:
     engine = Engine(model, limits=Limits(rows=128))
     _finish(engine, _submit(engine, 1, 2, seed=99))  # compiles the kernels
     rows: list[dict[str, Any]] = []
@@ -39,6 +46,8 @@ def _run(model: PreTrainedModel, tokens: int) -> dict[str, Any]:
     def add(case: str, value: float, unit: str, baseline: str = "") -> None:
         rows.append({"case": case, "value": value, "unit": unit, "baseline": baseline})
 
+    if vllm is not None:
+        _vllm(vllm, model, 8, 4, seed=98)  # compiles its own
     for batch in (1, 8, 32, 64):
         decode, prefill, total = _measure(engine, batch, tokens, seed=batch)
         plain = _generate(model, batch, tokens, seed=batch)
@@ -46,19 +55,19 @@ def _run(model: PreTrainedModel, tokens: int) -> dict[str, Any]:
         add(
             f"generate/b{batch}", plain / total, "x", f"transformers generate, {batch} rows, sdpa, grouped_mm, KV cache"
         )
+        if vllm is not None and batch in VLLM_BATCHES:
+            what = f"vLLM {vllm.about['vllm']} on the CPU, {batch} rows, {VLLM['dtype']}, submission to last token"
+            add(f"vllm/b{batch}", _vllm(vllm, model, batch, tokens, seed=batch) / total, "x", what)
     add("prefill", prefill, "tokens/s", f"{64 // GROUP} prompts of {PROMPT} tokens, 1 thread")
     warm, cold, agree = _next_turn(model, engine, tokens)
     add("next turn, prefix cache / cold", cold / warm, "x", f"64 rows, 30 new tokens after {PROMPT + tokens}")
-    absent = {f"vllm/b{batch}": _no_vllm() for batch in (1, 8, 32)}
     checks = {"cached and cold log-probabilities agree": agree}
-    return {"bench": "engine", "rows": rows, "checks": checks, "absent": absent}
+    return {"bench": "engine", "rows": rows, "checks": checks}
 
 
-def _no_vllm() -> str:
-    """Why there are no rows against vLLM."""
-    if importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed in this environment"
-    return "this benchmark does not run vLLM yet"
+def _vllm(vllm: Vllm, model: PreTrainedModel, batch: int, tokens: int, seed: int) -> float:
+    """vLLM's seconds for the same rows."""
+    return vllm.ask(_prompts(model, batch, seed), [tokens] * batch, temperature=1.0)["seconds"]
 
 
 def _prompts(model: PreTrainedModel, batch: int, seed: int) -> list[list[int]]:

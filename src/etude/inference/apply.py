@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import hashlib
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from etude.errors import UserError
 from etude.harness.renderers import Renderer
 from etude.harness.renderers.base import PlainEncoder
-from etude.inference.drafts import Source
+from etude.inference.drafts import Source, encode_after
 from etude.inference.edit import Edit
 from etude.inference.rows import Request, Row
 
@@ -52,7 +51,8 @@ class Applier:
             prompt, stop = self.encoder.encode(content), ()
         prompt = prompt + self.encoder.encode(opening)
         texts = {"merge": merged + close, "file": edit.text + close, "sketch": edit.sketch}
-        sources = tuple(Source(name, self._after(opening, text)) for name, text in texts.items())
+        encode = self.encoder.encode
+        sources = tuple(Source(name, encode_after(encode, opening, text)) for name, text in texts.items())
         needed = max(len(source.ids) for source in sources)
         if len(prompt) + needed >= max_length:
             raise UserError(
@@ -67,16 +67,10 @@ class Applier:
 
     def encode_answer(self, text: str) -> list[int]:
         """Ids of an answer's text after its opening tag."""
-        return self._after("<updated-code>\n", text).tolist()
+        return encode_after(self.encoder.encode, "<updated-code>\n", text).tolist()
 
     def answer(self, close: str) -> Answer:
         return Answer(self._tokenizer, close)
-
-    def _after(self, left: str, text: str) -> np.ndarray:
-        """Ids of `text` as they are after `left`: its first token may depend on that."""
-        head, whole = self.encoder.encode(left), self.encoder.encode(left + text)
-        ids = whole[len(head) :] if whole[: len(head)] == head else self.encoder.encode(text)
-        return np.array(ids, dtype=np.int32)
 
 
 class Answer:

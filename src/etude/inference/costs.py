@@ -1,4 +1,4 @@
-"""What a pass over n tokens costs, measured; and how many drafted tokens are worth feeding.
+"""What a pass over n tokens costs, measured or learned; and how many drafted tokens are worth feeding.
 
 A pass costs T(n). With R rows that emit e_r tokens each, drafts are chosen to maximise sum log e_r - R log T(n): for
 one row that is tokens per second, and among several a row's gain must outweigh the delay of all others (proportional
@@ -14,13 +14,15 @@ import numpy as np
 
 LARGEST = 512  # tokens of the largest pass that is measured, and drafted tokens of a pass
 _REPEATS = 3
+_DOUBLES = 64
+_FORGOTTEN = 400  # passes
 _SECONDS = 1.5  # a curve may take this long; large passes of a slow model are extrapolated
 
 
 class CostCurve:
     """Seconds of a pass, by number of tokens: linear between the measured points, and monotone."""
 
-    def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
+    def __init__(self, tokens: Sequence[float], seconds: Sequence[float]) -> None:
         if len(tokens) < 2 or len(tokens) != len(seconds) or min(seconds) <= 0.0:
             raise ValueError("a cost curve needs at least two sizes with their positive seconds")
         self._tokens = np.array(tokens, dtype=np.float64)
@@ -96,3 +98,34 @@ def measure(run: Callable[[int], None], largest: int) -> CostCurve:
             break
         size *= 2
     return CostCurve(tokens, seconds)
+
+
+class LearnedCosts:
+    """The curve of an engine that cannot be measured before it serves: from passes as they come.
+
+    Sizes are kept by powers of two. One that has not been seen for long is forgotten, so that a wrong impression is
+    not kept for ever; where there is only one left, a pass is taken to cost twice as much with `_DOUBLES` tokens more.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[float, float, int]] = {}  # mean tokens, mean seconds, when
+        self._passes = 0
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """A pass over `tokens` tokens took so many seconds."""
+        self._passes += 1
+        size = tokens.bit_length()
+        n, t, _ = self._kept.get(size, (tokens, seconds, 0))
+        # A pass that something else held up counts as one three times as long at most.
+        share = 0.2
+        mean = t + share * (min(seconds, 3.0 * t) - t)
+        self._kept[size] = (n + share * (tokens - n), mean, self._passes)
+        self._kept = {s: kept for s, kept in self._kept.items() if kept[2] > self._passes - _FORGOTTEN}
+
+    def curve(self) -> CostCurve:
+        points = [self._kept[size][:2] for size in sorted(self._kept)] or [(1.0, 1.0)]
+        if len(points) == 1:
+            tokens, seconds = points[0]
+            points.append((tokens + _DOUBLES, 2.0 * seconds))
+        tokens_N, seconds_N = zip(*points, strict=True)
+        return CostCurve(tokens_N, seconds_N)

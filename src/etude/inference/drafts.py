@@ -9,7 +9,7 @@ The row's own text is scanned, not indexed by a suffix automaton: docs/decisions
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numba
@@ -35,6 +35,13 @@ class Source:
 
     name: str
     ids: np.ndarray  # int32 [tokens]
+
+
+def encode_after(encode: Callable[[str], list[int]], left: str, text: str) -> np.ndarray:
+    """Ids of `text`, int32 [tokens], as they are after `left`: its first token may depend on that."""
+    head, whole = encode(left), encode(left + text)
+    ids = whole[len(head) :] if whole[: len(head)] == head else encode(text)
+    return np.array(ids, dtype=np.int32)
 
 
 class Rates:

@@ -1,0 +1,130 @@
+"""etude's drafts in a real vLLM server. Needs an environment with vLLM 0.32 (docs/weights.md); takes minutes."""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+from tokenizers import Tokenizer
+
+import etude
+from etude.harness.renderers import renderer_for
+from etude.inference import vllm_proposer
+from etude.inference.apply import Applier
+from etude.inference.edit import Edit
+
+PYTHON = os.environ.get("ETUDE_VLLM_PYTHON")
+MODEL = Path("models/nano").absolute()
+START_SECONDS = float(os.environ.get("ETUDE_VLLM_START_SECONDS", "900"))
+SPECULATIVE = {
+    "method": "custom_class",
+    "model": "etude.inference.vllm_proposer.Proposer",
+    "num_speculative_tokens": vllm_proposer.LONGEST,
+}
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="ETUDE_VLLM_PYTHON names no Python with vLLM (docs/weights.md)"),
+]
+
+
+@contextmanager
+def serving(log: Path, *more: str) -> Iterator[str]:
+    """The URL of a vLLM server of the bundled model in float32."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    words = (
+        f"-m vllm.entrypoints.cli.main serve {MODEL} --served-model-name m --host 127.0.0.1 --port {port} "
+        "--dtype float32 --max-model-len 2048 --enforce-eager --max-num-seqs 8"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(etude.__file__).parents[1]),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [str(PYTHON), *words.split(), *more], stdout=out, stderr=out, env=environment, start_new_session=True
+        )
+        try:
+            end = time.monotonic() + START_SECONDS
+            while not _healthy(url):
+                assert process.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < end, log.read_text()[-3000:]
+                time.sleep(0.5)
+            yield url
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+def completed(url: str, prompt: list[int], temperature: float = 0.0) -> list[int]:
+    """The ids of a completion of 48 tokens."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 48, "temperature": temperature, "ignore_eos": True,
+            "return_token_ids": True, "seed": 1}  # fmt: skip
+    answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=300, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def counter(url: str, name: str) -> float:
+    text = httpx2.get(f"{url}/metrics", timeout=60, trust_env=False).text
+    return sum(float(value) for value in re.findall(rf"^vllm:{name}_total(?:\{{.*\}})? (\S+)$", text, re.M))
+
+
+def prompts() -> list[list[int]]:
+    """Edits, files that begin again, and two equal prompts: what the model repeats it may draft."""
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    applier = Applier(tokenizer, renderer_for(MODEL))
+    rng = random.Random(0)
+    made = []
+    for i in range(12):
+        lines = [f"def f{rng.randrange(1000)}(x):\n    return x + {rng.randrange(100)}\n" for _ in range(12)]
+        sketch = f"# ... existing code ...\n{lines[4]}x = 1\n{lines[5]}# ... existing code ...\n"
+        made.append(applier.request(Edit("".join(lines), sketch, "Put in x."), 2048)[0].ids)
+        made.append(applier.encoder.encode("".join([*lines, *lines[:2]])))
+    return [*made, made[1]]
+
+
+def answers(url: str, asked: list[list[int]]) -> list[list[int]]:
+    with ThreadPoolExecutor(6) as pool:
+        return list(pool.map(lambda prompt: completed(url, prompt), asked))
+
+
+def test_vllm_says_the_same_with_drafts_and_accepts_some(tmp_path):
+    asked = prompts()
+    with serving(tmp_path / "plain.log") as url:
+        plain = answers(url, asked)
+    with serving(tmp_path / "drafts.log", "--speculative-config", json.dumps(SPECULATIVE)) as url:
+        drafted = answers(url, asked)
+        accepted = counter(url, "spec_decode_num_accepted_tokens")
+        assert len(completed(url, asked[1], temperature=1.0)) == 48  # sampled: vLLM's rejection sampler draws
+    assert all(len(ids) == 48 for ids in plain)
+    # In float32 only draws nearer than rounding could differ; the prompts are fixed, and none of theirs is.
+    assert drafted == plain
+    assert accepted > 0, (tmp_path / "drafts.log").read_text()[-3000:]
