@@ -1,6 +1,7 @@
 """Runs in vLLM's environment: options as the first line of stdin, then one line per round, one line of answer to each.
 
-options   model, dtype, max_model_len, max_num_seqs, prefix_caching, eager, speculative (vLLM's speculative_config)
+options   model, dtype, max_model_len, max_num_seqs, prefix_caching, eager, speculative (vLLM's speculative_config),
+          force (whether rounds have answers)
 round     prompts and tokens, one each per request; temperature (0); answers, tokens that each request shall sample
 answer    ids per request, seconds of all, decode (seconds after the last first token), passes, drafted, accepted
 
@@ -111,6 +112,8 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout
     options = json.loads(sys.stdin.readline())
+    if options.get("force"):
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the hook knows the tables of the runner that drafts on the host
     llm = engine(options)
     forced = Forced(llm, Path(options["model"])) if options.get("force") else None
     steps: list[int] = []  # tokens per pass
