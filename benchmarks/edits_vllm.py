@@ -19,7 +19,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from benchmarks.edit_cases import CONTEXT, MODEL, MODULES, Case, case, large_cases, random_model, source, suite_cases
@@ -117,10 +116,10 @@ def _compare(group: str, turns: list[dict[str, dict[str, Any]]], figure: str, wh
     """Medians over the edits of other systems' seconds over ours; n-gram by its best setting per edit."""
     ngrams = [name for name in turns[0] if name.startswith("ngram")]
     rivals = {"speedup": ["plain"], "vs-ngram": ngrams, "vs-suffix": [name for name in turns[0] if name == "suffix"]}
-    for case, names in rivals.items():
+    for rival, names in rivals.items():
         if names:
             gains = [min(turn[name][figure] for name in names) / turn["ours"][figure] for turn in turns]
-            add(f"vllm/{group}/{case}", statistics.median(gains), f"vLLM {' or '.join(names)}, {what}")
+            add(f"vllm/{group}/{rival}", statistics.median(gains), f"vLLM {' or '.join(names)}, {what}")
 
 
 # --- what the bundled model says ------------------------------------------------------------------------------------

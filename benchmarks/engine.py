@@ -2,7 +2,7 @@
 
 decode at batch N      N rows of 8 per prompt, 250 prompt tokens; seconds from the first to the last decode step
 generate/bN            from submission to the last token, prefill included: our speed over that of `generate`
-vllm/bN                the same against vLLM on the CPU, same weights, where ETUDE_VLLM_PYTHON is set; both keep prefixes
+vllm/bN                the same against vLLM on the CPU, same weights, if ETUDE_VLLM_PYTHON is set; both keep prefixes
 next turn              a second turn of the same rows, whose first turn is in the prefix cache, against a cold engine
 """
 

@@ -103,7 +103,7 @@ def prompts() -> list[list[int]]:
     applier = Applier(tokenizer, renderer_for(MODEL))
     rng = random.Random(0)
     made = []
-    for i in range(12):
+    for _ in range(12):
         lines = [f"def f{rng.randrange(1000)}(x):\n    return x + {rng.randrange(100)}\n" for _ in range(12)]
         sketch = f"# ... existing code ...\n{lines[4]}x = 1\n{lines[5]}# ... existing code ...\n"
         made.append(applier.request(Edit("".join(lines), sketch, "Put in x."), 2048)[0].ids)

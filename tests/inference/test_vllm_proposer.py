@@ -87,7 +87,7 @@ def test_an_answer_takes_few_passes():
     while rows := target.unfinished():
         target.step(rows)
     assert target.rows[0]["out"][: len(answer)] == answer
-    # Drafts of 64 for an answer that is the merge: one pass each, one for the prompt, and the first ones' shorter drafts.
+    # Drafts of 64 for an answer that is the merge: one pass each, one for the prompt, and a few shorter drafts.
     assert target.passes <= len(answer) / 64 + 8
 
 
