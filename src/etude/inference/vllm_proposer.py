@@ -98,8 +98,8 @@ class RowDrafts:
     def after_pass(
         self, sampled: Sequence[Sequence[int]], lengths: Sequence[int] | np.ndarray, ids_RT: np.ndarray
     ) -> list[list[int]]:
-        """Drafts for each row. `sampled` are the tokens that the pass emitted (none within a prompt); row r's tokens with
-        them are ids_RT[r, : lengths[r]]."""
+        """Drafts for each row. `sampled` are the tokens that the pass emitted (none within a prompt); row r has
+        ids_RT[r, : lengths[r]] with them."""
         begin = self._clock()
         histories = {r: ids_RT[r, : int(lengths[r])] for r, new in enumerate(sampled) if len(new)}
         rows = {r: self._row(history, len(sampled[r])) for r, history in histories.items()}
