@@ -71,6 +71,7 @@ def measure(quick: bool, add: Add) -> tuple[dict[str, str], dict[str, bool]]:
 
 def _speeds(quick: bool, add: Add) -> dict[str, str]:
     applier = Applier(Tokenizer.from_file(str(MODEL / "tokenizer.json")), None)
+    part = 96 if quick else 512
     groups = {"large": large_cases(applier, quick), "suite": suite_cases(applier, 8 if quick else 24)}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         random_model().save_pretrained(folder)
@@ -84,7 +85,7 @@ def _speeds(quick: bool, add: Add) -> dict[str, str]:
         }
         for vllm in running.values():
             _force(vllm, groups["suite"][:1])  # compiles what is compiled
-        turns = {group: [_turns(running, [one]) for one in cases] for group, cases in groups.items()}
+        turns = {group: [_turns(running, [one], part) for one in cases] for group, cases in groups.items()}
         together = _turns(running, groups["suite"][:8])
     for group, cases in groups.items():
         tokens = [len(one.answer) for one in cases]
@@ -106,10 +107,24 @@ def _force(vllm: Vllm, cases: Sequence[Case]) -> dict[str, Any]:
     return round_
 
 
-def _turns(running: dict[str, Vllm], cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
-    """Every system answers the same requests, one after the other; of two rounds each one's faster."""
-    rounds = [{name: _force(vllm, cases) for name, vllm in running.items()} for _ in range(2)]
+def _turns(running: dict[str, Vllm], cases: Sequence[Case], part: int = 0) -> dict[str, dict[str, Any]]:
+    """Every system answers the same requests, one after the other; of two rounds each one's faster. Of one answer,
+    plain decoding makes `part` tokens only, in its middle."""
+
+    def answered(name: str, vllm: Vllm) -> dict[str, Any]:
+        return _in_part(vllm, cases[0], part) if part and name == "plain" else _force(vllm, cases)
+
+    rounds = [{name: answered(name, vllm) for name, vllm in running.items()} for _ in range(2)]
     return {name: min((round_[name] for round_ in rounds), key=lambda r: r["seconds"]) for name in running}
+
+
+def _in_part(vllm: Vllm, one: Case, tokens: int) -> dict[str, Any]:
+    """A round whose `decode` is that of the whole answer, from `tokens` tokens in its middle."""
+    middle = max(0, (len(one.answer) - tokens) // 2)
+    answer = list(one.answer[middle : middle + tokens])
+    round_ = vllm.ask([one.request.ids + list(one.answer[:middle])], [len(answer)], answers=[answer])
+    assert round_["ids"] == [answer], "the forced answer was not given"
+    return round_ | {"decode": round_["decode"] / max(1, len(answer) - 1) * (len(one.answer) - 1)}
 
 
 def _compare(group: str, turns: list[dict[str, dict[str, Any]]], figure: str, what: str, add: Add) -> None:
