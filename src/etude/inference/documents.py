@@ -115,7 +115,7 @@ class Documents:
             return True
         held = row.gathered
         if held is not None and (held.version != version or begin < held.begin):
-            self.release(row)
+            self.release(row, stale=held.version != version)
             held = None
         if held is None and self._first in (None, row):
             held = row.gathered = self._hold(row.request, begin, version)
@@ -207,15 +207,16 @@ class Documents:
         self.counters.assembly_seconds += time.perf_counter() - start_time
         return total - held.missed_tokens
 
-    def release(self, row: Row) -> None:
-        """Let go of what the row holds, if anything. What nobody waits for any more is not computed."""
+    def release(self, row: Row, *, stale: bool = False) -> None:
+        """Let go of what the row holds, if anything. What nobody waits for any more is not computed, and what is
+        `stale` not kept."""
         if self._first is row:
             self._first = None
         if row.gathered is None:
             return
         for entry in row.gathered.entries:
             entry.users -= 1
-            if entry.users == 0 and not entry.ready:
+            if entry.users == 0 and (stale or not entry.ready):
                 self._drop(entry)
                 if entry in self._todo:
                     self._todo.remove(entry)
