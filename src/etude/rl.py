@@ -7,13 +7,14 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from etude import controller, runfolder
-from etude.config import RLConfig
+from etude.config import RLConfig, read_toml, validate
 from etude.controller import Run
 from etude.dashboard.live import LiveView, final_table
 from etude.dashboard.report import Report
@@ -190,10 +191,12 @@ def demo(seed: int, overrides: Sequence[str]) -> None:
     """`etude demo`: recipes/demo.toml with a seed. An earlier demo's folder is kept under another name."""
     from etude.train import OUTPUTS, train
 
-    folder = OUTPUTS / "demo"
+    recipe, overrides = Path("recipes/demo.toml"), [*overrides, "--seed", str(seed)]
+    folder = OUTPUTS / validate(RLConfig, read_toml(recipe, overrides), str(recipe)).name
     if folder.exists():
         with runfolder.lock(folder):
-            number = 1 + sum(1 for _ in OUTPUTS.glob("demo.*"))
-            shutil.move(folder, OUTPUTS / f"demo.{number}")
-        print(f"the earlier demo was moved to {OUTPUTS}/demo.{number}")
-    train(Path("recipes/demo.toml"), [*overrides, "--seed", str(seed)], resume=False, dry_run=False)
+            names = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
+            kept = next(name for name in names if not name.exists())
+            shutil.move(folder, kept)
+        print(f"the earlier demo was moved to {kept}")
+    train(recipe, overrides, resume=False, dry_run=False)
