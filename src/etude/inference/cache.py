@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from etude.inference.kernels import BLOCK
+from etude.models.kernels import BLOCK
+from etude.records import Routes
 
 _SCANNED_SIBLINGS = 64  # how many children of a node are compared token by token for a partial match
 
@@ -80,7 +81,7 @@ class PagedCache:
         self.blocks_per_row = -(-self.max_length // BLOCK)
         shape = (self.layers, self.num_pages, heads, BLOCK, head_dim)
         self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
-        self.experts: Tensor | None = None  # uint8 [pages, BLOCK, MoE layers, K], made when the first ids arrive
+        self.experts: Tensor | None = None  # [pages, BLOCK, MoE layers, K], made when the first ids arrive
         self.free = list(range(self.num_pages - 1, -1, -1))
         self.root = Node(page=-1, tokens=(), parent=None, version=-1, sessions=set())
         self.idle = 0  # nodes without users: pages that eviction can get back
@@ -187,6 +188,16 @@ class PagedCache:
         self.free += pages[len(held) :]
         for node in held:
             self._release(node)
+
+    def routes(self, pages: list[int], first: int, end: int) -> Routes:
+        """The experts of a row's positions [first, end): those beside the keys that it uses, whoever computed them."""
+        assert self.experts is not None, "no pass has recorded any"
+        begin = first // BLOCK
+        blocks = self.experts[torch.tensor(pages[begin : -(-end // BLOCK)], device=self.experts.device)]
+        fed = blocks.flatten(0, 1)[first - begin * BLOCK : end - begin * BLOCK].cpu().numpy()
+        wide = fed.dtype != np.uint8
+        data = fed.astype("<i2").tobytes() if wide else fed.tobytes()
+        return Routes(first=first, ids=data, layers=fed.shape[1], slots=fed.shape[2], wide=wide)
 
     def clear(self) -> None:
         """Forget every prefix that no running row holds."""

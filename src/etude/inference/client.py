@@ -33,7 +33,7 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
     stop: tuple[int, ...] = ()
     seed: int = 0
     session: str | None = None
-    experts: bool = False
+    routes_from: int | None = None
 
 
 class EngineClient:
@@ -76,9 +76,10 @@ class EngineClient:
         seed: int,
         timeout: float,
         session: str | None = None,
-        experts: bool = False,
+        routes_from: int | None = None,
     ) -> Generation:
-        """At most `max_tokens` tokens after `ids`, the stop token included.
+        """At most `max_tokens` tokens after `ids`, the stop token included; with the experts of the positions from
+        `routes_from` on, where that is given.
 
         A server that cannot be reached is tried again until the deadline. Raises TimeoutError after `timeout` seconds,
         EngineError if no server could be reached in that time, or if one refused the request.
@@ -86,7 +87,7 @@ class EngineClient:
         session = session if session is not None else self._task_session()
         request = GenerateRequest(
             ids=ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop), seed=seed,
-            session=session, experts=experts,
+            session=session, routes_from=routes_from,
         )  # fmt: skip
         body = msgspec.msgpack.encode(request)
         url = self._server(session)

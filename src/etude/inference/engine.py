@@ -5,8 +5,9 @@
 Every step runs one forward pass over a flat batch: the next token of every decoding row, what is drafted to come after
 (`speculation.py`: it changes how fast rows go on, never what they say), and chunks of waiting prompts.
 Between steps the thread applies weight swaps and answers aborts; rows keep running over a swap, and every token carries
-the version that sampled it. In deterministic mode one request runs at a time, without the prefix cache, so that its
-tokens and log-probabilities depend on its ids, its seed and the weights alone.
+the version that sampled it. In deterministic mode a request's tokens and log-probabilities depend on its ids, its seed
+and the weights alone: passes are exact (`etude.models.exact`), or where they cannot be (on an accelerator, in bfloat16)
+one request runs at a time, without the prefix cache.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from transformers import PreTrainedModel
 
 from etude.inference.cache import Match, PagedCache
 from etude.inference.forward import cost_curve, logits_of
-from etude.inference.kernels import BLOCK
 from etude.inference.rows import Request, Row, Slots
 from etude.inference.sampling import MARGIN, sample
 from etude.inference.speculation import Speculation, kept
+from etude.models import exact
+from etude.models.kernels import BLOCK
 from etude.records import Generation
 
 _WORTH_WAITING = 16  # prompt tokens saved by waiting for another prompt
@@ -48,6 +50,7 @@ class Limits:
     prefill_tokens: int = 1024  # prompt tokens fed in one step, over all rows
     max_length: int | None = None  # prompt and generation; None: what the model allows
     speculate: bool = True  # feed drafted tokens where the measured costs say that it pays
+    routes: bool = False  # keep the experts of every token beside its keys and values, for requests that ask for them
 
 
 @dataclass
@@ -77,6 +80,8 @@ class Engine:
         self.model = model
         self.version = version
         self.deterministic = deterministic
+        self._exact = deterministic and exact.possible(model)
+        self._alone = deterministic and not self._exact
         self.limits = limits or Limits()
         self.counters = Counters()
         self.device = next(model.parameters()).device
@@ -103,7 +108,7 @@ class Engine:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._slots = Slots(1 if deterministic else self.limits.rows, self.max_length, self.cache.blocks_per_row)
+        self._slots = Slots(1 if self._alone else self.limits.rows, self.max_length, self.cache.blocks_per_row)
         self._order_stale = True
         # Deterministic mode is about bits, and those depend on the size of a pass.
         speculate = self.limits.speculate and not deterministic
@@ -117,6 +122,8 @@ class Engine:
         `on_token(id, logprob)` is called on the engine's thread for every sampled token.
         """
         request.check(self.max_length, self.vocab_size)
+        if request.routes_from is not None and not self.limits.routes:
+            raise ValueError("this server keeps no expert ids: start it with --routes")
         row = Row(request, Future(), on_token)
         row.future.set_running_or_notify_cancel()  # from here on only `Row.abort` ends it
         with self._wake:
@@ -277,7 +284,7 @@ class Engine:
         deferred: list[Row] = []
         while self._waiting and self._slots.free:
             row = self._waiting.popleft()
-            if self.deterministic:
+            if self._alone:
                 placed = self._place_alone(row)
             else:
                 match = self.cache.match(row.request.ids[:-1], self.version, row.request.session)
@@ -334,9 +341,11 @@ class Engine:
         complete = [row.fed + n == len(row.request.ids) for row, n in chunks]
         sampled_S = np.concatenate([np.arange(decoded), ends[complete]])
         ids_N, slot_N, position_N = np.concatenate(ids), np.concatenate(slots), np.concatenate(positions)
-        logits_SV = logits_of(
-            self.model, self.cache, self._slots.table, ids_N, slot_N, position_N, sampled_S, exact=self.deterministic
-        )
+        with exact.exact(self._exact):
+            logits_SV = logits_of(
+                self.model, self.cache, self._slots.table, ids_N, slot_N, position_N, sampled_S, alone=self._alone,
+                routes=self.limits.routes,
+            )  # fmt: skip
         self.counters.prefilled_tokens += fed - len(decoding)
 
         for row, n in chunks:
@@ -387,7 +396,7 @@ class Engine:
 
     def _share_prompt(self, row: Row) -> None:
         """Offer a computed prompt's pages, at once, to the group's other members."""
-        if self.deterministic:
+        if self._alone:
             return
         ids, session = row.request.ids, row.request.session
         row.held = self.cache.insert(row.held, row.pages, ids, row.kv_version, session)
@@ -453,7 +462,7 @@ class Engine:
             generation = self._result(row, reason)
             computed = (row.request.ids + generation.ids)[: self._computed(row, generation)]
             session = row.request.session
-            if self.deterministic:
+            if self._alone:
                 self.cache.discard(row.held, row.pages)
             else:
                 row.held = self.cache.insert(row.held, row.pages, computed, row.kv_version, session)
@@ -471,14 +480,10 @@ class Engine:
     def _result(self, row: Row, reason: str) -> Generation:
         ids, log_probs, versions = self._slots.result(row)
         accepted, rejected = Speculation.counts(row, self._slots)
-        experts, shape = None, None
-        if row.request.experts and self.cache.experts is not None and ids:
-            count = len(row.request.ids) + len(ids) - 1
-            pages = self.cache.experts[torch.tensor(row.pages[: -(-count // BLOCK)])]
-            fed = pages.flatten(0, 1)[:count].cpu().contiguous()
-            experts, shape = fed.numpy().tobytes(), (fed.shape[0], fed.shape[1], fed.shape[2])
+        routes = None
+        if row.request.routes_from is not None and self.cache.experts is not None and ids:
+            routes = self.cache.routes(row.pages, row.request.routes_from, len(row.request.ids) + len(ids) - 1)
         return Generation(
-            ids=ids, logprobs=log_probs, versions=versions, finish_reason=reason,
-            experts=experts, experts_shape=shape, cached_tokens=row.cached,
-            accepted_draft_tokens=accepted, rejected_draft_tokens=rejected,
+            ids=ids, logprobs=log_probs, versions=versions, finish_reason=reason, routes=routes,
+            cached_tokens=row.cached, accepted_draft_tokens=accepted, rejected_draft_tokens=rejected,
         )  # fmt: skip
