@@ -34,6 +34,7 @@ lint: .venv/installed-dev
 bench: .venv/installed
 	$(BIN)/etude bench edits --json
 	$(BIN)/etude bench engine --json
+	$(BIN)/etude bench mismatch --json
 	$(BIN)/etude bench sandbox --json
 	$(BIN)/etude bench shared-prompt --json
 	$(BIN)/etude bench weights --json

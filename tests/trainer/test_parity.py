@@ -9,11 +9,12 @@ from tiny import save_random_model
 
 from etude.inference.engine import Engine, Limits, Request
 from etude.models.exact import exact
-from etude.models.loading import load_model
+from etude.models.loading import load_model, named_tensors
 from etude.trainer.batch import make_batch
 from etude.trainer.execution import evaluate
 from etude.trainer.optimizer import for_policy
 from etude.trainer.plan import TokenRows, rows
+from etude.trainer.rescoring import set_weights
 from etude.trainer.step import train_step
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
@@ -73,6 +74,7 @@ def test_a_deterministic_step_measures_no_mismatch(tmp_path):
     tables = {"trainer": {"router_replay": True, "lr": 1e-3}, "rollout": {"group": 4, "prompts": 2, "staleness": 0}}
     _, config = new_run(tmp_path, "moe", deterministic=True, **tables)
     model = load_model(config.model.path)
+    set_weights(model, {name: t.bfloat16() for name, t in named_tensors(model).items()})  # as they are published
     engine = Engine(model, limits=Limits(routes=True), deterministic=True)
     groups = [play(engine, 1, routes=True), play(engine, 2, routes=True)]
     trained = load_model(config.model.path)

@@ -33,9 +33,14 @@ def played(tmp_path_factory):
     trainer = {"router_replay": True, "lr": 1e-3, "warmup_steps": 0}
     _, config = new_run(tmp_path_factory.mktemp("replay"), "moe", trainer=trainer)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"prompts": 2})})
-    engine = engine_of(config, named_tensors(load_model(config.model.path)), 0)
+    engine = engine_of(config, published(config), 0)
     flip(engine.model)
     return config, [play(engine, 1, routes=True), play(engine, 2, routes=True)]
+
+
+def published(config):
+    """The base model as version 0 has it: the trainer computes with these, too."""
+    return {name: t.bfloat16() for name, t in named_tensors(load_model(config.model.path)).items()}
 
 
 def stepped(config, groups, **trainer):
