@@ -14,6 +14,7 @@ processor time. k3 = exp(d) - 1 - d, d = trainer - engine, with d cut to [-1, 1]
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,12 +55,12 @@ def _run(quick: bool) -> dict[str, Any]:
     def add(case: str, value: float, unit: str, baseline: str) -> None:
         table.append({"case": case, "value": value, "unit": unit, "baseline": baseline})
 
-    whole = True
+    whole, repeats = True, 1 if quick else 3
     for name, model, groups, tokens in (
-        ("", load_model(NANO, dtype=torch.bfloat16), 4 if quick else 24, 60 if quick else 100),
-        ("deep-", _deep(), 2 if quick else 8, 30 if quick else 100),
+        ("", load_model(NANO, dtype=torch.bfloat16), 8 if quick else 64, 60 if quick else 100),
+        ("deep-", _deep(), 2 if quick else 16, 30 if quick else 100),
     ):
-        found = _replay(model, groups, tokens)
+        found = _replay(model, groups, tokens, repeats)
         add(f"replay/{name}k3-gain", found["off"] / found["on"], "x", "k3 of the same tokens without replay")
         add(f"replay/{name}k3", found["on"], "nats", f"{found['off']:.2g} without replay")
         add(f"replay/{name}flips", found["flips"], "share of tokens", "the engine's experts, bfloat16 on both sides")
@@ -67,10 +68,15 @@ def _run(quick: bool) -> dict[str, Any]:
         whole &= found["refused"] == found["missing"] == 0
         if not name:
             add("replay/cost", found["cost"], "x", "forward and backward without replay")
-            add("record/cost", _recording(model, 2 if quick else 8, tokens), "x", "sampling the same without recording")
+            add(
+                "record/cost",
+                _recording(model, 2 if quick else 8, tokens, repeats),
+                "x",
+                "sampling the same without recording",
+            )
             checks["replay: k3 falls to a third at least"] = found["off"] >= TARGET * found["on"]
     checks["replay: every token ran the experts that the engine recorded"] = whole
-    largest, count, cost, trainer = _deterministic(load_model(NANO), 8 if quick else 128, 40 if quick else 100)
+    largest, count, cost, trainer = _deterministic(load_model(NANO), 8 if quick else 128, 40 if quick else 100, repeats)
     add("deterministic/max-abs-dlogp", largest, "nats", f"engine, {count} sampled tokens, float32")
     add("deterministic/cost", cost, "x", "seconds of the engine's default mode, same batch")
     add("deterministic/cost-trainer", trainer, "x", "seconds of separate rows, not exact")
@@ -113,7 +119,7 @@ def _token_rows(sampled: Rows) -> TokenRows:
     return TokenRows(ids, tuple(np.arange(PROMPT, len(row)) for row in ids), routes or None)
 
 
-def _replay(model: PreTrainedModel, groups: int, tokens: int) -> dict[str, float]:
+def _replay(model: PreTrainedModel, groups: int, tokens: int, repeats: int) -> dict[str, float]:
     """k3 with and without replay, flips, and what replay costs; the trainer shares prompts, as it does in a run."""
     sampled = _sample(Engine(model, limits=Limits(rows=64, routes=True)), groups, tokens, routes=True)
     rows = _token_rows(sampled)
@@ -123,10 +129,11 @@ def _replay(model: PreTrainedModel, groups: int, tokens: int) -> dict[str, float
     found = {name: _k3(outcome, sampled) for name, outcome in outcomes.items()}
     found |= {name: replayed[f"router/{name}"] for name in ("refused", "missing")}
     some = _token_rows(sampled[: 2 * GROUP])
-    bare = TokenRows(some.rows, some.sampled)
-    timed = [plan(t, "packed", BUDGET, shape_of(model)).parts for t in (some, bare)]
-    seconds = [_timed(lambda p=p: _train(model, p, some.count)) for p in (*timed, *timed)][2:]  # the first are warm-up
-    return found | {"flips": replayed["router/flip_token"], "cost": seconds[0] / seconds[1]}
+    with_, without = (
+        plan(t, "packed", BUDGET, shape_of(model)).parts for t in (some, TokenRows(some.rows, some.sampled))
+    )
+    cost = _ratio(lambda: _train(model, with_, some.count), lambda: _train(model, without, some.count), repeats)
+    return found | {"flips": replayed["router/flip_token"], "cost": cost}
 
 
 def _k3(outcome: Outcome, sampled: Rows) -> float:
@@ -139,44 +146,49 @@ def _recorded(sampled: Rows) -> torch.Tensor:
     return torch.tensor(np.concatenate([generation.logprobs for _, generation in sampled]), dtype=torch.float32)
 
 
-def _recording(model: PreTrainedModel, groups: int, tokens: int) -> float:
+def _recording(model: PreTrainedModel, groups: int, tokens: int, repeats: int) -> float:
     """Seconds of sampling with recorded routes over without."""
-    engines = [Engine(model, limits=Limits(rows=64, routes=on)) for on in (True, False)]
-    for engine, on in zip(engines, (True, False), strict=True):
-        _sample(engine, 1, 4, seed=9, routes=on)
-    seconds = [
-        _timed(lambda e=engine, on=on: _sample(e, groups, tokens, routes=on))
-        for engine, on in zip(engines, (True, False), strict=True)
-    ]
-    return seconds[0] / seconds[1]
+    with_, without = (Engine(model, limits=Limits(rows=64, routes=on)) for on in (True, False))
+    return _ratio(lambda: _cold(with_, groups, tokens, routes=True), lambda: _cold(without, groups, tokens), repeats)
 
 
-def _deterministic(model: PreTrainedModel, groups: int, tokens: int) -> tuple[float, int, float, float]:
+def _deterministic(model: PreTrainedModel, groups: int, tokens: int, repeats: int) -> tuple[float, int, float, float]:
     """Largest difference, tokens compared, and seconds in deterministic mode over those without: engine, trainer."""
-    engines = [Engine(model, limits=Limits(rows=64, speculate=False), deterministic=on) for on in (True, False)]
-    for engine in engines:
-        _sample(engine, 1, 4, seed=9)
-    timed: list[Rows] = []
-    seconds = [_timed(lambda e=e: timed.append(_sample(e, groups, tokens))) for e in engines]
-    sampled = timed[0]
+    ours, theirs = (Engine(model, limits=Limits(rows=64, speculate=False), deterministic=on) for on in (True, False))
+    sampled = _sample(ours, groups, tokens)
     rows = _token_rows(sampled)
     with exact():
         found = evaluate(model, plan(rows, "rows", BUDGET, shape_of(model)).parts, rows.count)
     largest = float((found.logprobs_N - _recorded(sampled)).abs().max())
     some = _token_rows(sampled[:16])
     parts = plan(some, "rows", BUDGET, shape_of(model)).parts
-    trainer = []
-    for on in (True, False, True, False):
+
+    def train(on: bool) -> None:
         with exact(on):
-            trainer.append(_timed(lambda: _train(model, parts, some.count)))
-    return largest, rows.count, seconds[0] / seconds[1], trainer[2] / trainer[3]
+            _train(model, parts, some.count)
+
+    engine = _ratio(lambda: _cold(ours, 8, tokens), lambda: _cold(theirs, 8, tokens), repeats)
+    return largest, rows.count, engine, _ratio(lambda: train(True), lambda: train(False), repeats)
+
+
+def _cold(engine: Engine, groups: int, tokens: int, *, routes: bool = False) -> None:
+    """Samples without what an earlier call has left in the prefix cache."""
+    engine.cache.clear()
+    _sample(engine, groups, tokens, routes=routes)
 
 
 def _train(model: PreTrainedModel, parts: tuple[Part, ...], count: int) -> None:
     execute(model, parts, count, lambda logprobs_M, _: logprobs_M.sum() / count)
 
 
-def _timed(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+def _ratio(ours: Callable[[], None], theirs: Callable[[], None], repeats: int) -> float:
+    """Processor seconds of one over the other: medians, measured in turns, after one for warmth."""
+    seconds: list[tuple[float, float]] = []
+    for _ in range(1 + repeats):
+        start = time.process_time()
+        ours()
+        middle = time.process_time()
+        theirs()
+        seconds.append((middle - start, time.process_time() - middle))
+    ours_, theirs_ = zip(*seconds[1:], strict=True)
+    return statistics.median(ours_) / statistics.median(theirs_)
