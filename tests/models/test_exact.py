@@ -62,6 +62,14 @@ def test_values_and_gradients_are_those_of_the_plain_mode(kind):
     assert float((our_gradient - gradient).norm() / gradient.norm()) <= 2e-6
 
 
+def test_what_cannot_be_exact_is_not_promised():
+    assert exact.possible(model_of("moe"))
+    assert not exact.possible(model_of("llama").bfloat16())
+    biased = model_of("moe")
+    next(m for m in biased.modules() if hasattr(m, "is_concatenated")).has_bias = True
+    assert not exact.possible(biased)
+
+
 def test_off_nothing_is_padded():
     rows_ND = torch.randn(5, 4)
     assert exact.padded(rows_ND) is rows_ND

@@ -47,9 +47,17 @@ def is_on() -> bool:
 
 
 def possible(model: nn.Module) -> bool:
-    """Whether passes of this model can be exact: on the CPU, in float32."""
-    one = next(model.parameters())
-    return one.device.type == "cpu" and one.dtype == torch.float32
+    """Whether passes of this model can be exact: on the CPU, in float32, plain experts, keys as wide as values."""
+    one, config = next(model.parameters()), model.config
+    widths = {getattr(config, name, None) for name in ("v_head_dim", "head_dim")} - {None}
+    plain = all(is_plain(module) for module in model.modules() if hasattr(module, "is_concatenated"))
+    return one.device.type == "cpu" and one.dtype == torch.float32 and plain and len(widths) < 2
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Gated experts without bias, stored [experts, out, in], gate before up."""
+    special = module.is_transposed or module.has_bias or module.has_post_expert_norm or module._is_expert_parallel
+    return module.has_gate and module.is_concatenated and not special
 
 
 def padding(rows: int) -> int:
@@ -70,7 +78,7 @@ def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Weighted sum of the chosen experts' outputs, [T, D]: gated experts without bias, stored [experts, out, in]."""
+    """Weighted sum of the chosen experts' outputs, [T, D], of plain experts."""
     flat = index_TK.reshape(-1)
     order = flat.argsort(stable=True)
     counts = flat.bincount(minlength=module.num_experts).tolist()
@@ -92,8 +100,6 @@ def experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: T
 
 def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
     """Causal attention of whole rows in the bits of the engine's kernel."""
-    if query_BHTD.shape[3] != value_BKTD.shape[3]:
-        raise ValueError("keys and values differ in size: deterministic mode cannot compute this model's attention")
     return _Causal.apply(query_BHTD, key_BKTD, value_BKTD, scale)
 
 

@@ -81,12 +81,8 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
         choices.layers.append(index_TK)
         choices.experts = module.num_experts
     if exact.is_on():
-        if not _is_plain(module):
-            raise ValueError(
-                f"deterministic mode cannot compute {type(module).__name__}: its experts are of another kind"
-            )
         return exact.experts(module, hidden_TD, index_TK, weight_TK)
-    if not _is_plain(module):
+    if not exact.is_plain(module):
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_TD, index_TK, weight_TK)
     T, K = index_TK.shape
     flat = index_TK.reshape(-1)
@@ -111,12 +107,6 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
     back[order] = place
     # Combined in the router's order, so a token's sum does not depend on the other tokens of the batch.
     return (out[back].view(T, K, -1) * weight_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Gated experts without bias, stored [experts, out, in], gate before up."""
-    special = module.is_transposed or module.has_bias or module.has_post_expert_norm or module._is_expert_parallel
-    return module.has_gate and module.is_concatenated and not special
 
 
 ExpertsInterface.register(NAME, etude_experts)

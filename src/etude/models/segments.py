@@ -8,6 +8,7 @@ Suffixes: T tokens of the whole graph in layout order (the nodes one after the o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -218,7 +219,7 @@ def join(tries: Sequence[Trie]) -> Trie:
 
 def _marked(key_T: np.ndarray, marks_T: np.ndarray) -> np.ndarray:
     """uint8 [T, bytes]: a token's id, then its marks."""
-    marks = np.ascontiguousarray(marks_T).reshape(len(key_T), -1).view(np.uint8)
+    marks = np.ascontiguousarray(marks_T).reshape(len(key_T), math.prod(marks_T.shape[1:])).view(np.uint8)
     return np.concatenate([key_T[:, None].view(np.uint8), marks], axis=1)
 
 
