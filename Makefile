@@ -40,6 +40,7 @@ bench: .venv/installed
 	$(BIN)/etude bench documents --json
 	$(BIN)/etude bench edits --json
 	$(BIN)/etude bench engine --json
+	$(BIN)/etude bench mismatch --json
 	$(BIN)/etude bench sandbox --json
 	$(BIN)/etude bench shared-prompt --json
 	$(BIN)/etude bench weights --json

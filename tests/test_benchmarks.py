@@ -48,6 +48,21 @@ def test_documents() -> None:
 
 
 @pytest.mark.slow
+def test_mismatch() -> None:
+    command = [sys.executable, "-m", "etude.cli", "bench", "mismatch", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode in (0, 1), done.stderr  # 1: a check failed, maybe one of speed
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["checks"]["deterministic: trainer and engine agree in every bit"]
+    assert result["checks"]["replay: every token ran the experts that the engine recorded"]
+    values = {row["case"]: row["value"] for row in result["rows"]}
+    assert values["deterministic/max-abs-dlogp"] == 0.0
+    assert values["replay/k3-gain"] > 1
+    assert values["replay/flips"] > 0, "nothing flips: the gain is of nothing"
+    assert {"deterministic/cost", "replay/cost", "record/cost"} <= set(values)
+
+
+@pytest.mark.slow
 def test_shared_prompt() -> None:
     command = [sys.executable, "-m", "etude.cli", "bench", "shared-prompt", "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

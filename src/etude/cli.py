@@ -109,7 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     attacks.add_argument("--quick", action="store_true", help="leave out repetitions and comparisons")
 
     bench = command("bench", _bench, "run a benchmark")
-    bench.add_argument("name", choices=("documents", "edits", "engine", "sandbox", "shared-prompt", "weights"))
+    names = ("documents", "edits", "engine", "mismatch", "sandbox", "shared-prompt", "weights")
+    bench.add_argument("name", choices=names)
     bench.add_argument("--quick", action="store_true")
     bench.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return parser

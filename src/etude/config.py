@@ -152,6 +152,9 @@ class GuardsConfig(Section):
     grad_norm: Guard = _guard(5.0, 50.0, "rollback")
     zero_variance: Guard = _guard(0.5, 0.9, "warn")
     non_finite: Guard = _guard(None, 0.0)
+    routes_missing: Guard = _guard(None, 0.0)
+    routes_refused: Guard = _guard(0.01, 0.1)
+    parity: Guard = _guard(0.0, None, "warn")
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -194,6 +197,9 @@ class TrainerConfig(Section):
         default=False, description="compare the gradients of an execution with those of separate rows at its first use"
     )
     router_aux: float = Field(default=0.0, ge=0, description="weight of the balance loss of a mixture of experts")
+    router_replay: bool = Field(
+        default=False, description="record the experts that the engine takes, and train with them (docs/parity.md)"
+    )
     keep_checkpoints: int = Field(
         default=2, ge=2, description="the published version's and that of the one on its way are both needed"
     )
@@ -232,7 +238,7 @@ class RLConfig(Section):
     stage: Literal["rl"] = "rl"
     name: str = Field(default="rl", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder: outputs/NAME")
     seed: int = 1
-    deterministic: bool = Field(default=False, description="repeat bit for bit: on-policy, one request at a time")
+    deterministic: bool = Field(default=False, description="repeat bit for bit, on-policy")
     store: str | None = Field(default=None, description="URL for versions and rollouts; default: the run folder")
     ledger: str | None = Field(default=None, description="SQLAlchemy URL; default: ledger.db in the run folder")
     model: ModelConfig = ModelConfig()

@@ -24,7 +24,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -218,7 +218,7 @@ async def _play_one(run: Run, lease: EpisodeLease) -> None:
         run.client,
         run.renderer,
         budget,
-        run.sampling,
+        replace(run.sampling, routes=run.config.trainer.router_replay),
         episode_seed(run.config.seed, lease.index, lease.member),
         group_id=lease.group_id,
         member=lease.member,
@@ -285,6 +285,7 @@ def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[proc
     argv += ["--max-batch", str(config.rollout.max_in_flight), "--max-length", str(config.rollout.context)]
     argv += ["--relay", config.weights.relay] if config.weights.relay else []
     argv += ["--deterministic"] if config.deterministic else []
+    argv += ["--routes"] if config.trainer.router_replay else []
     key = config.weights.signing_key
     argv += ["--public-key", f"{key}.pub"] if key else []
     own = [["--accepted", str(folder / f"accepted-{i}.json")] if key else [] for i in range(inference.servers)]

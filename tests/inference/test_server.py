@@ -43,7 +43,7 @@ def start(folder, *options):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    child, url = start(folder, "--weights", str(folder / "weights"), "--parent-death", "--speculate")
+    child, url = start(folder, "--weights", str(folder / "weights"), "--parent-death", "--speculate", "--routes")
     yield folder, child, url
     child.stop(20)
     assert child.exit_code == 0, child.log.read_text()
@@ -71,14 +71,16 @@ ASK = [
 
 
 def test_generate_as_json_with_curl(url):
-    body = json.dumps({"ids": [3, 40, 41], "max_tokens": 5, "seed": 1, "experts": True})
+    body = json.dumps({"ids": [3, 40, 41], "max_tokens": 5, "seed": 1, "routes_from": 1})
     command = ["curl", "-sS", "-m", "60", "-d", body, "-H", "content-type: application/json", f"{url}/generate"]
     answer = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=90).stdout)
     assert len(answer["ids"]) == len(answer["logprobs"]) == 5
     assert answer["finish_reason"] == "length"
     assert set(answer["versions"]) == {0}
-    assert answer["experts_shape"] == [7, 3, 2]
-    assert np.frombuffer(base64.b64decode(answer["experts"]), np.uint8).max() < 8
+    routes = answer["routes"]
+    assert (routes["first"], routes["layers"], routes["slots"], routes["wide"]) == (1, 3, 2, False)
+    ids = np.frombuffer(base64.b64decode(routes["ids"]), np.uint8)
+    assert (len(ids), ids.max() < 8) == (6 * 3 * 2, True), "of positions 1 to 6: the last sampled token was not fed"
 
 
 def test_client_repeats_itself_and_counts_as_one_session(url):

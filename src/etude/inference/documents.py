@@ -76,11 +76,11 @@ class DocumentCounters:
 class Documents:
     """The cache of one engine. `num_bytes` holds keys and values, those of documents being computed included."""
 
-    def __init__(self, model: PreTrainedModel, cache: PagedCache, num_bytes: int) -> None:
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, num_bytes: int, routes: bool) -> None:
         self.budget = num_bytes
         self.counters = DocumentCounters()
         self.refusal = refusal(model)
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._routes = model, cache, routes
         self._rotation = None if self.refusal else Rotation(model)
         self._token_bytes = 2 * model.config.num_hidden_layers * int(np.prod(key_shape(model))) * model.dtype.itemsize
         # Part of the key, so that a cache that outlives its engine could not be read by another recipe.
@@ -183,7 +183,7 @@ class Documents:
             tokens -= count
         if parts:
             assert self._rotation is not None
-            compute(self._model, self._rotation, parts)
+            compute(self._model, self._rotation, parts, self._routes)
             self._todo = deque(entry for entry in self._todo if not entry.ready)
         return bool(parts)
 
