@@ -269,6 +269,8 @@ def run(folder: Path) -> None:
         waited = time.time() - waiting_since
         # Before an attempt's first groups are ready, tasks are built and the model is measured: that is no training.
         spent += 0.0 if first else waited
+        if spent >= limit:
+            break
         spent = trainer.step(groups, waited, spent, max(trainer.version / config.trainer.steps, spent / limit))
         first, waiting_since = False, time.time()
     trainer.settle(wait=True)
