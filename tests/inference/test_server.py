@@ -359,10 +359,10 @@ def test_a_store_that_goes_back_is_not_followed_after_a_restart(tmp_path):
     keygen(tmp_path / "key")
     store = open_store(str(tmp_path / "weights"))
     tensors = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(NANO)).items()}
-    publisher = Publisher(store, key=private_key(tmp_path / "key"))
-    publisher.publish(0, tensors, (), {})
-    tensors["model.norm.weight"] += 0.125
-    publisher.publish(1, tensors, (), {})
+    publisher, published = Publisher(store, key=private_key(tmp_path / "key")), []
+    for version in range(2):
+        tensors["model.norm.weight"] += 0.125
+        published.append(publisher.publish(version, tensors, (), {}))
     options = ["--weights", str(tmp_path / "weights"), "--public-key", str(tmp_path / "key.pub")]
     options += ["--accepted", str(tmp_path / "accepted.json"), "--parent-death"]
 
@@ -373,10 +373,10 @@ def test_a_store_that_goes_back_is_not_followed_after_a_restart(tmp_path):
         (tmp_path / "ready.json").unlink()
         return health
 
-    assert served()["version"] == 1
+    assert served()["digest"] == published[1].digest
     store.delete(key(1))  # what is left is older, though its signature is good
     health = served()
-    assert health["version"] == -1
+    assert health["digest"] != published[0].digest, "the model of the folder is served, not version 0"
     assert "version 0 is older than version 1, which was accepted before" in health["error"]
 
 
