@@ -161,10 +161,11 @@ def test_a_run_survives_the_death_of_an_engine_or_the_zygote(undisturbed, tmp_pa
 
 
 @pytest.mark.slow
-def test_two_servers_share_the_episodes_of_a_run(tmp_path):
-    asynchronous = ["--deterministic", "false", "--rollout.staleness", "1"]
-    process = start(tmp_path, *asynchronous, "--inference.servers", "2", "--trainer.steps", "4")
-    logs = tmp_path / "outputs/run/logs"
+def test_two_servers_share_the_episodes_of_a_run_that_replays_their_experts(tmp_path):
+    asynchronous = CONFIG.replace("deterministic = true", "").replace("staleness = 0", "staleness = 1")
+    overrides = ["--inference.servers", "2", "--trainer.steps", "4", "--trainer.router_replay", "true"]
+    process = start(tmp_path, *overrides, config=asynchronous)
+    logs = tmp_path / "outputs/run/logs/latest"
     deadline = time.monotonic() + SECONDS
     idle = {0, 1}
     while idle:
@@ -181,6 +182,10 @@ def test_two_servers_share_the_episodes_of_a_run(tmp_path):
     report = json.loads((tmp_path / "outputs/run/report.json").read_text())
     assert report["steps"] == 4
     assert all(report["checks"].values()), report["checks"]
+    lines = [json.loads(line) for line in (tmp_path / "outputs/run/metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if "router/missing" in line]
+    assert trained, "no step trained on anything: the comparison is void"
+    assert all(line["router/missing"] == 0 and line["router/refused"] < 0.01 for line in trained)
 
 
 def descendant(pid: int, name: str) -> int:
