@@ -47,19 +47,19 @@ class Simulation:
     dropped: set[int] = field(default_factory=set)
     admitted: dict[int, int] = field(default_factory=dict)  # group -> version
     lengths: dict[int, list[float]] = field(default_factory=dict)
-    _ends: list[tuple[float, int, EpisodeLease]] = field(default_factory=list)
+    _ends: list[tuple[float, int, int, EpisodeLease]] = field(default_factory=list)
     _step: tuple[float, list[int]] | None = None
 
     def run(self) -> Iterator[int]:
         """Yields each version when it is published."""
         while self.version < STEPS:
-            self._admit()
             self._begin_step()
+            self._admit()
             ends = ([self._ends[0][0]] if self._ends else []) + ([self._step[0]] if self._step else [])
             assert ends, "nothing will ever happen again"
             self.now = min(ends)
             while self._ends and self._ends[0][0] <= self.now:
-                _, _, lease = heapq.heappop(self._ends)
+                *_, lease = heapq.heappop(self._ends)
                 end(self.ledger, lease, math.ceil(10 * seconds(lease)))
             if self._step and self._step[0] <= self.now:
                 self.ledger.consume(self._step[1], self.version + 1)
@@ -77,7 +77,7 @@ class Simulation:
         for index in range(figures.groups, figures.groups + min(count, left)):
             self.admitted[self.ledger.admit(index, "t", G, self.version)] = self.version
         for lease in self.ledger.lease("p", SLOTS - len(self._ends), 1e6):
-            heapq.heappush(self._ends, (self.now + seconds(lease), len(self.lengths), lease))
+            heapq.heappush(self._ends, (self.now + seconds(lease), lease.group_id, lease.member, lease))
             self.lengths.setdefault(lease.group_id, []).append(seconds(lease))
 
     def _begin_step(self) -> None:
@@ -97,7 +97,8 @@ class Simulation:
 
 
 def ours(run: Simulation) -> tuple[list[int], list[int]]:
-    return [g.id for g in run.ledger.ready_groups(P, in_order=False, due=run.version - STALENESS)], []
+    found = [g.id for g in run.ledger.ready_groups(P, in_order=False, due=run.version - STALENESS)]
+    return (found if len(found) == P else []), []
 
 
 def dropping(run: Simulation) -> tuple[list[int], list[int]]:

@@ -1,4 +1,3 @@
-import msgspec
 import pytest
 
 from etude.rollout.stall import Stall, Standing, who_waits
@@ -9,7 +8,7 @@ def standing(**given) -> Standing:
         "served": 3, "published": 3, "prompts": 4, "ready": 1, "takeable": 0, "live": 9, "at_engine": 0,
         "oldest": "member 2 of group 17 (task clamp)", "oldest_seconds": 301.4,
     }  # fmt: skip
-    return msgspec.convert(usual | given, Standing)
+    return Standing(**(usual | given))
 
 
 def test_it_speaks_once_per_stall_and_again_after_the_next():

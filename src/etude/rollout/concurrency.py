@@ -1,10 +1,10 @@
 """How many episodes to play at a time: as many as keep the engines' rows full, and no more.
 
 An episode is at an engine for a share of its life only; the rest of it belongs to tools. If `live` episodes keep
-`demand` requests at the engines, being computed or waiting for a row, then by Little's law live * rows / demand of them
-would keep as many requests there as the engines have rows. With fewer, rows stand empty while tools run; with more,
-requests queue, episodes take longer, and their tokens grow older without one more of them being sampled per second.
-`next_limit` moves towards that number, by a bounded step per window, since shares change as the policy does.
+`demand` requests at the engines, and rows stand empty, then by Little's law live * rows / demand episodes would keep as
+many requests there as the engines have rows. If requests queue instead, every one in the queue is an episode too many:
+it takes longer, its tokens grow older, and not one more of them is sampled per second. `next_limit` moves towards that
+number, by a bounded step per window, since shares change as the policy does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROW, SHRINK = 1.5, 0.75
 """Bounds of one move: a window that a burst of long tools or of long turns filled must not throw the limit about."""
 
 DEAD_BAND = 0.1
-"""Share of the limit by which a window must differ for it to move; the mean over a window is no better than that."""
+"""Share of the rows by which demand must miss them for the limit to move: a window's mean is no better than that."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,13 @@ def next_limit(limit: int, load: Load, *, rows: int, lowest: int, highest: int) 
     Where fewer episodes were live than were allowed, something else held them back (the staleness bound, or the end of
     the run), and allowing more would change nothing: the limit then only falls.
     """
-    wanted = load.live * rows / load.demand if load.demand else limit * GROW
-    if wanted > limit and load.live < (1 - DEAD_BAND) * limit:
-        wanted = limit
-    if abs(wanted - limit) > DEAD_BAND * limit:
-        limit = round(min(max(wanted, limit * SHRINK), limit * GROW))
-    return min(max(limit, lowest), highest)
+    queued, wanted = load.demand - rows, float(limit)
+    if queued > DEAD_BAND * rows:
+        wanted = load.live - queued
+    elif queued < -DEAD_BAND * rows and load.live > (1 - DEAD_BAND) * limit:
+        wanted = load.live * rows / load.demand if load.demand else limit * GROW
+    moved = round(min(max(wanted, limit * SHRINK), limit * GROW))
+    return min(max(moved, lowest), highest)
 
 
 @dataclass

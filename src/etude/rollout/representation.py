@@ -22,18 +22,20 @@ _e, _g = episodes.c, groups.c
 
 def compare(c: sa.Connection) -> tuple[Population, Population]:
     """Episodes of groups that were trained on, and all; a full scan, whose result has a row per distinct length."""
-    trained = (_g.state == "consumed").label("trained")
     query = (
-        sa.select(trained, _e.outcome, _e.tokens, _e.passed, sa.func.count().label("count"))
+        sa.select(_g.state, _e.outcome, _e.tokens, _e.passed, sa.func.count().label("count"))
         .join_from(episodes, groups, _g.id == _e.group_id)
         .where(_e.state == "done", _e.outcome != Outcome.INFRA.value)
-        .group_by(trained, _e.outcome, _e.tokens, _e.passed)
+        .group_by(_g.state, _e.outcome, _e.tokens, _e.passed)
     )
-    rows = [(bool(row.trained), (row.outcome, row.tokens, row.passed), row.count) for row in c.execute(query)]
-    both: Counter[tuple[str, int, bool]] = Counter()
-    for _, kind, count in rows:
-        both[kind] += count
-    return population({kind: count for is_trained, kind, count in rows if is_trained}), population(both)
+    trained: Counter[tuple[str, int, bool]] = Counter()
+    ended: Counter[tuple[str, int, bool]] = Counter()
+    for state, outcome, tokens, passed, count in c.execute(query):
+        kind = (str(outcome), int(tokens or 0), bool(passed))
+        ended[kind] += count
+        if state == "consumed":
+            trained[kind] += count
+    return population(trained), population(ended)
 
 
 def population(counts: Mapping[tuple[str, int, bool], int]) -> Population:
