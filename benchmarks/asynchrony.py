@@ -44,6 +44,7 @@ ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tasks" / "data" / "tiny"
 SIGMA = 1.3  # the hundredth call takes twenty times as long as the median one
 STALENESS = 4
+ROWS = 32  # of the engine: on one core more of them make no more tokens, and batches would end all at once
 SPEEDUP, BUSY = 2.8, 0.9  # targets
 
 
@@ -142,13 +143,14 @@ def _config(name: str, size: Size, staleness: int) -> RLConfig:
             "prompts": size.prompts,
             "group": size.group,
             "staleness": staleness,
+            "max_in_flight": "auto",
             "turns": 8,
             "tokens": 320,
         },
         "reward": {"refused_edits": 0.2},
         "guards": {"act": False},
         "trainer": {"steps": size.steps, "lr": 1.5e-4, "baseline": "turn", "dtype": "bfloat16"},
-        "inference": {"dtype": "bfloat16"},
+        "inference": {"dtype": "bfloat16", "max_batch": ROWS},
         "eval": {"before": False, "after": False},
     }
     return RLConfig.model_validate(values)

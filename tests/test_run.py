@@ -185,8 +185,9 @@ def test_two_servers_share_the_episodes_of_a_run(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_finds_how_many_episodes_keep_its_engine_full(tmp_path):
-    asynchronous = ["--deterministic", "false", "--rollout.staleness", "2", "--rollout.max_in_flight", "auto"]
-    code, output = finished(start(tmp_path, *asynchronous, "--inference.max_batch", "4", "--trainer.steps", "6"))
+    config = CONFIG.replace("deterministic = true", "").replace("staleness = 0", "staleness = 2")
+    config = config.replace("max_in_flight = 6", 'max_in_flight = "auto"')
+    code, output = finished(start(tmp_path, "--inference.max_batch", "4", "--trainer.steps", "6", config=config))
     assert code == 0, output
     report = json.loads((tmp_path / "outputs/run/report.json").read_text())
     assert all(report["checks"].values()), report["checks"]
