@@ -37,6 +37,7 @@ lint: .venv/installed-dev
 	$(BIN)/pyright
 
 bench: .venv/installed
+	$(BIN)/etude bench async --json
 	$(BIN)/etude bench documents --json
 	$(BIN)/etude bench edits --json
 	$(BIN)/etude bench engine --json

@@ -188,6 +188,42 @@ def test_two_servers_share_the_episodes_of_a_run_that_replays_their_experts(tmp_
     assert all(line["router/missing"] == 0 and line["router/refused"] < 0.01 for line in trained)
 
 
+@pytest.mark.slow
+def test_a_run_finds_how_many_episodes_keep_its_engine_full(tmp_path):
+    config = CONFIG.replace("deterministic = true", "").replace("staleness = 0", "staleness = 2")
+    config = config.replace("max_in_flight = 6", 'max_in_flight = "auto"')
+    code, output = finished(start(tmp_path, "--inference.max_batch", "4", "--trainer.steps", "6", config=config))
+    assert code == 0, output
+    report = json.loads((tmp_path / "outputs/run/report.json").read_text())
+    assert all(report["checks"].values()), report["checks"]
+    assert report["trained"] == report["generated"]
+    assert report["trained"]["episodes"] == 6 * 2 * 3
+    lines = [json.loads(line) for line in (tmp_path / "outputs/run/metrics.jsonl").read_text().splitlines()]
+    assert max(line["off_policy/max"] for line in lines) <= 2
+    assert lines[-1]["left/episodes"] == 0
+
+
+@pytest.mark.slow
+def test_a_trainer_that_hangs_is_named_and_the_run_can_be_resumed(undisturbed, tmp_path):
+    process = start(tmp_path, "--rollout.stall_seconds", "6")
+    metrics = tmp_path / "outputs/run/metrics.jsonl"
+    deadline = time.monotonic() + SECONDS
+    while not metrics.exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    os.kill(descendant(process.pid, "etude.trainer.process"), signal.SIGSTOP)
+    code, output = finished(process)
+    assert code == 1, output
+    assert "Traceback" not in output
+    said = [line for line in output.splitlines() if "no progress for" in line]
+    assert [line.startswith("etude: ") for line in said[-2:]] == [False, True], "first a sentence, then the end"
+    assert all("everything waits for the trainer, which has its 2 groups" in line for line in said[-2:])
+    code, output = finished(etude(tmp_path, "train", "run.toml", "--resume"))
+    assert code == 0, output
+    assert versions(tmp_path) == versions(undisturbed)
+
+
 def descendant(pid: int, name: str) -> int:
     """The first process below `pid` whose command line holds `name`."""
     queue = [pid]

@@ -33,7 +33,7 @@ class Monitor:
         rate = (progress.finished - self._finished) / (now - self._last)
         self._finished = progress.finished
         view = self._view
-        view.process("controller", f"{progress.live} live episodes, {progress.finished} finished")
+        view.process("controller", f"{progress.live} of {progress.limit} live episodes, {progress.finished} finished")
         view.process("sandbox", f"{progress.tests_run} test runs, {progress.tests_remembered} answered from memory")
         view.update(
             done=self._steps,

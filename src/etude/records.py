@@ -203,6 +203,18 @@ class Group(Record, frozen=True, kw_only=True):
     episodes: tuple[str, ...]
 
 
+class Population(Record, frozen=True, kw_only=True):
+    """Episodes that ended and were not lost to infrastructure: how long they are, and how they ended."""
+
+    episodes: int
+    length: float  # mean of sampled tokens
+    length_p50: int
+    length_p90: int
+    length_max: int
+    pass_rate: float
+    outcomes: dict[str, int]
+
+
 class Part(Record, frozen=True, kw_only=True):
     """One object of a payload: what one rank of the trainer wrote of it."""
 

@@ -190,6 +190,8 @@ class _Loop:
             "sampled_tokens": float(self.ledger.sampled),
             "context_tokens": float(len(self.ledger)),
             "tokens_prefix_property": float(self.ledger.checks),
+            "seconds_model": sum(turn.seconds_model for turn in self.turns),
+            "seconds_tools": sum(turn.seconds_tools for turn in self.turns),
         }
 
 

@@ -168,6 +168,7 @@ class Trainer:
         batch = self._batch(groups)
         loaded = time.time()
         observed = batch_metrics(batch, self.version)
+        observed |= self.ledger.left_behind({*self.taken, *(group.id for group in groups)})
         observed["drop/episodes/infra"] = float(len(groups) * self.config.rollout.group - len(batch.flat))
         metrics, verdict = train_step(
             self.model,
