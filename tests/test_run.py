@@ -11,9 +11,10 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from etude.models.loading import model_id
 from etude.records import Episode, decode
 from etude.store import open_store
-from etude.weights.manifest import manifests
+from etude.weights.manifest import manifests, newest
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 240
@@ -91,6 +92,7 @@ def test_a_run_trains_and_leaves_a_whole_folder(undisturbed):
     run = undisturbed / "outputs/run"
     published = versions(undisturbed)
     assert [(v, g) for v, _, g in published] == [(0, 0), (1, 2), (2, 2), (3, 2)]
+    assert newest(open_store(str(run / "weights"))).model == model_id(ROOT / "models/nano")
     assert len({digest for _, digest, _ in published}) > 1, "no step changed the weights: the comparisons are void"
     report = json.loads((run / "report.json").read_text())
     assert report["steps"] == 3

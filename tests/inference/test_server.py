@@ -380,6 +380,18 @@ def test_a_store_that_goes_back_is_not_followed_after_a_restart(tmp_path):
     assert "version 0 is older than version 1, which was accepted before" in health["error"]
 
 
+def test_versions_of_a_model_with_another_vocabulary_are_not_served(tmp_path):
+    store = open_store(str(tmp_path / "weights"))
+    tensors = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(NANO)).items()}
+    tensors["model.norm.weight"] += 0.125
+    published = Publisher(store, model="0" * 32).publish(0, tensors, (), {})
+    child, url = start(tmp_path, "--weights", str(tmp_path / "weights"), "--parent-death")
+    health = httpx2.get(f"{url}/health", timeout=SECONDS).json()
+    child.stop(20)
+    assert "another config.json or tokenizer.json" in health["error"]
+    assert health["digest"] != published.digest
+
+
 def test_options_that_need_others_are_said(tmp_path, capsys):
     for options, reason in (
         (["--relay", "http://127.0.0.1:1"], "need --weights"),
