@@ -94,6 +94,11 @@ def test_a_run_trains_and_leaves_a_whole_folder(undisturbed):
     assert [(v, g) for v, _, g in published] == [(0, 0), (1, 2), (2, 2), (3, 2)]
     assert newest(open_store(str(run / "weights"))).model == model_id(ROOT / "models/nano")
     assert len({digest for _, digest, _ in published}) > 1, "no step changed the weights: the comparisons are void"
+    held = json.loads((run / "memory.jsonl").read_text().splitlines()[0])
+    assert {"controller", "inference-0", "trainer", "zygote"} == {
+        name.removeprefix("memory/") for name in held if name.startswith("memory/")
+    }
+    assert all(1e6 < held[name] < 4e9 for name in held if name.startswith("memory/")), held
     report = json.loads((run / "report.json").read_text())
     assert report["steps"] == 3
     assert report["episodes"]["scored"] == 18

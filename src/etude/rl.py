@@ -85,8 +85,9 @@ async def _train(config: RLConfig, folder: Path, view: LiveView, boxes: Boxes) -
         trainer = next(child for child in run.children if child.name == "trainer")
         await controller.wait_for_version(run, max(0, controller.last_version(run.weights)))
         before = await _evaluate(run, view, "before") if config.eval.before else None
+        pids = {child.log.stem: child.popen.pid for child in run.children} | {"zygote": run.sandbox.zygote_pid}
         with _stage(folder, view, "train"):
-            await controller.rollouts(run, trainer, Monitor(folder, config, view).tick)
+            await controller.rollouts(run, trainer, Monitor(folder, config, view, pids).tick)
         await controller.wait_for_version(run, controller.last_version(run.weights))
         after = await _evaluate(run, view, "after") if config.eval.after else None
         with _stage(folder, view, "report"):

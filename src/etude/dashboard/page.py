@@ -249,7 +249,13 @@ def _speed(view: RunView) -> list[str]:
         _line(view, "Busy share", "of each step", busy, lambda v: percent(v, 0)),
         _line(view, "Engine throughput", "sampled tokens per second", {"perf/tokens_per_s": "tokens/s"}),
         _line(view, "Step time", "seconds", times),
+        _memory(view),
     ]
+
+
+def _memory(view: RunView) -> str:
+    series = [Series(name, points, color % 6 + 1) for color, (name, points) in enumerate(view.held().items())]
+    return line_chart("Memory", "resident, by process", series, byte_count, smooth=False)
 
 
 def _numerics(view: RunView) -> list[str]:
