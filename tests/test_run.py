@@ -226,7 +226,12 @@ def test_a_trainer_that_hangs_is_named_and_the_run_can_be_resumed(undisturbed, t
     said = [line for line in output.splitlines() if "no progress for" in line]
     assert [line.startswith("etude: ") for line in said[-2:]] == [False, True], "first a sentence, then the end"
     assert all("everything waits for the trainer, which has its 2 groups" in line for line in said[-2:])
-    code, output = finished(etude(tmp_path, "train", "run.toml", "--resume"))
+    saved = tmp_path / "outputs/run/config.json"
+    values = json.loads(saved.read_text())
+    assert values["rollout"]["stall_seconds"] == 6
+    values["rollout"]["stall_seconds"] = 300  # starting again may take longer
+    saved.write_text(json.dumps(values))
+    code, output = finished(etude(tmp_path, "train", "outputs/run", "--resume"))
     assert code == 0, output
     assert versions(tmp_path) == versions(undisturbed)
 
