@@ -37,9 +37,11 @@ lint: .venv/installed-dev
 	$(BIN)/pyright
 
 bench: .venv/installed
+	$(BIN)/etude bench async --json
 	$(BIN)/etude bench documents --json
 	$(BIN)/etude bench edits --json
 	$(BIN)/etude bench engine --json
+	$(BIN)/etude bench mismatch --json
 	$(BIN)/etude bench sandbox --json
 	$(BIN)/etude bench shared-prompt --json
 	$(BIN)/etude bench weights --json

@@ -29,10 +29,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from etude.inference.cache import NO_MATCH
 from etude.inference.engine import Engine, Limits, Request
 from etude.inference.forward import logits_of
-from etude.inference.kernels import BLOCK
 from etude.inference.rows import Row
 from etude.models import attention, experts
 from etude.models.attention import SegmentLayout
+from etude.models.kernels import BLOCK
 from etude.models.segments import Graph, Node
 from etude.records import Generation
 

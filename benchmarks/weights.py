@@ -2,7 +2,7 @@
 
 real           consecutive bfloat16 versions of models/nano: policy gradient over episodes that it samples itself,
                rewarded for tokens that the program goes on with; AdamW on float32 masters, after Adam's first large
-               steps have passed. The learning rates 3e-6 and 9e-6 change about as much of this model as 1e-6 and 3e-6
+               steps have passed. The learning rates 3e-6 and 8e-6 change about as much of this model as 1e-6 and 3e-6
                do of one with smaller weights; the share that changed is in the row. Seed 0.
 iid            normal weights (sd 0.02), a share of which moves by one unit in the last place at random places
 ratio          bytes of the weights / bytes of the object, all headers counted
@@ -37,7 +37,7 @@ from etude.weights.schema import Bits, Schema, Spec, bits, schema_of
 
 NANO = Path(__file__).parents[1] / "models/nano"
 GROUP, PROMPT, COMPLETION = 8, 24, 24
-REAL = {"real-1pct": 3e-6, "real-2.6pct": 9e-6}
+REAL = {"real-1pct": 3e-6, "real-2.6pct": 8e-6}
 IID = {"iid-0.3pct": 0.003, "iid-1pct": 0.01, "iid-2pct": 0.02}
 FLOORS = {
     "ratio/real-1pct": 200.0,

@@ -48,6 +48,21 @@ def test_documents() -> None:
 
 
 @pytest.mark.slow
+def test_mismatch() -> None:
+    command = [sys.executable, "-m", "etude.cli", "bench", "mismatch", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode in (0, 1), done.stderr  # 1: a check failed, maybe one of speed
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["checks"]["deterministic: trainer and engine agree in every bit"]
+    assert result["checks"]["replay: every token ran the experts that the engine recorded"]
+    values = {row["case"]: row["value"] for row in result["rows"]}
+    assert values["deterministic/max-abs-dlogp"] == 0.0
+    assert values["replay/k3-gain"] > 1
+    assert values["replay/flips"] > 0, "nothing flips: the gain is of nothing"
+    assert {"deterministic/cost", "replay/cost", "record/cost"} <= set(values)
+
+
+@pytest.mark.slow
 def test_shared_prompt() -> None:
     command = [sys.executable, "-m", "etude.cli", "bench", "shared-prompt", "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
@@ -59,3 +74,21 @@ def test_shared_prompt() -> None:
     }
     cases = {row["case"] for row in result["rows"]}
     assert {"P1024-C64-G8/of-ideal", "P1024-C64-G16/speedup", "turns-12/speedup-per-turn-rows"} <= cases
+
+
+@pytest.mark.slow
+def test_async() -> None:
+    command = [sys.executable, "-m", "etude.cli", "bench", "async", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode in (0, 1), done.stderr  # 1: a check failed, maybe one of speed
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    assert result["bench"] == "async"
+    assert {name: ok for name, ok in result["checks"].items() if "speed" not in name and "busy" not in name} == {
+        "long-tail: no token is staler than 4 versions": True,
+        "long-tail: the synchronous run is on-policy": True,
+        "long-tail: every episode is trained on once": True,
+    }
+    values = {row["case"]: row["value"] for row in result["rows"]}
+    assert {"long-tail/speedup", "long-tail/engine-busy", "long-tail/early-tools"} <= set(values)
+    assert 1 <= values["long-tail/max-staleness"] <= 4, "episodes of later versions are played meanwhile"

@@ -28,6 +28,15 @@ def test_defaults_lie_below_the_file_and_the_file_below_the_command_line(toml):
         (["--rollout.gruop", "4"], "unknown key rollout.gruop"),
         (["--rollout.group", "1"], "rollout.group: Input should be greater than or equal to 2"),
         (["--rollout.group", "many"], "rollout.group: Input should be a valid integer"),
+        (["--rollout.max_in_flight", "0"], 'rollout.max_in_flight: give a number of live episodes from 1, or "auto"'),
+        (
+            ["--rollout.max_in_flight", "many"],
+            'rollout.max_in_flight: give a number of live episodes from 1, or "auto"',
+        ),
+        (
+            ["--deterministic", "true", "--rollout.staleness", "0", "--rollout.max_in_flight", "auto"],
+            "deterministic = true needs a number for rollout.max_in_flight",
+        ),
         (["--name", '"../x"'], "name: String should match pattern"),
         (["--deterministic", "true"], "needs rollout.staleness = 0"),
         (["--name.x", "1"], "name is a value, not a table"),

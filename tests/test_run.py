@@ -11,9 +11,10 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from etude.models.loading import model_id
 from etude.records import Episode, decode
 from etude.store import open_store
-from etude.weights.manifest import manifests
+from etude.weights.manifest import manifests, newest
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 240
@@ -91,7 +92,13 @@ def test_a_run_trains_and_leaves_a_whole_folder(undisturbed):
     run = undisturbed / "outputs/run"
     published = versions(undisturbed)
     assert [(v, g) for v, _, g in published] == [(0, 0), (1, 2), (2, 2), (3, 2)]
+    assert newest(open_store(str(run / "weights"))).model == model_id(ROOT / "models/nano")
     assert len({digest for _, digest, _ in published}) > 1, "no step changed the weights: the comparisons are void"
+    held = json.loads((run / "memory.jsonl").read_text().splitlines()[0])
+    assert {"controller", "inference-0", "trainer", "zygote"} == {
+        name.removeprefix("memory/") for name in held if name.startswith("memory/")
+    }
+    assert all(1e6 < held[name] < 4e9 for name in held if name.startswith("memory/")), held
     report = json.loads((run / "report.json").read_text())
     assert report["steps"] == 3
     assert report["episodes"]["scored"] == 18
@@ -161,10 +168,11 @@ def test_a_run_survives_the_death_of_an_engine_or_the_zygote(undisturbed, tmp_pa
 
 
 @pytest.mark.slow
-def test_two_servers_share_the_episodes_of_a_run(tmp_path):
-    asynchronous = ["--deterministic", "false", "--rollout.staleness", "1"]
-    process = start(tmp_path, *asynchronous, "--inference.servers", "2", "--trainer.steps", "4")
-    logs = tmp_path / "outputs/run/logs"
+def test_two_servers_share_the_episodes_of_a_run_that_replays_their_experts(tmp_path):
+    asynchronous = CONFIG.replace("deterministic = true", "").replace("staleness = 0", "staleness = 1")
+    overrides = ["--inference.servers", "2", "--trainer.steps", "4", "--trainer.router_replay", "true"]
+    process = start(tmp_path, *overrides, config=asynchronous)
+    logs = tmp_path / "outputs/run/logs/latest"
     deadline = time.monotonic() + SECONDS
     idle = {0, 1}
     while idle:
@@ -181,6 +189,51 @@ def test_two_servers_share_the_episodes_of_a_run(tmp_path):
     report = json.loads((tmp_path / "outputs/run/report.json").read_text())
     assert report["steps"] == 4
     assert all(report["checks"].values()), report["checks"]
+    lines = [json.loads(line) for line in (tmp_path / "outputs/run/metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if "router/missing" in line]
+    assert trained, "no step trained on anything: the comparison is void"
+    assert all(line["router/missing"] == 0 and line["router/refused"] < 0.01 for line in trained)
+
+
+@pytest.mark.slow
+def test_a_run_finds_how_many_episodes_keep_its_engine_full(tmp_path):
+    config = CONFIG.replace("deterministic = true", "").replace("staleness = 0", "staleness = 2")
+    config = config.replace("max_in_flight = 6", 'max_in_flight = "auto"')
+    code, output = finished(start(tmp_path, "--inference.max_batch", "4", "--trainer.steps", "6", config=config))
+    assert code == 0, output
+    report = json.loads((tmp_path / "outputs/run/report.json").read_text())
+    assert all(report["checks"].values()), report["checks"]
+    assert report["trained"] == report["generated"]
+    assert report["trained"]["episodes"] == 6 * 2 * 3
+    lines = [json.loads(line) for line in (tmp_path / "outputs/run/metrics.jsonl").read_text().splitlines()]
+    assert max(line["off_policy/max"] for line in lines) <= 2
+    assert lines[-1]["left/episodes"] == 0
+
+
+@pytest.mark.slow
+def test_a_trainer_that_hangs_is_named_and_the_run_can_be_resumed(undisturbed, tmp_path):
+    process = start(tmp_path, "--rollout.stall_seconds", "6")
+    metrics = tmp_path / "outputs/run/metrics.jsonl"
+    deadline = time.monotonic() + SECONDS
+    while not metrics.exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    os.kill(descendant(process.pid, "etude.trainer.process"), signal.SIGSTOP)
+    code, output = finished(process)
+    assert code == 1, output
+    assert "Traceback" not in output
+    said = [line for line in output.splitlines() if "no progress for" in line]
+    assert [line.startswith("etude: ") for line in said[-2:]] == [False, True], "first a sentence, then the end"
+    assert all("everything waits for the trainer, which has its 2 groups" in line for line in said[-2:])
+    saved = tmp_path / "outputs/run/config.json"
+    values = json.loads(saved.read_text())
+    assert values["rollout"]["stall_seconds"] == 6
+    values["rollout"]["stall_seconds"] = 300  # starting again may take longer
+    saved.write_text(json.dumps(values))
+    code, output = finished(etude(tmp_path, "train", "outputs/run", "--resume"))
+    assert code == 0, output
+    assert versions(tmp_path) == versions(undisturbed)
 
 
 def descendant(pid: int, name: str) -> int:

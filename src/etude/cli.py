@@ -109,7 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     attacks.add_argument("--quick", action="store_true", help="leave out repetitions and comparisons")
 
     bench = command("bench", _bench, "run a benchmark")
-    bench.add_argument("name", choices=("documents", "edits", "engine", "sandbox", "shared-prompt", "weights"))
+    names = ("async", "documents", "edits", "engine", "mismatch", "sandbox", "shared-prompt", "weights")
+    bench.add_argument("name", choices=names)
     bench.add_argument("--quick", action="store_true")
     bench.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return parser
@@ -265,7 +266,7 @@ def _bench(arguments: argparse.Namespace, _: list[str]) -> int:
     import importlib
     import json
 
-    name = arguments.name.replace("-", "_")
+    name = "asynchrony" if arguments.name == "async" else arguments.name.replace("-", "_")  # `async` is a keyword
     path = Path("benchmarks") / f"{name}.py"
     if not path.exists():
         raise UserError(f"{path} does not exist; run `etude bench` from the root of the etude repository")

@@ -52,13 +52,27 @@ class RolloutConfig(Section):
     prompts: int = Field(default=16, ge=1, description="P: groups per optimizer step")
     group: int = Field(default=16, ge=2, description="G: episodes per group")
     staleness: int = Field(default=1, ge=0, description="O: versions a token may lag when trained on; 0 is on-policy")
-    max_in_flight: int = Field(default=128, ge=1, description="live episodes")
+    max_in_flight: int | Literal["auto"] = Field(
+        default=128, description="live episodes; auto: as many as keep the engines' rows full (docs/async.md)"
+    )
     temperature: float = Field(default=1.0, gt=0)
     turns: int = Field(default=6, ge=1)
     tokens: int = Field(default=320, ge=1, description="sampled tokens of an episode")
     context: int = Field(default=1024, ge=16, description="prompt and sampled tokens of an episode")
     seconds: float = Field(default=60.0, gt=0, description="wall time of an episode")
     lease_seconds: float = Field(default=120.0, gt=0)
+    stall_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        description="without progress until it is said who waits for whom; five times as long ends the run",
+    )
+
+    @pydantic.field_validator("max_in_flight", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: Any) -> Any:
+        if value != "auto" and (type(value) is not int or value < 1):
+            raise ValueError('give a number of live episodes from 1, or "auto"')
+        return value
 
     def budget(self) -> Budget:
         return Budget(turns=self.turns, tokens=self.tokens, context=self.context, seconds=self.seconds)
@@ -152,6 +166,9 @@ class GuardsConfig(Section):
     grad_norm: Guard = _guard(5.0, 50.0, "rollback")
     zero_variance: Guard = _guard(0.5, 0.9, "warn")
     non_finite: Guard = _guard(None, 0.0)
+    routes_missing: Guard = _guard(None, 0.0)
+    routes_refused: Guard = _guard(0.01, 0.1)
+    parity: Guard = _guard(0.0, None, "warn")
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -194,6 +211,9 @@ class TrainerConfig(Section):
         default=False, description="compare the gradients of an execution with those of separate rows at its first use"
     )
     router_aux: float = Field(default=0.0, ge=0, description="weight of the balance loss of a mixture of experts")
+    router_replay: bool = Field(
+        default=False, description="record the experts that the engine takes, and train with them (docs/parity.md)"
+    )
     keep_checkpoints: int = Field(
         default=2, ge=2, description="the published version's and that of the one on its way are both needed"
     )
@@ -204,6 +224,7 @@ class InferenceConfig(Section):
     servers: int = Field(default=1, ge=1)
     port: int = Field(default=0, ge=0, le=65535, description="first port; 0 picks free ones")
     threads: int = Field(default=1, ge=1)
+    max_batch: int = Field(default=128, ge=1, description="rows that a server computes at a time; others wait")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="compute; log-probabilities are float32"
     )
@@ -232,7 +253,7 @@ class RLConfig(Section):
     stage: Literal["rl"] = "rl"
     name: str = Field(default="rl", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder: outputs/NAME")
     seed: int = 1
-    deterministic: bool = Field(default=False, description="repeat bit for bit: on-policy, one request at a time")
+    deterministic: bool = Field(default=False, description="repeat bit for bit, on-policy")
     store: str | None = Field(default=None, description="URL for versions and rollouts; default: the run folder")
     ledger: str | None = Field(default=None, description="SQLAlchemy URL; default: ledger.db in the run folder")
     model: ModelConfig = ModelConfig()
@@ -252,6 +273,8 @@ class RLConfig(Section):
             raise ValueError("deterministic = true needs rollout.staleness = 0")
         if self.deterministic and self.trainer.execution not in ("auto", "rows"):
             raise ValueError("deterministic = true computes rows one by one: drop trainer.execution")
+        if self.deterministic and self.rollout.max_in_flight == "auto":
+            raise ValueError("deterministic = true needs a number for rollout.max_in_flight")
         if self.deterministic and self.trainer.minutes is not None:
             raise ValueError("deterministic = true cannot stop by the clock: drop trainer.minutes")
         return self

@@ -14,7 +14,9 @@
 
 Nothing here is per-token, and nothing is lost when a process dies: the ledger knows every admitted episode, a version's
 manifest names the groups it was trained on, and `--resume` starts again from those two. A step of the trainer and the
-episodes of later groups overlap; how far is the admission bound (`rollout/admission.py`), not a filter afterwards.
+episodes of later groups overlap; how far is the admission bound (`rollout/admission.py`), not a filter afterwards. How
+many episodes are live is a number, or follows the engines' load (`rollout/concurrency.py`). If nothing moves, the watch
+loop says who waits for whom, and at last ends the run (`rollout/stall.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,9 +42,11 @@ from etude.harness.renderers import Renderer
 from etude.inference.client import EngineClient, EngineError
 from etude.records import Episode, Outcome, PolicyVersion, encode
 from etude.rollout.admission import groups_to_admit
+from etude.rollout.concurrency import Concurrency
 from etude.rollout.curriculum import Curriculum
 from etude.rollout.ledger import EpisodeLease, Ledger
 from etude.rollout.rewards import with_reward
+from etude.rollout.stall import LIMIT, Stall, Standing, who_waits
 from etude.store import Store
 from etude.tasks.dataset import Dataset
 from etude.weights.manifest import manifests, read
@@ -49,7 +54,9 @@ from etude.weights.manifest import manifests, read
 START_SECONDS = 180.0
 SWAP_SECONDS = 120.0
 TICK_SECONDS = 0.1
+STOP_SECONDS = 30.0  # for episodes that are cancelled to give up their boxes
 OWNER = "controller"
+SUMMED = ("running", "waiting", "generated_tokens")  # figures of all engines together
 T = TypeVar("T")
 
 
@@ -59,7 +66,9 @@ class Progress:
 
     version: int = 0
     served: int = 0
+    trained: int = -1  # newest version that the ledger knows to have consumed groups
     live: int = 0
+    limit: int = 0  # of live episodes
     finished: int = 0
     tests_run: int = 0
     tests_remembered: int = 0
@@ -81,6 +90,7 @@ class Run:
     client: EngineClient
     engines: Sequence[str]  # base URLs
     children: Sequence[processes.Child]
+    concurrency: Concurrency
     progress: Progress = field(default_factory=Progress)
     manifests: dict[int, PolicyVersion] = field(default_factory=dict[int, PolicyVersion])
     digests_checked: int = 0
@@ -101,32 +111,90 @@ async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress]
     rollout, progress = run.config.rollout, run.progress
     curriculum = Curriculum([task.id for task in run.dataset.split("train")], rollout.group, run.config.seed)
     learned = 0
-    live: set[asyncio.Task[None]] = set()
+    live: dict[asyncio.Task[None], _Playing] = {}
     renewed = time.monotonic()
+    stall = Stall(rollout.stall_seconds, renewed)
     try:
         while trainer.exit_code != 0:
             _watch(run)
             await _observe_versions(run)
+            run.concurrency.observe(time.monotonic(), len(live), _requests(run))
             learned = _admit(run, curriculum, learned)
-            if free := rollout.max_in_flight - len(live):
-                leases = run.ledger.lease(OWNER, free, rollout.lease_seconds)
-                live |= {asyncio.create_task(_play_one(run, lease)) for lease in leases}
+            if (free := run.concurrency.limit - len(live)) > 0:
+                for lease in run.ledger.lease(OWNER, free, rollout.lease_seconds):
+                    live[asyncio.create_task(_play_one(run, lease))] = _Playing(lease, time.monotonic())
             if time.monotonic() - renewed > rollout.lease_seconds / 3:
                 run.ledger.renew(OWNER, rollout.lease_seconds)
                 renewed = time.monotonic()
-            progress.live = len(live)
+            progress.live, progress.limit = len(live), run.concurrency.limit
             progress.tests_run, progress.tests_remembered = run.sandbox.stats.misses, run.sandbox.stats.hits
+            _look_for_a_stall(run, stall, list(live.values()))
             tick(progress)
             await asyncio.sleep(TICK_SECONDS)
-            done = {task for task in live if task.done()}
-            for task in done:
+            for task in [task for task in live if task.done()]:
                 task.result()
-            live -= done
-            progress.finished += len(done)
+                del live[task]
+                progress.finished += 1
     finally:
-        for task in live:
-            task.cancel()
-        await asyncio.gather(*live, return_exceptions=True)
+        await _cancel(live)
+
+
+@dataclass(frozen=True)
+class _Playing:
+    """A live episode; `since` is on the monotonic clock."""
+
+    lease: EpisodeLease
+    since: float
+
+
+async def _cancel(live: Collection[asyncio.Task[None]]) -> None:
+    """Ends episodes. What does not give up in time is left to die with the sandbox, whose boxes it waits for."""
+    for task in live:
+        task.cancel()
+    if live:
+        done, _ = await asyncio.wait(live, timeout=STOP_SECONDS)
+        for task in done:
+            _ = task.cancelled() or task.exception()  # looked at, so that asyncio does not complain
+
+
+def _requests(run: Run) -> int:
+    """Requests at the engines, computed or waiting for a row."""
+    return int(run.progress.engine.get("running", 0) + run.progress.engine.get("waiting", 0))
+
+
+def _look_for_a_stall(run: Run, stall: Stall, live: Sequence[_Playing]) -> None:
+    """Says who waits for whom if nothing has moved for long; raises RunFailed if nothing has for much longer."""
+    progress, now = run.progress, time.monotonic()
+    marks = (progress.finished, progress.served, progress.trained, progress.engine.get("generated_tokens"))
+    still = stall.look(marks, now)
+    if stall.due(still):
+        print(f"no progress for {still:.0f} s: {who_waits(_standing(run, live, now))}", file=sys.stderr, flush=True)
+    if still > stall.seconds * LIMIT:
+        raise RunFailed(
+            f"no progress for {still:.0f} s: {who_waits(_standing(run, live, now))}; see the logs in "
+            f"{run.folder / 'logs/latest'}, then continue with --resume {run.folder}, or raise rollout.stall_seconds"
+        )
+
+
+def _standing(run: Run, live: Sequence[_Playing], now: float) -> Standing:
+    """Reads from the store and the ledger what is too dear to read all the time."""
+    rollout, published = run.config.rollout, last_version(run.weights)
+    taken = run.ledger.ready_groups(
+        rollout.prompts, in_order=run.config.deterministic, due=published - rollout.staleness
+    )
+    oldest = min(live, key=lambda playing: playing.since, default=None)
+    lease = oldest and oldest.lease
+    return Standing(
+        served=run.progress.served,
+        published=published,
+        prompts=rollout.prompts,
+        ready=len(run.ledger.ready_groups(rollout.prompts, in_order=False)),
+        takeable=len(taken),
+        live=len(live),
+        at_engine=_requests(run),
+        oldest=f"member {lease.member} of group {lease.group_id} (task {lease.task_id})" if lease else "",
+        oldest_seconds=now - oldest.since if oldest else 0.0,
+    )
 
 
 def _watch(run: Run) -> None:
@@ -144,7 +212,8 @@ def _watch(run: Run) -> None:
 
 async def _observe_versions(run: Run) -> None:
     """The version that every engine serves, after proving that it serves those very tensors."""
-    served = []
+    served: list[int] = []
+    told: list[dict[str, Any]] = []
     for url in run.engines:
         try:
             health = await run.client.health(url)
@@ -164,9 +233,11 @@ async def _observe_versions(run: Run) -> None:
             )
         run.digests_checked += manifest is not None
         run.pauses[version] = max(run.pauses.get(version, 0.0), float(health["last_pause_ms"]))
-        run.progress.engine = {k: float(v) for k, v in health.items() if isinstance(v, int | float)}
+        told.append(health)
         served.append(version)
     run.progress.served = min(served)
+    sums = {name: float(sum(health[name] for health in told)) for name in SUMMED}
+    run.progress.engine = sums | {"busy_seconds": sum(health["busy_seconds"] for health in told) / len(told)}
 
 
 def _learn(run: Run, curriculum: Curriculum, after: int) -> int:
@@ -185,6 +256,7 @@ def _admit(run: Run, curriculum: Curriculum, learned: int) -> int:
     """Admits what the bound allows; returns the mark up to which the curriculum has learned."""
     rollout = run.config.rollout
     figures = run.ledger.figures()
+    run.progress.trained = figures.consumed_version
     if rollout.staleness == 0 and run.progress.served > max(figures.consumed_version, 0):
         return learned  # on-policy, a draw depends on all earlier results: the ledger must catch up with the engines
     learned = _learn(run, curriculum, learned)
@@ -196,7 +268,7 @@ def _admit(run: Run, curriculum: Curriculum, learned: int) -> int:
         accepted=figures.accepted,
         reserved=figures.reserved,
         in_flight=figures.in_flight,
-        max_in_flight=max(rollout.max_in_flight, rollout.group) * 2,
+        max_in_flight=max(run.concurrency.limit, rollout.group) * 2,
     )
     count = min(count, run.config.trainer.steps * rollout.prompts - figures.groups)
     busy = frozenset(figures.open_tasks)
@@ -218,7 +290,7 @@ async def _play_one(run: Run, lease: EpisodeLease) -> None:
         run.client,
         run.renderer,
         budget,
-        run.sampling,
+        replace(run.sampling, routes=run.config.trainer.router_replay),
         episode_seed(run.config.seed, lease.index, lease.member),
         group_id=lease.group_id,
         member=lease.member,
@@ -282,9 +354,10 @@ def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[proc
     inference = config.inference
     argv = ["--model", config.model.path, "--weights", f"{config.store or folder}/weights"]
     argv += ["--threads", str(inference.threads), "--device", inference.device, "--dtype", inference.dtype]
-    argv += ["--max-batch", str(config.rollout.max_in_flight), "--max-length", str(config.rollout.context)]
+    argv += ["--max-batch", str(inference.max_batch), "--max-length", str(config.rollout.context)]
     argv += ["--relay", config.weights.relay] if config.weights.relay else []
     argv += ["--deterministic"] if config.deterministic else []
+    argv += ["--routes"] if config.trainer.router_replay else []
     key = config.weights.signing_key
     argv += ["--public-key", f"{key}.pub"] if key else []
     own = [["--accepted", str(folder / f"accepted-{i}.json")] if key else [] for i in range(inference.servers)]

@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 
 from etude import controller
-from etude.config import RolloutConfig
+from etude.config import InferenceConfig, RolloutConfig
 from etude.dashboard.live import LiveView
 from etude.environments.namespace import open_sandbox
 from etude.evals.stats import Estimate
@@ -56,11 +56,11 @@ def evaluate_models(
 
 
 async def _measure(model: Path, dataset: Dataset, view: LiveView, options: dict[str, object]) -> EvalResult:
-    rollout = RolloutConfig()
+    rollout, rows = RolloutConfig(), InferenceConfig().max_batch
     with tempfile.TemporaryDirectory(prefix="etude-eval-") as folder:
         logs = Path(folder)
         argv = ["--model", str(model), "--threads", "2"]
-        argv += ["--max-batch", str(rollout.max_in_flight), "--max-length", str(rollout.context)]
+        argv += ["--max-batch", str(rows), "--max-length", str(rollout.context)]
         engine = controller.spawn_engine(argv, logs, 0)
         try:
             url = await asyncio.to_thread(controller.engine_url, engine, logs, 0)
@@ -72,7 +72,7 @@ async def _measure(model: Path, dataset: Dataset, view: LiveView, options: dict[
                     renderer_for(model),
                     budget=rollout.budget(),
                     sampling=Sampling(temperature=rollout.temperature),
-                    concurrency=rollout.max_in_flight,
+                    concurrency=rows,
                     progress=view.evaluated,
                     **options,  # type: ignore[arg-type]
                 )

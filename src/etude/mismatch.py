@@ -3,7 +3,8 @@
     exact checks     lengths, masks and versions of the tokens; infrastructure failures that were scored
     tagged version   every token scored again under the version that it names: what is left is not staleness
     suppositions     one thing changed at a time: weights of another version, one stale tensor, another temperature or
-                     top-p, a bfloat16 head, keys and values of an older version under the prompt, altered tokens
+                     top-p, a bfloat16 head, keys and values of an older version under the prompt, altered tokens,
+                     the recorded experts instead of the trainer's own or the other way round
     staleness        the same tokens under the version that trained on them, less the first
 
 The verdict is the first exact check that fails, else the supposition that explains the difference, else staleness, if
@@ -18,6 +19,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +32,10 @@ from etude.errors import UserError
 from etude.harness.loop import turn_seed
 from etude.inference.sampling import sample
 from etude.models.loading import load_model, named_tensors
+from etude.models.replay import routers, shape
 from etude.records import Episode, Outcome, StopReason, decode
 from etude.store import Store, open_store
+from etude.trainer.batch import recorded_routes
 from etude.trainer.rescoring import Keys, Piece, chosen, logits, route_flips, set_weights
 from etude.weights.manifest import manifests
 from etude.weights.receiver import load
@@ -49,6 +53,7 @@ ACTIONS = {
     "tokens": "look at the harness and the sampling parameters of the engine",
     "weights": "look at the weight sync: engines must serve the digest of the manifest",
     "cache": "clear the engine's prefix cache at a swap, or key it by version",
+    "routing": "set trainer.router_replay = true; engines must record (--routes), and ids stay with their tokens",
     "kernel": "compare precisions and kernels of engine and trainer: head, dtype, attention",
     "staleness": "lower rollout.staleness or trainer.lr, or use a preset with a correction",
 }
@@ -88,10 +93,12 @@ def diagnose(run: Path, *, pieces: int = 24) -> Diagnosis:
     if not episodes:
         raise UserError(f"{run} holds no episodes; let the run play some first")
     model = load_model(config.model.path, dtype=getattr(torch, config.trainer.dtype), device=config.trainer.device)
-    for cause, sentence in _exact(episodes, model.config.vocab_size):
+    experts = shape(model) if routers(model) else None
+    replays = config.trainer.router_replay and experts is not None
+    for cause, sentence in _exact(episodes, model.config.vocab_size, replays):
         return Diagnosis(cause, sentence, ACTIONS[cause])
     published = {m.version: m for m in manifests(weights)}
-    found = [p for e in reversed(episodes) for p in _pieces(e) if p.version in published][:pieces]
+    found = [p for e in reversed(episodes) for p in _pieces(e, experts) if p.version in published][:pieces]
     if not found:
         raise UserError(f"{run} holds no episode whose tokens name a published version; is {root} its store?")
     trained_from = {group: m.version - 1 for m in published.values() for group in m.groups}
@@ -104,8 +111,8 @@ def _newest_keys(rollouts: Store, count: int) -> list[str]:
     return keys[-count:]
 
 
-def _exact(episodes: Sequence[Episode], vocabulary: int) -> Iterable[tuple[str, str]]:
-    """Checks that need no weights; what fails first is the verdict."""
+def _exact(episodes: Sequence[Episode], vocabulary: int, replays: bool) -> Iterable[tuple[str, str]]:
+    """Checks that need no weights; what fails first is the verdict. `replays`: expert ids must be there."""
     for e in episodes:
         for segment in e.segments:
             ids_T, mask_T, logprobs_T, versions_T = segment.arrays()
@@ -123,6 +130,13 @@ def _exact(episodes: Sequence[Episode], vocabulary: int) -> Iterable[tuple[str, 
             )
             if wrong:
                 yield "tokens", f"episode {e.id} has {wrong}"
+    bare = [e for e in episodes if any(s.routes is None for s in e.segments)] if replays else []
+    if bare:
+        yield (
+            "routing",
+            f"{len(bare)} of {len(episodes)} episodes, e.g. {bare[0].id}, carry no expert ids, so the trainer took its "
+            "own experts: router replay was dropped",
+        )
     failed = [
         e
         for e in episodes
@@ -136,8 +150,8 @@ def _exact(episodes: Sequence[Episode], vocabulary: int) -> Iterable[tuple[str, 
         )
 
 
-def _pieces(e: Episode) -> Iterable[Piece]:
-    """The leading tokens of each segment that one version sampled."""
+def _pieces(e: Episode, experts: tuple[int, int] | None = None) -> Iterable[Piece]:
+    """The leading tokens of each segment that one version sampled; `experts`: a model's MoE layers and K."""
     turns = 0
     for segment in e.segments:
         ids_T, mask_T, logprobs_T, versions_T = segment.arrays()
@@ -149,6 +163,7 @@ def _pieces(e: Episode) -> Iterable[Piece]:
         n = int(other[0]) if len(other) else len(at_N)
         if n:
             seeds = np.array([turn_seed(e.seed, int(turn)) for turn in turn_N[:n]], np.int64)
+            recorded = segment.routes is not None and experts is not None
             yield Piece(
                 episode=e.id,
                 group=e.group_id,
@@ -158,6 +173,7 @@ def _pieces(e: Episode) -> Iterable[Piece]:
                 at_N=at_N[:n],
                 recorded_N=logprobs_T[at_N[:n]].astype(np.float64),
                 seed_N=seeds,
+                routes_TLK=recorded_routes(segment, int(at_N[n - 1]) + 1, experts) if recorded else None,
             )
 
 
@@ -183,14 +199,22 @@ class _Case:
             self._loaded[version] = load(self.weights, version)[1]
         return self._loaded[version]
 
-    def under(self, pieces: Sequence[Piece], version_of: Callable[[Piece], int]) -> list[Tensor]:
+    @property
+    def replays(self) -> bool:
+        """Whether the trainer takes the recorded experts."""
+        return self.config.trainer.router_replay
+
+    def _logits(self, piece: Piece, **options: Any) -> Tensor:
+        return logits(self.model, piece, **({"replays": self.replays} | options))
+
+    def under(self, pieces: Sequence[Piece], version_of: Callable[[Piece], int], **options: Any) -> list[Tensor]:
         """Logits of every piece, with the weights of the version that `version_of` gives it."""
         out: dict[int, Tensor] = {}
         for version in sorted({version_of(p) for p in pieces}):
             set_weights(self.model, self.tensors(version))
             for i, piece in enumerate(pieces):
                 if version_of(piece) == version:
-                    out[i] = logits(self.model, piece)
+                    out[i] = self._logits(piece, **options)
         return [out[i] for i in range(len(pieces))]
 
     def diagnosis(self) -> Diagnosis:
@@ -211,6 +235,11 @@ class _Case:
         if base > floor:
             suppositions = sorted(self._suppose(tagged, kernel, draws), key=lambda s: s.k2)
             cause, sentence = _verdict(suppositions, base, kernel, floor)
+            if cause == "kernel" and (made := self._made_by_flips()) > 0.5 * base:
+                cause, sentence = (
+                    "routing",
+                    f"k2 is {base:.2g}; experts that flip in bfloat16 make about {made:.2g} of it",
+                )
         elif wrong_draws > WRONG_DRAWS:
             cause, sentence = "tokens", self._other_draws(tagged, wrong_draws)
         elif seen > (limit := self.config.guards.mismatch_k2.warn or 5e-4):
@@ -219,6 +248,7 @@ class _Case:
         else:
             cause, sentence = "healthy", f"k2 is {base:.2g} under the tagged versions and {seen:.2g} in training"
             sentence += f", thresholds {floor:.0e} and {limit:.0e}"
+        flips = route_flips(self.model, self.pieces[0])
         return Diagnosis(
             cause=cause,
             sentence=sentence,
@@ -228,9 +258,17 @@ class _Case:
             k2_trained=seen,
             wrong_draws=wrong_draws,
             shares=_shares(kernel, total),
-            flips=route_flips(self.model, self.pieces[0]),
+            flips=flips.share if flips else None,
             suppositions=tuple(suppositions[:8]),
         )
+
+    def _made_by_flips(self) -> float:
+        """About what k2 would be if experts flipped as in bfloat16 and nothing else differed; 0 if they are replayed,
+        or if nothing is computed in bfloat16."""
+        if self.replays or "bfloat16" not in (self.config.trainer.dtype, self.config.inference.dtype):
+            return 0.0
+        found = [route_flips(self.model, p) for p in self.pieces[:TENSOR_PIECES]]
+        return _k2([f.difference_N for f in found if f is not None])
 
     def _wrong(self, logits_NV: Tensor, piece: Piece, temperature: float) -> np.ndarray:
         """Which tokens are not what their seeds draw from these logits, bool [N]."""
@@ -271,6 +309,11 @@ class _Case:
                 yield Supposition(
                     "cache", f"keys and values {back} version(s) older lie under the prompts", _k2(self._stale(back))
                 )
+        if any(p.routes_TLK is not None for p in self.pieces):
+            found = self.under(self.pieces, lambda p: p.version, replays=not self.replays)
+            d = [chosen(x, p, temperature=base) - p.recorded_N for x, p in zip(found, self.pieces, strict=True)]
+            what = "those that the engine took" if self.replays else "replayed"
+            yield Supposition("routing", f"the recorded experts are not {what}", _k2(d))
         yield self._head()
         yield from self._tensors()
 
@@ -279,7 +322,7 @@ class _Case:
         for version in sorted({p.version for p in self.pieces}):
             set_weights(self.model, self.tensors(version))
             for piece in (p for p in self.pieces if p.version == version):
-                logits_NV = logits(self.model, piece, head="bfloat16")
+                logits_NV = self._logits(piece, head="bfloat16")
                 d.append(chosen(logits_NV, piece, temperature=self.config.rollout.temperature) - piece.recorded_N)
         return Supposition("kernel", "the engine's head is computed in bfloat16", _k2(d))
 
@@ -289,10 +332,10 @@ class _Case:
         for piece in self.pieces:
             keys = Keys()
             set_weights(self.model, self.tensors(max(piece.version - back, self.published[0])))
-            logits(self.model, piece, layout=keys)
+            self._logits(piece, layout=keys)
             keys.under = piece.prompt_length - 1
             set_weights(self.model, self.tensors(piece.version))
-            logits_NV = logits(self.model, piece, layout=keys if keys.under else None)
+            logits_NV = self._logits(piece, layout=keys if keys.under else None)
             out.append(chosen(logits_NV, piece, temperature=self.config.rollout.temperature) - piece.recorded_N)
         return out
 
@@ -308,7 +351,7 @@ class _Case:
             d = []
             for piece in some:
                 set_weights(self.model, self.tensors(piece.version) | {name: self._tensor(piece.version - 1, name)})
-                found = chosen(logits(self.model, piece), piece, temperature=self.config.rollout.temperature)
+                found = chosen(self._logits(piece), piece, temperature=self.config.rollout.temperature)
                 d.append(found - piece.recorded_N)
             yield Supposition("weights", f"{name} was left at the version before", _k2(d))
 
@@ -371,7 +414,7 @@ def show(run: Path, as_json: bool) -> int:
         for name, share in found.shares.items():
             print(f"  {share:6.1%} of the difference in training: {name}")
         if found.flips is not None:
-            print(f"  {found.flips:.1%} of tokens change experts in bfloat16; what the engine's were is not recorded")
+            print(f"  {found.flips:.1%} of tokens change experts in bfloat16")
         for s in found.suppositions:
             print(f"  k2 {s.k2:8.2g} if {s.what} ({s.cause})")
     return 0 if found.cause in ("healthy", "staleness") else 1

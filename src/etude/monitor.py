@@ -1,23 +1,30 @@
-"""Feeds the terminal view, and the engine's part of the timeline, from what the run's processes report."""
+"""Feeds the terminal view, the engine's part of the timeline and memory.jsonl from what the run's processes report."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from etude import runfolder
 from etude.config import RLConfig
 from etude.controller import Progress
 from etude.dashboard.live import LiveView
+from etude.processes import resident_bytes
 
 SECONDS = 0.5
+MEMORY_SECONDS = 10.0
 
 
 class Monitor:
     """Called often by the controller; reads and draws at most twice a second."""
 
-    def __init__(self, folder: Path, config: RLConfig, view: LiveView):
+    def __init__(self, folder: Path, config: RLConfig, view: LiveView, pids: Mapping[str, int]):
+        """`pids`: the processes of the run beside this one, by name."""
         self._folder, self._config, self._view = folder, config, view
+        self._pids = {"controller": os.getpid(), **pids}
+        self._memory_read = 0.0
         self._read = 0  # bytes of metrics.jsonl that were seen
         self._steps = 0
         self._started = self._last = time.time()
@@ -30,10 +37,11 @@ class Monitor:
             return
         self._new_steps()
         self._engine_busy(progress.engine, now)
+        self._memory(now)
         rate = (progress.finished - self._finished) / (now - self._last)
         self._finished = progress.finished
         view = self._view
-        view.process("controller", f"{progress.live} live episodes, {progress.finished} finished")
+        view.process("controller", f"{progress.live} of {progress.limit} live episodes, {progress.finished} finished")
         view.process("sandbox", f"{progress.tests_run} test runs, {progress.tests_remembered} answered from memory")
         view.update(
             done=self._steps,
@@ -67,6 +75,13 @@ class Monitor:
         self._view.update(
             reward=last["reward/all/mean"], pass_rate=last["rollout/pass_rate"], staleness=last["off_policy/mean"]
         )
+
+    def _memory(self, now: float) -> None:
+        if now - self._memory_read < MEMORY_SECONDS:
+            return
+        self._memory_read = now
+        held = {f"memory/{name}": resident_bytes(pid) for name, pid in self._pids.items()}
+        runfolder.append_json(self._folder / "memory.jsonl", {"step": self._steps, "time": now, **held})
 
     def _engine_busy(self, engine: dict[str, float], now: float) -> None:
         """Busy seconds since the last look, as one span of the timeline: its length is exact, its place is not."""

@@ -25,6 +25,15 @@ def die_with_parent() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def resident_bytes(pid: int) -> int | None:
+    """What a process holds in memory; None if it is gone, or where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()  # proc(5): the second is in pages
+    except OSError:
+        return None
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @dataclass
 class Child:
     """A running process of the run."""

@@ -87,6 +87,26 @@ class Task(Record, frozen=True, kw_only=True):
     budget: Budget | None = None  # None: the run's
 
 
+class Routes(Record, frozen=True, kw_only=True):
+    """The experts that consecutive positions of a row went through, in the order in which the engine ran them."""
+
+    first: int  # position of the first
+    ids: bytes  # uint8 [positions, layers, slots]; little-endian uint16 where `wide`
+    layers: int  # those that have experts
+    slots: int  # experts of a token in one layer
+    wide: bool = False  # more than 256 experts
+
+    def array(self) -> np.ndarray:
+        """int16 [positions, layers, slots]."""
+        flat = np.frombuffer(self.ids, "<u2" if self.wide else "u1")
+        return flat.reshape(-1, self.layers, self.slots).astype(np.int16)
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.first + len(self.ids) // (self.layers * self.slots * (2 if self.wide else 1))
+
+
 class Generation(Record, frozen=True, kw_only=True):
     """What the engine sampled for one request: equal lengths, one entry per sampled token."""
 
@@ -94,8 +114,7 @@ class Generation(Record, frozen=True, kw_only=True):
     logprobs: list[float]  # log-probability under the distribution sampled from (after temperature and top-p)
     versions: list[int]  # weight version that sampled each token
     finish_reason: str  # "stop" | "length" | "abort"
-    experts: bytes | None = None  # uint8 [fed positions, MoE layers, top-k], prompt first; see `experts_shape`
-    experts_shape: tuple[int, int, int] | None = None
+    routes: Routes | None = None  # of the fed positions, from the asked one on: all but the last sampled token
     cached_tokens: int = 0  # of the prompt, not computed for this request
     cached_document_tokens: int = 0  # those of them that belong to documents
     accepted_draft_tokens: int = 0  # of the request's own draft sources: drafted and emitted
@@ -115,6 +134,7 @@ class Segment(Record, frozen=True, kw_only=True):
     versions: bytes  # int32[T]
     prompt_length: int  # tokens before the first sampled one; shared by the members of a group
     turn_starts: tuple[int, ...] = ()
+    routes: Routes | None = None  # from position 0 on; those after its end have none
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """`ids_T, mask_T, logprobs_T, versions_T` as read-only numpy views."""
@@ -181,6 +201,18 @@ class Group(Record, frozen=True, kw_only=True):
     task_id: str
     admitted_version: int
     episodes: tuple[str, ...]
+
+
+class Population(Record, frozen=True, kw_only=True):
+    """Episodes that ended and were not lost to infrastructure: how long they are, and how they ended."""
+
+    episodes: int
+    length: float  # mean of sampled tokens
+    length_p50: int
+    length_p90: int
+    length_max: int
+    pass_rate: float
+    outcomes: dict[str, int]
 
 
 class Part(Record, frozen=True, kw_only=True):

@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from itertools import count
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from etude import controller, runfolder
-from etude.config import RLConfig
+from etude.config import RLConfig, read_toml, validate
 from etude.controller import Run
 from etude.dashboard.live import LiveView, final_table
 from etude.dashboard.report import Report
-from etude.environments.namespace import open_sandbox
+from etude.environments.namespace import NamespaceSandbox, open_sandbox
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
 from etude.harness.renderers import renderer_for
 from etude.inference.client import EngineClient
 from etude.monitor import Monitor
 from etude.records import Episode, encode
+from etude.rollout.concurrency import Concurrency, concurrency
 from etude.rollout.ledger import Ledger
 from etude.run_report import finish_report
 from etude.store import open_store
@@ -35,16 +37,20 @@ from etude.tasks.options import BuildOptions
 from etude.weights.manifest import manifests
 from etude.weights.signature import private_key, public_key
 
+Boxes = Callable[[], AbstractAsyncContextManager[NamespaceSandbox]]
 STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
 
 
-def train_rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None) -> Report:
-    """Runs or resumes the stage in `folder` and writes its report. Raises UserError or RunFailed."""
+def train_rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None, boxes: Boxes = open_sandbox) -> Report:
+    """Runs or resumes the stage in `folder` and writes its report. Raises UserError or RunFailed.
+
+    Episodes are played in what `boxes` makes: a sandbox, or a benchmark's with slower tools.
+    """
     _check_inputs(config)
     if not resume:
         runfolder.create(folder, config, toml)
     with runfolder.lock(folder), LiveView(config.name, STAGES) as view:
-        report = asyncio.run(_train(config, folder, view))
+        report = asyncio.run(_train(config, folder, view, boxes))
     Console().print(final_table(report, folder / "report.html"))
     return report
 
@@ -70,17 +76,18 @@ def _check_inputs(config: RLConfig) -> None:
         raise UserError(f"tasks.repository: {tasks.repository} is not a folder; give a repository or NAME==VERSION")
 
 
-async def _train(config: RLConfig, folder: Path, view: LiveView) -> Report:
+async def _train(config: RLConfig, folder: Path, view: LiveView, boxes: Boxes) -> Report:
     started = time.time()
     logs = runfolder.new_attempt(folder)
     with _stage(folder, view, "build tasks"):
         dataset = await asyncio.to_thread(_dataset, config, folder, view)
-    async with _open(config, folder, dataset, logs, view) as run:
+    async with _open(config, folder, dataset, logs, view, boxes) as run:
         trainer = next(child for child in run.children if child.name == "trainer")
         await controller.wait_for_version(run, max(0, controller.last_version(run.weights)))
         before = await _evaluate(run, view, "before") if config.eval.before else None
+        pids = {child.log.stem: child.popen.pid for child in run.children} | {"zygote": run.sandbox.zygote_pid}
         with _stage(folder, view, "train"):
-            await controller.rollouts(run, trainer, Monitor(folder, config, view).tick)
+            await controller.rollouts(run, trainer, Monitor(folder, config, view, pids).tick)
         await controller.wait_for_version(run, controller.last_version(run.weights))
         after = await _evaluate(run, view, "after") if config.eval.after else None
         with _stage(folder, view, "report"):
@@ -126,7 +133,9 @@ def _build_options(config: RLConfig) -> BuildOptions:
 
 
 @asynccontextmanager
-async def _open(config: RLConfig, folder: Path, dataset: Dataset, logs: Path, view: LiveView) -> AsyncIterator[Run]:
+async def _open(
+    config: RLConfig, folder: Path, dataset: Dataset, logs: Path, view: LiveView, boxes: Boxes
+) -> AsyncIterator[Run]:
     """Every process of the run, started and stopped together."""
     root = config.store or str(folder)
     weights = open_store(f"{root}/weights")
@@ -136,7 +145,7 @@ async def _open(config: RLConfig, folder: Path, dataset: Dataset, logs: Path, vi
     children, urls = await asyncio.to_thread(controller.start_engines, folder, config, logs)
     try:
         children.append(controller.start_trainer(folder, logs))
-        async with open_sandbox() as sandbox, EngineClient(urls) as client:
+        async with boxes() as sandbox, EngineClient(urls) as client:
             yield Run(
                 folder=folder,
                 config=config,
@@ -151,10 +160,18 @@ async def _open(config: RLConfig, folder: Path, dataset: Dataset, logs: Path, vi
                 client=client,
                 engines=urls,
                 children=children,
+                concurrency=_concurrency(config),
             )
     finally:
         for child in children:
             child.stop(10)
+
+
+def _concurrency(config: RLConfig) -> Concurrency:
+    rollout = config.rollout
+    fixed = None if rollout.max_in_flight == "auto" else rollout.max_in_flight
+    rows = config.inference.servers * config.inference.max_batch
+    return concurrency(fixed, rows=rows, staleness=rollout.staleness, prompts=rollout.prompts, group=rollout.group)
 
 
 async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
@@ -177,7 +194,7 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
             samples=run.config.eval.samples,
             max_tasks=run.config.eval.max_tasks,
             seed=run.config.seed,
-            concurrency=run.config.rollout.max_in_flight,
+            concurrency=run.concurrency.limit,
             progress=view.evaluated,
             on_episode=keep,
         )
@@ -190,10 +207,12 @@ def demo(seed: int, overrides: Sequence[str]) -> None:
     """`etude demo`: recipes/demo.toml with a seed. An earlier demo's folder is kept under another name."""
     from etude.train import OUTPUTS, train
 
-    folder = OUTPUTS / "demo"
+    recipe, overrides = Path("recipes/demo.toml"), [*overrides, "--seed", str(seed)]
+    folder = OUTPUTS / validate(RLConfig, read_toml(recipe, overrides), str(recipe)).name
     if folder.exists():
         with runfolder.lock(folder):
-            number = 1 + sum(1 for _ in OUTPUTS.glob("demo.*"))
-            shutil.move(folder, OUTPUTS / f"demo.{number}")
-        print(f"the earlier demo was moved to {OUTPUTS}/demo.{number}")
-    train(Path("recipes/demo.toml"), [*overrides, "--seed", str(seed)], resume=False, dry_run=False)
+            names = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
+            kept = next(name for name in names if not name.exists())
+            shutil.move(folder, kept)
+        print(f"the earlier demo was moved to {kept}")
+    train(recipe, overrides, resume=False, dry_run=False)

@@ -27,6 +27,7 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
     published = manifests(run.weights)
     timeline = runfolder.read_jsonl(run.folder / "timeline.jsonl")
     conservation = run.ledger.conservation(published)
+    trained, generated = run.ledger.represented()
     report = Report(
         **held_out(before, after),
         seed=run.config.seed,
@@ -43,6 +44,8 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
             "tokens_prefix_property": all(step.get("rollout/prefix_violations", 0) == 0 for step in steps),
             "no_episode_lost": run.ledger.counts().get("infra", 0) == 0,
         },
+        trained=trained,
+        generated=generated,
         name=run.config.name,
         model=run.config.model.path,
         dataset=run.dataset.name,

@@ -3,6 +3,7 @@
 outputs/NAME/
   config.json  config.toml     resolved, and as given
   metrics.jsonl                one object per optimizer step
+  memory.jsonl                 resident bytes of each process
   timeline.jsonl               who did what from when to when
   ledger.db                    or a PostgreSQL URL in config.json
   tasks/                       the task dataset, unless config.json names another

@@ -53,6 +53,17 @@ def test_series_and_histogram(run_dir):
     )
 
 
+def test_memory_by_process(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step":1,"time":60,"time/step":60}\n')
+    (tmp_path / "memory.jsonl").write_text(
+        '{"step":0,"time":0,"memory/trainer":5,"memory/inference-0":7}\n'
+        '{"step":1,"time":90,"memory/trainer":6,"memory/inference-0":null}\n'
+    )
+    held = load_view(tmp_path).held()
+    assert [(p.step, p.minutes, p.value) for p in held["trainer"]] == [(0, 0.0, 5.0), (1, 1.5, 6.0)]
+    assert [p.value for p in held["inference-0"]] == [7.0]
+
+
 def test_values_that_are_not_numbers_are_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step":1,"time":1,"a":NaN}\n{"step":2,"time":2,"a":"x"}\n{"step":3,"time":3,"a":1}\n{"step":4,"time":4,"a":true}'

@@ -18,7 +18,7 @@ from etude.harness import loop
 from etude.harness.ledger import TokenLedger, TokenLedgerError
 from etude.harness.loop import Aborted, Draft, Sampling, run_episode, turn_seed
 from etude.harness.renderers import Renderer, renderer_for
-from etude.records import Budget, Generation, StopReason, Task
+from etude.records import Budget, Generation, Routes, StopReason, Task
 
 WIDE = Budget(turns=1000, tokens=1_000_000, context=1_000_000, seconds=300.0)
 
@@ -298,6 +298,52 @@ def test_a_generation_that_does_not_add_up_is_refused(
 
     with pytest.raises(TokenLedgerError):
         play(compact, Spoiled([Speaker(compact_folder).turn(("finish", {}))]))
+
+
+class Routed(Scripted):
+    """Tells the experts of every fed position it is asked for: layer 0 and 1 of position p have p % 7 and p % 5."""
+
+    async def generate(self, ids: list[int], **request: Any) -> Generation:
+        generation = await super().generate(ids, **request)
+        positions = np.arange(request["routes_from"], len(ids) + len(generation.ids) - 1)
+        data = np.stack([positions % 7, positions % 5], axis=1).astype("u1").tobytes()
+        routes = Routes(first=request["routes_from"], ids=data, layers=2, slots=1)
+        return msgspec.structs.replace(generation, routes=routes)
+
+
+def test_routes_travel_once_and_cover_all_that_was_fed(dialect: tuple[Renderer, Speaker]) -> None:
+    renderer, speaker = dialect
+    policy = Routed(work(speaker, 4))
+    (segment,) = play(renderer, policy, sampling=Sampling(routes=True)).segments
+    length = len(segment.arrays()[0])
+    routes = segment.routes
+    assert routes is not None
+    assert (routes.first, routes.end) == (0, length - 1), "the last sampled token was never fed"
+    positions = np.arange(length - 1)
+    assert np.array_equal(routes.array()[:, :, 0], np.stack([positions % 7, positions % 5], axis=1))
+    asked = [request["routes_from"] for request in policy.requests]
+    fed = [len(prompt) + len(said) - 1 for prompt, said in zip(policy.prompts, work(speaker, 4), strict=True)]
+    assert asked == [0, *fed[:-1]], "each turn asks for what is not known yet"
+
+
+def test_without_replay_nobody_asks_for_routes(compact: Renderer, compact_folder: Path) -> None:
+    policy = Scripted([Speaker(compact_folder).turn(("finish", {}))])
+    (segment,) = play(compact, policy).segments
+    assert segment.routes is None
+    assert "routes_from" not in policy.requests[0]
+
+
+@pytest.mark.parametrize("first", [-1, 1])
+def test_routes_of_other_positions_are_refused(compact: Renderer, compact_folder: Path, first: int) -> None:
+    class Shifted(Routed):
+        async def generate(self, ids: list[int], **request: Any) -> Generation:
+            generation = await super().generate(ids, **request)
+            assert generation.routes is not None
+            moved = msgspec.structs.replace(generation.routes, first=request["routes_from"] + first)
+            return msgspec.structs.replace(generation, routes=moved)
+
+    with pytest.raises(TokenLedgerError, match="experts of positions"):
+        play(compact, Shifted([Speaker(compact_folder).turn(("finish", {}))]), sampling=Sampling(routes=True))
 
 
 def test_a_prompt_that_is_not_the_whole_ledger_is_refused() -> None:

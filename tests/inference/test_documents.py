@@ -18,11 +18,11 @@ from etude.inference.cache import PagedCache
 from etude.inference.documents import Documents
 from etude.inference.engine import Engine, Limits, Request
 from etude.inference.forward import logits_of
-from etude.inference.kernels import BLOCK
 from etude.inference.rows import Row
 from etude.models import attention, experts
 from etude.models.attention import SegmentLayout
 from etude.models.documents import refusal
+from etude.models.kernels import BLOCK
 from etude.models.segments import Graph, Node
 
 TOLERANCE = 1e-5
@@ -75,7 +75,7 @@ class Bench:
         self.cache = PagedCache(
             model.config, num_bytes=2**22, max_length=512, dtype=torch.float32, device=torch.device("cpu")
         )
-        self.documents = Documents(model, self.cache, num_bytes)
+        self.documents = Documents(model, self.cache, num_bytes, routes=False)
 
     @torch.inference_mode()
     def logits(self, documents, tail):
@@ -292,11 +292,11 @@ def test_deterministic_bits_do_not_depend_on_what_is_cached(model):
 
 
 def test_experts_are_those_of_the_masked_pass(model):
-    engine = Engine(model)
+    engine = Engine(model, limits=Limits(routes=True))
     run(engine, ask(DOCUMENTS[::-1]))
-    generation = run(engine, ask(experts=True))[0]
+    generation = run(engine, ask(routes_from=0))[0]
     assert generation.cached_document_tokens == 138
-    recorded = np.frombuffer(generation.experts, np.uint8).reshape(generation.experts_shape)
+    recorded = generation.routes.array()
     out, _ = masked(model, DOCUMENTS, TAIL + generation.ids[:-1], output_router_logits=True)
     assert recorded.shape[0] == out.router_logits[0].shape[0]
     for layer, logits_TE in enumerate(out.router_logits):

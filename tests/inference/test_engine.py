@@ -4,20 +4,22 @@ Log-probability tolerance 2e-4: fp32 on both sides, but the engine's attention s
 at other batch sizes; through four layers of a model with wide weights that moves logits of size 30 by a few 1e-5.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from tiny import random_model
 
 from etude.inference.engine import Engine, Limits, Request
-from etude.inference.kernels import BLOCK
 from etude.models import attention, experts
+from etude.models.kernels import BLOCK
 
 TOLERANCE = 2e-4
 
 
-def model_of(kind="moe", seed=0):
-    model = random_model(kind, seed)
+def model_of(kind="moe", seed=0, **sizes):
+    model = random_model(kind, seed, **sizes)
     model.set_attn_implementation(attention.NAME)
     model.set_experts_implementation(experts.NAME)
     return model
@@ -99,14 +101,15 @@ def test_groups_prefill_their_prompt_once(model):
 
 
 def test_the_next_turn_finds_the_last_one(model):
-    engine = Engine(model)
+    engine = Engine(model, limits=Limits(routes=True))
     first = Request(ids=prompt(40), max_tokens=30, seed=1)
     turn = run(engine, first)[0]
-    second = Request(ids=first.ids + turn.ids + prompt(11, 3), max_tokens=8, seed=2, experts=True)
-    warm, cold = run(engine, second)[0], run(Engine(model), second)[0]
+    second = Request(ids=first.ids + turn.ids + prompt(11, 3), max_tokens=8, seed=2, routes_from=0)
+    warm, cold = run(engine, second)[0], run(Engine(model, limits=Limits(routes=True)), second)[0]
     assert warm.cached_tokens == 40 + 30 - 1  # the last sampled token was never fed
     assert_same(warm, cold)
-    assert warm.experts == cold.experts
+    assert warm.routes == cold.routes
+    assert warm.routes.end == len(second.ids) + 8 - 1
     changed = Request(ids=[*first.ids[:20], 50, *first.ids[21:]], max_tokens=4)
     assert run(engine, changed)[0].cached_tokens == 20
 
@@ -130,11 +133,31 @@ def test_seeds_decide(model):
     assert a.ids != c.ids
 
 
-def test_deterministic_mode_is_bitwise_and_alone(model):
+@pytest.mark.parametrize("kind", ["moe", "qwen3", "llama"])
+def test_deterministic_mode_is_bitwise_however_it_is_batched(kind):
+    """Groups that share a prompt, rows of many lengths, prompts cut into chunks, a next turn from the cache."""
+    model = model_of(kind)
+    requests = [
+        Request(ids=prompt(9 + 13 * (i // 3), i // 3), max_tokens=3 + 9 * i, seed=i, temperature=(0.0, 0.7, 1.0)[i % 3])
+        for i in range(12)
+    ]
+    engine = Engine(model, limits=Limits(prefill_tokens=37, rows=7), deterministic=True)
+    together = run(engine, *requests)
+    assert sum(g.cached_tokens for g in together) > 100
+    turn = Request(ids=requests[9].ids + together[9].ids + prompt(5), max_tokens=9)
+    together += run(engine, turn)
+    assert together[-1].cached_tokens > 100
+    for request, generation in zip([*requests, turn], together, strict=True):
+        (alone,) = run(Engine(model, deterministic=True), request)
+        assert alone.ids == generation.ids
+        assert alone.logprobs == generation.logprobs, "every bit"
+
+
+def test_deterministic_mode_in_bfloat16_runs_alone():
+    model = model_of("qwen3").to(torch.bfloat16)
     requests = [Request(ids=prompt(33), max_tokens=12, seed=i) for i in range(3)]
     together = run(Engine(model, deterministic=True), *requests)
-    alone = [run(Engine(model, deterministic=True), request)[0] for request in requests]
-    assert together == alone  # ids and every bit of the log-probabilities
+    assert together == [run(Engine(model, deterministic=True), request)[0] for request in requests]
     assert [g.cached_tokens for g in together] == [0, 0, 0]
 
 
@@ -231,15 +254,56 @@ def test_pause_modes(model):
 
 
 def test_experts_are_the_routers_choice(model):
-    request = Request(ids=prompt(45), max_tokens=10, seed=3, experts=True)
-    generation = run(Engine(model), request)[0]
-    assert generation.experts_shape == (45 + 10 - 1, 2, 2)
-    recorded = np.frombuffer(generation.experts, np.uint8).reshape(generation.experts_shape)
+    request = Request(ids=prompt(45), max_tokens=10, seed=3, routes_from=0)
+    engine = Engine(model, limits=Limits(routes=True))
+    generation = run(engine, request)[0]
+    recorded = generation.routes.array()
+    assert recorded.shape == (45 + 10 - 1, 2, 2)
+    assert len(generation.routes.ids) == recorded.size, "a byte each"
     ids = torch.tensor([request.ids + generation.ids[:-1]])
     with torch.no_grad():
         logits = model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits
     for layer, logits_TE in enumerate(logits):
         assert np.array_equal(recorded[:, layer], logits_TE.softmax(-1).topk(2).indices.numpy())
+    for first in (1, 31, 32, 44):
+        later = run(engine, dataclasses.replace(request, routes_from=first))[0].routes
+        assert (later.first, later.end) == (first, 54)
+        assert np.array_equal(later.array(), recorded[first:])
+    assert run(engine, dataclasses.replace(request, routes_from=None))[0].routes is None
+
+
+def test_routes_of_a_cached_prompt_are_those_it_was_computed_with(model):
+    """A prompt computed in one batch may have other experts than in another: what is told is what lies beside its keys.
+
+    So the ids in the cache are made recognisable, and come back through whole blocks and through the copied tail."""
+    engine = Engine(model, limits=Limits(routes=True))
+    ids = prompt(75)
+    run(engine, Request(ids=ids, max_tokens=1))
+    with torch.inference_mode():
+        engine.cache.experts += 100
+    hit = run(engine, Request(ids=ids, max_tokens=4, seed=2, routes_from=0))[0]
+    assert hit.cached_tokens == 74
+    assert (hit.routes.array()[:74] >= 100).all()
+    assert (hit.routes.array()[74:] < 8).all()
+
+
+def test_routes_of_more_than_256_experts_and_of_none(model):
+    wide = model_of(num_experts=257)
+    dense = model_of("qwen3")
+    for other, layers in ((wide, 2), (dense, 0)):
+        request = Request(ids=prompt(40), max_tokens=3, routes_from=2)
+        routes = run(Engine(other, limits=Limits(routes=True)), request)[0].routes
+        if not layers:
+            assert routes is None
+            continue
+        assert routes.wide
+        with torch.no_grad():
+            logits = other(input_ids=torch.tensor([request.ids]), output_router_logits=True).router_logits
+        expected = torch.stack([x.softmax(-1).topk(2).indices for x in logits], 1).numpy()
+        assert np.array_equal(routes.array()[:38], expected[2:])
+    assert Engine(model).cache.experts is None
+    with pytest.raises(ValueError, match="start it with --routes"):
+        Engine(model).submit(Request(ids=prompt(5), max_tokens=1, routes_from=0))
 
 
 def test_bad_requests(model):
@@ -252,6 +316,7 @@ def test_bad_requests(model):
         (Request(ids=[1], max_tokens=1, temperature=-1.0), "temperature"),
         (Request(ids=[1], max_tokens=1, top_p=0.0), "top_p"),
         (Request(ids=[1], max_tokens=1, seed=-1), "seed"),
+        (Request(ids=[1], max_tokens=1, routes_from=1), "routes_from must be a position of the prompt of 1"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.submit(request)

@@ -8,7 +8,7 @@ import pytest
 
 CALL = """
 import hashlib, numpy as np
-from etude.inference.kernels import paged_attention
+from etude.models.kernels import paged_attention
 rng, f = np.random.default_rng(0), np.float32
 query, key, value = (rng.standard_normal((9, heads, 64)).astype(f) for heads in (4, 2, 2))
 keys, values = (rng.standard_normal((8, 2, 32, 64)).astype(f) for _ in range(2))

@@ -43,7 +43,7 @@ def start(folder, *options):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    child, url = start(folder, "--weights", str(folder / "weights"), "--parent-death", "--speculate")
+    child, url = start(folder, "--weights", str(folder / "weights"), "--parent-death", "--speculate", "--routes")
     yield folder, child, url
     child.stop(20)
     assert child.exit_code == 0, child.log.read_text()
@@ -71,14 +71,16 @@ ASK = [
 
 
 def test_generate_as_json_with_curl(url):
-    body = json.dumps({"ids": [3, 40, 41], "max_tokens": 5, "seed": 1, "experts": True})
+    body = json.dumps({"ids": [3, 40, 41], "max_tokens": 5, "seed": 1, "routes_from": 1})
     command = ["curl", "-sS", "-m", "60", "-d", body, "-H", "content-type: application/json", f"{url}/generate"]
     answer = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=90).stdout)
     assert len(answer["ids"]) == len(answer["logprobs"]) == 5
     assert answer["finish_reason"] == "length"
     assert set(answer["versions"]) == {0}
-    assert answer["experts_shape"] == [7, 3, 2]
-    assert np.frombuffer(base64.b64decode(answer["experts"]), np.uint8).max() < 8
+    routes = answer["routes"]
+    assert (routes["first"], routes["layers"], routes["slots"], routes["wide"]) == (1, 3, 2, False)
+    ids = np.frombuffer(base64.b64decode(routes["ids"]), np.uint8)
+    assert (len(ids), ids.max() < 8) == (6 * 3 * 2, True), "of positions 1 to 6: the last sampled token was not fed"
 
 
 def test_client_repeats_itself_and_counts_as_one_session(url):
@@ -357,10 +359,10 @@ def test_a_store_that_goes_back_is_not_followed_after_a_restart(tmp_path):
     keygen(tmp_path / "key")
     store = open_store(str(tmp_path / "weights"))
     tensors = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(NANO)).items()}
-    publisher = Publisher(store, key=private_key(tmp_path / "key"))
-    publisher.publish(0, tensors, (), {})
-    tensors["model.norm.weight"] += 0.125
-    publisher.publish(1, tensors, (), {})
+    publisher, published = Publisher(store, key=private_key(tmp_path / "key")), []
+    for version in range(2):
+        tensors["model.norm.weight"] += 0.125
+        published.append(publisher.publish(version, tensors, (), {}))
     options = ["--weights", str(tmp_path / "weights"), "--public-key", str(tmp_path / "key.pub")]
     options += ["--accepted", str(tmp_path / "accepted.json"), "--parent-death"]
 
@@ -371,11 +373,23 @@ def test_a_store_that_goes_back_is_not_followed_after_a_restart(tmp_path):
         (tmp_path / "ready.json").unlink()
         return health
 
-    assert served()["version"] == 1
+    assert served()["digest"] == published[1].digest
     store.delete(key(1))  # what is left is older, though its signature is good
     health = served()
-    assert health["version"] == -1
+    assert health["digest"] != published[0].digest, "the model of the folder is served, not version 0"
     assert "version 0 is older than version 1, which was accepted before" in health["error"]
+
+
+def test_versions_of_a_model_with_another_vocabulary_are_not_served(tmp_path):
+    store = open_store(str(tmp_path / "weights"))
+    tensors = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(NANO)).items()}
+    tensors["model.norm.weight"] += 0.125
+    published = Publisher(store, model="0" * 32).publish(0, tensors, (), {})
+    child, url = start(tmp_path, "--weights", str(tmp_path / "weights"), "--parent-death")
+    health = httpx2.get(f"{url}/health", timeout=SECONDS).json()
+    child.stop(20)
+    assert "another config.json or tokenizer.json" in health["error"]
+    assert health["digest"] != published.digest
 
 
 def test_options_that_need_others_are_said(tmp_path, capsys):

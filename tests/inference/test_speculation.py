@@ -93,12 +93,13 @@ def test_any_draft_in_a_ragged_batch_gives_the_plain_answer(model, temperature):
 
 
 def test_a_right_draft_takes_few_passes_and_experts_are_the_same(model):
-    request = Request(ids=prompt(20), max_tokens=200, temperature=0.0, experts=True)
-    (plain,) = run(Engine(model, limits=PLAIN), request)
-    engine = engine_of(model)
+    request = Request(ids=prompt(20), max_tokens=200, temperature=0.0, routes_from=0)
+    (plain,) = run(Engine(model, limits=dataclasses.replace(PLAIN, routes=True)), request)
+    engine = engine_of(model, routes=True)
     (fast,) = run(engine, drafted(request, plain.ids))
     assert_same(fast, plain)
-    assert fast.experts == plain.experts
+    assert fast.routes == plain.routes
+    assert fast.routes is not None
     assert engine.counters.steps < 20
     # One token per pass is the model's own, and the last one always is.
     assert 200 - engine.counters.steps <= fast.accepted_draft_tokens < 200

@@ -20,7 +20,7 @@ def test_padding_the_experts_changes_nothing(tokens, chosen):
     weight_TK = torch.rand(tokens, 2)
     with torch.no_grad():
         plain = experts.etude_experts(module, hidden_TD, index_TK, weight_TK)
-        with experts.record(few_shapes=True) as recorder:
+        with experts.few_shapes(), experts.observe() as choices:
             padded = experts.etude_experts(module, hidden_TD, index_TK, weight_TK)
     torch.testing.assert_close(padded, plain, rtol=1e-4, atol=1e-4)
-    assert torch.equal(recorder.layers[0], index_TK.to(torch.uint8))
+    assert torch.equal(choices.stacked()[:, 0], index_TK.to(torch.uint8))

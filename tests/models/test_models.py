@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from etude.errors import UserError
 from etude.models.attention import SegmentLayout
-from etude.models.experts import record
+from etude.models.experts import observe
 from etude.models.loading import load_model, named_tensors
 from etude.models.segments import trie
 
@@ -74,16 +74,16 @@ def test_a_packed_row_of_another_length_is_refused(folder):
 def test_recorded_experts_are_the_routers_choice(tmp_path):
     model = load_model(save_random_model(tmp_path / "m"))
     ids = torch.randint(0, 97, (2, 11))
-    with record() as recorder, torch.no_grad():
+    with observe() as choices, torch.no_grad():
         out = model(input_ids=ids, output_router_logits=True, use_cache=False)
-    chosen_TLK = recorder.stacked()
+    chosen_TLK = choices.stacked()
     assert chosen_TLK.shape == (22, 2, 2)
     assert chosen_TLK.dtype == torch.uint8
     for layer, logits in enumerate(out.router_logits):
         assert torch.equal(chosen_TLK[:, layer].long(), logits.softmax(-1).topk(2).indices)
     with torch.no_grad():
         model(input_ids=ids)
-    assert recorder.stacked().shape == (22, 2, 2)  # nothing is recorded outside the block
+    assert choices.stacked().shape == (22, 2, 2)  # nothing is recorded outside the block
 
 
 def test_stored_bf16_is_widened_exactly(tmp_path):

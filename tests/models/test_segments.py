@@ -87,6 +87,23 @@ def test_the_example_of_three_rows():
     assert tree.weights.tolist() == [3, 1, 1]
 
 
+@given(families(), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_marked_tokens_are_shared_only_where_the_marks_agree(rows, seed):
+    rng = np.random.default_rng(seed)
+    marks = [rng.integers(-1, 1, (len(row), 2, 1)).astype(np.int16) * (rng.random() < 0.5) for row in rows]
+    tree = trie(rows, 1, marks=marks)
+    told = {}
+    for i, row in enumerate(rows):
+        assert np.array_equal(tree.graph.ids_T[tree.where(i)], row)
+        for place, mark in zip(tree.where(i).tolist(), marks[i].tolist(), strict=True):
+            assert told.setdefault(place, mark) == mark, "one place, one mark"
+    pairs = [
+        list(zip(row.tolist(), map(str, mark.tolist()), strict=True)) for row, mark in zip(rows, marks, strict=True)
+    ]
+    assert tree.graph.length == len({tuple(row[: k + 1]) for row in pairs for k in range(len(row))})
+
+
 def test_short_common_runs_stay_with_their_branches():
     rows = [np.array([1, 2, 3, 4, 5]), np.array([1, 2, 3, 6, 7]), np.array([1, 8])]
     tree = trie(rows, min_share=3)

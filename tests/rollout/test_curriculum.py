@@ -20,6 +20,23 @@ def test_tasks_that_divide_their_group_are_met_more_often_than_solved_or_hopeles
     assert min(drawn["solved"], drawn["hopeless"]) > 0, "nothing is given up for good"
 
 
+def test_the_last_group_counts_and_not_those_before():
+    curriculum = Curriculum(["was solved", "is solved"], 16, 0)
+    for first, last in ((16, 5), (5, 16)):
+        for task, passed in zip(curriculum.tasks, (first, last), strict=True):
+            curriculum.observe(task, passed, 16)
+    drawn = Counter(curriculum.draw(i) for i in range(300))
+    assert drawn["was solved"] > 5 * drawn["is solved"], "5 of 16 came last there, and 16 of 16 here"
+
+
+def test_of_equal_variance_the_task_with_more_left_to_gain_is_met_more_often():
+    curriculum = Curriculum(["few", "most"], 16, 0)
+    curriculum.observe("few", 3, 16)
+    curriculum.observe("most", 13, 16)
+    drawn = Counter(curriculum.draw(i) for i in range(300))
+    assert drawn["few"] > 2 * drawn["most"]
+
+
 def test_every_task_is_met_early():
     tasks = [f"t{i}" for i in range(50)]
     curriculum = Curriculum(tasks, 8, 0)

@@ -474,3 +474,10 @@ def test_a_damaged_file_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "ledger.db").write_bytes(b"not a database" * 1000)
     with pytest.raises(UserError, match="file is not a database"):
         Ledger.open(f"sqlite:///{tmp_path}/ledger.db")
+
+
+def test_a_statement_of_postgresql_has_a_deadline(postgres):
+    ledger = Ledger.open(postgres)
+    with ledger._engine.connect() as connection:
+        assert connection.exec_driver_sql("SHOW statement_timeout").scalar_one() == "30s"
+    ledger.close()

@@ -12,8 +12,9 @@ from tiny import save_random_model
 from etude import runfolder
 from etude.config import RLConfig
 from etude.harness.loop import turn_seed
-from etude.inference.engine import Engine, Request
+from etude.inference.engine import Engine, Limits, Request
 from etude.models.loading import load_model, named_tensors
+from etude.models.replay import routers
 from etude.records import Episode, Generation, Outcome, Segment, StopReason, encode
 from etude.rollout.ledger import Ledger
 from etude.store import open_store
@@ -23,9 +24,9 @@ from etude.weights.publisher import Publisher
 GROUP = 4
 
 
-def new_run(root: Path, **tables: object) -> tuple[Path, RLConfig]:
-    """A run folder of a random dense model; `tables` are tables of the configuration."""
-    model = save_random_model(root / "model", "qwen3", num_hidden_layers=2)
+def new_run(root: Path, kind: str = "qwen3", **tables: object) -> tuple[Path, RLConfig]:
+    """A run folder of a random model; `tables` are tables of the configuration."""
+    model = save_random_model(root / "model", kind, num_hidden_layers=4 if kind == "moe" else 2)
     values = {
         "tasks": {"repository": "unused"},
         "model": {"path": str(model)},
@@ -64,8 +65,11 @@ def prompt(number: int, length: int = 24) -> list[int]:
     return np.random.default_rng(number).integers(7, 97, length).tolist()
 
 
-def play(engine: Engine, group: int, count: int = GROUP, *, tokens: int = 30, **options: float) -> list[Episode]:
-    """Episodes of one group, their rewards 0, 1, 2, ... in turn."""
+def play(
+    engine: Engine, group: int, count: int = GROUP, *, tokens: int = 30, routes: bool = False, **options: float
+) -> list[Episode]:
+    """Episodes of one group, their rewards 0, 1, 2, ... in turn; with `routes` an engine that records them tells."""
+    options |= {"routes_from": 0} if routes else {}
     ids = prompt(group)
     seeds = [1000 * group + member for member in range(count)]
     generations = sampled(
@@ -83,7 +87,11 @@ def play(engine: Engine, group: int, count: int = GROUP, *, tokens: int = 30, **
             stop_reason=StopReason.FINISHED,
             reward=float(member),
             passed=member > 0,
-            segments=(segment(ids, generation.ids, generation.logprobs, generation.versions),),
+            segments=(
+                msgspec.structs.replace(
+                    segment(ids, generation.ids, generation.logprobs, generation.versions), routes=generation.routes
+                ),
+            ),
             turns=(),
             metrics={},
         )
@@ -138,7 +146,25 @@ def admit(run: Path, config: RLConfig, index: int, version: int, episodes: list[
 
 
 def engine_of(config: RLConfig, tensors: dict[str, torch.Tensor], version: int) -> Engine:
-    """An engine that serves these tensors under this version."""
+    """An engine that serves these tensors under this version, and keeps routes."""
     model = load_model(config.model.path)
     set_weights(model, tensors)
-    return Engine(model, version=version)
+    return Engine(model, version=version, limits=Limits(routes=True))
+
+
+def flip(model: torch.nn.Module) -> None:
+    """From now on the model's routers often take the third best expert instead of the second, where the two are near.
+
+    Gates are those of the router's formula, so replay of the choice leaves nothing but rounding.
+    """
+
+    def other(router: torch.nn.Module, _args: object, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits_TE, _, _ = output
+        best = logits_TE.softmax(-1).topk(3)
+        near_T = (best.values[:, 2] > 0.6 * best.values[:, 1]) & (logits_TE[:, 0] > 0)
+        ids_TK = torch.where(near_T[:, None], best.indices[:, [0, 2]], best.indices[:, :2])
+        weight_TK = logits_TE.softmax(-1).gather(1, ids_TK)
+        return logits_TE, weight_TK / weight_TK.sum(-1, keepdim=True), ids_TK
+
+    for router in routers(model):
+        router.register_forward_hook(other)

@@ -51,6 +51,15 @@ def test_a_healthy_run_is_left_alone():
         assert guards.good == version
 
 
+def test_a_broken_promise_of_equal_bits_is_a_warning():
+    for exact, events in ((False, []), (True, ["parity"])):
+        guards = Guards(GuardsConfig(), 0, exact=exact)
+        metrics = HEALTHY | {"off_policy/max": 0.0, "mismatch/max_abs": 1e-7}
+        assert [event.guard for event in guards.judge(metrics).events] == events
+        assert guards.judge(metrics).trains
+        assert guards.judge(metrics | {"mismatch/max_abs": 0.0}).events == ()
+
+
 @pytest.mark.parametrize(
     ("guard", "change", "warns", "action"),
     [
@@ -64,6 +73,8 @@ def test_a_healthy_run_is_left_alone():
         ("grad_norm", {"optim/grad_norm": 60.0}, {"optim/grad_norm": 6.0}, "rollback"),
         ("zero_variance", {"rollout/zero_variance": 15.0}, {"rollout/zero_variance": 9.0}, "go"),
         ("non_finite", {"optim/grad_norm": float("nan")}, None, "skip"),
+        ("routes_missing", {"router/missing": 0.01}, None, "skip"),
+        ("routes_refused", {"router/refused": 0.2}, {"router/refused": 0.02}, "skip"),
         ("mismatch_growth", None, {"mismatch/k2": 1.1e-3, "mismatch/p_dp": 0.0}, "go"),
     ],
 )

@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from runs import edited, engine_of, keep, new_run, play, publish_versions
+from runs import edited, engine_of, flip, keep, new_run, play, publish_versions
 
-from etude import mismatch
+from etude import mismatch, runfolder
 from etude.cli import main
 from etude.errors import UserError
 from etude.inference import cache
-from etude.inference import forward as forward_module
+from etude.models import exact
 from etude.models.loading import load_model
 from etude.records import Outcome, StopReason
 from etude.store import open_store
@@ -132,9 +132,9 @@ def test_drawn_at_one_temperature_and_recorded_at_another(case):
 
 def test_a_head_in_bfloat16_on_one_side(case, monkeypatch):
     def narrow(hidden, weight):
-        return torch.nn.functional.linear(hidden.bfloat16(), weight.bfloat16())
+        return torch.nn.functional.linear(hidden.bfloat16(), weight.bfloat16()).float()
 
-    monkeypatch.setattr(forward_module, "F", SimpleNamespace(linear=narrow))
+    monkeypatch.setattr(exact, "head", narrow)
     found = case.diagnosis(two_groups(case.engine(case.tensors(2))))
     assert found.cause == "kernel", found
     assert "head" in found.sentence
@@ -182,3 +182,69 @@ def test_a_run_without_episodes_is_one_sentence(case):
         mismatch.diagnose(case.run)
     with pytest.raises(UserError, match="holds no run"):
         mismatch.diagnose(case.run / "nowhere")
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory):
+    """A run of a mixture of experts whose engine takes other experts than the trainer would, and its episodes."""
+    run, config = new_run(tmp_path_factory.mktemp("moe"), "moe", trainer={"router_replay": True})
+    publish_versions(run, config, 3, {})
+    engine = engine_of(config, load(open_store(str(run / "weights")), 2)[1], 2)
+    flip(engine.model)
+    episodes = two_groups(engine, routes=True)
+    assert all(e.segments[0].routes is not None for e in episodes)
+    return run, episodes
+
+
+@pytest.fixture
+def replay_case(routed, tmp_path):
+    """Diagnoses episodes of that run, with the trainer's replay on or off."""
+    source, episodes = routed
+
+    def diagnosis(changed, replay):
+        run = tmp_path / f"run-{replay}"
+        shutil.copytree(source, run)
+        path = run / "config.json"
+        config = json.loads(path.read_text())
+        config["trainer"]["router_replay"] = replay
+        path.write_text(json.dumps(config))
+        keep(run, changed)
+        return mismatch.diagnose(run, pieces=8)
+
+    return episodes, diagnosis
+
+
+def with_routes(episode, change):
+    segment = episode.segments[0]
+    return msgspec.structs.replace(episode, segments=(msgspec.structs.replace(segment, routes=change(segment.routes)),))
+
+
+def test_dropped_replay_is_named(replay_case):
+    episodes, diagnosis = replay_case
+    assert diagnosis(episodes, True).cause == "healthy"
+    found = diagnosis(episodes, False)
+    assert (found.cause, found.k2_tagged > 1e-4) == ("routing", True), found
+    assert "the recorded experts are not replayed" in found.sentence
+    assert "router_replay = true" in found.action
+
+
+def test_episodes_whose_routes_were_lost(replay_case):
+    episodes, diagnosis = replay_case
+    found = diagnosis([*episodes[:5], *(with_routes(e, lambda _: None) for e in episodes[5:])], True)
+    assert found.cause == "routing", found
+    assert "3 of 8 episodes" in found.sentence
+
+
+def test_routes_that_belong_to_other_tokens(routed, replay_case):
+    """The engine's routers are the trainer's here, and the ids are turned by one token: only own routes fit."""
+    run, _ = routed
+    _, diagnosis = replay_case
+    config = runfolder.load_config(run)
+    episodes = two_groups(engine_of(config, load(open_store(str(run / "weights")), 2)[1], 2), routes=True)
+
+    def turned(routes):
+        return msgspec.structs.replace(routes, ids=np.roll(np.frombuffer(routes.ids, "u1"), 4).tobytes())
+
+    found = diagnosis([with_routes(e, turned) for e in episodes], True)
+    assert found.cause == "routing", found
+    assert "not those that the engine took" in found.sentence

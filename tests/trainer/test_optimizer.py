@@ -104,8 +104,8 @@ def test_the_learning_rate_warms_up_and_falls_to_zero_in_the_last_share_of_the_r
     config = TrainerConfig(lr=1e-2, warmup_steps=3)
     assert [learning_rate(config, n, 1.0) for n in (1, 4, 9)] == pytest.approx([1e-2 / 4, 1e-2, 1e-2])
     config = TrainerConfig(lr=1e-2, warmup_steps=0, decay=0.4)
-    rates = [learning_rate(config, 1, progress) for progress in (0.0, 0.6, 0.8, 1.0)]
-    assert rates == pytest.approx([1e-2, 1e-2, 5e-3, 0.0])
+    rates = [learning_rate(config, 1, progress) for progress in (0.0, 0.6, 0.8, 1.0, 1.1)]
+    assert rates == pytest.approx([1e-2, 1e-2, 5e-3, 0.0, 0.0])
 
 
 def test_a_tensor_without_gradient_and_dropped_gradients_change_nothing():

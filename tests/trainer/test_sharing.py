@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from tiny import save_random_model
 
 from etude.config import RLConfig
+from etude.models import exact
 from etude.models.loading import load_model
 from etude.trainer.batch import Batch, Completion, Row, collate, token_rows
 from etude.trainer.execution import run
@@ -86,7 +87,8 @@ def test_deterministic_mode_is_a_plain_loop_over_rows_to_the_bit(folder):
     def loss(logprobs_M, item_M):
         return -(samples.advantages_N[item_M] * logprobs_M).sum() / 320
 
-    run(model, separate(tokens), tokens.count, loss)
+    with exact.exact():
+        run(model, separate(tokens), tokens.count, loss)
     ours = [p.grad for p in model.parameters()]
     plain = load_model(folder)
     start = 0
@@ -94,8 +96,12 @@ def test_deterministic_mode_is_a_plain_loop_over_rows_to_the_bit(folder):
         for c in row.completions:
             ids = torch.from_numpy(np.concatenate([row.prompt_P, c.ids_C])).long()
             sampled = torch.from_numpy(np.flatnonzero(c.mask_C)) + len(row.prompt_P)
-            hidden = plain.model(input_ids=ids[None], position_ids=torch.arange(len(ids))[None], use_cache=False)
-            logits = hidden.last_hidden_state[0].index_select(0, sampled - 1) @ plain.lm_head.weight.T
+            padded, positions = torch.zeros(2, -(-len(ids) // exact.TILE) * exact.TILE, dtype=torch.long)
+            padded[: len(ids)], positions[: len(ids)] = ids, torch.arange(len(ids))
+            with exact.exact():
+                hidden = plain.model(input_ids=padded[None], position_ids=positions[None], use_cache=False)
+                hidden_ND = hidden.last_hidden_state[0].index_select(0, sampled - 1)
+                logits = exact.head(hidden_ND, plain.lm_head.weight)
             chosen = torch.log_softmax(logits, -1).gather(1, ids[sampled, None]).squeeze(1)
             loss(chosen, torch.arange(start, start + len(sampled))).backward()
             start += len(sampled)

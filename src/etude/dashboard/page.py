@@ -167,6 +167,7 @@ def _facts(report: Report) -> str:
         ("episodes", f"{episodes:,}", per_second),
         ("trainer busy", percent(report.utilisation.trainer, 0), "of training time"),
         ("engine busy", percent(report.utilisation.engine, 0), "of training time"),
+        *_lengths(report),
         ("weight versions", f"{report.versions:,}", f"{byte_count(report.bytes_published)} shipped"),
         ("trainer–engine k2", optional(mismatch.k2), f"k3 {optional(mismatch.k3)} · max {optional(mismatch.max_abs)}"),
     ]
@@ -175,6 +176,15 @@ def _facts(report: Report) -> str:
         for name, value, more in facts
     )
     return f'<section class="facts-row card">{tiles}</section>'
+
+
+def _lengths(report: Report) -> list[tuple[str, str, str]]:
+    """Whether long episodes were passed over: lengths of those trained on, beside those of all that ended."""
+    trained, generated = report.trained, report.generated
+    if trained is None or generated is None:
+        return []
+    beside = f"p90 {trained.length_p90:,} · of all that ended {generated.length:.0f}, p90 {generated.length_p90:,}"
+    return [("tokens per trained episode", f"{trained.length:.0f}", beside)]
 
 
 def _checks(report: Report) -> str:
@@ -239,7 +249,13 @@ def _speed(view: RunView) -> list[str]:
         _line(view, "Busy share", "of each step", busy, lambda v: percent(v, 0)),
         _line(view, "Engine throughput", "sampled tokens per second", {"perf/tokens_per_s": "tokens/s"}),
         _line(view, "Step time", "seconds", times),
+        _memory(view),
     ]
+
+
+def _memory(view: RunView) -> str:
+    series = [Series(name, points, color % 6 + 1) for color, (name, points) in enumerate(view.held().items())]
+    return line_chart("Memory", "resident, by process", series, byte_count, smooth=False)
 
 
 def _numerics(view: RunView) -> list[str]:

@@ -11,7 +11,7 @@ from etude.dashboard.page import render
 from etude.dashboard.view import RunView, load_view
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, compare
-from etude.records import Record
+from etude.records import Population, Record
 
 
 class Utilisation(Record):
@@ -49,6 +49,8 @@ class Report(Record):
     model: str = ""
     dataset: str = ""
     hardware: str = ""
+    trained: Population | None = None  # episodes of the groups that were trained on
+    generated: Population | None = None  # all episodes that ended
     stages: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by stage
     weights_bytes: int = 0  # of one whole version
     pauses: dict[int, float] = msgspec.field(default_factory=dict)  # ms that engines stood still, by version seen live

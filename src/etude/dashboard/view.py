@@ -54,18 +54,27 @@ class Point:
 @dataclass(frozen=True)
 class RunView:
     steps: tuple[Mapping[str, Any], ...] = ()  # lines of metrics.jsonl
+    memory: tuple[Mapping[str, Any], ...] = ()  # lines of memory.jsonl
     timeline: tuple[Span, ...] = ()
     episodes: tuple[ShownEpisode, ...] = ()
 
     def series(self, name: str) -> list[Point]:
         """The finite values of a metric in step order; steps that lack it are left out."""
+        return self._points(self.steps, name)
+
+    def held(self) -> dict[str, list[Point]]:
+        """Resident bytes of each process, where the step is the last one that was published before."""
+        names = dict.fromkeys(key for line in self.memory for key in line if key.startswith("memory/"))
+        return {name.removeprefix("memory/"): self._points(self.memory, name) for name in names}
+
+    def _points(self, lines: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
         if not self.steps:
             return []
         origin = float(self.steps[0]["time"]) - float(self.steps[0].get("time/step", 0.0))
         return [
-            Point(int(step["step"]), (float(step["time"]) - origin) / 60, float(step[name]))
-            for step in self.steps
-            if _is_number(step.get(name))
+            Point(int(line["step"]), (float(line["time"]) - origin) / 60, float(line[name]))
+            for line in lines
+            if _is_number(line.get(name))
         ]
 
     def histogram(self, name: str) -> dict[int, int]:
@@ -83,9 +92,11 @@ def load_view(run_dir: Path, episodes: Sequence[ShownEpisode] = ()) -> RunView:
     Raises UserError if a file holds something else than its format.
     """
     steps = _read_lines(run_dir / "metrics.jsonl", ("step", "time"))
+    memory = _read_lines(run_dir / "memory.jsonl", ("step", "time"))
     spans = _read_lines(run_dir / "timeline.jsonl", ("process", "state", "start", "end"))
     return RunView(
         steps=tuple(sorted(steps, key=lambda line: line["step"])),
+        memory=tuple(memory),
         timeline=tuple(Span(str(s["process"]), str(s["state"]), float(s["start"]), float(s["end"])) for s in spans),
         episodes=tuple(episodes),
     )

@@ -15,6 +15,7 @@ from etude.tasks.dataset import Dataset
 __all__ = ["Policy", "Renderer", "Sampling", "play"]
 
 BOX_SECONDS = 60.0  # to make a box, and to read the changes from it
+GRADE_SECONDS = 900.0  # to be graded, most of it a wait for the test runs before; those have deadlines of their own
 
 
 async def play(
@@ -87,4 +88,5 @@ async def _attempt(
             return draft, Grade(Outcome.SCORED, 0.0, False, f"the box was left unreadable: {e}", None)
     finally:
         await box.close()
-    return draft, await grade(sandbox, task, image, dataset.hidden, changes)
+    async with asyncio.timeout(GRADE_SECONDS):
+        return draft, await grade(sandbox, task, image, dataset.hidden, changes)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from etude.records import Generation, Segment
+from etude.records import Generation, Routes, Segment
 
 
 class TokenLedgerError(AssertionError):
@@ -32,6 +32,7 @@ class TokenLedger:
         self._versions = array("i")
         self._prompt_length = 0
         self._turn_starts: list[int] = []
+        self._routes: list[Routes] = []  # of each turn
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -45,6 +46,14 @@ class TokenLedger:
         self._versions.extend([-1] * n)
         if not self._turn_starts:
             self._prompt_length = len(self._ids)
+
+    @property
+    def routed(self) -> int:
+        """Positions whose experts are known: the next turn asks for those from here on, so none travels twice.
+
+        What is known of a position is what it was first computed with, which its sampled token was drawn from.
+        """
+        return self._routes[-1].end if self._routes else 0
 
     def prompt(self) -> list[int]:
         """The ids to sample from: everything so far."""
@@ -66,12 +75,24 @@ class TokenLedger:
             raise TokenLedgerError("a sampled token has a log-probability that is not finite or is above 0")
         if any(i < 0 for i in ids) or any(v < 0 for v in versions):
             raise TokenLedgerError("a sampled token has a negative id or version")
+        if generation.routes is not None:
+            self._add_routes(generation.routes, len(self._ids) + len(ids) - 1)
         self._turn_starts.append(len(self._ids))
         self._ids.extend(ids)
         self._mask.extend(b"\1" * len(ids))
         self._logprobs.extend(logprobs)
         self._versions.extend(versions)
         self.sampled += len(ids)
+
+    def _add_routes(self, new: Routes, end: int) -> None:
+        """Appends the experts of positions from `routed` to `end`: those the engine has fed by now."""
+        if (new.first, new.end) != (self.routed, end):
+            raise TokenLedgerError(
+                f"the engine sent the experts of positions {new.first} to {new.end}, not {self.routed} to {end}"
+            )
+        self._routes.append(new)
+        if len({(part.layers, part.slots, part.wide) for part in self._routes}) > 1:
+            raise TokenLedgerError("the engine's expert ids have changed their shape within an episode")
 
     def segments(self) -> tuple[Segment, ...]:
         """The segment, or none if nothing was sampled."""
@@ -86,5 +107,13 @@ class TokenLedger:
             versions=np.asarray(self._versions, "<i4").tobytes(),
             prompt_length=self._prompt_length,
             turn_starts=tuple(self._turn_starts),
+            routes=self._joined_routes(),
         )
         return (segment,)
+
+    def _joined_routes(self) -> Routes | None:
+        if not self._routes:
+            return None
+        one = self._routes[0]
+        data = b"".join(part.ids for part in self._routes)
+        return Routes(first=0, ids=data, layers=one.layers, slots=one.slots, wide=one.wide)

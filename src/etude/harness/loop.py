@@ -33,11 +33,12 @@ _COUNTS = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """How turns are sampled; `max_tokens` bounds one turn."""
+    """How turns are sampled; `max_tokens` bounds one turn, and with `routes` the experts of every token are kept."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int = 1024
+    routes: bool = False
 
 
 class Policy(Protocol):
@@ -53,8 +54,12 @@ class Policy(Protocol):
         stop: Sequence[int],
         seed: int,
         timeout: float,
+        **options: int,
     ) -> Generation:
-        """At most `max_tokens` tokens after `ids`, the stop token included. TimeoutError after `timeout` seconds."""
+        """At most `max_tokens` tokens after `ids`, the stop token included. TimeoutError after `timeout` seconds.
+
+        `options` is empty, or asks for the experts of the positions from `routes_from` on.
+        """
         ...
 
 
@@ -155,6 +160,7 @@ class _Loop:
         budget, sampling, ledger = self._budget, self._sampling, self.ledger
         prompt = ledger.prompt()
         seconds = self._deadline - now
+        routes = {"routes_from": ledger.routed} if sampling.routes else {}
         try:
             # The policy keeps its own deadline, and knows whether the engine was lost or only slow.
             async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
@@ -166,6 +172,7 @@ class _Loop:
                     stop=self._renderer.stop_ids,
                     seed=turn_seed(self._seed, len(self.turns)),
                     timeout=seconds,
+                    **routes,
                 )
         except TimeoutError:
             return None
@@ -183,6 +190,8 @@ class _Loop:
             "sampled_tokens": float(self.ledger.sampled),
             "context_tokens": float(len(self.ledger)),
             "tokens_prefix_property": float(self.ledger.checks),
+            "seconds_model": sum(turn.seconds_model for turn in self.turns),
+            "seconds_tools": sum(turn.seconds_tools for turn in self.turns),
         }
 
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from etude.inference.kernels import BLOCK
+from etude.models.kernels import BLOCK
+from etude.records import Routes
 
 _SCANNED_SIBLINGS = 64  # how many children of a node are compared token by token for a partial match
 
@@ -83,7 +84,7 @@ class PagedCache:
         self.blocks_per_row = -(-self.max_length // BLOCK)
         shape = (self.layers, self.num_pages, heads, BLOCK, head_dim)
         self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
-        self.experts: Tensor | None = None  # uint8 [pages, BLOCK, MoE layers, K], made when the first ids arrive
+        self.experts: Tensor | None = None  # [pages, BLOCK, MoE layers, K], made when the first ids arrive
         self.free = list(range(self.num_pages - 1, -1, -1))
         self.root = Node(page=-1, tokens=(), parent=None, version=-1, sessions=set())
         self.idle = 0  # nodes without users: pages that eviction can get back
@@ -196,7 +197,7 @@ class PagedCache:
     ) -> None:
         """Keys (rotated), values and expert ids of the T tokens of a row that begin at `position`, into its `pages`."""
         if experts_TEK is not None:
-            self.hold_experts(experts_TEK.shape)
+            self.hold_experts(experts_TEK)
         at, length = 0, keys_LKTD.shape[2]
         while at < length:
             page, offset = pages[(position + at) // BLOCK], (position + at) % BLOCK
@@ -208,11 +209,21 @@ class PagedCache:
                 self.experts[page, there] = experts_TEK[here]
             at += count
 
-    def hold_experts(self, shape_TEK: Sequence[int]) -> None:
-        """Make room for expert ids of tokens, if there is none yet."""
+    def hold_experts(self, like_TEK: Tensor) -> None:
+        """Make room for expert ids of tokens like these, if there is none yet."""
         if self.experts is None:
-            shape = (self.num_pages, BLOCK, *shape_TEK[1:])
-            self.experts = torch.zeros(shape, dtype=torch.uint8, device=self.keys.device)
+            shape = (self.num_pages, BLOCK, *like_TEK.shape[1:])
+            self.experts = torch.zeros(shape, dtype=like_TEK.dtype, device=self.keys.device)
+
+    def routes(self, pages: list[int], first: int, end: int) -> Routes:
+        """The experts of a row's positions [first, end): those beside the keys that it uses, whoever computed them."""
+        assert self.experts is not None, "no pass has recorded any"
+        begin = first // BLOCK
+        blocks = self.experts[torch.tensor(pages[begin : -(-end // BLOCK)], device=self.experts.device)]
+        fed = blocks.flatten(0, 1)[first - begin * BLOCK : end - begin * BLOCK].cpu().numpy()
+        wide = fed.dtype != np.uint8
+        data = fed.astype("<i2").tobytes() if wide else fed.tobytes()
+        return Routes(first=first, ids=data, layers=fed.shape[1], slots=fed.shape[2], wide=wide)
 
     def clear(self) -> None:
         """Forget every prefix that no running row holds."""

@@ -33,7 +33,7 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
     stop: tuple[int, ...] = ()
     seed: int = 0
     session: str | None = None
-    experts: bool = False
+    routes_from: int | None = None
     documents: tuple[list[int], ...] = ()
 
 
@@ -77,10 +77,11 @@ class EngineClient:
         seed: int,
         timeout: float,
         session: str | None = None,
-        experts: bool = False,
+        routes_from: int | None = None,
         documents: Sequence[list[int]] = (),
     ) -> Generation:
-        """At most `max_tokens` tokens after `ids`, the stop token included.
+        """At most `max_tokens` tokens after `ids`, the stop token included; with the experts of the positions from
+        `routes_from` on, where that is given.
 
         `documents` stand before `ids`; each sees itself only and is computed once for all requests (docs/documents.md).
         A server that cannot be reached is tried again until the deadline. Raises TimeoutError after `timeout` seconds,
@@ -89,7 +90,7 @@ class EngineClient:
         session = session if session is not None else self._task_session()
         request = GenerateRequest(
             ids=ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop), seed=seed,
-            session=session, experts=experts, documents=tuple(documents),
+            session=session, routes_from=routes_from, documents=tuple(documents),
         )  # fmt: skip
         body = msgspec.msgpack.encode(request)
         url = self._server(session)

@@ -76,11 +76,11 @@ class DocumentCounters:
 class Documents:
     """The cache of one engine. `num_bytes` holds keys and values, those of documents being computed included."""
 
-    def __init__(self, model: PreTrainedModel, cache: PagedCache, num_bytes: int) -> None:
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, num_bytes: int, routes: bool) -> None:
         self.budget = num_bytes
         self.counters = DocumentCounters()
         self.refusal = refusal(model)
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._routes = model, cache, routes
         self._rotation = None if self.refusal else Rotation(model)
         self._token_bytes = 2 * model.config.num_hidden_layers * int(np.prod(key_shape(model))) * model.dtype.itemsize
         # Part of the key, so that a cache that outlives its engine could not be read by another recipe.
@@ -115,7 +115,7 @@ class Documents:
             return True
         held = row.gathered
         if held is not None and (held.version != version or begin < held.begin):
-            self.release(row)
+            self.release(row, stale=held.version != version)
             held = None
         if held is None and self._first in (None, row):
             held = row.gathered = self._hold(row.request, begin, version)
@@ -183,7 +183,7 @@ class Documents:
             tokens -= count
         if parts:
             assert self._rotation is not None
-            compute(self._model, self._rotation, parts)
+            compute(self._model, self._rotation, parts, self._routes)
             self._todo = deque(entry for entry in self._todo if not entry.ready)
         return bool(parts)
 
@@ -207,15 +207,16 @@ class Documents:
         self.counters.assembly_seconds += time.perf_counter() - start_time
         return total - held.missed_tokens
 
-    def release(self, row: Row) -> None:
-        """Let go of what the row holds, if anything. What nobody waits for any more is not computed."""
+    def release(self, row: Row, *, stale: bool = False) -> None:
+        """Let go of what the row holds, if anything. What nobody waits for any more is not computed, and what is
+        `stale` not kept."""
         if self._first is row:
             self._first = None
         if row.gathered is None:
             return
         for entry in row.gathered.entries:
             entry.users -= 1
-            if entry.users == 0 and not entry.ready:
+            if entry.users == 0 and (stale or not entry.ready):
                 self._drop(entry)
                 if entry in self._todo:
                     self._todo.remove(entry)

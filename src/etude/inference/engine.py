@@ -5,8 +5,9 @@
 Every step runs one forward pass over a flat batch: the next token of every decoding row, what is drafted to come after
 (`speculation.py`: it changes how fast rows go on, never what they say), and chunks of waiting prompts.
 Between steps the thread applies weight swaps and answers aborts; rows keep running over a swap, and every token carries
-the version that sampled it. In deterministic mode one request runs at a time, without the prefix cache, so that its
-tokens and log-probabilities depend on its ids, its seed and the weights alone.
+the version that sampled it. In deterministic mode a request's tokens and log-probabilities depend on its ids, its seed
+and the weights alone: passes are exact (`etude.models.exact`), or where they cannot be (on an accelerator, in bfloat16)
+one request runs at a time, without the prefix cache.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from transformers import PreTrainedModel
 from etude.inference.cache import NO_MATCH, Match, PagedCache
 from etude.inference.documents import Documents
 from etude.inference.forward import cost_curve, logits_of
-from etude.inference.kernels import BLOCK
 from etude.inference.limits import Counters, Limits
 from etude.inference.rows import Request, Row, Slots
 from etude.inference.sampling import MARGIN, sample
 from etude.inference.speculation import Speculation, kept
+from etude.models import exact
+from etude.models.kernels import BLOCK
 from etude.records import Generation
 
 _WORTH_WAITING = 16  # prompt tokens saved by waiting for another prompt
@@ -49,6 +51,8 @@ class Engine:
         self.model = model
         self.version = version
         self.deterministic = deterministic
+        self._exact = deterministic and exact.possible(model)
+        self._alone = deterministic and not self._exact
         self.limits = limits or Limits()
         self.counters = Counters()
         self.device = next(model.parameters()).device
@@ -62,7 +66,7 @@ class Engine:
             device=self.device,
         )
         self.max_length = self.cache.max_length
-        self.documents = Documents(model, self.cache, self.limits.document_bytes)
+        self.documents = Documents(model, self.cache, self.limits.document_bytes, self.limits.routes)
         self.last_pause = 0.0
         self.on_failure: Callable[[], None] = lambda: None
         self._arrived: list[Row] = []  # submitted from any thread; under the lock
@@ -76,7 +80,7 @@ class Engine:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._slots = Slots(1 if deterministic else self.limits.rows, self.max_length, self.cache.blocks_per_row)
+        self._slots = Slots(1 if self._alone else self.limits.rows, self.max_length, self.cache.blocks_per_row)
         self._order_stale = True
         # Deterministic mode is about bits, and those depend on the size of a pass.
         speculate = self.limits.speculate and not deterministic
@@ -91,6 +95,8 @@ class Engine:
         """
         request.check(self.max_length, self.vocab_size)
         self.documents.check(request)
+        if request.routes_from is not None and not self.limits.routes:
+            raise ValueError("this server keeps no expert ids: start it with --routes")
         row = Row(request, Future(), on_token)
         row.future.set_running_or_notify_cancel()  # from here on only `Row.abort` ends it
         with self._wake:
@@ -260,7 +266,7 @@ class Engine:
             row = self._waiting.popleft()
             request = row.request
             match = NO_MATCH
-            if not self.deterministic:
+            if not self._alone:
                 match = self.cache.match(request.path[:-1], self.version, request.session)
             if self._shares_unfinished_prompt(row, match.length):
                 deferred.append(row)
@@ -315,9 +321,11 @@ class Engine:
         complete = [row.fed + n == len(row.request.prompt) for row, n in chunks]
         sampled_S = np.concatenate([np.arange(decoded), ends[complete]])
         ids_N, slot_N, position_N = np.concatenate(ids), np.concatenate(slots), np.concatenate(positions)
-        logits_SV = logits_of(
-            self.model, self.cache, self._slots.table, ids_N, slot_N, position_N, sampled_S, exact=self.deterministic
-        )
+        with exact.exact(self._exact):
+            logits_SV = logits_of(
+                self.model, self.cache, self._slots.table, ids_N, slot_N, position_N, sampled_S, alone=self._alone,
+                routes=self.limits.routes,
+            )  # fmt: skip
         self.counters.prefilled_tokens += fed - len(decoding)
 
         for row, n in chunks:
@@ -368,7 +376,7 @@ class Engine:
 
     def _share_prompt(self, row: Row) -> None:
         """Offer a computed prompt's pages, at once, to the group's other members."""
-        if self.deterministic:
+        if self._alone:
             return
         path, session = row.request.path, row.request.session
         row.held = self.cache.insert(row.held, row.pages, path, row.kv_version, session)
@@ -435,7 +443,7 @@ class Engine:
             generation = self._result(row, reason)
             computed = (row.request.path + generation.ids)[: self._computed(row, generation)]
             session = row.request.session
-            if self.deterministic:
+            if self._alone:
                 self.cache.discard(row.held, row.pages)
             else:
                 row.held = self.cache.insert(row.held, row.pages, computed, row.kv_version, session)
@@ -453,14 +461,11 @@ class Engine:
     def _result(self, row: Row, reason: str) -> Generation:
         ids, log_probs, versions = self._slots.result(row)
         accepted, rejected = Speculation.counts(row, self._slots)
-        experts, shape = None, None
-        if row.request.experts and self.cache.experts is not None and ids:
-            count = len(row.request.prompt) + len(ids) - 1
-            pages = self.cache.experts[torch.tensor(row.pages[: -(-count // BLOCK)])]
-            fed = pages.flatten(0, 1)[:count].cpu().contiguous()
-            experts, shape = fed.numpy().tobytes(), (fed.shape[0], fed.shape[1], fed.shape[2])
+        routes = None
+        if row.request.routes_from is not None and self.cache.experts is not None and ids:
+            routes = self.cache.routes(row.pages, row.request.routes_from, len(row.request.prompt) + len(ids) - 1)
         return Generation(
-            ids=ids, logprobs=log_probs, versions=versions, finish_reason=reason,
-            experts=experts, experts_shape=shape, cached_tokens=row.cached, cached_document_tokens=row.cached_documents,
+            ids=ids, logprobs=log_probs, versions=versions, finish_reason=reason, routes=routes,
+            cached_tokens=row.cached, cached_document_tokens=row.cached_documents,
             accepted_draft_tokens=accepted, rejected_draft_tokens=rejected,
         )  # fmt: skip

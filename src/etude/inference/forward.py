@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from etude.inference.cache import PagedCache
 from etude.inference.costs import LARGEST, CostCurve, measure
-from etude.inference.kernels import BLOCK
 from etude.inference.layout import PagedBatch
 from etude.inference.sampling import sample
-from etude.models.experts import ROUND, record
+from etude.models import exact
+from etude.models.experts import ROUND, few_shapes, observe
+from etude.models.kernels import BLOCK
 
 _CONTEXT = 256  # tokens before those of a measured pass
 
@@ -30,18 +31,20 @@ def logits_of(
     slot_N: np.ndarray,
     position_N: np.ndarray,
     sampled_S: np.ndarray,
-    exact: bool = False,
+    alone: bool = False,
+    routes: bool = False,
 ) -> Tensor:
-    """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys, values and expert ids go to the cache.
+    """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys and values go to the cache.
 
-    `exact`: no padding, so that the bits are those of a plain pass over these tokens.
+    `routes`: its expert ids, too. `alone`: no padding, so that the bits are those of a plain pass over these tokens.
+    In exact mode (`etude.models.exact`) those of a token are the same in any pass.
     """
     device = cache.keys.device
     batch = PagedBatch(cache, table, slot_N.astype(np.int32), position_N.astype(np.int32))
     # oneDNN compiles for each shape: passes of every size would cost more than the padding.
-    few_shapes = not exact and device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > ROUND
-    padding = (0, -len(ids_N) % ROUND if few_shapes else 0)
-    with record(few_shapes) as recorder:
+    few = not alone and device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > ROUND
+    padding = (0, -len(ids_N) % ROUND if few else exact.padding(len(ids_N)))
+    with few_shapes() if few else nullcontext(), observe() if routes else nullcontext() as choices:
         hidden_1ND = model.get_decoder()(
             input_ids=torch.from_numpy(np.pad(ids_N, padding)).to(device)[None],
             position_ids=torch.from_numpy(np.pad(position_N, padding)).to(device)[None],
@@ -49,11 +52,11 @@ def logits_of(
             use_cache=False,
         ).last_hidden_state
     # In float32 on both sides: the trainer computes its log-probabilities in the same way.
-    hidden_SD = hidden_1ND[0].index_select(0, torch.from_numpy(sampled_S).to(device)).float()
-    logits_SV = F.linear(hidden_SD, model.get_output_embeddings().weight.float())
-    experts_NLK = recorder.stacked()
-    if experts_NLK is not None:
-        cache.hold_experts(experts_NLK.shape)
+    hidden_SD = hidden_1ND[0].index_select(0, torch.from_numpy(sampled_S).to(device))
+    logits_SV = exact.head(hidden_SD, model.get_output_embeddings().weight)
+    if choices is not None and choices.layers:
+        experts_NLK = choices.stacked()
+        cache.hold_experts(experts_NLK)
         pages_N = torch.from_numpy(table[slot_N, position_N // BLOCK]).to(device).long()
         cache.experts[pages_N, torch.from_numpy(position_N % BLOCK).to(device)] = experts_NLK[: len(ids_N)]
     return logits_SV

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from etude.inference.cache import PagedCache
-from etude.inference.kernels import BLOCK, paged_attention
+from etude.models.kernels import BLOCK, paged_attention
 
 
 class PagedBatch:

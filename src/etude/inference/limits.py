@@ -16,6 +16,7 @@ class Limits:
     prefill_tokens: int = 1024  # prompt tokens fed in one step, over all rows; and as many of documents, apart
     max_length: int | None = None  # prompt and generation; None: what the model allows
     speculate: bool = True  # feed drafted tokens where the measured costs say that it pays
+    routes: bool = False  # keep the experts of every token beside its keys and values, for requests that ask for them
 
 
 @dataclass

@@ -26,7 +26,8 @@ class Request:
     """One generation. `documents` come first in the prompt, in their order: each sees itself only, and `ids`, the tail,
     sees them all. Each is keyed by its own tokens, so it should begin with tokens of its own that attention can rest on
     (a header line). `session` names the episode whose older keys and values this request may reuse; `sources` hold
-    text that the answer may repeat, the most trusted first: they change how fast it comes, and nothing else."""
+    text that the answer may repeat, the most trusted first: they change how fast it comes, and nothing else.
+    `routes_from` asks for the experts of the positions from there on, those of documents counted."""
 
     ids: list[int]
     max_tokens: int
@@ -35,7 +36,7 @@ class Request:
     stop: tuple[int, ...] = ()
     seed: int = 0
     session: str | None = None
-    experts: bool = False
+    routes_from: int | None = None
     sources: tuple[Source, ...] = ()
     documents: tuple[list[int], ...] = ()
 
@@ -82,6 +83,8 @@ class Request:
             raise ValueError(f"seed must lie in [0, 2^63), got {self.seed}")
         if len(self.stop) > MAX_STOP_IDS:
             raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(self.stop)}")
+        if self.routes_from is not None and not 0 <= self.routes_from < len(self.ids):
+            raise ValueError(f"routes_from must be a position of the prompt of {len(self.ids)}, got {self.routes_from}")
         for source in self.sources:
             if len(source.ids) and not 0 <= source.ids.min() <= source.ids.max() < vocab_size:
                 raise ValueError(f"a token of the {source.name} is outside the vocabulary of {vocab_size}")

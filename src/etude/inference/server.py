@@ -66,6 +66,7 @@ class Options:
     documents_mb: int = 256
     deterministic: bool = False
     speculate: bool = False  # in training it has not been shown to pay
+    routes: bool = False
     ready_file: Path | None = None
 
 
@@ -105,6 +106,7 @@ def run(options: Options) -> None:
             document_bytes=options.documents_mb * 2**20,
             max_length=options.max_length,
             speculate=options.speculate,
+            routes=options.routes,
         )
         origin = options.weights and replace(options.weights, model=model_id(options.model))
         try:
@@ -307,8 +309,9 @@ def _arguments(argv: list[str] | None) -> tuple[Options, bool]:
     parser.add_argument("--max-length", type=int, help="tokens of prompt and answer; default: the model's context")
     parser.add_argument("--cache-mb", type=int, default=512, help="memory for keys and values")
     parser.add_argument("--documents-mb", type=int, default=256, help="memory for keys and values of documents")
-    parser.add_argument("--deterministic", action="store_true", help="one request at a time, reproducible in every bit")
+    parser.add_argument("--deterministic", action="store_true", help="reproducible in every bit, whatever runs beside")
     parser.add_argument("--speculate", action="store_true", help="draft text that answers repeat, and verify it")
+    parser.add_argument("--routes", action="store_true", help="keep the experts of every token for those who ask")
     parser.add_argument("--ready-file", type=Path, help="written with url and pid once the server answers")
     parser.add_argument("--parent-death", action="store_true", help="die with the process that started this one")
     values = vars(parser.parse_args(argv))

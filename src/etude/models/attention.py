@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface
 
+from etude.models import exact
 from etude.models.segments import Block, Graph
 
 NAME = "etude"
@@ -189,7 +190,7 @@ def etude_attention(
     if sliding_window is not None and (layout is not None or query.shape[2] > sliding_window):
         raise ValueError("sliding-window attention is not supported on rows longer than the window")
     if layout is None:
-        out = causal(query, key, value, scaling)
+        out = (exact.causal if exact.is_on() else causal)(query, key, value, scaling)
     else:
         out = layout.attend(module.layer_idx, query, key, value, scaling)
     return out.transpose(1, 2), None

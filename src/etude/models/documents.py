@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from etude.models.attention import causal
-from etude.models.experts import ROUND, record
+from etude.models.experts import ROUND, few_shapes, observe
 
 _PROBED = 8  # tokens
 _SLACK = 0.01  # of the largest key: a wrong rotation differs by as much as keys are large
@@ -79,20 +80,25 @@ def key_shape(model: PreTrainedModel) -> tuple[int, int]:
 
 
 @torch.inference_mode()
-def compute(model: PreTrainedModel, rotation: Rotation, parts: Sequence[tuple[Document, int]]) -> None:
-    """The next `count` tokens of each document, in one pass [1, sum of counts] beside each other."""
+def compute(
+    model: PreTrainedModel, rotation: Rotation, parts: Sequence[tuple[Document, int]], routes: bool = False
+) -> None:
+    """The next `count` tokens of each document, in one pass [1, sum of counts] beside each other.
+
+    `routes`: their expert ids, too.
+    """
     device = parts[0][0].keys_LKnD.device
     ids_N = np.concatenate([d.ids_n[d.computed : d.computed + count] for d, count in parts])
-    few_shapes = device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > ROUND
-    padded_N = np.pad(ids_N, (0, -len(ids_N) % ROUND if few_shapes else 0))
-    with record(few_shapes) as recorder:
+    few = device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > ROUND
+    padded_N = np.pad(ids_N, (0, -len(ids_N) % ROUND if few else 0))
+    with few_shapes() if few else nullcontext(), observe() if routes else nullcontext() as choices:
         model.get_decoder()(
             input_ids=torch.from_numpy(padded_N).to(device)[None],
             position_ids=torch.zeros((1, len(padded_N)), dtype=torch.int64, device=device),
             layout=_Apart(rotation, parts),
             use_cache=False,
         )
-    experts_NEK = recorder.stacked()
+    experts_NEK = choices.stacked() if choices is not None and choices.layers else None
     at = 0
     for document, count in parts:
         if experts_NEK is not None:

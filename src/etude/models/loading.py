@@ -66,6 +66,7 @@ def model_id(path: Path | str) -> str:
     Where it differs, the same weights mean something else, even if every shape is equal. Raises UserError.
     """
     root = Path(path)
+    check_folder(root)
     try:
         config = AutoConfig.from_pretrained(root, local_files_only=True).to_dict()
         file = root / "tokenizer.json"

@@ -8,6 +8,7 @@ Suffixes: T tokens of the whole graph in layout order (the nodes one after the o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -164,15 +165,19 @@ class Trie:
         return _concatenate([np.arange(at[n], at[n + 1]) for n in self.paths[row]])
 
 
-def trie(rows: Sequence[np.ndarray], min_share: int = MIN_SHARE) -> Trie:
+def trie(rows: Sequence[np.ndarray], min_share: int = MIN_SHARE, *, marks: Sequence[np.ndarray] | None = None) -> Trie:
     """The prefix tree of rows of token ids: equal beginnings of at least `min_share` tokens become one node.
 
     Shorter common runs stay with each branch. Rows may be equal, empty, or beginnings of each other: a row ends with
-    the last node of its path. Every node is on the path of some row, and no node is empty.
+    the last node of its path. Every node is on the path of some row, and no node is empty. Where there are `marks`, an
+    array [tokens, ...] per row, tokens are equal only if theirs are.
     """
-    order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">u4").tobytes())
+    keys = [row.astype(">u4") for row in rows]
+    if marks is not None:
+        keys = [_marked(key, mark) for key, mark in zip(keys, marks, strict=True)]
+    order = sorted(range(len(rows)), key=lambda i: keys[i].tobytes())
     ordered = [rows[i] for i in order]
-    common = [0] + [_common(a, b) for a, b in pairwise(ordered)]
+    common = [0] + [_common(keys[a], keys[b]) for a, b in pairwise(order)]
     nodes: list[Node] = []
     paths: list[tuple[int, ...]] = [()] * len(rows)
 
@@ -212,9 +217,16 @@ def join(tries: Sequence[Trie]) -> Trie:
     return Trie(Graph(tuple(nodes)), tuple(paths))
 
 
+def _marked(key_T: np.ndarray, marks_T: np.ndarray) -> np.ndarray:
+    """uint8 [T, bytes]: a token's id, then its marks."""
+    marks = np.ascontiguousarray(marks_T).reshape(len(key_T), math.prod(marks_T.shape[1:])).view(np.uint8)
+    return np.concatenate([key_T[:, None].view(np.uint8), marks], axis=1)
+
+
 def _common(a: np.ndarray, b: np.ndarray) -> int:
     n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
+    differs = a[:n] != b[:n]
+    differ = np.flatnonzero(differs if differs.ndim == 1 else differs.any(axis=1))
     return int(differ[0]) if differ.size else n
 
 

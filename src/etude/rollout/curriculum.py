@@ -1,8 +1,12 @@
 """Which task the next group gets: repeat the library's tasks, prefer those whose groups are likely to disagree.
 
 A group of G episodes teaches only if its rewards differ, which at pass rate p happens with probability
-1 - p^G - (1 - p)^G. p is the mean of a Beta posterior over the episodes a task has had so far, with a prior at the
-run's own mean, so unseen tasks are tried early and hopeless or solved ones are met less and less often.
+1 - p^G - (1 - p)^G. p is the mean of a Beta posterior over the task's last group, because the policy has changed since
+the ones before, with a prior at the mean of all first groups, so unseen tasks are tried early.
+
+The policy goes on improving until the next group is played, so rates that are a little too low today are the best bet.
+Seen in three demo runs (G = 16): tasks of which none passed divided their next group in 10 % of cases, 1 to 3 in 93 %,
+4 to 7 in 82 %, 8 to 11 in 76 %, 12 to 15 in 45 %, all in 25 %.
 """
 
 from __future__ import annotations
@@ -11,8 +15,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-PRIOR_EPISODES = 2.0
-"""Weight of the prior in episodes: two, so that the first group of 8 or 16 already dominates it."""
+PRIOR_EPISODES = 1.0
+"""Weight of the prior in episodes: one, so that a first group dominates it."""
 
 FLOOR = 0.02
 """Least weight of any task: what looks hopeless today is still met now and then as the policy improves."""
@@ -25,12 +29,15 @@ class Curriculum:
     tasks: Sequence[str]
     group: int
     seed: int
-    _passed: dict[str, float] = field(default_factory=dict[str, float])
+    _last: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # passed, episodes
     _seen: dict[str, int] = field(default_factory=dict[str, int])
+    _first: tuple[int, int] = (0, 0)  # passed, episodes of all first groups
 
     def observe(self, task: str, passed: int, episodes: int) -> None:
         """Records one finished group."""
-        self._passed[task] = self._passed.get(task, 0.0) + passed
+        if task not in self._last:
+            self._first = (self._first[0] + passed, self._first[1] + episodes)
+        self._last[task] = (passed, episodes)
         self._seen[task] = self._seen.get(task, 0) + episodes
 
     def draw(self, index: int, exclude: frozenset[str] = frozenset()) -> str:
@@ -40,11 +47,10 @@ class Curriculum:
         return random.Random(f"{self.seed}/{index}").choices(candidates, weights)[0]
 
     def weight(self, task: str) -> float:
-        """How much a group of this task is expected to teach, with a bonus for tasks not met yet."""
-        seen = self._seen.get(task, 0)
-        total = sum(self._seen.values())
-        prior = sum(self._passed.values()) / total if total else 0.5
-        p = (self._passed.get(task, 0.0) + PRIOR_EPISODES * prior) / (seen + PRIOR_EPISODES)
+        """How much a group of this task is expected to teach, with a bonus for tasks met seldom."""
+        prior = self._first[0] / self._first[1] if self._first[1] else 0.5
+        passed, episodes = self._last.get(task, (0, 0))
+        p = (passed + PRIOR_EPISODES * prior) / (episodes + PRIOR_EPISODES)
         informative = 1 - p**self.group - (1 - p) ** self.group
-        # p(1-p) is the variance of the reward: among informative groups, the balanced ones carry more signal.
-        return FLOOR + informative * 4 * p * (1 - p) / (1 + seen / (4 * self.group))
+        # Variance of the reward, p(1-p), once more times 1-p: greatest at a third, where there is most left to gain.
+        return FLOOR + informative * 6.75 * p * (1 - p) ** 2 / (1 + self._seen.get(task, 0) / (4 * self.group))

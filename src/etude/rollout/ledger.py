@@ -25,7 +25,8 @@ from sqlalchemy import bindparam
 from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
 from etude.errors import UserError
-from etude.records import Group, Outcome, PolicyVersion
+from etude.records import Group, Outcome, PolicyVersion, Population
+from etude.rollout import representation
 from etude.rollout.admission import leaves_in_time
 from etude.rollout.conservation import Conservation, check, count_outcomes
 from etude.rollout.schema import connect, counters, episodes, groups, meta, reason
@@ -385,6 +386,16 @@ class Ledger:
         """Episodes that are done, by outcome."""
         with self._read() as c:
             return count_outcomes(c)
+
+    def left_behind(self, without: Collection[int] = ()) -> dict[str, float]:
+        """Metrics of the episodes that have ended and are not trained on yet; see `representation.py`."""
+        with self._read() as c:
+            return representation.left_behind(c, without)
+
+    def represented(self) -> tuple[Population, Population]:
+        """The episodes that were trained on, and all that have ended; a full scan, for reports."""
+        with self._read() as c:
+            return representation.compare(c)
 
     def conservation(self, manifests: Sequence[PolicyVersion]) -> Conservation:
         """Proves from the rows that no episode is lost and no group was trained on twice; a full scan, for reports."""

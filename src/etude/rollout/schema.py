@@ -13,7 +13,8 @@ from etude.errors import UserError
 
 VERSION = "1"
 BUSY_SECONDS = 30.0
-"""How long a connection waits for another process's write; a write takes well under a millisecond."""
+"""How long a connection waits for another process's write; a write takes well under a millisecond. On PostgreSQL,
+which waits for locks without end by itself, how long any statement may take."""
 
 metadata = sa.MetaData()
 
@@ -136,7 +137,9 @@ def _sqlite(url: URL) -> sa.Engine:
 
 def _postgresql(url: URL) -> sa.Engine:
     try:
-        return sa.create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 10})
+        milliseconds = int(BUSY_SECONDS * 1000)
+        limits = {"connect_timeout": 10, "options": f"-c statement_timeout={milliseconds}"}
+        return sa.create_engine(url, pool_pre_ping=True, connect_args=limits)
     except ImportError:
         raise UserError("a PostgreSQL ledger needs psycopg; install etude[postgres]") from None
 

@@ -13,7 +13,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from etude.records import Episode, Group, Outcome
+from etude.errors import RunFailed
+from etude.models.replay import MISSING, UNFED
+from etude.records import Episode, Group, Outcome, Segment
 from etude.trainer.plan import TokenRows
 
 
@@ -29,6 +31,7 @@ class Completion:
     episode: int = 0  # its episode's index among those of the batch
     before: int = 0  # sampled tokens of the episode in earlier segments
     length: int = 0  # sampled tokens of the whole episode
+    routes_TLK: np.ndarray | None = None  # experts to replay, of the prompt's tokens too: its members' may differ
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,14 @@ def make_batch(
     baseline: Literal["group", "turn"] = "group",
     min_std: float = 0.0,
     advantage: Literal["mean", "zscore", "value"] = "mean",
+    routes: tuple[int, int] | None = None,
 ) -> Batch:
     """Rows with advantages, of groups whose rewards have a standard deviation above `min_std`.
 
     "zscore" divides by the group's standard deviation plus 1e-6 (arXiv:2402.03300, section 4.1.2). Under "value" every
     group has rows: a value head takes the baseline's place, and the advantages are still 0. Members lost to
-    infrastructure are already absent from `episodes`.
+    infrastructure are already absent from `episodes`. `routes`: the model's MoE layers and experts per token, if
+    recorded experts are to be replayed; raises RunFailed for episodes that recorded another model's.
     """
     rows: list[Row] = []
     kept: list[float] = []
@@ -124,12 +129,15 @@ def make_batch(
             per_turn = [np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]
         if advantage == "zscore":
             per_turn = [a / (pstdev(rewards) + 1e-6) for a in per_turn]
-        rows.extend(_rows(members, per_turn, index, len(kept)))
+        rows.extend(_rows(members, per_turn, index, len(kept), routes))
         kept.extend(rewards)
     return Batch(tuple(groups), tuple(map(tuple, episodes)), tuple(rows), zero_variance, tuple(kept))
 
 
-def _rows(members: Sequence[Episode], advantages_G: Sequence[np.ndarray], group: int, first: int) -> Iterator[Row]:
+def _rows(
+    members: Sequence[Episode], advantages_G: Sequence[np.ndarray], group: int, first: int,
+    routes: tuple[int, int] | None,
+) -> Iterator[Row]:  # fmt: skip
     """Segments of one group, merged by equal prompt; a member's advantages are given per turn of its episode.
 
     `first` is the index in the batch of the group's first episode.
@@ -160,6 +168,7 @@ def _rows(members: Sequence[Episode], advantages_G: Sequence[np.ndarray], group:
                 episode=number,
                 before=sampled_before,
                 length=length,
+                routes_TLK=None if routes is None else recorded_routes(segment, end, routes),
             )
             sampled_before += int(mask_T.sum())
             by_prompt.setdefault(ids_T[:p].tobytes(), (ids_T[:p], []))[1].append(completion)
@@ -167,12 +176,34 @@ def _rows(members: Sequence[Episode], advantages_G: Sequence[np.ndarray], group:
         yield Row(prompt_P, tuple(completions), group)
 
 
+def recorded_routes(segment: Segment, end: int, shape: tuple[int, int]) -> np.ndarray:
+    """int16 [end, MoE layers, K]: the experts that the engine recorded of the first `end` tokens; see `models.replay`.
+
+    Raises RunFailed if they are of another shape.
+    """
+    out = np.full((end, *shape), MISSING, np.int16)
+    found = segment.routes
+    if found is not None:
+        if (found.layers, found.slots) != shape:
+            raise RunFailed(
+                f"an episode recorded {found.slots} experts in {found.layers} layers, but the model has {shape[1]} in "
+                f"{shape[0]}: were the engines started with another model?"
+            )
+        known = min(found.end, end)
+        out[:known] = found.array()[:known]
+    if end and out[end - 1, 0, 0] == MISSING:
+        out[end - 1] = UNFED
+    return out
+
+
 def token_rows(rows: Sequence[Row]) -> TokenRows:
     """Every completion behind its prompt; which of them share what is found by the plan."""
     pairs = [(row.prompt_P, c) for row in rows for c in row.completions]
+    routes = tuple(c.routes_TLK for _, c in pairs if c.routes_TLK is not None)
     return TokenRows(
         tuple(np.concatenate([prompt_P, c.ids_C]) for prompt_P, c in pairs),
         tuple(len(prompt_P) + np.flatnonzero(c.mask_C) for prompt_P, c in pairs),
+        routes if routes else None,
     )
 
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from etude.errors import RunFailed, UserError
+from etude.models import exact
 from etude.models.attention import KeyValues, SegmentLayout
-from etude.models.experts import Routes, observe
+from etude.models.experts import Choices, observe
+from etude.models.replay import UNFED, Replayed, replay
 from etude.trainer.plan import Part
 
 _ENTROPY_STRIDE = 16  # a mean over some thousand tokens is exact enough, and a tenth of the step's time otherwise
@@ -41,7 +44,8 @@ class Outcome:
     """What a batch gave: value of the loss, log-probabilities [N] without gradient, entropies of some positions.
 
     `values_N` are the value head's, 0 without one. `counts_LE` are the tokens that went to each expert, over all rows;
-    empty for a dense model. `aux` is the router's balance loss, 0 where it is off.
+    empty for a dense model. `aux` is the router's balance loss, 0 where it is off; `replayed` is what became of
+    recorded experts.
     """
 
     logprobs_N: Tensor
@@ -51,6 +55,7 @@ class Outcome:
     entropy_sum: float = 0.0
     entropies: int = 0
     counts_LE: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.float64))
+    replayed: Replayed = field(default_factory=Replayed)
 
     @property
     def entropy(self) -> float:
@@ -69,6 +74,7 @@ class _Pass:
     aux: float
     share_LE: Tensor | None  # of every expert among the batch's tokens; known when `aux` is not 0
     weight: float  # tokens of all rows
+    replays: bool = True  # the experts that the parts carry
 
 
 def evaluate(
@@ -78,10 +84,14 @@ def evaluate(
     *,
     temperature: float = 1.0,
     value: ValueHead | None = None,
+    replays: bool = True,
 ) -> Outcome:
-    """Log-probabilities of the `count` sampled tokens, and values if there is a head for them, without gradients."""
+    """Log-probabilities of the `count` sampled tokens, and values if there is a head for them, without gradients.
+
+    `replays` off: the model takes its own experts, whatever the parts carry.
+    """
     out = _blank(model, count)
-    walk = _Pass(model, out, temperature, value, None, 0.0, None, _weight(parts))
+    walk = _Pass(model, out, temperature, value, None, 0.0, None, _weight(parts), replays)
     with torch.no_grad():
         for part in parts:
             _visit(walk, part, ())
@@ -140,14 +150,14 @@ def _visit(walk: _Pass, part: Part, above: tuple[KeyValues, ...]) -> None:
     learns = walk.loss is not None
     again = learns and part.recompute
     with torch.set_grad_enabled(learns and not again):
-        scalar, kept, routes = _forward(walk, part, above)
+        scalar, kept, choices = _forward(walk, part, above)
     leaves = _detached(kept, learns)
     for child in part.children:
         _visit(walk, child, (*above, leaves))
     if again:
-        first = routes
-        scalar, kept, routes = _forward(walk, part, above, first=False)
-        if not all(torch.equal(a, b) for a, b in zip(first.layers, routes.layers, strict=True)):
+        first = choices
+        scalar, kept, choices = _forward(walk, part, above, first=False)
+        if not all(torch.equal(a, b) for a, b in zip(first.layers, choices.layers, strict=True)):
             raise RunFailed("the router chose other experts when a prompt was computed again; use a larger budget")
     if scalar is not None:
         roots = [x for layer in kept for x in kept[layer] if part.children]
@@ -167,7 +177,7 @@ def _detached(kept: KeyValues, learns: bool) -> KeyValues:
 
 def _forward(
     walk: _Pass, part: Part, above: tuple[KeyValues, ...], first: bool = True
-) -> tuple[Tensor | None, KeyValues, Routes]:
+) -> tuple[Tensor | None, KeyValues, Choices]:
     """The part's term of the loss, its keys and values if a pass below needs them, and the experts it went through.
 
     The loss is asked for in the pass that has a backward, everything else noted in the first one.
@@ -175,16 +185,21 @@ def _forward(
     device = _device(walk.model)
     layout = None if part.graph is None else SegmentLayout(part.graph, above, keep=bool(part.children))
     options = {"output_router_logits": True} if walk.aux else {}
-    with observe() as routes:
+    extra = exact.padding(len(part.ids_T)) if part.graph is None else 0
+    ids_T, positions_T, weight_T = (np.pad(x, (0, extra)) for x in (part.ids_T, part.positions_T, part.weight_T))
+    item_M, weight_T = (torch.from_numpy(x).to(device) for x in (part.item_M, weight_T))
+    routes_TLK = part.routes_TLK if walk.replays else None
+    if routes_TLK is not None and extra:
+        routes_TLK = np.pad(routes_TLK, ((0, extra), (0, 0), (0, 0)), constant_values=UNFED)
+    with observe() as choices, replay(walk.model.get_decoder(), routes_TLK, weight_T) as replayed:
         output = walk.model.get_decoder()(
-            input_ids=torch.from_numpy(part.ids_T).to(device)[None],
-            position_ids=torch.from_numpy(part.positions_T).to(device)[None],
+            input_ids=torch.from_numpy(ids_T).to(device)[None],
+            position_ids=torch.from_numpy(positions_T).to(device)[None],
             layout=layout,
             use_cache=False,
             **options,
         )
     kept = (layout.kept or {}) if layout is not None else {}
-    item_M, weight_T = (torch.from_numpy(x).to(device) for x in (part.item_M, part.weight_T))
     logprobs_M, values_M, entropy_E = _predict(walk, output.last_hidden_state[0], part)
     out = walk.out
     if first:
@@ -193,10 +208,11 @@ def _forward(
             out.values_N[item_M] = values_M.detach()
         out.entropy_sum += entropy_E.sum().item()
         out.entropies += len(entropy_E)
-        counts_LE = routes.counts(weight_T)
+        out.replayed.add(replayed)
+        counts_LE = choices.counts(weight_T)
         out.counts_LE = counts_LE + out.counts_LE if out.counts_LE.numel() else counts_LE
     if walk.loss is None or not torch.is_grad_enabled():
-        return None, kept, routes
+        return None, kept, choices
     term = walk.loss(logprobs_M, item_M)
     out.loss += term.item()
     if values_M is not None and walk.value is not None and walk.value.loss is not None:
@@ -205,7 +221,7 @@ def _forward(
         balance = _balance(output.router_logits, weight_T, walk)
         out.aux += balance.item()
         term = term + walk.aux * balance
-    return term, kept, routes
+    return term, kept, choices
 
 
 def _predict(walk: _Pass, hidden_TD: Tensor, part: Part) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -217,8 +233,7 @@ def _predict(walk: _Pass, hidden_TD: Tensor, part: Part) -> tuple[Tensor, Tensor
         torch.from_numpy(x).to(hidden_TD.device) for x in (part.source_S, part.of_M, part.target_M)
     )
     hidden_SD = hidden_TD.index_select(0, source_S)
-    head = walk.model.get_output_embeddings()
-    logits_SV = torch.nn.functional.linear(hidden_SD.float(), head.weight.float())
+    logits_SV = exact.head(hidden_SD, walk.model.get_output_embeddings().weight)
     if walk.temperature != 1.0:
         logits_SV = logits_SV / walk.temperature
     logprobs_SV = torch.log_softmax(logits_SV, dim=-1)

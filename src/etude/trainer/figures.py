@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from etude.models.replay import Replayed
 from etude.trainer.batch import Batch, Samples
 from etude.trainer.execution import Outcome
 from etude.trainer.loss import LossStats, Mismatch
@@ -34,12 +35,15 @@ class Sums:
     apart: int = 0  # tokens of separate rows
     computed: int = 0  # of the passes that the updates run
     held: int = 0  # most at a time
+    split: int = 0  # tokens computed apart only because rows went through other experts
+    replayed: Replayed = field(default_factory=Replayed)
 
     def plan(self, tokens: TokenRows, passes: Plan) -> None:
         self.executions[passes.execution] += 1
         self.apart += sum(map(len, tokens.rows))
         self.computed += passes.cost.tokens
         self.held = max(self.held, passes.cost.held)
+        self.split += passes.split
 
     def compare(self, proximal_N: torch.Tensor, samples: Samples, version: int) -> None:
         self.all_lags.add(proximal_N, samples.logprobs_N)
@@ -50,6 +54,7 @@ class Sums:
         self.updates += 1
         self.loss += outcome.loss
         self.aux += outcome.aux
+        self.replayed.add(outcome.replayed)
         self.entropy += outcome.entropy_sum
         self.entropies += outcome.entropies
         if outcome.counts_LE.numel():
@@ -64,6 +69,8 @@ class Sums:
         if self.counts_LE is not None:
             share_LE = self.counts_LE / self.counts_LE.sum(dim=1, keepdim=True)
             metrics["router/load_max"] = share_LE.max().item() * share_LE.shape[1]
+        if found := self.replayed.metrics():
+            metrics |= found | {"router/split": self.split / max(self.computed, 1)}
         if self.computed:
             metrics |= {f"share/{name}": n / self.executions.total() for name, n in self.executions.items()}
             metrics |= {"share/ratio": self.apart / self.computed, "share/held_tokens": float(self.held)}

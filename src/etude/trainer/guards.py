@@ -37,6 +37,9 @@ _SENTENCES = {
     "grad_norm": "the gradient norm is {value:.1f} times its median, threshold {threshold:.1f}",
     "zero_variance": "{value:.0%} of the groups teach nothing, threshold {threshold:.0%}",
     "non_finite": "the gradient is not finite",
+    "routes_missing": "{value:.2%} of the tokens have no recorded experts to replay, threshold {threshold:.2%}",
+    "routes_refused": "{value:.2%} of the recorded experts are implausible to the trainer, threshold {threshold:.2%}",
+    "parity": "deterministic trainer and engine differ by {value:.2g} in a log-probability: other processors?",
 }
 
 
@@ -65,11 +68,17 @@ class Verdict:
 
 
 class Guards:
-    """Judges the steps of a run. `history` is the metrics of every published version, oldest first."""
+    """Judges the steps of a run. `history` is the metrics of every published version, oldest first.
 
-    def __init__(self, config: GuardsConfig, staleness: int, history: Sequence[Mapping[str, float]] = ()):
+    `exact`: trainer and engine promise equal bits.
+    """
+
+    def __init__(
+        self, config: GuardsConfig, staleness: int, history: Sequence[Mapping[str, float]] = (), *, exact: bool = False
+    ):
         self._config = config
         self._staleness = staleness
+        self._exact = exact
         self._norms: deque[float] = deque(maxlen=config.window)
         self._first: list[float] = []
         self.good = 0
@@ -123,6 +132,9 @@ class Guards:
         values: dict[str, float | None] = {
             "lag": metrics.get("off_policy/max"),
             "weight_cut": metrics.get("loss/W_cut"),
+            "routes_missing": metrics.get("router/missing"),
+            "routes_refused": metrics.get("router/refused"),
+            "parity": metrics.get("mismatch/max_abs") if self._exact else None,
             "zero_variance": _share(metrics.get("rollout/zero_variance"), metrics.get("rollout/groups")),
         }
         norm = metrics.get("optim/grad_norm")

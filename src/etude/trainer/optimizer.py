@@ -137,4 +137,4 @@ def for_policy(model: torch.nn.Module, config: TrainerConfig) -> MasterAdamW:
 def learning_rate(config: TrainerConfig, number: int, progress: float) -> float:
     """The learning rate of step `number`, counted from 1; `progress` in [0, 1] is the share of the run behind it."""
     lr = config.lr * min(1.0, number / (config.warmup_steps + 1))
-    return lr * min(1.0, (1 - progress) / config.decay) if config.decay else lr
+    return lr * min(1.0, max(0.0, 1 - progress) / config.decay) if config.decay else lr

@@ -28,11 +28,13 @@ PASS_TOKENS = 48  # what a pass costs besides its tokens, in tokens: launching k
 class TokenRows:
     """The rows of a batch, and in each the offsets (>= 1) of its sampled tokens, increasing; the last token is one.
 
-    Raises ValueError for rows of another kind: what follows the last sampled token would be computed for nothing.
+    `routes` are experts to replay, int16 [tokens, MoE layers, K] per row (`etude.models.replay`). Raises ValueError for
+    rows of another kind: what follows the last sampled token would be computed for nothing.
     """
 
     rows: tuple[np.ndarray, ...]
     sampled: tuple[np.ndarray, ...]
+    routes: tuple[np.ndarray, ...] | None = None
 
     def __post_init__(self) -> None:
         for ids, sampled in zip(self.rows, self.sampled, strict=True):
@@ -44,12 +46,17 @@ class TokenRows:
         """N: sampled tokens of all rows."""
         return sum(map(len, self.sampled))
 
+    def tree(self) -> Trie:
+        """What the rows share. A token that two rows route to other experts is two tokens: the tree splits there."""
+        return trie(self.rows, marks=self.routes)
+
 
 @dataclass(frozen=True)
 class Part:
     """One forward pass, the passes that need its keys and values, and what is predicted from its hidden states.
 
     `graph` is None for a plain causal row. Sampled token `item_M[m]` is predicted from `source_S[of_M[m]]`.
+    `routes_TLK` are experts to replay, or None.
     """
 
     graph: Graph | None
@@ -62,6 +69,7 @@ class Part:
     target_M: np.ndarray
     children: tuple[Part, ...] = ()
     recompute: bool = False
+    routes_TLK: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -95,11 +103,12 @@ def shape_of(model: torch.nn.Module) -> Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """An execution, its passes, and what they are expected to cost."""
+    """An execution, its passes, what they are expected to cost, and how many tokens only other routes keep apart."""
 
     execution: Execution
     parts: tuple[Part, ...]
     cost: Cost
+    split: int = 0
 
 
 def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int, shape: Shape) -> Plan:
@@ -107,7 +116,7 @@ def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int,
 
     Where none does, the one that holds the fewest. Any other execution is obeyed whatever it holds.
     """
-    tree = trie(tokens.rows)
+    tree = tokens.tree()
     build: dict[Execution, Callable[[], tuple[Part, ...]]] = {
         "packed": lambda: packed(tokens, tree, budget),
         "streaming": lambda: streaming(tokens, tree, budget),
@@ -115,7 +124,8 @@ def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int,
         "rows": lambda: rows(tokens),
     }
     names = list(build) if execution == "auto" else [execution]
-    candidates = [Plan(name, parts, cost(parts, shape)) for name, parts in ((n, build[n]()) for n in names)]
+    split = 0 if tokens.routes is None else tree.graph.length - trie(tokens.rows).graph.length
+    candidates = [Plan(name, parts, cost(parts, shape), split) for name, parts in ((n, build[n]()) for n in names)]
     fitting = [c for c in candidates if c.cost.held <= budget]
     if fitting:
         return min(fitting, key=lambda c: c.cost.work)
@@ -146,11 +156,14 @@ def rows(tokens: TokenRows) -> tuple[Part, ...]:
     """One pass per row."""
     parts = []
     before = 0
-    for ids, sampled in zip(tokens.rows, tokens.sampled, strict=True):
+    all_routes = tokens.routes or [None] * len(tokens.rows)
+    for ids, sampled, routes in zip(tokens.rows, tokens.sampled, all_routes, strict=True):
         row = ids.astype(np.int64)
         items = np.arange(before, before + len(sampled))
-        every = np.arange(len(sampled))
-        parts.append(Part(None, row, np.arange(len(row)), np.ones(len(row)), items, sampled - 1, every, row[sampled]))
+        every, once = np.arange(len(sampled)), np.ones(len(row))
+        parts.append(
+            Part(None, row, np.arange(len(row)), once, items, sampled - 1, every, row[sampled], routes_TLK=routes)
+        )
         before += len(sampled)
     return tuple(parts)
 
@@ -177,6 +190,7 @@ class _Maker:
         self.tree = tree
         self.roots = self.children(range(len(tree.graph.nodes)), ())
         where = [tree.where(i) for i in range(len(tokens.rows))]
+        self.routes_TLK = None if tokens.routes is None else _laid_out(tree.graph.length, where, tokens.routes)
         pairs = list(zip(where, tokens.sampled, strict=True))
         self.source_N = _join([at[sampled - 1] for at, sampled in pairs])
         self.target_N = _join([ids[s] for ids, s in zip(tokens.rows, tokens.sampled, strict=True)])
@@ -224,9 +238,21 @@ class _Maker:
         local = self.source_N[items] - shift[np.searchsorted(list(chosen), tree.graph.node_T[self.source_N[items]])]
         source, of = np.unique(local, return_inverse=True)
         weight = np.repeat(tree.weights[list(chosen)], np.diff(graph.offsets)).astype(float)
+        routes = self.routes_TLK
+        if routes is not None:
+            routes = routes[_join([np.arange(tree.graph.offsets[n], tree.graph.offsets[n + 1]) for n in chosen])]
         return Part(
-            graph, graph.ids_T, graph.positions_T, weight, items, source, of, self.target_N[items], children, recompute
-        )
+            graph, graph.ids_T, graph.positions_T, weight, items, source, of, self.target_N[items], children, recompute,
+            routes,
+        )  # fmt: skip
+
+
+def _laid_out(length: int, where: Sequence[np.ndarray], routes: Sequence[np.ndarray]) -> np.ndarray:
+    """[length, L, K]: the rows' routes by place in the layout; rows that share a place agree there."""
+    out = np.zeros((length, *routes[0].shape[1:]) if routes else (0, 0, 0), np.int16)
+    for at, row in zip(where, routes, strict=True):
+        out[at] = row
+    return out
 
 
 def _join(arrays: Sequence[np.ndarray]) -> np.ndarray:

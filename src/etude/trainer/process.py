@@ -26,6 +26,8 @@ from etude import processes, runfolder
 from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
+from etude.models import replay
+from etude.models.exact import possible
 from etude.models.loading import load_model, model_id
 from etude.records import Episode, Group, PolicyVersion, decode
 from etude.rollout.ledger import Ledger
@@ -71,6 +73,7 @@ class Trainer:
             config.model.path, dtype=getattr(torch, config.trainer.dtype), device=config.trainer.device
         )
         self.model.train()
+        self.routes = replay.shape(self.model) if config.trainer.router_replay else None
         self.recipe = presets.recipe(config.loss)
         self.reference = copy.deepcopy(self.model).eval() if self.recipe.kl_beta else None
         self.optimizer = for_policy(self.model, config.trainer)
@@ -86,7 +89,11 @@ class Trainer:
         )
         self._unsettled: Unsettled | None = None
         history = [manifest.metrics for manifest in manifests(weights)]
-        self.guards = Guards(config.guards, config.rollout.staleness, history)
+        inference = config.inference
+        exact = config.deterministic and possible(self.model) and inference.dtype == "float32"
+        self.guards = Guards(
+            config.guards, config.rollout.staleness, history, exact=exact and inference.device == "cpu"
+        )
         last = newest(weights)
         self.version = self._begin() if last is None else self._resume(last)
 
@@ -161,6 +168,7 @@ class Trainer:
         batch = self._batch(groups)
         loaded = time.time()
         observed = batch_metrics(batch, self.version)
+        observed |= self.ledger.left_behind({*self.taken, *(group.id for group in groups)})
         observed["drop/episodes/infra"] = float(len(groups) * self.config.rollout.group - len(batch.flat))
         metrics, verdict = train_step(
             self.model,
@@ -233,6 +241,7 @@ class Trainer:
             baseline=config.baseline,
             min_std=config.min_reward_std,
             advantage=self.recipe.advantage,
+            routes=self.routes,
         )
 
     def _episodes(self, group: Group) -> list[Episode]:
@@ -261,6 +270,8 @@ def run(folder: Path) -> None:
         waited = time.time() - waiting_since
         # Before an attempt's first groups are ready, tasks are built and the model is measured: that is no training.
         spent += 0.0 if first else waited
+        if spent >= limit:
+            break
         spent = trainer.step(groups, waited, spent, max(trainer.version / config.trainer.steps, spent / limit))
         first, waiting_since = False, time.time()
     trainer.settle(wait=True)

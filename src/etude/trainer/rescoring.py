@@ -1,13 +1,13 @@
 """Scoring recorded tokens again, as the trainer does, under suppositions about what the engine did.
 
-Each supposition is a change of one thing: the weights, the temperature, top-p, the head's precision, or stale keys and
-values under the prompt. Suffixes: T tokens of a piece, N of them sampled, V vocabulary.
+Each supposition is a change of one thing: the weights, the temperature, top-p, the head's precision, the experts, or
+stale keys and values under the prompt. Suffixes: T tokens of a piece, N of them sampled, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from etude.models.attention import causal
-from etude.models.experts import record
+from etude.models.experts import observe
 from etude.models.loading import named_tensors
+from etude.models.replay import PLAUSIBLE, replay
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Piece:
     at_N: np.ndarray  # positions of the sampled tokens
     recorded_N: np.ndarray  # log-probability by the engine
     seed_N: np.ndarray  # of the turn that sampled the token
+    routes_TLK: np.ndarray | None = None  # the experts that the engine recorded, if it did
 
 
 @torch.no_grad()
@@ -60,14 +62,22 @@ class Keys:
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel, piece: Piece, *, layout: Keys | None = None, head: str = "float32") -> Tensor:
-    """Logits of the sampled tokens' distributions, float32 [N, V]; `head` is the precision of the last product."""
+def logits(
+    model: PreTrainedModel, piece: Piece, *, layout: Keys | None = None, head: str = "float32", replays: bool = False,
+    plausible: float = PLAUSIBLE,
+) -> Tensor:  # fmt: skip
+    """Logits of the sampled tokens' distributions, float32 [N, V].
+
+    `head` is the precision of the last product; with `replays` tokens go through the experts that the piece carries.
+    """
     device = next(model.parameters()).device
     ids_1T = torch.from_numpy(piece.ids_T.astype(np.int64)).to(device)[None]
     positions_1T = torch.arange(ids_1T.shape[1], device=device)[None]
-    hidden_1TD = model.get_decoder()(
-        input_ids=ids_1T, position_ids=positions_1T, layout=layout, use_cache=False
-    ).last_hidden_state
+    decoder, once_T = model.get_decoder(), torch.ones(ids_1T.shape[1], device=device)
+    with replay(decoder, piece.routes_TLK if replays else None, once_T, plausible=plausible):
+        hidden_1TD = decoder(
+            input_ids=ids_1T, position_ids=positions_1T, layout=layout, use_cache=False
+        ).last_hidden_state
     hidden_ND = hidden_1TD[0].index_select(0, torch.from_numpy(piece.at_N - 1).to(device))
     dtype = getattr(torch, head)
     return F.linear(hidden_ND.to(dtype), model.get_output_embeddings().weight.to(dtype)).float()
@@ -86,19 +96,28 @@ def chosen(logits_NV: Tensor, piece: Piece, *, temperature: float = 1.0, top_p: 
     return chosen_N.cpu().numpy()
 
 
-def route_flips(model: PreTrainedModel, piece: Piece) -> float | None:
-    """Share of tokens whose experts differ in some layer between float32 and bfloat16 products; None if dense.
+@dataclass(frozen=True)
+class Flips:
+    """How easily experts flip: the share of tokens whose experts bfloat16 products change in some layer, and by how
+    much that alone changes the log-probability of the sampled tokens, float64 [N]."""
 
-    What the engine's routes were is not recorded, so this measures how easily they flip, not how often they did.
-    """
+    share: float
+    difference_N: np.ndarray
+
+
+def route_flips(model: PreTrainedModel, piece: Piece) -> Flips | None:
+    """What replaying the experts of bfloat16 products does; None if the model is dense."""
     routes = []
     for dtype in (torch.float32, torch.bfloat16):
         device = next(model.parameters()).device
         enabled = dtype is torch.bfloat16
-        with record() as recorder, torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+        with observe() as choices, torch.autocast(device.type, torch.bfloat16, enabled=enabled):
             logits(model, piece)
-        stacked_TLK = recorder.stacked()
-        if stacked_TLK is None:
+        if not choices.layers:
             return None
-        routes.append(stacked_TLK.sort(dim=-1).values)
-    return (routes[0] != routes[1]).any(dim=-1).any(dim=-1).float().mean().item()
+        routes.append(choices.stacked())
+    own, narrow = (r.sort(dim=-1).values for r in routes)
+    share = (own != narrow).any(dim=-1).any(dim=-1).float().mean().item()
+    other = replace(piece, routes_TLK=routes[1].cpu().numpy().astype(np.int16))
+    plain, flipped = logits(model, piece), logits(model, other, replays=True, plausible=0.0)
+    return Flips(share, chosen(flipped, piece) - chosen(plain, piece))

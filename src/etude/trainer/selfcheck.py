@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from etude.errors import RunFailed
-from etude.models.segments import trie
 from etude.trainer.execution import run
 from etude.trainer.plan import Execution, Part, TokenRows, plan, rows, shape_of
 
@@ -48,11 +47,12 @@ def check(model: torch.nn.Module, tokens: TokenRows, execution: Execution) -> fl
 
 def _sample(tokens: TokenRows) -> TokenRows:
     """The shortest rows of the trunk that most rows share."""
-    paths = trie(tokens.rows).paths
+    paths = tokens.tree().paths
     (root, _), *_ = Counter(path[0] for path in paths).most_common(1)
     alike = [i for i, path in enumerate(paths) if path[0] == root]
     alike = sorted(alike, key=lambda i: len(tokens.rows[i]))[:SAMPLE_ROWS]
-    return TokenRows(tuple(tokens.rows[i] for i in alike), tuple(tokens.sampled[i] for i in alike))
+    routes = None if tokens.routes is None else tuple(tokens.routes[i] for i in alike)
+    return TokenRows(tuple(tokens.rows[i] for i in alike), tuple(tokens.sampled[i] for i in alike), routes)
 
 
 def _gradients(model: torch.nn.Module, parts: tuple[Part, ...], count: int) -> list[Tensor]:

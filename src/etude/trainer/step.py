@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from etude.config import RLConfig
+from etude.models.exact import exact, possible
 from etude.trainer import presets
 from etude.trainer.batch import Batch, Row, Samples, collate, token_rows
 from etude.trainer.execution import Outcome, ValueHead, evaluate, run
@@ -59,38 +60,39 @@ def train_step(
     off; `critic` is the value head of the ppo preset. `judge` sees the metrics before every update: where it says no,
     the gradients are dropped and the step ends. `checked` are the executions that the self-check has passed, and grows;
     None: no self-check. In deterministic mode each row is its own forward pass, so gradients do not depend on how
-    episodes were packed.
+    episodes were packed, and exact where it can be, so log-probabilities have the engine's bits.
     """
-    reset_peak(config.trainer.device)
-    sums = Sums()
-    updates = [_update(model, rows, share, config, sums) for rows, share in shares(batch.rows, config.loss.updates)]
-    metrics = {} if checked is None else _self_check(model, updates, checked)
-    updates = _prepare(model, critic, updates, batch, config, sums, version)
-    of_episode = _drift_from_rollout(updates, batch, config)
-    lr, applied, verdict = learning_rate(config.trainer, version + 1, progress), 0, None
-    for update in updates:
-        if not update.tokens.count:
-            continue
-        outcome = _backward(model, reference, critic, update, batch, config, of_episode, applied > 0, sums)
-        sums.add(outcome)
-        if update.proximal_N is None:
-            sums.compare(outcome.logprobs_N, update.samples, version)
-        norm = optimizer.collect()
-        metrics |= {"optim/lr": lr, "optim/grad_norm": norm}
-        verdict = judge(sums.metrics() | metrics)
-        if not verdict.trains or not math.isfinite(norm):
-            optimizer.drop()
+    with exact(config.deterministic and possible(model)):
+        reset_peak(config.trainer.device)
+        sums = Sums()
+        updates = [_update(model, rows, share, config, sums) for rows, share in shares(batch.rows, config.loss.updates)]
+        metrics = {} if checked is None else _self_check(model, updates, checked)
+        updates = _prepare(model, critic, updates, batch, config, sums, version)
+        of_episode = _drift_from_rollout(updates, batch, config)
+        lr, applied, verdict = learning_rate(config.trainer, version + 1, progress), 0, None
+        for update in updates:
+            if not update.tokens.count:
+                continue
+            outcome = _backward(model, reference, critic, update, batch, config, of_episode, applied > 0, sums)
+            sums.add(outcome)
+            if update.proximal_N is None:
+                sums.compare(outcome.logprobs_N, update.samples, version)
+            norm = optimizer.collect()
+            metrics |= {"optim/lr": lr, "optim/grad_norm": norm}
+            verdict = judge(sums.metrics() | metrics)
+            if not verdict.trains or not math.isfinite(norm):
+                optimizer.drop()
+                if critic is not None:
+                    critic.drop()
+                break
+            optimizer.apply(lr)
             if critic is not None:
-                critic.drop()
-            break
-        optimizer.apply(lr)
-        if critic is not None:
-            critic.apply()
-        applied += 1
-    if verdict is None:
-        return sums.metrics(), judge(sums.metrics())
-    metrics |= {"optim/skipped": float(applied < len(updates)), "optim/updates": float(applied)}
-    return sums.metrics() | metrics | {"memory/peak_bytes": float(peak_bytes(config.trainer.device))}, verdict
+                critic.apply()
+            applied += 1
+        if verdict is None:
+            return sums.metrics(), judge(sums.metrics())
+        metrics |= {"optim/skipped": float(applied < len(updates)), "optim/updates": float(applied)}
+        return sums.metrics() | metrics | {"memory/peak_bytes": float(peak_bytes(config.trainer.device))}, verdict
 
 
 def _update(model: torch.nn.Module, rows: list[Row], share: float, config: RLConfig, sums: Sums) -> Update:
@@ -169,7 +171,7 @@ def _backward(
     divisor = presets.divisor(recipe, config.rollout, count, update.share)
     reference_N = None
     if reference is not None:
-        reference_N = evaluate(reference, parts, count, temperature=temperature).logprobs_N
+        reference_N = evaluate(reference, parts, count, temperature=temperature, replays=False).logprobs_N
     # The ratio of an episode needs all its tokens; before the first update it is 1.
     by_episode = moved and recipe.surrogate == "sequence"
 

@@ -1,4 +1,4 @@
-"""CPU kernels of the engine: attention over the paged KV cache, and drawing tokens. Compiled by numba at first use.
+"""The engine's CPU kernel: attention over the paged KV cache. Compiled by numba at first use.
 
 Attention is bound by memory when rows are alone and by arithmetic when they share a prompt. Queries are taken in runs
 of `RUN` with the blocks in the outer loop, so a block that several queries of a run look at is read from memory once;

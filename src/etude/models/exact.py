@@ -1,0 +1,138 @@
+"""Exact mode: what is computed of a token has the same bits whatever other tokens are in its pass.
+
+Engine and trainer then agree in every bit, however the engine batched, cut and cached. It holds on the CPU in float32.
+What makes the bits of a plain pass depend on its other tokens, and what is done about it:
+
+    matrix products    the library takes other kernels for fewer than 16 rows (seen with MKL 2024.2), elementwise
+                       functions others for the last elements: passes, and the rows of each expert, have a multiple of
+                       `TILE` rows
+    experts            each expert's rows are a product of their own, and a token's experts are summed in slot order
+    attention          the engine's kernel on both sides: the order of a query's sums depends on its position alone
+    head               padded like the rest; logits, softmax and log-probability in float32, row by row
+
+Suffixes as in `etude.models.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from etude.models.kernels import BLOCK, paged_attention
+
+TILE = 16
+
+_on: ContextVar[bool] = ContextVar("etude_exact", default=False)
+
+
+@contextmanager
+def exact(on: bool = True) -> Iterator[None]:
+    """Inside, attention and experts compute exactly if `on`; passes must be padded by `padding`."""
+    token = _on.set(on)
+    try:
+        yield
+    finally:
+        _on.reset(token)
+
+
+def is_on() -> bool:
+    return _on.get()
+
+
+def possible(model: nn.Module) -> bool:
+    """Whether passes of this model can be exact: on the CPU, in float32, plain experts, keys as wide as values."""
+    one, config = next(model.parameters()), model.config
+    widths = {getattr(config, name, None) for name in ("v_head_dim", "head_dim")} - {None}
+    plain = all(is_plain(module) for module in model.modules() if hasattr(module, "is_concatenated"))
+    return one.device.type == "cpu" and one.dtype == torch.float32 and plain and len(widths) < 2
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Gated experts without bias, stored [experts, out, in], gate before up."""
+    special = module.is_transposed or module.has_bias or module.has_post_expert_norm or module._is_expert_parallel
+    return module.has_gate and module.is_concatenated and not special
+
+
+def padding(rows: int) -> int:
+    """Rows to add, so that their number is a multiple of `TILE`; 0 where exact mode is off."""
+    return -rows % TILE if is_on() else 0
+
+
+def padded(rows_ND: Tensor) -> Tensor:
+    """The rows, and rows of zeros up to a multiple of `TILE`; the same tensor where exact mode is off."""
+    extra = padding(len(rows_ND))
+    return F.pad(rows_ND, (0, 0, 0, extra)) if extra else rows_ND
+
+
+def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
+    """Logits [S, V] in float32, on both sides; exact where that is on."""
+    logits_SV = F.linear(padded(hidden_SD.float()), weight_VD.float())
+    return logits_SV[: len(hidden_SD)] if len(logits_SV) > len(hidden_SD) else logits_SV
+
+
+def experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    """Weighted sum of the chosen experts' outputs, [T, D], of plain experts."""
+    flat = index_TK.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = flat.bincount(minlength=module.num_experts).tolist()
+    pieces = []
+    for expert, rows_ND in enumerate(hidden_TD[order // index_TK.shape[1]].split(counts)):
+        if not len(rows_ND):
+            continue
+        gate, up = F.linear(padded(rows_ND), module.gate_up_proj[expert]).chunk(2, dim=-1)
+        pieces.append(F.linear(module.act_fn(gate) * up, module.down_proj[expert])[: len(rows_ND)])
+    out = torch.cat(pieces)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    out_TKD = out[back].view(*index_TK.shape, -1)
+    total_TD = out_TKD[:, 0] * weight_TK[:, :1]
+    for slot in range(1, index_TK.shape[1]):
+        total_TD = total_TD + out_TKD[:, slot] * weight_TK[:, slot, None]
+    return total_TD
+
+
+def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+    """Causal attention of whole rows in the bits of the engine's kernel."""
+    return _Causal.apply(query_BHTD, key_BKTD, value_BKTD, scale)
+
+
+class _Causal(torch.autograd.Function):
+    """The kernel forward; backward, torch's flash kernel on the kernel's output and its own log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        B, H, T, D = query_BHTD.shape
+        K, blocks = key_BKTD.shape[1], -(-T // BLOCK)
+        keys, values = np.zeros((2, B * blocks, K, BLOCK, D), np.float32)
+        out_NHD = np.empty((B * T, H, D), np.float32)
+        query_NHD, key_NKD, value_NKD = (
+            x.detach().transpose(1, 2).reshape(B * T, -1, D).contiguous().numpy()
+            for x in (query_BHTD, key_BKTD, value_BKTD)
+        )
+        table = np.arange(B * blocks, dtype=np.int32).reshape(B, blocks)
+        row_N, position_N = (x.ravel().astype(np.int32) for x in np.indices((B, T)))
+        paged_attention(D)(
+            query_NHD, key_NKD, value_NKD, keys, values, table, row_N, position_N, np.float32(scale), out_NHD
+        )
+        out_BHTD = torch.from_numpy(out_NHD).view(B, T, H, D).transpose(1, 2)
+        if any(ctx.needs_input_grad):
+            _, lse_BHT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query_BHTD, key_BKTD, value_BKTD, 0.0, True, scale=scale
+            )
+            ctx.save_for_backward(query_BHTD, key_BKTD, value_BKTD, out_BHTD, lse_BHT)
+            ctx.scale = scale
+        return out_BHTD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grads[0], *ctx.saved_tensors, 0.0, True, scale=ctx.scale
+        )
+        return *parts, None
