@@ -149,7 +149,7 @@ def test_a_wrong_server_is_named_and_the_run_goes_on_without_answers(tmp_path, c
     for version in (0, 1):
         admit(run, config, version, version, play(engine_of(config, right, 0), version))
         trainer.step(trainer.ledger.ready_groups(1, in_order=True), 0.0, 0.0, 0.0)
-    trainer.settle(wait=True)
+        trainer.settle(wait=True)
     first, second = runfolder.read_jsonl(run / "metrics.jsonl")
     found = {a["engine"]: a for a in first["canary/answers"]}
     assert found[url]["k2"] < 1e-9

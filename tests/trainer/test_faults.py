@@ -5,6 +5,7 @@ trainer, and lets the real trainer step on them. The same table is in docs/parit
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,10 @@ class Case:
         if engine is not None:
             answer(self.run, engine, number=1)
             said = complaints(
-                {"http://engine-0": configuration(self.engine()), "http://engine-1": configuration(engine)}
+                {
+                    "http://engine-0": configuration(self.engine(version=version)),
+                    "http://engine-1": configuration(engine),
+                }
             )
         halted = ""
         try:
@@ -88,27 +92,48 @@ def groups(engine: Engine, version: int = VERSION, **options) -> list[Episode]:
     return [e for i in range(PROMPTS) for e in play(engine, PROMPTS * version + i, **options)]
 
 
-def start(tmp_path: Path, kind: str = "qwen3", **trainer: object) -> Case:
-    run, config = new_run(
-        tmp_path,
-        kind,
-        rollout={"prompts": PROMPTS, "group": 4, "tokens": 40, "context": 128, "staleness": 0},
-        guards={"min_tokens": 16},
-        trainer={"lr": 0.02, "warmup_steps": 0, "keep_checkpoints": 4} | trainer,
-    )
-    canaries(run)
-    case = Case(run, config, Trainer(run))
-    for version in range(VERSION):
-        engine = case.engine(version=version)
-        found = case.step(groups(engine, version, routes=config.trainer.router_replay), engine)
-        assert (found.halted, found.complaints) == ("", [])
-        assert set(found.events) <= {"grad_norm"}, "the steps before are healthy"
-        assert found.metrics["canary/k2"] < 1e-9
-    return case
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Healthy runs of two steps, by kind of model, made when they are first asked for."""
+    made: dict[str, Path] = {}
+
+    def base(kind: str) -> Path:
+        if kind not in made:
+            run, config = new_run(
+                tmp_path_factory.mktemp(kind),
+                kind,
+                rollout={"prompts": PROMPTS, "group": 4, "tokens": 40, "context": 128, "staleness": 0},
+                guards={"min_tokens": 16},
+                trainer={"lr": 5e-3, "warmup_steps": 0, "router_replay": kind == "moe"},
+            )
+            canaries(run)
+            case = Case(run, config, Trainer(run))
+            for version in range(VERSION):
+                engine = case.engine(version=version)
+                found = case.step(groups(engine, version, routes=kind == "moe"), engine)
+                assert (found.halted, found.complaints) == ("", [])
+                assert set(found.events) <= {"grad_norm"}, "the steps before are healthy"
+                assert found.metrics["canary/k2"] < 1e-9
+            made[kind] = run
+        return made[kind]
+
+    return base
 
 
-def test_nothing_is_said_of_a_healthy_step(tmp_path):
-    case = start(tmp_path)
+@pytest.fixture
+def start(bases, tmp_path):
+    """Continues a copy of such a run."""
+
+    def started(kind: str = "qwen3") -> Case:
+        run = tmp_path / "run"
+        shutil.copytree(bases(kind), run)
+        return Case(run, runfolder.load_config(run), Trainer(run))
+
+    return started
+
+
+def test_nothing_is_said_of_a_healthy_step(start):
+    case = start()
     engine = case.engine()
     found = case.step(groups(engine), engine)
     assert (found.events, found.halted, found.complaints) == ({}, "", [])
@@ -126,7 +151,6 @@ class Fault:
     complains: str = ""
     verdict: str = ""
     kind: str = "qwen3"
-    trainer: dict[str, object] = field(default_factory=dict)
 
 
 def stale_weights(case, monkeypatch):
@@ -232,18 +256,16 @@ FAULTS = {
     "temperature": Fault(sampled_with(temperature=0.8), ("mismatch_k2",), verdict="tokens"),
     "top-p": Fault(sampled_with(top_p=0.9), ("mismatch_k2",), verdict="tokens"),
     "bfloat16 head": Fault(narrow_head, complains="head is narrower than float32", verdict="kernel"),
-    "dropped replay": Fault(
-        dropped_replay, ("routes_missing",), verdict="routing", kind="moe", trainer={"router_replay": True}
-    ),
+    "dropped replay": Fault(dropped_replay, ("routes_missing",), verdict="routing", kind="moe"),
     "failure scored": Fault(scored_failure, halts="episode 5-3-0 was lost to infrastructure", verdict="infra"),
     "silence scored": Fault(scored_silence, ("empty",), verdict="infra"),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_caught_at_its_first_step_and_named(tmp_path, monkeypatch, name):
+def test_a_fault_is_caught_at_its_first_step_and_named(start, monkeypatch, name):
     fault = FAULTS[name]
-    case = start(tmp_path, fault.kind, **fault.trainer)
+    case = start(fault.kind)
     with monkeypatch.context() as patch:
         episodes, engine = fault.inject(case, patch)
         found = case.step(episodes, engine)
