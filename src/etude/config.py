@@ -156,7 +156,9 @@ class GuardsConfig(Section):
     baseline: int = Field(default=20, ge=5, description="first steps of the mismatch's median")
     min_tokens: int = Field(default=256, ge=1, description="tokens below which a mean over tokens is not judged")
     canary: int = Field(
-        default=8, ge=0, description="sequences that engines and trainer score under every version; 0: none"
+        default=8,
+        ge=0,
+        description="sequences that engines and trainer score under every version; 0: none (docs/losses.md)",
     )
     lag: Guard = _guard(None, None, "halt")  # stop: the staleness bound, unless given
     kv_lag: Guard = _guard(None, None, "warn")  # warn: the staleness bound, unless given

@@ -126,10 +126,7 @@ class Engine:
         return future
 
     def score(self, ids: list[int]) -> Future[tuple[int, list[float]]]:
-        """The version, and the log-probabilities of `ids` but the first (see `forward.score`), between two steps.
-
-        Raises ValueError for ids that cannot be scored.
-        """
+        """The version, and log-probabilities as `forward.score` gives them. Raises ValueError for ids without any."""
         check_sequence(ids, self.max_length, self.vocab_size)
         future: Future[tuple[int, list[float]]] = Future()
         future.set_running_or_notify_cancel()
@@ -360,9 +357,10 @@ class Engine:
 
     def _score_one(self) -> None:
         """One sequence per step, so that running rows wait for one short pass at a time."""
-        ids, future = self._scores.popleft()
+        ids, future = self._scores[0]
         with exact.exact(self.exact):
             log_probs = score(self.model, self.cache, ids, alone=self.alone)
+        self._scores.popleft()  # not before: if the pass fails, whoever waits is told
         self.counters.scored_tokens += len(ids)
         future.set_result((self.version, log_probs.tolist()))
 

@@ -4,7 +4,8 @@
     trainer      scores them under each version that it publishes, and judges at every step what has arrived by then
 
 Nobody waits for anybody: an engine that does not answer leaves a version unmeasured, and that is all. The store holds
-`sequences.msgpack`, the same for a run and its continuations, and `VERSION/ENGINE.msgpack` for each answer.
+`sequences.msgpack`, the same for a run and its continuations, and `VERSION/ENGINE.msgpack` for each answer until the
+trainer has taken it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from etude.store import NotFound, Store
 
 TOKENS = 256  # of a sequence, at most
 SECONDS = 120.0  # for an engine to answer
-KEPT = 16  # versions whose answers are still looked for
+KEPT = 16  # versions whose answers may still come
 _SEQUENCES = "sequences.msgpack"
 
 
@@ -71,11 +72,13 @@ def write_answer(store: Store, number: int, answer: Answer) -> None:
     store.put(f"{answer.scored.version:08d}/{number:04d}.msgpack", encode(answer))
 
 
-def read_answers(store: Store, since: int, seen: set[str]) -> list[Answer]:
-    """The answers under versions from `since` on whose keys are not in `seen`; adds them to it."""
-    keys = [key for key in store.list(after=f"{since:08d}") if key[0].isdigit() and key not in seen]
-    seen.update(keys)
-    return [decode(store.get(key), Answer) for key in keys]
+def take_answers(store: Store) -> list[Answer]:
+    """The answers that have come since the last call; they are removed."""
+    keys = [key for key in store.list() if key != _SEQUENCES]
+    found = [decode(store.get(key), Answer) for key in keys]
+    for key in keys:
+        store.delete(key)
+    return found
 
 
 class Asker:

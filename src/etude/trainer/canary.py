@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from etude.models.exact import exact
-from etude.rollout.canary import KEPT, read_answers, read_sequences
+from etude.rollout.canary import KEPT, read_sequences, take_answers
 from etude.store import Store
 from etude.trainer.execution import evaluate
 from etude.trainer.guards import Canary
@@ -27,7 +27,6 @@ class Canaries:
         sequences = tuple(np.array(ids) for ids in read_sequences(store))
         self._tokens = TokenRows(sequences, tuple(np.arange(1, len(ids)) for ids in sequences))
         self._scores: dict[int, np.ndarray] = {}  # by version, oldest first: float64 [N]
-        self._seen: set[str] = set()
         self._seconds = 0.0
 
     def score(self, version: int) -> None:
@@ -44,11 +43,11 @@ class Canaries:
 
     def arrived(self) -> list[Canary]:
         """What engines have answered since the last call, of the versions that were scored here."""
-        if not self._scores:
+        if not self._tokens.rows:
             return []
         started = time.perf_counter()
         found: list[Canary] = []
-        for answer in read_answers(self._store, min(self._scores), self._seen):
+        for answer in take_answers(self._store):
             own_N = self._scores.get(answer.scored.version)
             theirs_N = np.concatenate([np.array(part, np.float64) for part in answer.scored.logprobs])
             if own_N is not None and len(own_N) == len(theirs_N):
