@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from runs import GROUP, admit, answer, canaries, edited, engine_of, new_run, play
+from runs import admit, answer, canaries, edited, engine_of, new_run, play
 
 from etude.config import GuardsConfig, RLConfig
 from etude.errors import RunFailed
@@ -28,7 +28,7 @@ HEALTHY = {
     "mismatch/ess": 0.999,
     "loss/W_cut": 0.001,
     "off_policy/max": 1.0,
-    "stale/kv_lag": 1.0,
+    "stale/kv_lag": 0.0,
     "drop/episodes/empty": 0.0,
     "rollout/episodes": 256.0,
     "rollout/groups": 16.0,
@@ -246,15 +246,15 @@ def test_a_skipped_step_publishes_the_same_weights_and_a_halted_one_nothing(tmp_
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_guards_are_silent_on_two_hundred_steps_of_a_healthy_run(tmp_path, dtype):
     """A run in one process: an engine that follows the published versions samples, answers the canaries and computes in
-    `dtype`, as the trainer does. Two minutes."""
+    `dtype`, as the trainer does."""
     folder, config = new_run(
         tmp_path,
         guards={"min_tokens": 64},
-        rollout={"prompts": 2, "group": GROUP, "tokens": 40, "context": 128},
+        rollout={"prompts": 1, "group": 8, "tokens": 12, "context": 128},
         trainer={"lr": 3e-4, "warmup_steps": 0, "dtype": dtype, "steps": 200},
         inference={"dtype": dtype},
     )
-    canaries(folder)
+    canaries(folder, count=2, tokens=32)
     trainer = Trainer(folder)
     store = open_store(str(folder / "weights"))
     model = load_model(config.model.path, dtype=getattr(torch, dtype))
@@ -266,9 +266,8 @@ def test_guards_are_silent_on_two_hundred_steps_of_a_healthy_run(tmp_path, dtype
         engine.version = receiver.version
         assert engine.version == version
         answer(folder, engine)
-        for index in (2 * version, 2 * version + 1):
-            admit(folder, config, index, version, play(engine, index))
-        trainer.step(trainer.ledger.ready_groups(2, in_order=True), 0.0, 0.0, 0.0)
+        admit(folder, config, version, version, play(engine, version, 8, tokens=12))
+        trainer.step(trainer.ledger.ready_groups(1, in_order=True), 0.0, 0.0, 0.0)
         trainer.settle(wait=True)
     lines = read_jsonl(folder / "metrics.jsonl")
     assert len(lines) == 200
