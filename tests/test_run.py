@@ -196,6 +196,28 @@ def test_two_servers_share_the_episodes_of_a_run_that_replays_their_experts(tmp_
 
 
 @pytest.mark.slow
+def test_three_versions_at_a_learning_rate_of_zero_are_one(tmp_path):
+    """G10: nothing on the way from the trainer to an engine changes a bit, and the two do not drift apart."""
+    asynchronous = CONFIG.replace("deterministic = true", "").replace("staleness = 0", "staleness = 1")
+    overrides = ["--trainer.lr", "0", "--trainer.steps", "4", "--inference.servers", "2"]
+    code, output = finished(start(tmp_path, *overrides, config=asynchronous))
+    assert code == 0, output
+    assert "guard" not in output
+    published = versions(tmp_path)
+    assert len(published) == 5
+    assert len({digest for _, digest, _ in published}) == 1
+    report = json.loads((tmp_path / "outputs/run/report.json").read_text())
+    assert all(report["checks"].values()), report["checks"]
+    lines = [json.loads(line) for line in (tmp_path / "outputs/run/metrics.jsonl").read_text().splitlines()]
+    answers = [a for line in lines for a in line.get("canary/answers", [])]
+    assert len({a["engine"] for a in answers}) == 2
+    assert len({a["version"] for a in answers}) >= 3, "too few versions were measured: the comparison is void"
+    # One pass of the same sequences with the same weights: rounding of float32 between two ways to compute it.
+    assert 0 < max(a["k2"] for a in answers) < 1e-9
+    assert max(a["k2"] for a in answers) <= 1.1 * min(a["k2"] for a in answers)
+
+
+@pytest.mark.slow
 def test_a_run_finds_how_many_episodes_keep_its_engine_full(tmp_path):
     config = CONFIG.replace("deterministic = true", "").replace("staleness = 0", "staleness = 2")
     config = config.replace("max_in_flight = 6", 'max_in_flight = "auto"')

@@ -155,7 +155,14 @@ class GuardsConfig(Section):
     window: int = Field(default=50, ge=5, description="steps of the gradient norm's median")
     baseline: int = Field(default=20, ge=5, description="first steps of the mismatch's median")
     min_tokens: int = Field(default=256, ge=1, description="tokens below which a mean over tokens is not judged")
+    canary: int = Field(
+        default=8,
+        ge=0,
+        description="sequences that engines and trainer score under every version; 0: none (docs/losses.md)",
+    )
     lag: Guard = _guard(None, None, "halt")  # stop: the staleness bound, unless given
+    kv_lag: Guard = _guard(None, None, "warn")  # warn: the staleness bound, unless given
+    canary_growth: Guard = _guard(3.0, 10.0)
     mismatch_k2: Guard = _guard(5e-4, 5e-3)
     mismatch_growth: Guard = _guard(10.0, None, "warn")
     tail_ln2: Guard = _guard(1e-3, 1e-2)
@@ -165,6 +172,7 @@ class GuardsConfig(Section):
     weight_cut: Guard = _guard(0.02, 0.2)
     grad_norm: Guard = _guard(5.0, 50.0, "rollback")
     zero_variance: Guard = _guard(0.5, 0.9, "warn")
+    empty: Guard = _guard(0.0, None, "warn")
     non_finite: Guard = _guard(None, 0.0)
     routes_missing: Guard = _guard(None, 0.0)
     routes_refused: Guard = _guard(0.01, 0.1)
@@ -189,7 +197,7 @@ class GuardsConfig(Section):
 class TrainerConfig(Section):
     steps: int = Field(default=100, ge=1, description="optimizer steps; the run ends here at the latest")
     minutes: float | None = Field(default=None, gt=0, description="no step starts after this much training time")
-    lr: float = Field(default=1e-4, gt=0)
+    lr: float = Field(default=1e-4, ge=0, description="0 publishes the same weights again: a check of the sync")
     warmup_steps: int = Field(default=2, ge=0)
     decay: float = Field(
         default=0.0, ge=0, le=1, description="last share of the run in which the learning rate falls linearly to zero"

@@ -11,6 +11,7 @@
 | trainer | trainer          | P ready groups              | the P-th ready group        | engines, and so admission |
 | engine  | inference server | requests; newest manifest   | requests                    | play                      |
 | watch   | controller       | exit codes, served digests  | -                           | stops the run, with a why |
+| canary  | controller       | engines at a new version    | -                           | what the trainer judges   |
 
 Nothing here is per-token, and nothing is lost when a process dies: the ledger knows every admitted episode, a version's
 manifest names the groups it was trained on, and `--resume` starts again from those two. A step of the trainer and the
@@ -42,8 +43,10 @@ from etude.harness.renderers import Renderer
 from etude.inference.client import EngineClient, EngineError
 from etude.records import Episode, Outcome, PolicyVersion, encode
 from etude.rollout.admission import groups_to_admit
+from etude.rollout.canary import Asker
 from etude.rollout.concurrency import Concurrency
 from etude.rollout.curriculum import Curriculum
+from etude.rollout.engines import complaints
 from etude.rollout.ledger import EpisodeLease, Ledger
 from etude.rollout.rewards import with_reward
 from etude.rollout.stall import LIMIT, Stall, Standing, who_waits
@@ -87,6 +90,7 @@ class Run:
     rollouts: Store
     sandbox: NamespaceSandbox
     renderer: Renderer
+    canaries: Asker
     client: EngineClient
     engines: Sequence[str]  # base URLs
     children: Sequence[processes.Child]
@@ -94,6 +98,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     manifests: dict[int, PolicyVersion] = field(default_factory=dict[int, PolicyVersion])
     digests_checked: int = 0
+    complaints: set[str] = field(default_factory=set[str])  # of engines that are not configured alike
     pauses: dict[int, float] = field(default_factory=dict[int, float])  # ms that engines stood still, by version
 
     @property
@@ -235,6 +240,13 @@ async def _observe_versions(run: Run) -> None:
         run.pauses[version] = max(run.pauses.get(version, 0.0), float(health["last_pause_ms"]))
         told.append(health)
         served.append(version)
+        if manifest is not None:
+            run.canaries.served(url, version)
+    configured = {url: health["configuration"] for url, health in zip(run.engines, told, strict=True)}
+    for complaint in complaints(configured):
+        if complaint not in run.complaints:
+            print(f"guard engines, warn: {complaint}", file=sys.stderr, flush=True)
+            run.complaints.add(complaint)
     run.progress.served = min(served)
     sums = {name: float(sum(health[name] for health in told)) for name in SUMMED}
     run.progress.engine = sums | {"busy_seconds": sum(health["busy_seconds"] for health in told) / len(told)}

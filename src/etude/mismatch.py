@@ -124,6 +124,8 @@ def _exact(episodes: Sequence[Episode], vocabulary: int, replays: bool) -> Itera
                 if mask_T[: segment.prompt_length].any()
                 else "ids outside the vocabulary"
                 if len(ids_T) and not 0 <= ids_T.min() <= ids_T.max() < vocabulary
+                else "ids or positions other than those that were sampled, by their digest"
+                if not segment.intact
                 else "a mask that does not fit its log-probabilities and versions"
                 if (logprobs_T[at_N] > 0).any() or (versions_T[at_N] < 0).any() or (versions_T[mask_T == 0] >= 0).any()
                 else None

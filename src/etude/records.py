@@ -11,6 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TypeVar
 
+import blake3
 import msgspec
 import numpy as np
 
@@ -117,15 +118,25 @@ class Generation(Record, frozen=True, kw_only=True):
     routes: Routes | None = None  # of the fed positions, from the asked one on: all but the last sampled token
     cached_tokens: int = 0  # of the prompt, not computed for this request
     cached_document_tokens: int = 0  # those of them that belong to documents
+    kv_version: int = -1  # oldest version that computed a key or value these tokens saw; -1: unknown
     accepted_draft_tokens: int = 0  # of the request's own draft sources: drafted and emitted
     rejected_draft_tokens: int = 0  # drafted and never emitted; every place of a source counts once
+
+
+def token_digest(ids: blake3.blake3, mask: blake3.blake3) -> str:
+    """The digest of a segment's tokens, of the two hashes that were fed its ids (int32) and its mask (uint8) in order.
+
+    Order is position, so it changes if an id, its place or whether it was sampled does.
+    """
+    return blake3.blake3(ids.digest() + mask.digest()).hexdigest(length=16)
 
 
 class Segment(Record, frozen=True, kw_only=True):
     """An append-only run of tokens of one episode. All arrays have the same length T.
 
     `mask` is 1 on tokens the policy sampled; elsewhere `logprobs` is 0.0 and `versions` is -1.
-    `turn_starts` holds the offset of each sampled turn, so a viewer can cut the segment into turns.
+    `turn_starts` holds the offset of each sampled turn, so a viewer can cut the segment into turns. `digest` is that of
+    the tokens as they were appended one after another: the trainer refuses a segment that holds others.
     """
 
     ids: bytes  # int32[T]
@@ -135,6 +146,12 @@ class Segment(Record, frozen=True, kw_only=True):
     prompt_length: int  # tokens before the first sampled one; shared by the members of a group
     turn_starts: tuple[int, ...] = ()
     routes: Routes | None = None  # from position 0 on; those after its end have none
+    digest: str = ""  # see `token_digest`
+
+    @property
+    def intact(self) -> bool:
+        """Whether ids and sampled positions are those that were appended."""
+        return self.digest == token_digest(blake3.blake3(self.ids), blake3.blake3(self.mask))
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """`ids_T, mask_T, logprobs_T, versions_T` as read-only numpy views."""

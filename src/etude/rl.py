@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from itertools import count
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from etude.harness.renderers import renderer_for
 from etude.inference.client import EngineClient
 from etude.monitor import Monitor
 from etude.records import Episode, encode
+from etude.rollout import canary
 from etude.rollout.concurrency import Concurrency, concurrency
 from etude.rollout.ledger import Ledger
 from etude.run_report import finish_report
@@ -139,13 +140,21 @@ async def _open(
     """Every process of the run, started and stopped together."""
     root = config.store or str(folder)
     weights = open_store(f"{root}/weights")
+    renderer = renderer_for(Path(config.model.path), None if config.model.dialect == "auto" else config.model.dialect)
+    answers, length = open_store(f"{root}/canary"), min(canary.TOKENS, config.rollout.context)
+    sequences = canary.make(dataset.split("train"), renderer, config.guards.canary, length)
+    canary.begin(answers, sequences)  # before the trainer looks for them
     ledger = Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db", config.name)
     ledger.recover(manifests(weights))  # before any process leases or trains
     view.stage("start engines")
     children, urls = await asyncio.to_thread(controller.start_engines, folder, config, logs)
     try:
         children.append(controller.start_trainer(folder, logs))
-        async with boxes() as sandbox, EngineClient(urls) as client:
+        async with (
+            boxes() as sandbox,
+            EngineClient(urls) as client,
+            aclosing(canary.Asker(answers, sequences, client, urls)) as canaries,
+        ):
             yield Run(
                 folder=folder,
                 config=config,
@@ -154,9 +163,8 @@ async def _open(
                 weights=weights,
                 rollouts=open_store(f"{root}/rollouts"),
                 sandbox=sandbox,
-                renderer=renderer_for(
-                    Path(config.model.path), None if config.model.dialect == "auto" else config.model.dialect
-                ),
+                renderer=renderer,
+                canaries=canaries,
                 client=client,
                 engines=urls,
                 children=children,

@@ -7,7 +7,7 @@ outputs/NAME/
   timeline.jsonl               who did what from when to when
   ledger.db                    or a PostgreSQL URL in config.json
   tasks/                       the task dataset, unless config.json names another
-  weights/  rollouts/          versions and token blobs, unless config.json names a store
+  weights/  rollouts/  canary/ versions, token blobs and engines' scores, unless config.json names a store
   checkpoints/step_N/          complete ones only
   logs/attempt_N/*.log         one per process; logs/latest points to the last attempt
   eval-before.json  eval-after.json

@@ -358,6 +358,34 @@ def test_a_prompt_that_is_not_the_whole_ledger_is_refused() -> None:
         ledger.add_turn([1, 2, 3], said)
 
 
+def test_the_digest_is_that_of_the_tokens_as_they_came(compact: Renderer, compact_folder: Path) -> None:
+    speaker = Speaker(compact_folder)
+    (segment,) = play(compact, Scripted([speaker.turn(("list", {})), speaker.turn(("finish", {}))])).segments
+    assert segment.intact
+    ids, mask, *_ = segment.arrays()
+    for changed in (np.where(np.arange(len(ids)) == 3, ids + 1, ids), np.roll(ids, 1)):
+        assert not msgspec.structs.replace(segment, ids=changed.astype("<i4").tobytes()).intact
+    assert not msgspec.structs.replace(segment, mask=np.roll(mask, 1).tobytes()).intact
+    assert not msgspec.structs.replace(segment, ids=segment.ids[:-4], mask=segment.mask[:-1]).intact
+
+
+@pytest.mark.parametrize(("kv_versions", "lag"), [((-1, -1), 0), ((5, 5), 2), ((7, 4), 3)])
+def test_how_far_keys_lag_behind_their_tokens(
+    compact: Renderer, compact_folder: Path, kv_versions: tuple[int, int], lag: int
+) -> None:
+    """Both turns are sampled by version 7."""
+    speaker = Speaker(compact_folder)
+
+    class Lagging(Scripted):
+        async def generate(self, ids: list[int], **request: Any) -> Generation:
+            generation = await super().generate(ids, **request)
+            versions, oldest = [7] * len(generation.ids), kv_versions[len(self.prompts) - 1]
+            return msgspec.structs.replace(generation, versions=versions, kv_version=oldest)
+
+    draft = play(compact, Lagging([speaker.turn(("list", {})), speaker.turn(("finish", {}))]))
+    assert draft.metrics["kv_lag"] == lag
+
+
 def test_each_token_keeps_its_version(compact: Renderer, compact_folder: Path) -> None:
     """T15: weights may be swapped inside a turn."""
     said = Speaker(compact_folder).turn(("list", {}))

@@ -15,12 +15,14 @@ import httpx2
 import numpy as np
 import openai
 import pytest
+import torch
 
 from etude import processes
 from etude.errors import UserError
 from etude.harness.renderers import renderer_for
 from etude.harness.renderers.base import PlainEncoder, load_tokenizer
 from etude.inference.client import EngineClient, EngineError
+from etude.inference.configuration import digest_of
 from etude.inference.parts import document_text
 from etude.inference.server import main
 from etude.models.loading import load_model, named_tensors
@@ -116,6 +118,42 @@ def test_client_errors(url):
         taken.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         with pytest.raises(EngineError, match="could not be reached"):
             asyncio.run(fail(f"http://127.0.0.1:{taken.getsockname()[1]}", [1], 0.5))
+
+
+def test_scores_are_those_of_a_plain_pass(url, http):
+    """Also of ids that the prefix cache holds: nothing is read from it."""
+    sequences = [[3, *range(100, 170)], list(range(40, 50)), [3, *range(100, 170)]]
+
+    async def ask(ids):
+        async with EngineClient([url]) as client:
+            await client.generate(ids[0], max_tokens=1, temperature=1.0, top_p=1.0, stop=[], seed=0, timeout=SECONDS)
+            return await client.score(url, ids, SECONDS)
+
+    scored, model = asyncio.run(ask(sequences)), load_model(NANO)
+    health = http.get("/health").json()
+    assert (scored.version, scored.digest) == (health["version"], health["digest"])
+    assert scored.logprobs[0] == scored.logprobs[2]
+    with torch.no_grad():
+        for ids, found in zip(sequences, scored.logprobs, strict=True):
+            expected = model(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+            own = expected.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1).numpy()
+            np.testing.assert_allclose(found, own, atol=1e-4)  # other kernels, other rounding in float32
+    for body in ({"sequences": [[3]]}, {"sequences": [[3, 10**6]]}, {"sequences": 3}):
+        refused = http.post("/score", json=body)
+        assert (refused.status_code, set(refused.json())) == (400, {"error"})
+
+
+def test_health_says_how_it_computes(http):
+    health = http.get("/health").json()
+    settings = health["configuration"]
+    assert (settings["head"], settings["log_softmax"], settings["dtype"]) == ("float32", "float32", "float32")
+    assert (settings["device"], settings["threads"], settings["speculate"], settings["routes"]) == (
+        "cpu",
+        1,
+        True,
+        True,
+    )
+    assert health["configuration_digest"] == digest_of(settings), "JSON carries the settings whole"
 
 
 def test_a_client_that_goes_away_aborts_its_request(url, http):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import blake3
 import msgspec
 import numpy as np
 import torch
@@ -11,11 +12,14 @@ from tiny import save_random_model
 
 from etude import runfolder
 from etude.config import RLConfig
+from etude.harness.ledger import TokenLedger
 from etude.harness.loop import turn_seed
+from etude.inference.client import Scored
 from etude.inference.engine import Engine, Limits, Request
 from etude.models.loading import load_model, named_tensors
 from etude.models.replay import routers
-from etude.records import Episode, Generation, Outcome, Segment, StopReason, encode
+from etude.records import Episode, Generation, Outcome, StopReason, encode, token_digest
+from etude.rollout import canary
 from etude.rollout.ledger import Ledger
 from etude.store import open_store
 from etude.trainer.rescoring import set_weights
@@ -76,47 +80,38 @@ def play(
         engine, [Request(ids=ids, max_tokens=tokens, seed=turn_seed(seed, 0), **options) for seed in seeds]
     )
     return [
-        Episode(
-            id=f"{group}-{member}-0",
-            group_id=group,
-            member=member,
-            attempt=0,
-            task_id="t",
-            seed=seeds[member],
-            outcome=Outcome.SCORED,
-            stop_reason=StopReason.FINISHED,
-            reward=float(member),
-            passed=member > 0,
-            segments=(
-                msgspec.structs.replace(
-                    segment(ids, generation.ids, generation.logprobs, generation.versions), routes=generation.routes
-                ),
-            ),
-            turns=(),
-            metrics={},
-        )
-        for member, generation in enumerate(generations)
+        episode(ids, generation, group, member, seed)
+        for member, (generation, seed) in enumerate(zip(generations, seeds, strict=True))
     ]
 
 
-def segment(ids: list[int], new: list[int], logprobs: list[float], versions: list[int]) -> Segment:
-    n = len(ids)
-    return Segment(
-        ids=np.array(ids + new, "<i4").tobytes(),
-        mask=np.array([0] * n + [1] * len(new), "u1").tobytes(),
-        logprobs=np.array([0.0] * n + logprobs, "<f4").tobytes(),
-        versions=np.array([-1] * n + versions, "<i4").tobytes(),
-        prompt_length=n,
-        turn_starts=(n,),
+def episode(ids: list[int], generation: Generation, group: int, member: int, seed: int) -> Episode:
+    """An episode of one turn, its tokens kept as the agent loop keeps them."""
+    ledger = TokenLedger()
+    ledger.add_environment(ids)
+    ledger.add_turn(ids, generation)
+    return Episode(
+        id=f"{group}-{member}-0",
+        group_id=group,
+        member=member,
+        attempt=0,
+        task_id="t",
+        seed=seed,
+        outcome=Outcome.SCORED,
+        stop_reason=StopReason.FINISHED,
+        reward=float(member),
+        passed=member > 0,
+        segments=ledger.segments(),
+        turns=(),
+        metrics={"kv_lag": float(ledger.kv_lag)},
     )
 
 
 def edited(episode: Episode, **arrays: np.ndarray) -> Episode:
-    """The episode with arrays of its segment replaced."""
-    return msgspec.structs.replace(
-        episode,
-        segments=(msgspec.structs.replace(episode.segments[0], **{k: v.tobytes() for k, v in arrays.items()}),),
-    )
+    """The episode as if the engine or the harness had given these arrays in the first place."""
+    segment = msgspec.structs.replace(episode.segments[0], **{k: v.tobytes() for k, v in arrays.items()})
+    digest = token_digest(blake3.blake3(segment.ids), blake3.blake3(segment.mask))
+    return msgspec.structs.replace(episode, segments=(msgspec.structs.replace(segment, digest=digest),))
 
 
 def keep(run: Path, episodes: list[Episode]) -> None:
@@ -168,3 +163,22 @@ def flip(model: torch.nn.Module) -> None:
 
     for router in routers(model):
         router.register_forward_hook(other)
+
+
+def canaries(run: Path, count: int = 8, tokens: int = 64) -> list[list[int]]:
+    """Begins the run's canaries with random sequences."""
+    sequences = canary.Sequences(ids=tuple(prompt(1000 + i, tokens) for i in range(count)))
+    canary.begin(open_store(str(run / "canary")), sequences)
+    return list(sequences.ids)
+
+
+def answer(run: Path, engine: Engine, number: int = 0, digest: str = "") -> None:
+    """What this engine says of the canaries of the run, stored as the controller does."""
+    store = open_store(str(run / "canary"))
+    futures = [engine.score(ids) for ids in canary.read_sequences(store)]
+    for _ in futures:
+        engine.step()
+    found = [future.result(0) for future in futures]
+    (version,) = {version for version, _ in found}
+    scored = Scored(version=version, digest=digest, logprobs=tuple(logprobs for _, logprobs in found))
+    canary.write_answer(store, number, canary.Answer(engine=f"http://engine-{number}", scored=scored))

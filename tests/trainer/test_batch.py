@@ -1,10 +1,13 @@
 import itertools
 
+import blake3
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from etude.records import Episode, Group, Outcome, Segment, StopReason
+from etude.errors import RunFailed
+from etude.records import Episode, Group, Outcome, Segment, StopReason, token_digest
 from etude.trainer.batch import advantages, collate, make_batch, token_rows, turn_advantages
 
 
@@ -17,6 +20,7 @@ def segment(
     logprobs = np.where(mask == 1, -1.0, 0.0).astype("<f4")
     versions = np.where(mask == 1, version, -1).astype("<i4")
     return Segment(
+        digest=token_digest(blake3.blake3(ids.tobytes()), blake3.blake3(mask.tobytes())),
         ids=ids.tobytes(),
         mask=mask.tobytes(),
         logprobs=logprobs.tobytes(),
@@ -160,3 +164,25 @@ def test_samples_follow_the_rows_token_by_token():
     assert samples.order_N.tolist() == [0, 1, 0, 1]
     assert samples.length_N.tolist() == [2.0] * 4
     assert samples.select(torch.tensor([2, 0])).advantages_N.tolist() == [-0.5, 0.5]
+
+
+def test_tokens_that_changed_after_they_were_sampled_stop_the_run():
+    """G1: an id, or which positions were sampled, of one member; whether or not the group has a gradient."""
+    good = segment([1, 2], [(3, 1), (4, 0), (5, 1)])
+    others = [
+        msgspec.structs.replace(good, ids=np.array([1, 2, 3, 4, 6], "<i4").tobytes()),
+        msgspec.structs.replace(good, mask=np.array([0, 0, 1, 1, 0], "u1").tobytes()),
+        msgspec.structs.replace(good, digest=""),
+    ]
+    for rewards in ((1.0, 0.0), (1.0, 1.0)):
+        for wrong in others:
+            members = [episode(0, rewards[0], [good]), episode(1, rewards[1], [wrong])]
+            with pytest.raises(RunFailed, match="episode e1 does not hold the tokens that were sampled"):
+                make_batch([GROUP], [members])
+    assert make_batch([GROUP], [[episode(0, 1.0, [good]), episode(1, 0.0, [good])]]).rows
+
+
+def test_a_failure_of_ours_that_was_scored_stops_the_run():
+    lost = msgspec.structs.replace(episode(0, 0.0, []), stop_reason=StopReason.ERROR, detail="EngineError: gone")
+    with pytest.raises(RunFailed, match=r"episode e0 was lost to infrastructure and scored 0 .*EngineError: gone"):
+        make_batch([GROUP], [[lost, episode(1, 1.0, [segment([1, 2], [(3, 1)])])]])

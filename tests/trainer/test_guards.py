@@ -3,17 +3,20 @@
 import numpy as np
 import pytest
 import torch
-from runs import admit, edited, engine_of, new_run, play
+from runs import admit, answer, canaries, edited, engine_of, new_run, play
 
 from etude.config import GuardsConfig, RLConfig
 from etude.errors import RunFailed
+from etude.inference.engine import Engine
+from etude.models.loading import load_model, named_tensors
 from etude.rollout.ledger import Ledger
+from etude.runfolder import read_jsonl
 from etude.store import open_store
 from etude.trainer import checkpoint
-from etude.trainer.guards import Guards
+from etude.trainer.guards import Canary, Guards
 from etude.trainer.process import Trainer
 from etude.weights.manifest import manifests, newest
-from etude.weights.receiver import load
+from etude.weights.receiver import Receiver, load
 
 HEALTHY = {
     "optim/grad_norm": 1.0,
@@ -25,6 +28,9 @@ HEALTHY = {
     "mismatch/ess": 0.999,
     "loss/W_cut": 0.001,
     "off_policy/max": 1.0,
+    "stale/kv_lag": 0.0,
+    "drop/episodes/empty": 0.0,
+    "rollout/episodes": 256.0,
     "rollout/groups": 16.0,
     "rollout/zero_variance": 4.0,
 }
@@ -64,6 +70,8 @@ def test_a_broken_promise_of_equal_bits_is_a_warning():
     ("guard", "change", "warns", "action"),
     [
         ("lag", {"off_policy/max": 2.0}, None, "halt"),
+        ("kv_lag", None, {"stale/kv_lag": 2.0}, "go"),
+        ("empty", None, {"drop/episodes/empty": 1.0}, "go"),
         ("mismatch_k2", {"mismatch/k2": 6e-3}, {"mismatch/k2": 6e-4}, "skip"),
         ("tail_ln2", {"mismatch/p_ln2": 0.02}, {"mismatch/p_ln2": 0.002}, "skip"),
         ("tail_dp", {"mismatch/p_dp": 0.06}, {"mismatch/p_dp": 0.006}, "skip"),
@@ -91,6 +99,37 @@ def test_a_guard_trips_at_its_thresholds(guard, change, warns, action):
         assert (guard, "stop") in [(event.guard, event.level) for event in verdict.events]
         assert verdict.action == action
         assert all(event.sentence for event in verdict.events)
+
+
+def canary(k2, engine="http://a:1", version=7):
+    return Canary(engine, version, k2, max_abs=0.1)
+
+
+def test_canaries_are_judged_against_the_first_ones():
+    guards = Guards(GuardsConfig(baseline=20), 1)
+
+    def events(k2):
+        return [(e.level, e.action) for e in guards.judge(HEALTHY, [canary(1e-6), canary(k2, "http://b:2")]).events]
+
+    # Before five are known, 5e-4 counts as usual; a healthy bfloat16 engine has 1e-4.
+    assert [events(k2) for k2 in (1.4e-3, 1.6e-3, 6e-3)] == [[], [("warn", "go")], [("stop", "skip")]]
+    steps(guards, 4, **{"canary/k2": 1e-4})
+    assert events(1.4e-3) == []
+    steps(guards, 1, 4, **{"canary/k2": 1e-4})
+    assert [events(k2) for k2 in (2.9e-4, 3.1e-4, 1.1e-3)] == [[], [("warn", "go")], [("stop", "skip")]]
+    steps(guards, 14, 5, **{"canary/k2": 1e-4})
+    steps(guards, 30, 19, **{"canary/k2": 1e-2})
+    assert events(3.1e-4) == [("warn", "go")], "the yardstick is that of the first twenty"
+    (event,) = guards.judge(HEALTHY, [canary(3.1e-4, "http://b:2")]).events
+    assert event.sentence.startswith("the engine at http://b:2 scores the canaries of version 7 otherwise")
+    still = Guards(GuardsConfig(), 1)
+    steps(still, 10, **{"canary/k2": 1e-12})
+    assert still.judge(HEALTHY, [canary(1.4e-4)]).events == (), "below the floor all growth is that of rounding"
+    both = still.judge(HEALTHY, [canary(1.0, "http://a:1", 6), canary(1.0, "http://b:2", 7)])
+    assert [("http://a:1" in e.sentence, "version 6" in e.sentence) for e in both.events] == [
+        (True, True),
+        (False, False),
+    ]
 
 
 def test_skips_lead_to_a_rollback_and_rollbacks_to_a_halt():
@@ -201,3 +240,39 @@ def test_a_skipped_step_publishes_the_same_weights_and_a_halted_one_nothing(tmp_
     assert newest(store).version == 4
     ledger = Ledger.open(f"sqlite:///{folder}/ledger.db")
     assert [g.id for g in ledger.ready_groups(1, in_order=True)] == [4], "the group of the halted step waits"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_guards_are_silent_on_two_hundred_steps_of_a_healthy_run(tmp_path, dtype):
+    """A run in one process: an engine that follows the published versions samples, answers the canaries and computes in
+    `dtype`, as the trainer does."""
+    folder, config = new_run(
+        tmp_path,
+        guards={"min_tokens": 64},
+        rollout={"prompts": 1, "group": 8, "tokens": 12, "context": 128},
+        trainer={"lr": 3e-4, "warmup_steps": 0, "dtype": dtype, "steps": 200},
+        inference={"dtype": dtype},
+    )
+    canaries(folder, count=2, tokens=32)
+    trainer = Trainer(folder)
+    store = open_store(str(folder / "weights"))
+    model = load_model(config.model.path, dtype=getattr(torch, dtype))
+    engine = Engine(model, version=-1)
+    receiver = Receiver(store, named_tensors(model))
+    for version in range(200):
+        update = receiver.poll()
+        update.apply()
+        engine.version = receiver.version
+        assert engine.version == version
+        answer(folder, engine)
+        admit(folder, config, version, version, play(engine, version, 8, tokens=12))
+        trainer.step(trainer.ledger.ready_groups(1, in_order=True), 0.0, 0.0, 0.0)
+        trainer.settle(wait=True)
+    lines = read_jsonl(folder / "metrics.jsonl")
+    assert len(lines) == 200
+    assert newest(store).digest != manifests(store)[0].digest, "nothing was learned: the silence is void"
+    assert all(line["mismatch/tokens"] >= 64 and line["canary/k2"] >= 0 for line in lines), "all of it was judged"
+    loud = {line["step"]: line["guard/events"] for line in lines if "guard/events" in line}
+    print(dtype, max(line["canary/k2"] for line in lines), max(line["mismatch/k2"] for line in lines), loud)
+    assert loud == {}

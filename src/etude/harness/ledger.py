@@ -11,9 +11,10 @@ import math
 from array import array
 from collections.abc import Sequence
 
+import blake3
 import numpy as np
 
-from etude.records import Generation, Routes, Segment
+from etude.records import Generation, Routes, Segment, token_digest
 
 
 class TokenLedgerError(AssertionError):
@@ -21,11 +22,13 @@ class TokenLedgerError(AssertionError):
 
 
 class TokenLedger:
-    """One segment in the making. `checks` counts the turns whose prompt was proved to extend all earlier tokens."""
+    """One segment in the making. `checks` counts the turns whose prompt was proved to extend all earlier tokens;
+    `kv_lag` is by how many versions a sampled token was ahead of the oldest key it saw, at most."""
 
     def __init__(self) -> None:
         self.sampled = 0
         self.checks = 0
+        self.kv_lag = 0
         self._ids = array("i")
         self._mask = bytearray()
         self._logprobs = array("f")
@@ -33,6 +36,7 @@ class TokenLedger:
         self._prompt_length = 0
         self._turn_starts: list[int] = []
         self._routes: list[Routes] = []  # of each turn
+        self._seen = blake3.blake3(), blake3.blake3()  # of ids and mask, token by token as they come
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -44,6 +48,7 @@ class TokenLedger:
         self._mask.extend(bytes(n))
         self._logprobs.frombytes(bytes(4 * n))
         self._versions.extend([-1] * n)
+        self._note(ids, 0)
         if not self._turn_starts:
             self._prompt_length = len(self._ids)
 
@@ -82,7 +87,16 @@ class TokenLedger:
         self._mask.extend(b"\1" * len(ids))
         self._logprobs.extend(logprobs)
         self._versions.extend(versions)
+        self._note(ids, 1)
         self.sampled += len(ids)
+        if generation.kv_version >= 0:
+            self.kv_lag = max(self.kv_lag, max(versions, default=0) - generation.kv_version)
+
+    def _note(self, ids: Sequence[int], sampled: int) -> None:
+        """Takes tokens into the digest before anything else can happen to them."""
+        hash_ids, hash_mask = self._seen
+        hash_ids.update(np.array(ids, "<i4").tobytes())
+        hash_mask.update(bytes([sampled]) * len(ids))
 
     def _add_routes(self, new: Routes, end: int) -> None:
         """Appends the experts of positions from `routed` to `end`: those the engine has fed by now."""
@@ -108,6 +122,7 @@ class TokenLedger:
             prompt_length=self._prompt_length,
             turn_starts=tuple(self._turn_starts),
             routes=self._joined_routes(),
+            digest=token_digest(*self._seen),
         )
         return (segment,)
 

@@ -189,6 +189,7 @@ class _Loop:
             "turns": float(len(self.turns)),
             "sampled_tokens": float(self.ledger.sampled),
             "context_tokens": float(len(self.ledger)),
+            "kv_lag": float(self.ledger.kv_lag),
             "tokens_prefix_property": float(self.ledger.checks),
             "seconds_model": sum(turn.seconds_model for turn in self.turns),
             "seconds_tools": sum(turn.seconds_tools for turn in self.turns),

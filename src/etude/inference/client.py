@@ -17,6 +17,7 @@ from etude.records import Generation, Record
 MSGPACK = "application/msgpack"
 _RETRY_SECONDS = 0.2  # between two attempts to reach a server that does not answer
 _CONNECT_SECONDS = 5.0
+CONFLICT = 409  # another version came while a server scored
 
 
 class EngineError(Exception):
@@ -35,6 +36,20 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
     session: str | None = None
     routes_from: int | None = None
     documents: tuple[list[int], ...] = ()
+
+
+class ScoreRequest(Record, frozen=True, kw_only=True):
+    """Body of `POST /score`, as JSON or MessagePack."""
+
+    sequences: tuple[list[int], ...]
+
+
+class Scored(Record, frozen=True, kw_only=True):
+    """Log-probabilities of given ids: of each sequence's tokens but the first, given those before, at temperature 1."""
+
+    version: int
+    digest: str  # of the tensors that the server says it serves
+    logprobs: tuple[list[float], ...]
 
 
 class EngineClient:
@@ -96,7 +111,7 @@ class EngineClient:
         url = self._server(session)
         self._in_flight[url] += 1
         try:
-            response = await self._post(url, body, timeout)
+            response = await self._post(f"{url}/generate", body, timeout)
         finally:
             self._in_flight[url] -= 1
         if response.status_code != 200:
@@ -106,6 +121,26 @@ class EngineClient:
         except msgspec.MsgspecError as e:
             raise EngineError(f"{url} sent an answer that is not a generation: {e}") from None
 
+    async def score(self, url: str, sequences: Sequence[list[int]], timeout: float) -> Scored | None:
+        """What the server's weights say of these sequences, each computed alone, with fresh keys and values.
+
+        None if another version came while it scored. Raises TimeoutError after `timeout` seconds, EngineError if the
+        server cannot be reached, refuses, or answers another question.
+        """
+        body = msgspec.msgpack.encode(ScoreRequest(sequences=tuple(sequences)))
+        response = await self._post(f"{url.rstrip('/')}/score", body, timeout)
+        if response.status_code == CONFLICT:
+            return None
+        if response.status_code != 200:
+            raise EngineError(f"{url} refused to score ({response.status_code}): {_reason(response)}")
+        try:
+            scored = msgspec.msgpack.decode(response.content, type=Scored)
+        except msgspec.MsgspecError as e:
+            raise EngineError(f"{url} sent an answer that is not a score: {e}") from None
+        if [len(found) + 1 for found in scored.logprobs] != [len(ids) for ids in sequences]:
+            raise EngineError(f"{url} scored other sequences than it was asked to")
+        return scored
+
     async def health(self, url: str, timeout: float = 10.0) -> dict[str, object]:
         """What the server says of itself: status, version, digest, load and utilisation. Raises EngineError."""
         try:
@@ -114,7 +149,7 @@ class EngineClient:
         except (httpx2.HTTPError, msgspec.MsgspecError) as e:
             raise EngineError(f"{url} does not answer: {type(e).__name__} {e}") from None
 
-    async def _post(self, url: str, body: bytes, timeout: float) -> httpx2.Response:
+    async def _post(self, route: str, body: bytes, timeout: float) -> httpx2.Response:
         headers = {"content-type": MSGPACK, "accept": MSGPACK}
         lost: httpx2.HTTPError | None = None
         try:
@@ -122,15 +157,15 @@ class EngineClient:
                 while True:
                     try:
                         limits = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
-                        return await self._http.post(f"{url}/generate", content=body, headers=headers, timeout=limits)
+                        return await self._http.post(route, content=body, headers=headers, timeout=limits)
                     except httpx2.TransportError as e:
                         lost = e
                     await asyncio.sleep(_RETRY_SECONDS)
         except TimeoutError:
             if lost is not None:
-                raise EngineError(
-                    f"{url} could not be reached for {timeout:.1f} seconds: {type(lost).__name__} {lost}"
-                ) from None
+                why = f"{type(lost).__name__} {lost}"
+                server = route.rpartition("/")[0]
+                raise EngineError(f"{server} could not be reached for {timeout:.1f} seconds: {why}") from None
             raise
 
     def _task_session(self) -> str | None:

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 
 from etude.inference.cache import NO_MATCH, Match, PagedCache
 from etude.inference.documents import Documents
-from etude.inference.forward import cost_curve, logits_of
+from etude.inference.forward import cost_curve, logits_of, score
 from etude.inference.limits import Counters, Limits
-from etude.inference.rows import Request, Row, Slots
+from etude.inference.rows import Request, Row, Slots, check_sequence
 from etude.inference.sampling import MARGIN, sample
 from etude.inference.speculation import Speculation, kept
 from etude.models import exact
@@ -51,8 +51,8 @@ class Engine:
         self.model = model
         self.version = version
         self.deterministic = deterministic
-        self._exact = deterministic and exact.possible(model)
-        self._alone = deterministic and not self._exact
+        self.exact = deterministic and exact.possible(model)
+        self.alone = deterministic and not self.exact
         self.limits = limits or Limits()
         self.counters = Counters()
         self.device = next(model.parameters()).device
@@ -74,13 +74,14 @@ class Engine:
         self._prefilling: list[Row] = []
         self._decoding: list[Row] = []
         self._swaps: deque[tuple[int, Callable[[], None], Future[float]]] = deque()
+        self._scores: deque[tuple[list[int], Future[tuple[int, list[float]]]]] = deque()
         self._paused: str | None = None
         self._clear_cache = False
         self._wake = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._slots = Slots(1 if self._alone else self.limits.rows, self.max_length, self.cache.blocks_per_row)
+        self._slots = Slots(1 if self.alone else self.limits.rows, self.max_length, self.cache.blocks_per_row)
         self._order_stale = True
         # Deterministic mode is about bits, and those depend on the size of a pass.
         speculate = self.limits.speculate and not deterministic
@@ -121,6 +122,18 @@ class Engine:
             if self._closed:
                 raise RuntimeError("the engine is closed")
             self._swaps.append((version, apply, future))
+            self._wake.notify()
+        return future
+
+    def score(self, ids: list[int]) -> Future[tuple[int, list[float]]]:
+        """The version, and log-probabilities as `forward.score` gives them. Raises ValueError for ids without any."""
+        check_sequence(ids, self.max_length, self.vocab_size)
+        future: Future[tuple[int, list[float]]] = Future()
+        future.set_running_or_notify_cancel()
+        with self._wake:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            self._scores.append((ids, future))
             self._wake.notify()
         return future
 
@@ -192,7 +205,7 @@ class Engine:
             reason = self._failure or RuntimeError("the engine was closed")
             for row in self._rows():
                 row.future.set_exception(reason)
-            for _, _, future in self._swaps:
+            for *_, future in (*self._swaps, *self._scores):
                 future.set_exception(reason)
 
     def _take_arrivals(self) -> None:
@@ -205,7 +218,7 @@ class Engine:
             return True
         if self._paused == "keep":
             return False
-        return bool(self._prefilling or self._decoding or (self._waiting and not self._paused))
+        return bool(self._prefilling or self._decoding or self._scores or (self._waiting and not self._paused))
 
     def step(self) -> None:
         """Apply swaps and aborts, admit, run one forward pass, sample, finish."""
@@ -226,6 +239,9 @@ class Engine:
             )
             if self._paused != "keep" and (self._prefilling or self._decoding):
                 self._forward()
+                busy = True
+            if self._paused != "keep" and self._scores:
+                self._score_one()
                 busy = True
             if busy:
                 self.counters.busy_seconds += time.perf_counter() - start
@@ -266,7 +282,7 @@ class Engine:
             row = self._waiting.popleft()
             request = row.request
             match = NO_MATCH
-            if not self._alone:
+            if not self.alone:
                 match = self.cache.match(request.path[:-1], self.version, request.session)
             if self._shares_unfinished_prompt(row, match.length):
                 deferred.append(row)
@@ -321,9 +337,9 @@ class Engine:
         complete = [row.fed + n == len(row.request.prompt) for row, n in chunks]
         sampled_S = np.concatenate([np.arange(decoded), ends[complete]])
         ids_N, slot_N, position_N = np.concatenate(ids), np.concatenate(slots), np.concatenate(positions)
-        with exact.exact(self._exact):
+        with exact.exact(self.exact):
             logits_SV = logits_of(
-                self.model, self.cache, self._slots.table, ids_N, slot_N, position_N, sampled_S, alone=self._alone,
+                self.model, self.cache, self._slots.table, ids_N, slot_N, position_N, sampled_S, alone=self.alone,
                 routes=self.limits.routes,
             )  # fmt: skip
         self.counters.prefilled_tokens += fed - len(decoding)
@@ -338,6 +354,15 @@ class Engine:
             count_R = np.concatenate([count_R, np.ones(len(finished_prompts), np.int64)])
             self._sample([*decoding, *finished_prompts], drafts, count_R, position_N[sampled_S] + 1, logits_SV)
         self._prefilling = [row for row in self._prefilling if row not in finished_prompts]
+
+    def _score_one(self) -> None:
+        """One sequence per step, so that running rows wait for one short pass at a time."""
+        ids, future = self._scores[0]
+        with exact.exact(self.exact):
+            log_probs = score(self.model, self.cache, ids, alone=self.alone)
+        self._scores.popleft()  # not before: if the pass fails, whoever waits is told
+        self.counters.scored_tokens += len(ids)
+        future.set_result((self.version, log_probs.tolist()))
 
     def _chunks(self) -> list[tuple[Row, int]]:
         """Rows whose prompts are fed in this pass, and how many tokens of each."""
@@ -376,7 +401,7 @@ class Engine:
 
     def _share_prompt(self, row: Row) -> None:
         """Offer a computed prompt's pages, at once, to the group's other members."""
-        if self._alone:
+        if self.alone:
             return
         path, session = row.request.path, row.request.session
         row.held = self.cache.insert(row.held, row.pages, path, row.kv_version, session)
@@ -443,7 +468,7 @@ class Engine:
             generation = self._result(row, reason)
             computed = (row.request.path + generation.ids)[: self._computed(row, generation)]
             session = row.request.session
-            if self._alone:
+            if self.alone:
                 self.cache.discard(row.held, row.pages)
             else:
                 row.held = self.cache.insert(row.held, row.pages, computed, row.kv_version, session)
@@ -466,6 +491,7 @@ class Engine:
             routes = self.cache.routes(row.pages, row.request.routes_from, len(row.request.prompt) + len(ids) - 1)
         return Generation(
             ids=ids, logprobs=log_probs, versions=versions, finish_reason=reason, routes=routes,
+            kv_version=row.kv_version,
             cached_tokens=row.cached, cached_document_tokens=row.cached_documents,
             accepted_draft_tokens=accepted, rejected_draft_tokens=rejected,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -62,6 +63,29 @@ def logits_of(
     return logits_SV
 
 
+def score(model: PreTrainedModel, like: PagedCache, ids: Sequence[int], *, alone: bool = False) -> np.ndarray:
+    """Log-probabilities, float32 [T - 1], of `ids` [T] but the first, each given those before it, at temperature 1.
+
+    One pass as `logits_of` makes them, over keys and values of its own: nothing is read from the cache `like`, nor left
+    there. May be called between two passes of an engine.
+    """
+    scratch = _scratch(model, like, len(ids))
+    ids_T, position_T = np.array(ids, dtype=np.int64), np.arange(len(ids))
+    table, slot_T = np.arange(scratch.num_pages, dtype=np.int32)[None], np.zeros(len(ids), np.int64)
+    logits_SV = logits_of(model, scratch, table, ids_T, slot_T, position_T, position_T[:-1], alone=alone)
+    next_S = torch.from_numpy(ids_T[1:]).to(logits_SV.device)
+    return exact.log_probs(logits_SV).gather(1, next_S[:, None]).squeeze(1).cpu().numpy()
+
+
+def _scratch(model: PreTrainedModel, like: PagedCache, tokens: int) -> PagedCache:
+    """An empty cache of the same kind for one row of so many tokens."""
+    blocks = max(2, -(-tokens // BLOCK))
+    return PagedCache(
+        model.config, num_bytes=blocks * like.page_bytes, max_length=blocks * BLOCK, dtype=like.keys.dtype,
+        device=like.keys.device,
+    )  # fmt: skip
+
+
 def cost_curve(model: PreTrainedModel, cache: PagedCache) -> CostCurve:
     """Seconds of verifying n tokens after a context of some hundred, sampling included; measured once per model.
 
@@ -78,12 +102,8 @@ def cost_curve(model: PreTrainedModel, cache: PagedCache) -> CostCurve:
 @torch.inference_mode()
 def _measure(model: PreTrainedModel, cache: PagedCache, largest: int) -> CostCurve:
     context = max(0, min(_CONTEXT, cache.max_length - largest))
-    blocks = max(2, -(-(context + largest) // BLOCK))
-    scratch = PagedCache(
-        model.config, num_bytes=blocks * cache.page_bytes, max_length=blocks * BLOCK, dtype=cache.keys.dtype,
-        device=cache.keys.device,
-    )  # fmt: skip
-    table = np.arange(blocks, dtype=np.int32)[None]
+    scratch = _scratch(model, cache, context + largest)
+    table = np.arange(scratch.num_pages, dtype=np.int32)[None]
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, context + largest)
 
     def run(size: int) -> None:

@@ -28,6 +28,7 @@ class Counters:
     sampled_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
+    scored_tokens: int = 0
     finished: int = 0
     aborted: int = 0
     swaps: int = 0

@@ -90,6 +90,14 @@ class Request:
                 raise ValueError(f"a token of the {source.name} is outside the vocabulary of {vocab_size}")
 
 
+def check_sequence(ids: list[int], max_length: int, vocab_size: int) -> None:
+    """Raise ValueError unless an engine with this context and vocabulary can score `ids`."""
+    if not 2 <= len(ids) <= max_length:
+        raise ValueError(f"a sequence to score has 2 to {max_length} tokens, got {len(ids)}")
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"a token to score is outside the vocabulary of {vocab_size}")
+
+
 @dataclass(eq=False)
 class Row:
     """A request on its way through the engine."""

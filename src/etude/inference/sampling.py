@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.models import exact
+
 # How close a draw may come to another token's before rounding could turn it: a few times what passes of other sizes
 # were seen to move float32 log-probabilities (1e-5 to 5e-5 in models with wide weights).
 MARGIN = 2e-4
@@ -29,11 +31,10 @@ def sample(
     A margin says how far a draw was from another token: at temperature 0 the log-probability above the second best,
     else the distance of the random number from the ends of the token's interval, in probability.
     """
-    logits_NV = logits_NV.float()
     if (temperature_N != 1.0).any():
         divisor = np.where(temperature_N == 0.0, 1.0, temperature_N).astype(np.float32)
-        logits_NV = logits_NV / torch.from_numpy(divisor).to(logits_NV.device)[:, None]
-    log_probs = torch.log_softmax(logits_NV, dim=-1).cpu()
+        logits_NV = logits_NV.float() / torch.from_numpy(divisor).to(logits_NV.device)[:, None]
+    log_probs = exact.log_probs(logits_NV).cpu()
     ids_N = np.empty(len(log_probs), np.int64)
     log_probs_N, margin_N = np.empty((2, len(log_probs)), np.float32)
     uniform_N = uniform(seed_N, position_N)

@@ -2,7 +2,8 @@
 
 POST /generate                      ids in, a Generation out (JSON or MessagePack)
 POST /v1/chat/completions, /v1/completions, /v1/apply;  GET /v1/models        see `openai.py`
-GET  /health [?verify=1]            version and digest of the live tensors, load, utilisation
+POST /score                         sequences in, log-probabilities of their tokens out; 409 if the version changes
+GET  /health [?verify=1]            version and digest of the live tensors, load, utilisation, configuration
 GET  /metrics                       Prometheus
 GET  /weights/chunks/N?version=V    the bytes of a chunk of the weights, for a server that repairs itself
 POST /pause?mode=abort|wait|keep&clear_cache=true, /resume;  GET /is_paused        vLLM's verbs
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -37,16 +39,19 @@ from starlette.routing import Route
 from transformers import PreTrainedModel
 
 from etude.errors import UserError
-from etude.inference.client import MSGPACK, GenerateRequest
+from etude.inference.client import CONFLICT, MSGPACK, GenerateRequest, Scored, ScoreRequest
+from etude.inference.configuration import configuration, digest_of
 from etude.inference.engine import Counters, Engine, Limits
 from etude.inference.openai import OpenAI, error, finished
 from etude.inference.rows import Request
 from etude.inference.weights import Follower, Origin
 from etude.models.loading import load_model, model_id
 from etude.processes import die_with_parent
+from etude.records import Record
 
 _WARM_UP_SECONDS = 300.0
 _DRAIN_SECONDS = 5
+T = TypeVar("T", bound=Record)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +156,7 @@ def build_app(engine: Engine, follower: Follower, model: PreTrainedModel, folder
     return Starlette(
         routes=[
             Route("/generate", api.generate, methods=["POST"]),
+            Route("/score", api.score, methods=["POST"]),
             Route("/health", api.health),
             Route("/weights/chunks/{number:int}", api.chunk),
             Route("/metrics", api.metrics),
@@ -169,15 +175,14 @@ class _Api:
         self._engine = engine
         self._follower = follower
         self._device = device
+        self._configuration = configuration(engine)
         self._started = time.monotonic()
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     async def generate(self, http: HTTPRequest) -> Response:
-        packed = http.headers.get("content-type", "").startswith(MSGPACK)
-        decoder = msgspec.msgpack.decode if packed else msgspec.json.decode
         try:
-            request = decoder(await http.body(), type=GenerateRequest)
+            request = await _body(http, GenerateRequest)
             row = self._engine.submit(
                 Request(**{name: getattr(request, name) for name in GenerateRequest.__struct_fields__})
             )
@@ -185,10 +190,23 @@ class _Api:
             return error(400, str(e))
         except RuntimeError as e:
             return error(503, str(e), "server_error")
-        generation = await finished(http, row)
-        if MSGPACK in http.headers.get("accept", ""):
-            return Response(msgspec.msgpack.encode(generation), media_type=MSGPACK)
-        return Response(msgspec.json.encode(generation), media_type="application/json")
+        return _answered(http, await finished(http, row))
+
+    async def score(self, http: HTTPRequest) -> Response:
+        """Log-probabilities under one version, which is named with its digest."""
+        served = self._follower.served
+        try:
+            request = await _body(http, ScoreRequest)
+            futures = [self._engine.score(ids) for ids in request.sequences]
+            found = [await asyncio.wrap_future(future) for future in futures]
+        except (msgspec.MsgspecError, ValueError) as e:
+            return error(400, str(e))
+        except RuntimeError as e:
+            return error(503, str(e), "server_error")
+        if any(version != served.version for version, _ in found) or self._follower.served != served:
+            return error(CONFLICT, f"version {served.version} was followed by another while it scored", "server_error")
+        log_probs = tuple(log_probs for _, log_probs in found)
+        return _answered(http, Scored(version=served.version, digest=served.digest, logprobs=log_probs))
 
     async def health(self, http: HTTPRequest) -> Response:
         follower, engine = self._follower, self._engine
@@ -209,6 +227,8 @@ class _Api:
             "last_pause_ms": engine.last_pause * 1e3,
             **{k: v for k, v in vars(engine.counters).items() if k != "sampled_tokens"},
             "documents": engine.documents.stats(),
+            "configuration": self._configuration,
+            "configuration_digest": digest_of(self._configuration),
         }
         if http.query_params.get("verify"):
             body["digest"] = await asyncio.to_thread(follower.live_digest)
@@ -260,6 +280,18 @@ class _Api:
         yield GaugeMetricFamily("etude_engine_requests_waiting", "requests waiting for a slot", value=waiting)
         yield GaugeMetricFamily("etude_weights_version", "weight version served", value=self._follower.served.version)
         yield GaugeMetricFamily("etude_weights_pause_ms", "last pause for a swap", value=self._engine.last_pause * 1e3)
+
+
+async def _body(http: HTTPRequest, kind: type[T]) -> T:
+    """The request's body. Raises msgspec.MsgspecError."""
+    packed = http.headers.get("content-type", "").startswith(MSGPACK)
+    return (msgspec.msgpack.decode if packed else msgspec.json.decode)(await http.body(), type=kind)
+
+
+def _answered(http: HTTPRequest, answer: Record) -> Response:
+    if MSGPACK in http.headers.get("accept", ""):
+        return Response(msgspec.msgpack.encode(answer), media_type=MSGPACK)
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from etude.models.kernels import BLOCK, paged_attention
 
 TILE = 16
+_SOME = 512  # rows of the head that its precision is measured on
 
 _on: ContextVar[bool] = ContextVar("etude_exact", default=False)
 
@@ -75,6 +76,25 @@ def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
     """Logits [S, V] in float32, on both sides; exact where that is on."""
     logits_SV = F.linear(padded(hidden_SD.float()), weight_VD.float())
     return logits_SV[: len(hidden_SD)] if len(logits_SV) > len(hidden_SD) else logits_SV
+
+
+def log_probs(logits_SV: Tensor) -> Tensor:
+    """Log-softmax in float32, whatever the type of the logits, [S, V]."""
+    return torch.log_softmax(logits_SV.float(), dim=-1)
+
+
+@torch.no_grad()
+def float32_head(model: nn.Module) -> bool:
+    """Whether `head` computes this model's logits in float32: measured, against float64.
+
+    bfloat16 is off by some 4e-3 of the largest logit, TF32 by 5e-4, float32 by less than 1e-5.
+    """
+    weight_VD = model.get_output_embeddings().weight[:_SOME]
+    noise = torch.Generator().manual_seed(0)
+    hidden_SD = torch.randn(TILE, weight_VD.shape[1], generator=noise).to(weight_VD.device, weight_VD.dtype)
+    true_SV = F.linear(hidden_SD.double(), weight_VD.double())
+    error_SV = head(hidden_SD, weight_VD).double() - true_SV
+    return bool(error_SV.abs().max() <= 1e-4 * true_SV.abs().max())
 
 
 def experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from etude.errors import RunFailed
 from etude.models.replay import MISSING, UNFED
-from etude.records import Episode, Group, Outcome, Segment
+from etude.records import Episode, Group, Outcome, Segment, StopReason
 from etude.trainer.plan import TokenRows
 
 
@@ -108,13 +108,15 @@ def make_batch(
     "zscore" divides by the group's standard deviation plus 1e-6 (arXiv:2402.03300, section 4.1.2). Under "value" every
     group has rows: a value head takes the baseline's place, and the advantages are still 0. Members lost to
     infrastructure are already absent from `episodes`. `routes`: the model's MoE layers and experts per token, if
-    recorded experts are to be replayed; raises RunFailed for episodes that recorded another model's.
+    recorded experts are to be replayed; raises RunFailed for episodes that recorded another model's, that do not hold
+    the tokens which were sampled, or that were lost to infrastructure and scored.
     """
     rows: list[Row] = []
     kept: list[float] = []
     zero_variance = 0
     for index, members in enumerate(episodes):
-        assert all(e.outcome is not Outcome.INFRA for e in members), "infrastructure failures must not reach the loss"
+        for member in members:
+            _check(member)
         rewards = [e.reward for e in members]
         flat = not rewards or max(rewards) == min(rewards) or pstdev(rewards) <= min_std
         zero_variance += flat
@@ -132,6 +134,20 @@ def make_batch(
         rows.extend(_rows(members, per_turn, index, len(kept), routes))
         kept.extend(rewards)
     return Batch(tuple(groups), tuple(map(tuple, episodes)), tuple(rows), zero_variance, tuple(kept))
+
+
+def _check(episode: Episode) -> None:
+    assert episode.outcome is not Outcome.INFRA, "infrastructure failures must not reach the loss"
+    if episode.stop_reason is StopReason.ERROR:
+        raise RunFailed(
+            f"episode {episode.id} was lost to infrastructure and scored {episode.reward:g} all the same "
+            f"({episode.detail or 'no reason given'}): such a failure must end as Outcome.INFRA and be played again"
+        )
+    if not all(segment.intact for segment in episode.segments):
+        raise RunFailed(
+            f"episode {episode.id} does not hold the tokens that were sampled: the digest of their ids and positions "
+            "is another; find what rewrites or tokenises episodes again after they are played"
+        )
 
 
 def _rows(

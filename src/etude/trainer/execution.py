@@ -236,7 +236,7 @@ def _predict(walk: _Pass, hidden_TD: Tensor, part: Part) -> tuple[Tensor, Tensor
     logits_SV = exact.head(hidden_SD, walk.model.get_output_embeddings().weight)
     if walk.temperature != 1.0:
         logits_SV = logits_SV / walk.temperature
-    logprobs_SV = torch.log_softmax(logits_SV, dim=-1)
+    logprobs_SV = exact.log_probs(logits_SV)
     chosen_M = logprobs_SV.flatten().index_select(0, of_M * logits_SV.shape[1] + target_M)
     values_M = None if walk.value is None else walk.value.head(hidden_SD)[of_M]
     with torch.no_grad():

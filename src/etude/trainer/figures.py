@@ -102,6 +102,8 @@ def batch_metrics(batch: Batch, version: int) -> dict[str, float | dict[str, int
         "off_policy/max": float(max(lag, default=0)),
         "off_policy/histogram": {str(k): n for k, n in sorted(lag.items())},
     }
+    if known := [e.metrics["kv_lag"] for e in episodes if "kv_lag" in e.metrics]:
+        metrics["stale/kv_lag"] = max(known)
     for name in sorted({key for e in episodes for key in e.metrics}):
         shown = f"{name}/mean" if name.startswith("reward/") else f"rollout/{name}"
         metrics[shown] = _mean(e.metrics.get(name, 0.0) for e in episodes)

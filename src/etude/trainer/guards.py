@@ -25,8 +25,12 @@ Action = Literal["go", "skip", "rollback", "halt"]
 _ORDER: tuple[Action, ...] = ("go", "skip", "rollback", "halt")
 _LOW = frozenset({"correlation", "ess"})  # these must not fall, all others must not rise
 _FLOOR = 5e-5  # k2 at a standard deviation of .01: growth below it is growth of rounding
+_UNKNOWN = 10 * _FLOOR  # k2 of canaries that is taken for usual while fewer than 5 have been seen
 _SENTENCES = {
     "lag": "tokens lag {value:.0f} versions behind the trainer, the bound is {threshold:.0f}",
+    "kv_lag": "a token saw keys {value:.0f} versions older than its own, {threshold:.0f} can be: a stale prefix cache?",
+    "canary_growth": "the engine at {engine} scores the canaries of version {version} otherwise than the trainer: "
+    "k2 {k2:.2g} is {value:.1f} times the usual, threshold {threshold:.1f}",
     "mismatch_k2": "trainer and engine disagree on tokens of one version: k2 {value:.2g}, threshold {threshold:.2g}",
     "mismatch_growth": "the mismatch is {value:.1f} times that of the first steps, threshold {threshold:.1f}",
     "tail_ln2": "{value:.2%} of the tokens differ by more than a factor of 2, threshold {threshold:.2%}",
@@ -35,12 +39,23 @@ _SENTENCES = {
     "ess": "importance weights leave an effective sample of {value:.2%}, threshold {threshold:.2%}",
     "weight_cut": "{value:.2%} of the importance weights were cut, threshold {threshold:.2%}",
     "grad_norm": "the gradient norm is {value:.1f} times its median, threshold {threshold:.1f}",
+    "empty": "{value:.0%} of the episodes sampled no token and count all the same",
     "zero_variance": "{value:.0%} of the groups teach nothing, threshold {threshold:.0%}",
     "non_finite": "the gradient is not finite",
     "routes_missing": "{value:.2%} of the tokens have no recorded experts to replay, threshold {threshold:.2%}",
     "routes_refused": "{value:.2%} of the recorded experts are implausible to the trainer, threshold {threshold:.2%}",
     "parity": "deterministic trainer and engine differ by {value:.2g} in a log-probability: other processors?",
 }
+
+
+@dataclass(frozen=True)
+class Canary:
+    """How an engine scored the fixed sequences under a version, against the trainer: k2, and the largest difference."""
+
+    engine: str
+    version: int
+    k2: float
+    max_abs: float
 
 
 @dataclass(frozen=True)
@@ -81,14 +96,20 @@ class Guards:
         self._exact = exact
         self._norms: deque[float] = deque(maxlen=config.window)
         self._first: list[float] = []
+        self._canaries: list[float] = []  # k2 of the first steps that had some
         self.good = 0
         self._skips = self._rollbacks = 0
         for metrics in history:
             self._remember(metrics)
 
-    def judge(self, metrics: Mapping[str, float]) -> Verdict:
-        """What to do with a step that measured this. Figures that were not measured cross nothing."""
+    def judge(self, metrics: Mapping[str, float], canaries: Sequence[Canary] = ()) -> Verdict:
+        """What to do with a step that measured this. Figures that were not measured cross nothing.
+
+        `canaries` are those that have arrived since the step before: of versions that may be older than the step's.
+        """
         events = [event for name, value in self._values(metrics).items() for event in self._crossed(name, value)]
+        usual = max(median(self._canaries), _FLOOR) if len(self._canaries) >= 5 else _UNKNOWN
+        events += [e for c in canaries for e in self._crossed("canary_growth", c.k2 / usual, **vars(c))]
         action = max((event.action for event in events), key=_ORDER.index, default="go")
         if not self._config.act:
             action = "go"
@@ -123,6 +144,8 @@ class Guards:
             self._norms.append(norm)
         if len(self._first) < self._config.baseline and self._measured(metrics):
             self._first.append(metrics["mismatch/k2"])
+        if len(self._canaries) < self._config.baseline and "canary/k2" in metrics:
+            self._canaries.append(metrics["canary/k2"])
 
     def _measured(self, metrics: Mapping[str, float]) -> bool:
         return "mismatch/k2" in metrics and metrics.get("mismatch/tokens", 0.0) >= self._config.min_tokens
@@ -131,6 +154,8 @@ class Guards:
         """The guarded figures that this step has."""
         values: dict[str, float | None] = {
             "lag": metrics.get("off_policy/max"),
+            "kv_lag": metrics.get("stale/kv_lag"),
+            "empty": _share(metrics.get("drop/episodes/empty"), metrics.get("rollout/episodes")),
             "weight_cut": metrics.get("loss/W_cut"),
             "routes_missing": metrics.get("router/missing"),
             "routes_refused": metrics.get("router/refused"),
@@ -154,14 +179,16 @@ class Guards:
                 values["mismatch_growth"] = metrics["mismatch/k2"] / max(median(self._first), _FLOOR)
         return {name: value for name, value in values.items() if value is not None}
 
-    def _crossed(self, name: str, value: float) -> list[Event]:
-        """One event if a threshold is crossed: the harder one."""
+    def _crossed(self, name: str, value: float, **details: object) -> list[Event]:
+        """One event if a threshold is crossed: the harder one. `details` are for its sentence."""
         guard: Guard = getattr(self._config, name)
         stop = float(self._staleness) if name == "lag" and guard.stop is None else guard.stop
-        for level, threshold in (("stop", stop), ("warn", guard.warn)):
+        # What an episode saw is no older than its admission, which its last token is at most the bound away from.
+        warn = float(self._staleness) if name == "kv_lag" and guard.warn is None else guard.warn
+        for level, threshold in (("stop", stop), ("warn", warn)):
             if threshold is not None and (value < threshold if name in _LOW else value > threshold):
                 wanted: Action = "go" if level == "warn" or guard.action == "warn" else guard.action
-                sentence = _SENTENCES[name].format(value=value, threshold=threshold)
+                sentence = _SENTENCES[name].format(value=value, threshold=threshold, **details)
                 return [Event(name, "stop" if level == "stop" else "warn", value, threshold, wanted, sentence)]
         return []
 

@@ -27,13 +27,14 @@ from etude.config import RLConfig
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
 from etude.models import replay
-from etude.models.exact import possible
+from etude.models.exact import float32_head, possible
 from etude.models.loading import load_model, model_id
 from etude.records import Episode, Group, PolicyVersion, decode
 from etude.rollout.ledger import Ledger
 from etude.store import Store, open_store
 from etude.trainer import checkpoint, presets
 from etude.trainer.batch import Batch, make_batch
+from etude.trainer.canary import Canaries
 from etude.trainer.figures import batch_metrics
 from etude.trainer.guards import Guards, Verdict
 from etude.trainer.optimizer import for_policy
@@ -90,10 +91,12 @@ class Trainer:
         self._unsettled: Unsettled | None = None
         history = [manifest.metrics for manifest in manifests(weights)]
         inference = config.inference
-        exact = config.deterministic and possible(self.model) and inference.dtype == "float32"
-        self.guards = Guards(
-            config.guards, config.rollout.staleness, history, exact=exact and inference.device == "cpu"
-        )
+        exact = config.deterministic and possible(self.model)
+        equal_bits = exact and inference.dtype == "float32" and inference.device == "cpu"
+        self.guards = Guards(config.guards, config.rollout.staleness, history, exact=equal_bits)
+        self.canaries = Canaries(open_store(f"{root}/canary"), self.model, exactly=exact)
+        if not float32_head(self.model):
+            print("guard head, warn: the trainer's head is narrower than float32", file=sys.stderr, flush=True)
         last = newest(weights)
         self.version = self._begin() if last is None else self._resume(last)
 
@@ -166,6 +169,8 @@ class Trainer:
         """
         started = time.time()
         batch = self._batch(groups)
+        self.canaries.score(self.version)
+        canaries = self.canaries.arrived()
         loaded = time.time()
         observed = batch_metrics(batch, self.version)
         observed |= self.ledger.left_behind({*self.taken, *(group.id for group in groups)})
@@ -180,19 +185,23 @@ class Trainer:
             progress,
             critic=self.critic,
             checked=self.checked,
-            judge=lambda figures: self.guards.judge(observed | figures),
+            judge=lambda figures: self.guards.judge(observed | figures, canaries),
         )
+        if canaries:
+            metrics["canary/k2"] = max(canary.k2 for canary in canaries)
         self._obey(verdict)
         metrics |= self.guards.settle(self.version, verdict)
         trained = time.time()
         self.settle(wait=False)
         visit("trainer.stepped")
         events = {"guard/events": [asdict(event) for event in verdict.events]} if verdict.events else {}
+        events |= {"canary/answers": [asdict(canary) for canary in canaries]} if canaries else {}
         line = {
             "step": self.version + 1,
             **observed,
             **metrics,
             **events,
+            "time/canary": self.canaries.seconds(),
             "time/load": loaded - started,
             "time/train": trained - loaded,
             "time/wait_for_batch": waited,
@@ -263,6 +272,7 @@ def run(folder: Path) -> None:
             without=trainer.taken,
         )
         if len(groups) < config.rollout.prompts:
+            trainer.canaries.score(trainer.version)  # while there is nothing else to do
             time.sleep(0.05)
             continue
         record = {"process": "trainer", "state": "wait", "start": waiting_since, "end": time.time()}
