@@ -8,9 +8,11 @@ Token arrays are little-endian bytes, so a 100k-token episode decodes without bu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TypeVar
 
+import blake3
 import msgspec
 import numpy as np
 
@@ -117,8 +119,21 @@ class Generation(Record, frozen=True, kw_only=True):
     routes: Routes | None = None  # of the fed positions, from the asked one on: all but the last sampled token
     cached_tokens: int = 0  # of the prompt, not computed for this request
     cached_document_tokens: int = 0  # those of them that belong to documents
+    recipe: str = ""  # how the documents of the prompt were computed and placed; empty: it had none
     accepted_draft_tokens: int = 0  # of the request's own draft sources: drafted and emitted
     rejected_draft_tokens: int = 0  # drafted and never emitted; every place of a source counts once
+
+
+class Document(Record, frozen=True, kw_only=True):
+    """A document of a segment: its tokens see each other only, what follows all documents sees them."""
+
+    length: int  # tokens
+    digest: str  # of them, see `token_digest`
+
+
+def token_digest(ids: Sequence[int] | np.ndarray) -> str:
+    """BLAKE3 of token ids as little-endian int64, hexadecimal: what documents are known by."""
+    return blake3.blake3(np.asarray(ids, "<i8").tobytes()).hexdigest()
 
 
 class Segment(Record, frozen=True, kw_only=True):
@@ -126,6 +141,7 @@ class Segment(Record, frozen=True, kw_only=True):
 
     `mask` is 1 on tokens the policy sampled; elsewhere `logprobs` is 0.0 and `versions` is -1.
     `turn_starts` holds the offset of each sampled turn, so a viewer can cut the segment into turns.
+    The tokens of `documents` come first, in their order, and count as part of the prompt.
     """
 
     ids: bytes  # int32[T]
@@ -135,6 +151,8 @@ class Segment(Record, frozen=True, kw_only=True):
     prompt_length: int  # tokens before the first sampled one; shared by the members of a group
     turn_starts: tuple[int, ...] = ()
     routes: Routes | None = None  # from position 0 on; those after its end have none
+    documents: tuple[Document, ...] = ()
+    recipe: str = ""  # how the engine computed and placed them
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """`ids_T, mask_T, logprobs_T, versions_T` as read-only numpy views."""
