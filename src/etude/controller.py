@@ -98,7 +98,7 @@ class Run:
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(temperature=self.config.rollout.temperature)
+        return Sampling(temperature=self.config.rollout.temperature, documents=self.config.rollout.documents)
 
 
 def episode_seed(seed: int, group: int, member: int) -> int:
@@ -349,6 +349,21 @@ async def wait_for_version(run: Run, version: int) -> None:
     raise RunFailed(f"the engines did not reach version {version} within {SWAP_SECONDS:.0f} seconds")
 
 
+async def check_documents(run: Run) -> None:
+    """Raises UserError if episodes are to send documents and an engine cannot serve those that they may send."""
+    context = run.config.rollout.context
+    for url in run.engines if run.config.rollout.documents else ():
+        health: dict[str, Any] = await run.client.health(url)
+        documents = health["documents"]
+        if documents["refusal"]:
+            raise UserError(f"{documents['refusal']}: set rollout.documents to false")
+        if documents["budget_tokens"] < context:
+            raise UserError(
+                f"the document cache of {url} holds {documents['budget_tokens']} tokens, and an episode may send nearly "
+                f"rollout.context = {context}: raise inference.documents_mb"
+            )
+
+
 def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[processes.Child], list[str]]:
     """The inference servers of a run and their URLs, ready to answer."""
     inference = config.inference
@@ -356,6 +371,7 @@ def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[proc
     argv += ["--threads", str(inference.threads), "--device", inference.device, "--dtype", inference.dtype]
     argv += ["--max-batch", str(inference.max_batch), "--max-length", str(config.rollout.context)]
     argv += ["--relay", config.weights.relay] if config.weights.relay else []
+    argv += ["--documents-mb", str(inference.documents_mb)]
     argv += ["--deterministic"] if config.deterministic else []
     argv += ["--routes"] if config.trainer.router_replay else []
     key = config.weights.signing_key

@@ -83,6 +83,7 @@ async def _train(config: RLConfig, folder: Path, view: LiveView, boxes: Boxes) -
         dataset = await asyncio.to_thread(_dataset, config, folder, view)
     async with _open(config, folder, dataset, logs, view, boxes) as run:
         trainer = next(child for child in run.children if child.name == "trainer")
+        await controller.check_documents(run)
         await controller.wait_for_version(run, max(0, controller.last_version(run.weights)))
         before = await _evaluate(run, view, "before") if config.eval.before else None
         with _stage(folder, view, "train"):

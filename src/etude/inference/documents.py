@@ -93,6 +93,7 @@ class Documents:
     def stats(self) -> dict[str, int | float | str]:
         """For people: counters and what the cache holds."""
         state = {"entries": len(self._entries), "bytes": self.used, "budget_bytes": self.budget}
+        state |= {"budget_tokens": self.budget // self._token_bytes}
         return {**vars(self.counters), **state, "refusal": self.refusal}
 
     def check(self, request: Request) -> None:

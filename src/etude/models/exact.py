@@ -122,6 +122,6 @@ def _pages(x_BKTD: Tensor, blocks: int) -> np.ndarray:
     """As the engine's cache holds them: [B * blocks, K, BLOCK, D], zeros after the last token."""
     B, K, T, D = x_BKTD.shape
     out = np.zeros((B, blocks, K, BLOCK, D), np.float32)
-    whole = F.pad(x_BKTD, (0, 0, 0, blocks * BLOCK - T)).view(B, K, blocks, BLOCK, D)
+    whole = F.pad(x_BKTD, (0, 0, 0, blocks * BLOCK - T)).reshape(B, K, blocks, BLOCK, D)
     out[:] = whole.transpose(1, 2).numpy()
     return out.reshape(B * blocks, K, BLOCK, D)
