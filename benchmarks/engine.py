@@ -2,6 +2,8 @@
 
 decode at batch N      N rows of 8 per prompt, 250 prompt tokens; seconds from the first to the last decode step
 generate/bN            from submission to the last token, prefill included: our speed over that of `generate`
+a group's prompt       seconds to the first tokens of 8 rows with prompts of their own / of 8 rows with one prompt; and
+                       how many prompt tokens the engine computed for the latter, over those of one prompt
 next turn              a second turn of the same rows, whose first turn is in the prefix cache, against a cold engine
 """
 
@@ -47,10 +49,16 @@ def _run(model: PreTrainedModel, tokens: int) -> dict[str, Any]:
             f"generate/b{batch}", plain / total, "x", f"transformers generate, {batch} rows, sdpa, grouped_mm, KV cache"
         )
     add("prefill", prefill, "tokens/s", f"{64 // GROUP} prompts of {PROMPT} tokens, 1 thread")
+    once, computed = _group_prompt(engine)
+    add("a group's prompt", once, "x", f"{GROUP} prompts of {PROMPT} tokens, against {GROUP} rows of one prompt")
+    add("a group's prompt, tokens computed", computed / PROMPT, "x", f"one prompt of {PROMPT} tokens")
     warm, cold, agree = _next_turn(model, engine, tokens)
     add("next turn, prefix cache / cold", cold / warm, "x", f"64 rows, 30 new tokens after {PROMPT + tokens}")
     absent = {f"vllm/b{batch}": _no_vllm() for batch in (1, 8, 32)}
-    checks = {"cached and cold log-probabilities agree": agree}
+    checks = {
+        "cached and cold log-probabilities agree": agree,
+        "a group computes one prompt": computed == PROMPT + GROUP - 1,  # each other member its last token, to sample
+    }
     return {"bench": "engine", "rows": rows, "checks": checks, "absent": absent}
 
 
@@ -93,6 +101,18 @@ def _measure(engine: Engine, batch: int, tokens: int, seed: int) -> tuple[float,
     end = time.perf_counter()
     prefilled = PROMPT * max(1, batch // GROUP)
     return (engine.counters.sampled_tokens - sampled) / (end - decoding), prefilled / (first - start), end - start
+
+
+def _group_prompt(engine: Engine) -> tuple[float, int]:
+    """Seconds to the first tokens of rows with prompts of their own over those of a group, and what the group cost."""
+    own = np.random.default_rng(7).integers(32, engine.vocab_size, (GROUP + 1, PROMPT)).tolist()
+    seconds, computed = [], 0
+    for prompts in (own[:GROUP], own[GROUP:] * GROUP):
+        before = engine.counters.prefilled_tokens
+        rows = [engine.submit(Request(ids=ids, max_tokens=1, seed=i)) for i, ids in enumerate(prompts)]
+        seconds.append(_finish(engine, rows))
+        computed = engine.counters.prefilled_tokens - before
+    return seconds[0] / seconds[1], computed
 
 
 @torch.inference_mode()

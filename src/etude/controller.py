@@ -350,18 +350,11 @@ async def wait_for_version(run: Run, version: int) -> None:
 
 
 async def check_documents(run: Run) -> None:
-    """Raises UserError if episodes are to send documents and an engine cannot serve those that they may send."""
-    context = run.config.rollout.context
+    """Raises UserError if episodes are to send documents and an engine refuses them for this model."""
     for url in run.engines if run.config.rollout.documents else ():
         health: dict[str, Any] = await run.client.health(url)
-        documents = health["documents"]
-        if documents["refusal"]:
-            raise UserError(f"{documents['refusal']}: set rollout.documents to false")
-        if documents["budget_tokens"] < context:
-            raise UserError(
-                f"the document cache of {url} holds {documents['budget_tokens']} tokens, and an episode may send nearly "
-                f"rollout.context = {context}: raise inference.documents_mb"
-            )
+        if refusal := health["documents"]["refusal"]:
+            raise UserError(f"{refusal}: set rollout.documents to false")
 
 
 def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[processes.Child], list[str]]:

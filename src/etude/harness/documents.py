@@ -7,6 +7,7 @@ end: a task that breaks one function leaves all other pieces of its file what th
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from etude.records import Focus, ToolCall
 MIN_RESULT = 64  # tokens; a shorter result costs less as text than as a new segment
 _TITLE = 200  # characters
 _CHARACTERS = 12  # of a token at most, as a rule: pieces that cannot fit are not encoded
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")  # as Python counts lines
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 Encode = Callable[[str, str], list[int]]  # title, text -> ids of the document
@@ -41,7 +43,7 @@ def pieces(text: str) -> list[Piece]:
 
     Together they are all its lines but blank ones at the ends. One piece if it does not parse as Python.
     """
-    lines = text.splitlines(keepends=True)
+    lines = _LINE.findall(text)
     cuts = [(first, last) for first, last in _statements(text) if last <= len(lines)] or [(1, len(lines))]
     cuts[-1] = cuts[-1][0], len(lines)
     found, begin = [], 1

@@ -219,11 +219,7 @@ class _Loop:
     def metrics(self) -> dict[str, float]:
         """Counts of the episode; a tool that was never called has no entry."""
         counted = self._tools.metrics
-        documents: dict[str, float] = {}
-        if self._sampling.documents:
-            documents = {"documents": float(len(self.ledger.documents)), "segments": float(len(self.ledger.segments()))}
-            documents |= {name: float(count) for name, count in self._documents.items()}
-        return {name: float(counted[name]) for name in dict.fromkeys((*_COUNTS, *counted))} | documents | {
+        figures = {
             "turns": float(len(self.turns)),
             "sampled_tokens": float(self.ledger.sampled),
             "context_tokens": float(len(self.ledger)),
@@ -231,6 +227,10 @@ class _Loop:
             "seconds_model": sum(turn.seconds_model for turn in self.turns),
             "seconds_tools": sum(turn.seconds_tools for turn in self.turns),
         }
+        if self._sampling.documents:
+            figures |= {"documents": float(len(self.ledger.documents)), "segments": float(len(self.ledger.segments()))}
+            figures |= {name: float(count) for name, count in self._documents.items()}
+        return {name: float(counted[name]) for name in dict.fromkeys((*_COUNTS, *counted))} | figures
 
 
 async def _run_calls(tools: Tools, calls: Sequence[ToolCall]) -> tuple[list[str], bool]:

@@ -8,7 +8,7 @@ from etude.environments.base import Box
 from etude.harness.documents import open_file
 from etude.harness.renderers import Renderer
 from etude.harness.schemas import SCHEMAS
-from etude.harness.tools import CompactTools, FullTools, Tools, ToolError
+from etude.harness.tools import CompactTools, FullTools, ToolError, Tools
 from etude.records import Budget, Task
 
 SYSTEM = (

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from etude.inference.cache import PagedCache
 from etude.inference.rows import Request, Row
-from etude.models.documents import RECIPE, Document, Rotation, compute, empty_document, key_shape, refusal
+from etude.models.documents import RECIPE, Document, Rotation, compute, empty_document, refusal, token_bytes
 from etude.records import token_digest
 
 
@@ -82,7 +81,7 @@ class Documents:
         self.refusal = refusal(model)
         self._model, self._cache, self._routes = model, cache, routes
         self._rotation = None if self.refusal else Rotation(model)
-        self._token_bytes = 2 * model.config.num_hidden_layers * int(np.prod(key_shape(model))) * model.dtype.itemsize
+        self._token_bytes = token_bytes(model.config, model.dtype.itemsize)
         # Part of the key, so that a cache that outlives its engine could not be read by another recipe.
         self.recipe = f"{RECIPE}, {model.dtype}"
         self._entries: OrderedDict[Key, Entry] = OrderedDict()  # least recently used first
@@ -93,7 +92,6 @@ class Documents:
     def stats(self) -> dict[str, int | float | str]:
         """For people: counters and what the cache holds."""
         state = {"entries": len(self._entries), "bytes": self.used, "budget_bytes": self.budget}
-        state |= {"budget_tokens": self.budget // self._token_bytes}
         return {**vars(self.counters), **state, "refusal": self.refusal}
 
     def check(self, request: Request) -> None:

@@ -12,6 +12,7 @@ Suffixes: n tokens of one document, E layers with experts.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from etude.models import exact
 from etude.models.attention import KeyValues, causal
@@ -71,16 +72,15 @@ class Document:
 
 def empty_document(model: PreTrainedModel, ids: Sequence[int]) -> Document:
     """A document of which nothing is computed, its memory taken."""
-    heads, head_dim = key_shape(model)
+    heads, head_dim = key_shape(model.config)
     shape = (model.config.num_hidden_layers, heads, len(ids), head_dim)
     like = next(model.parameters())
     keys, values = (like.new_empty(shape, dtype=model.dtype) for _ in range(2))
     return Document(np.array(ids, dtype=np.int64), keys.detach(), values.detach())
 
 
-def key_shape(model: PreTrainedModel) -> tuple[int, int]:
+def key_shape(config: PretrainedConfig) -> tuple[int, int]:
     """Key/value heads and their size."""
-    config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_key_value_heads, head_dim
 
@@ -179,9 +179,13 @@ class _Kept:
         return causal(query_BHTD, key_BKTD, value_BKTD, scale)
 
 
-def refusal(model: PreTrainedModel) -> str:
-    """Why documents cannot be placed exactly in this model; "" if they can. Runs two passes over a few tokens."""
-    config = model.config
+def token_bytes(config: PretrainedConfig, itemsize: int) -> int:
+    """Bytes of the keys and values of one token."""
+    return 2 * config.num_hidden_layers * math.prod(key_shape(config)) * itemsize
+
+
+def config_refusal(config: PretrainedConfig) -> str:
+    """Why documents cannot be placed exactly in models of this configuration; "" if only a trial can tell."""
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if others:
         return f"this model has layers of the kind {others[0]}, which see by distance or carry a state"
@@ -189,6 +193,13 @@ def refusal(model: PreTrainedModel) -> str:
     kind = rope.get("rope_type", "default")
     if kind == "dynamic" or kind == "longrope":
         return f"this model's rotary frequencies depend on the length of the whole prompt ({kind})"
+    return ""
+
+
+def refusal(model: PreTrainedModel) -> str:
+    """Why documents cannot be placed exactly in this model; "" if they can. Runs two passes over a few tokens."""
+    if why := config_refusal(model.config):
+        return why
     try:
         same = _rotates_alike(model)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
