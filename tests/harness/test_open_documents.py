@@ -294,7 +294,7 @@ def test_documents_are_computed_once_for_a_group_and_for_tasks_of_a_repository(t
     argv = ["etude.inference.server", "--model", str(NANO), "--port", "0", "--ready-file", str(ready), "--parent-death"]
     child = processes.start("server", [*argv, "--cache-mb", "64", "--max-length", "1024"], tmp_path / "log")
     try:
-        url = json.loads(processes.wait_for_file(ready, child, 120.0))["url"]
+        url = json.loads(processes.wait_for_file(ready, child, 300.0))["url"]
         drafts, health = asyncio.run(_two_groups(url))
     finally:
         child.stop(20)

@@ -131,9 +131,10 @@ class _Loop:
 
     async def run(self, prompt: Sequence[int]) -> StopReason:
         """Plays turns until there is a reason to stop."""
-        budget, ledger = self._budget, self.ledger
+        budget = self._budget
         added = prompt
         while len(self.turns) < budget.turns:
+            ledger = self.ledger
             # A result that does not fit stays out: a segment is never longer than the budget.
             if len(ledger) + len(added) >= budget.context or ledger.sampled >= budget.tokens:
                 return StopReason.TOKENS
