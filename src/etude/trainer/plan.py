@@ -141,7 +141,7 @@ def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int,
     fitting = [c for c in candidates if c.cost.held <= budget]
     if fitting:
         return min(fitting, key=lambda c: c.cost.work)
-    return min(candidates, key=lambda c: c.cost.held)
+    return min(candidates, key=lambda c: (c.cost.held, c.cost.work))
 
 
 def cost(parts: Sequence[Part], shape: Shape) -> Cost:
