@@ -3,6 +3,8 @@
 decode at batch N      N rows of 8 per prompt, 250 prompt tokens; seconds from the first to the last decode step
 generate/bN            from submission to the last token, prefill included: our speed over that of `generate`
 vllm/bN                the same against vLLM on the CPU, same weights, if ETUDE_VLLM_PYTHON is set; both keep prefixes
+a group's prompt       seconds to the first tokens of 8 rows with prompts of their own / of 8 rows with one prompt; and
+                       how many prompt tokens the engine computed for the latter, over those of one prompt
 next turn              a second turn of the same rows, whose first turn is in the prefix cache, against a cold engine
 """
 
@@ -59,9 +61,15 @@ def _run(model: PreTrainedModel, vllm: Vllm | None, tokens: int) -> dict[str, An
             what = f"vLLM {vllm.about['vllm']} on the CPU, {batch} rows, {VLLM['dtype']}, submission to last token"
             add(f"vllm/b{batch}", _vllm(vllm, model, batch, tokens, seed=batch) / total, "x", what)
     add("prefill", prefill, "tokens/s", f"{64 // GROUP} prompts of {PROMPT} tokens, 1 thread")
+    once, computed = _group_prompt(engine)
+    add("a group's prompt", once, "x", f"{GROUP} prompts of {PROMPT} tokens, against {GROUP} rows of one prompt")
+    add("a group's prompt, tokens computed", computed / PROMPT, "x", f"one prompt of {PROMPT} tokens")
     warm, cold, agree = _next_turn(model, engine, tokens)
     add("next turn, prefix cache / cold", cold / warm, "x", f"64 rows, 30 new tokens after {PROMPT + tokens}")
-    checks = {"cached and cold log-probabilities agree": agree}
+    checks = {
+        "cached and cold log-probabilities agree": agree,
+        "a group computes one prompt": computed == PROMPT + GROUP - 1,  # each other member its last token, to sample
+    }
     return {"bench": "engine", "rows": rows, "checks": checks}
 
 
@@ -102,6 +110,18 @@ def _measure(engine: Engine, batch: int, tokens: int, seed: int) -> tuple[float,
     end = time.perf_counter()
     prefilled = PROMPT * max(1, batch // GROUP)
     return (engine.counters.sampled_tokens - sampled) / (end - decoding), prefilled / (first - start), end - start
+
+
+def _group_prompt(engine: Engine) -> tuple[float, int]:
+    """Seconds to the first tokens of rows with prompts of their own over those of a group, and what the group cost."""
+    own = np.random.default_rng(7).integers(32, engine.vocab_size, (GROUP + 1, PROMPT)).tolist()
+    seconds, computed = [], 0
+    for prompts in (own[:GROUP], own[GROUP:] * GROUP):
+        before = engine.counters.prefilled_tokens
+        rows = [engine.submit(Request(ids=ids, max_tokens=1, seed=i)) for i, ids in enumerate(prompts)]
+        seconds.append(_finish(engine, rows))
+        computed = engine.counters.prefilled_tokens - before
+    return seconds[0] / seconds[1], computed
 
 
 @torch.inference_mode()

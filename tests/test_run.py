@@ -218,6 +218,26 @@ def test_three_versions_at_a_learning_rate_of_zero_are_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_with_documents_trains_on_what_its_engine_computed(tmp_path):
+    """Deterministic: not one bit of a log-probability differs. Random models call few tools; files are open anyway."""
+    overrides = ["--rollout.documents", "true", "--rollout.context", "1024"]
+    code, output = finished(start(tmp_path, *overrides))
+    assert code == 0, output
+    run = tmp_path / "outputs/run"
+    store = open_store(str(run / "rollouts"))
+    episodes = [decode(store.get(key), Episode) for key in store.list()]
+    assert len(episodes) == 18
+    assert all(len(s.documents) >= 2 for e in episodes for s in e.segments)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if "mismatch/max_abs" in line]
+    assert trained, "no step trained on anything: the comparison is void"
+    assert all(line["mismatch/max_abs"] == 0.0 for line in trained)
+    cached = sum(line["rollout/cached_document_tokens"] for line in lines)
+    assert cached > 0.5 * sum(line["rollout/document_tokens"] for line in lines)
+    assert all(json.loads((run / "report.json").read_text())["checks"].values())
+
+
+@pytest.mark.slow
 def test_a_run_finds_how_many_episodes_keep_its_engine_full(tmp_path):
     config = CONFIG.replace("deterministic = true", "").replace("staleness = 0", "staleness = 2")
     config = config.replace("max_in_flight = 6", 'max_in_flight = "auto"')
@@ -293,6 +313,12 @@ def test_a_missing_model(tmp_path):
 
 def test_tasks_that_cannot_be(tmp_path):
     assert "not above max_lines" in refused(tmp_path, "--tasks.min_lines", "9", "--tasks.max_lines", "8")
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_documents_that_the_engine_could_not_hold(tmp_path):
+    said = refused(tmp_path, "--rollout.documents", "true", "--inference.documents_mb", "1")
+    assert "of up to rollout.context = 512 tokens need" in said
     assert not (tmp_path / "outputs").exists()
 
 

@@ -60,6 +60,9 @@ class RolloutConfig(Section):
     tokens: int = Field(default=320, ge=1, description="sampled tokens of an episode")
     context: int = Field(default=1024, ge=16, description="prompt and sampled tokens of an episode")
     seconds: float = Field(default=60.0, gt=0, description="wall time of an episode")
+    documents: bool = Field(
+        default=False, description="show the open file, and what is read and found, as documents (docs/documents.md)"
+    )
     lease_seconds: float = Field(default=120.0, gt=0)
     stall_seconds: float = Field(
         default=300.0,
@@ -237,6 +240,7 @@ class InferenceConfig(Section):
         default="float32", description="compute; log-probabilities are float32"
     )
     device: str = "cpu"
+    documents_mb: int = Field(default=256, ge=1, description="memory of a server for keys and values of documents")
 
 
 class WeightsConfig(Section):

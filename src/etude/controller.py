@@ -103,7 +103,7 @@ class Run:
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(temperature=self.config.rollout.temperature)
+        return Sampling(temperature=self.config.rollout.temperature, documents=self.config.rollout.documents)
 
 
 def episode_seed(seed: int, group: int, member: int) -> int:
@@ -361,6 +361,14 @@ async def wait_for_version(run: Run, version: int) -> None:
     raise RunFailed(f"the engines did not reach version {version} within {SWAP_SECONDS:.0f} seconds")
 
 
+async def check_documents(run: Run) -> None:
+    """Raises UserError if episodes are to send documents and an engine refuses them for this model."""
+    for url in run.engines if run.config.rollout.documents else ():
+        health: dict[str, Any] = await run.client.health(url)
+        if refusal := health["documents"]["refusal"]:
+            raise UserError(f"{refusal}: set rollout.documents to false")
+
+
 def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[processes.Child], list[str]]:
     """The inference servers of a run and their URLs, ready to answer."""
     inference = config.inference
@@ -368,6 +376,7 @@ def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[proc
     argv += ["--threads", str(inference.threads), "--device", inference.device, "--dtype", inference.dtype]
     argv += ["--max-batch", str(inference.max_batch), "--max-length", str(config.rollout.context)]
     argv += ["--relay", config.weights.relay] if config.weights.relay else []
+    argv += ["--documents-mb", str(inference.documents_mb)]
     argv += ["--deterministic"] if config.deterministic else []
     argv += ["--routes"] if config.trainer.router_replay else []
     key = config.weights.signing_key

@@ -35,7 +35,7 @@ from etude.models.loading import load_model, named_tensors
 from etude.models.replay import routers, shape
 from etude.records import Episode, Outcome, StopReason, decode
 from etude.store import Store, open_store
-from etude.trainer.batch import recorded_routes
+from etude.trainer.batch import document_fault, recorded_routes
 from etude.trainer.rescoring import Keys, Piece, chosen, logits, route_flips, set_weights
 from etude.weights.manifest import manifests
 from etude.weights.receiver import load
@@ -128,7 +128,7 @@ def _exact(episodes: Sequence[Episode], vocabulary: int, replays: bool) -> Itera
                 if not segment.intact
                 else "a mask that does not fit its log-probabilities and versions"
                 if (logprobs_T[at_N] > 0).any() or (versions_T[at_N] < 0).any() or (versions_T[mask_T == 0] >= 0).any()
-                else None
+                else document_fault(segment)
             )
             if wrong:
                 yield "tokens", f"episode {e.id} has {wrong}"
@@ -176,6 +176,7 @@ def _pieces(e: Episode, experts: tuple[int, int] | None = None) -> Iterable[Piec
                 recorded_N=logprobs_T[at_N[:n]].astype(np.float64),
                 seed_N=seeds,
                 routes_TLK=recorded_routes(segment, int(at_N[n - 1]) + 1, experts) if recorded else None,
+                documents=tuple(document.length for document in segment.documents),
             )
 
 
@@ -332,7 +333,7 @@ class _Case:
         """Differences with all of a prompt but its last token in keys and values of an older version."""
         out = []
         for piece in self.pieces:
-            keys = Keys()
+            keys = Keys(piece.graph)
             set_weights(self.model, self.tensors(max(piece.version - back, self.published[0])))
             self._logits(piece, layout=keys)
             keys.under = piece.prompt_length - 1

@@ -8,6 +8,7 @@ Token arrays are little-endian bytes, so a 100k-token episode decodes without bu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TypeVar
 
@@ -119,11 +120,24 @@ class Generation(Record, frozen=True, kw_only=True):
     cached_tokens: int = 0  # of the prompt, not computed for this request
     cached_document_tokens: int = 0  # those of them that belong to documents
     kv_version: int = -1  # oldest version that computed a key or value these tokens saw; -1: unknown
+    recipe: str = ""  # how the documents of the prompt were computed and placed; empty: it had none
     accepted_draft_tokens: int = 0  # of the request's own draft sources: drafted and emitted
     rejected_draft_tokens: int = 0  # drafted and never emitted; every place of a source counts once
 
 
-def token_digest(ids: blake3.blake3, mask: blake3.blake3) -> str:
+class Document(Record, frozen=True, kw_only=True):
+    """A document of a segment: its tokens see each other only, what follows all documents sees them."""
+
+    length: int  # tokens
+    digest: str  # of them, see `token_digest`
+
+
+def token_digest(ids: Sequence[int] | np.ndarray) -> str:
+    """BLAKE3 of token ids as little-endian int64, hexadecimal: what documents are known by."""
+    return blake3.blake3(np.asarray(ids, "<i8").tobytes()).hexdigest()
+
+
+def segment_digest(ids: blake3.blake3, mask: blake3.blake3) -> str:
     """The digest of a segment's tokens, of the two hashes that were fed its ids (int32) and its mask (uint8) in order.
 
     Order is position, so it changes if an id, its place or whether it was sampled does.
@@ -137,6 +151,7 @@ class Segment(Record, frozen=True, kw_only=True):
     `mask` is 1 on tokens the policy sampled; elsewhere `logprobs` is 0.0 and `versions` is -1.
     `turn_starts` holds the offset of each sampled turn, so a viewer can cut the segment into turns. `digest` is that of
     the tokens as they were appended one after another: the trainer refuses a segment that holds others.
+    The tokens of `documents` come first, in their order, and count as part of the prompt.
     """
 
     ids: bytes  # int32[T]
@@ -146,12 +161,14 @@ class Segment(Record, frozen=True, kw_only=True):
     prompt_length: int  # tokens before the first sampled one; shared by the members of a group
     turn_starts: tuple[int, ...] = ()
     routes: Routes | None = None  # from position 0 on; those after its end have none
-    digest: str = ""  # see `token_digest`
+    documents: tuple[Document, ...] = ()
+    recipe: str = ""  # how the engine computed and placed them
+    digest: str = ""  # see `segment_digest`
 
     @property
     def intact(self) -> bool:
         """Whether ids and sampled positions are those that were appended."""
-        return self.digest == token_digest(blake3.blake3(self.ids), blake3.blake3(self.mask))
+        return self.digest == segment_digest(blake3.blake3(self.ids), blake3.blake3(self.mask))
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """`ids_T, mask_T, logprobs_T, versions_T` as read-only numpy views."""

@@ -66,6 +66,8 @@ def _check_inputs(config: RLConfig) -> None:
         private_key(Path(config.weights.signing_key))
         public_key(Path(f"{config.weights.signing_key}.pub"))
     recipe(config.loss)
+    if config.rollout.documents:
+        _check_documents(config)
     _build_options(config)
     tasks = config.tasks
     if tasks.dataset is not None:
@@ -77,6 +79,24 @@ def _check_inputs(config: RLConfig) -> None:
         raise UserError(f"tasks.repository: {tasks.repository} is not a folder; give a repository or NAME==VERSION")
 
 
+def _check_documents(config: RLConfig) -> None:
+    """Refuses models that documents cannot be placed in, and engines that could not hold those of an episode."""
+    from transformers import AutoConfig
+
+    from etude.models.documents import config_refusal, token_bytes
+
+    model = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
+    if refusal := config_refusal(model):
+        raise UserError(f"{refusal}: set rollout.documents to false")
+    size = token_bytes(model, 4 if config.inference.dtype == "float32" else 2)
+    needed = -(-size * config.rollout.context // 2**20)
+    if config.inference.documents_mb < needed:
+        raise UserError(
+            f"documents of up to rollout.context = {config.rollout.context} tokens need {needed} MB of an engine: set "
+            f"inference.documents_mb to that at least, it is {config.inference.documents_mb}"
+        )
+
+
 async def _train(config: RLConfig, folder: Path, view: LiveView, boxes: Boxes) -> Report:
     started = time.time()
     logs = runfolder.new_attempt(folder)
@@ -84,6 +104,7 @@ async def _train(config: RLConfig, folder: Path, view: LiveView, boxes: Boxes) -
         dataset = await asyncio.to_thread(_dataset, config, folder, view)
     async with _open(config, folder, dataset, logs, view, boxes) as run:
         trainer = next(child for child in run.children if child.name == "trainer")
+        await controller.check_documents(run)
         await controller.wait_for_version(run, max(0, controller.last_version(run.weights)))
         before = await _evaluate(run, view, "before") if config.eval.before else None
         pids = {child.log.stem: child.popen.pid for child in run.children} | {"zygote": run.sandbox.zygote_pid}

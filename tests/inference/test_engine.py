@@ -100,6 +100,28 @@ def test_groups_prefill_their_prompt_once(model):
         assert_same(generation, run(Engine(model), request)[0])
 
 
+def test_a_group_costs_one_prompt_and_its_completions_under_every_version():
+    """Tokens fed, counted in the passes themselves: one prompt and all completions, less 1. Each member but one feeds
+    the prompt's last token again, and none its own last."""
+    model, fed = model_of(), []
+    handle = model.get_decoder().register_forward_pre_hook(
+        lambda _module, _args, options: fed.append(options["input_ids"].numel()), with_kwargs=True
+    )
+    try:
+        engine = Engine(model, limits=Limits(prefill_tokens=40, speculate=False))
+        fed.clear()
+        for version in (0, 1):
+            if version:
+                engine.swap(1, scale(model, 0.9))
+            group = run(engine, *(Request(ids=prompt(75), max_tokens=5 + 3 * i, seed=i) for i in range(6)))
+            completions = sum(len(g.ids) for g in group)
+            assert sum(fed) == 75 + completions - 1
+            assert [g.cached_tokens for g in group] == [0] + [74] * 5, "keys of older weights serve no new group"
+            fed.clear()
+    finally:
+        handle.remove()
+
+
 def test_the_next_turn_finds_the_last_one(model):
     engine = Engine(model, limits=Limits(routes=True))
     first = Request(ids=prompt(40), max_tokens=30, seed=1)

@@ -18,7 +18,7 @@ from etude.inference.client import Scored
 from etude.inference.engine import Engine, Limits, Request
 from etude.models.loading import load_model, named_tensors
 from etude.models.replay import routers
-from etude.records import Episode, Generation, Outcome, StopReason, encode, token_digest
+from etude.records import Episode, Generation, Outcome, StopReason, encode, segment_digest
 from etude.rollout import canary
 from etude.rollout.ledger import Ledger
 from etude.store import open_store
@@ -110,7 +110,7 @@ def episode(ids: list[int], generation: Generation, group: int, member: int, see
 def edited(episode: Episode, **arrays: np.ndarray) -> Episode:
     """The episode as if the engine or the harness had given these arrays in the first place."""
     segment = msgspec.structs.replace(episode.segments[0], **{k: v.tobytes() for k, v in arrays.items()})
-    digest = token_digest(blake3.blake3(segment.ids), blake3.blake3(segment.mask))
+    digest = segment_digest(blake3.blake3(segment.ids), blake3.blake3(segment.mask))
     return msgspec.structs.replace(episode, segments=(msgspec.structs.replace(segment, digest=digest),))
 
 

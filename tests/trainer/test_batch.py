@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from etude.errors import RunFailed
-from etude.records import Episode, Group, Outcome, Segment, StopReason, token_digest
+from etude.records import Episode, Group, Outcome, Segment, StopReason, segment_digest
 from etude.trainer.batch import advantages, collate, make_batch, token_rows, turn_advantages
 
 
@@ -20,7 +20,7 @@ def segment(
     logprobs = np.where(mask == 1, -1.0, 0.0).astype("<f4")
     versions = np.where(mask == 1, version, -1).astype("<i4")
     return Segment(
-        digest=token_digest(blake3.blake3(ids.tobytes()), blake3.blake3(mask.tobytes())),
+        digest=segment_digest(blake3.blake3(ids.tobytes()), blake3.blake3(mask.tobytes())),
         ids=ids.tobytes(),
         mask=mask.tobytes(),
         logprobs=logprobs.tobytes(),

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import blake3
 import numpy as np
 
-from etude.records import Generation, Routes, Segment, token_digest
+from etude.records import Document, Generation, Routes, Segment, segment_digest, token_digest
 
 
 class TokenLedgerError(AssertionError):
@@ -22,13 +22,19 @@ class TokenLedgerError(AssertionError):
 
 
 class TokenLedger:
-    """One segment in the making. `checks` counts the turns whose prompt was proved to extend all earlier tokens;
-    `kv_lag` is by how many versions a sampled token was ahead of the oldest key it saw, at most."""
+    """One segment in the making, after the `earlier` ones of its episode. It begins with its documents.
 
-    def __init__(self) -> None:
+    All figures count for the whole episode: `sampled` tokens; `checks`, the turns whose prompt was proved to extend all
+    earlier tokens; `kv_lag`, by how many versions a sampled token was ahead of the oldest key it saw, at most.
+    """
+
+    def __init__(self, documents: Sequence[list[int]] = (), earlier: tuple[Segment, ...] = ()) -> None:
+        self.documents = tuple(documents)
         self.sampled = 0
         self.checks = 0
         self.kv_lag = 0
+        self._earlier = earlier
+        self._recipe = ""
         self._ids = array("i")
         self._mask = bytearray()
         self._logprobs = array("f")
@@ -37,6 +43,9 @@ class TokenLedger:
         self._turn_starts: list[int] = []
         self._routes: list[Routes] = []  # of each turn
         self._seen = blake3.blake3(), blake3.blake3()  # of ids and mask, token by token as they come
+        for ids in self.documents:
+            self.add_environment(ids)
+        self._tail = len(self._ids)  # where the conversation begins
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -61,12 +70,23 @@ class TokenLedger:
         return self._routes[-1].end if self._routes else 0
 
     def prompt(self) -> list[int]:
-        """The ids to sample from: everything so far."""
-        return self._ids.tolist()
+        """The ids to sample from: everything so far but the documents, which are sent beside it."""
+        return self._ids[self._tail :].tolist()
+
+    def continued(self, documents: Sequence[list[int]]) -> TokenLedger:
+        """A new segment of the episode, with further documents: all that was said so far is its prompt.
+
+        Documents stand before the conversation, so a new one moves every token after it, and what was sampled without
+        it is trained on in the segment that ends here.
+        """
+        new = TokenLedger((*self.documents, *documents), self.segments())
+        new.sampled, new.checks, new.kv_lag = self.sampled, self.checks, self.kv_lag
+        new.add_environment(self.prompt())
+        return new
 
     def add_turn(self, prompt: Sequence[int], generation: Generation) -> None:
-        """Appends what was sampled from `prompt`, which must be the whole ledger."""
-        if array("i", prompt) != self._ids:
+        """Appends what was sampled from `prompt`, which must be the whole ledger after its documents."""
+        if array("i", prompt) != self._ids[self._tail :]:
             raise TokenLedgerError(
                 f"turn {len(self._turn_starts)} was sampled from a prompt that does not extend the earlier tokens"
             )
@@ -80,6 +100,11 @@ class TokenLedger:
             raise TokenLedgerError("a sampled token has a log-probability that is not finite or is above 0")
         if any(i < 0 for i in ids) or any(v < 0 for v in versions):
             raise TokenLedgerError("a sampled token has a negative id or version")
+        if bool(generation.recipe) != bool(self.documents) or self._recipe not in ("", generation.recipe):
+            raise TokenLedgerError(
+                f"the engine says that it computed the documents as {generation.recipe!r}, after {self._recipe!r}"
+            )
+        self._recipe = generation.recipe
         if generation.routes is not None:
             self._add_routes(generation.routes, len(self._ids) + len(ids) - 1)
         self._turn_starts.append(len(self._ids))
@@ -109,9 +134,9 @@ class TokenLedger:
             raise TokenLedgerError("the engine's expert ids have changed their shape within an episode")
 
     def segments(self) -> tuple[Segment, ...]:
-        """The segment, or none if nothing was sampled."""
-        if not self.sampled:
-            return ()
+        """All segments of the episode; one in which nothing was sampled is none."""
+        if not any(self._mask):
+            return self._earlier
         if not len(self._ids) == len(self._mask) == len(self._logprobs) == len(self._versions):
             raise TokenLedgerError("the ledger's arrays differ in length")
         segment = Segment(
@@ -122,9 +147,11 @@ class TokenLedger:
             prompt_length=self._prompt_length,
             turn_starts=tuple(self._turn_starts),
             routes=self._joined_routes(),
-            digest=token_digest(*self._seen),
+            digest=segment_digest(*self._seen),
+            documents=tuple(Document(length=len(ids), digest=token_digest(ids)) for ids in self.documents),
+            recipe=self._recipe,
         )
-        return (segment,)
+        return (*self._earlier, segment)
 
     def _joined_routes(self) -> Routes | None:
         if not self._routes:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import blake3
 
 from etude.environments.base import Box
+from etude.harness.documents import MIN_RESULT, pointer, title_of
 from etude.harness.ledger import TokenLedger
-from etude.harness.prompts import open_task
+from etude.harness.prompts import Opening, open_task
 from etude.harness.renderers import Renderer
 from etude.harness.tools import READ_ONLY, Tools
 from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
@@ -33,12 +35,16 @@ _COUNTS = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """How turns are sampled; `max_tokens` bounds one turn, and with `routes` the experts of every token are kept."""
+    """How turns are sampled; `max_tokens` bounds one turn, and with `routes` the experts of every token are kept.
+
+    With `documents` the open file, and what is read and found, are sent as documents (docs/documents.md).
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int = 1024
     routes: bool = False
+    documents: bool = False
 
 
 class Policy(Protocol):
@@ -54,11 +60,12 @@ class Policy(Protocol):
         stop: Sequence[int],
         seed: int,
         timeout: float,
-        **options: int,
+        **options: Any,
     ) -> Generation:
         """At most `max_tokens` tokens after `ids`, the stop token included. TimeoutError after `timeout` seconds.
 
-        `options` is empty, or asks for the experts of the positions from `routes_from` on.
+        `options` is empty, asks for the experts of the positions from `routes_from` on, or has the ids of `documents`
+        that stand before `ids`.
         """
         ...
 
@@ -94,11 +101,11 @@ async def run_episode(
     seed: int,
 ) -> Draft:
     """Plays `task` in `box`. A spent budget ends the episode where it stands; errors that are ours are raised."""
-    tools, prompt = await open_task(task, box, renderer)
-    loop = _Loop(policy, renderer, tools, budget, sampling, seed)
+    opening = await open_task(task, box, renderer, budget, documents=sampling.documents)
+    loop = _Loop(policy, renderer, opening, budget, sampling, seed)
     try:
         async with asyncio.timeout(budget.seconds + GRACE_SECONDS):
-            stop_reason = await loop.run(prompt)
+            stop_reason = await loop.run(opening.prompt)
             timed_out = False
     except TimeoutError:
         stop_reason, timed_out = StopReason.SECONDS, True
@@ -109,13 +116,14 @@ class _Loop:
     """One episode in progress."""
 
     def __init__(
-        self, policy: Policy, renderer: Renderer, tools: Tools, budget: Budget, sampling: Sampling, seed: int
+        self, policy: Policy, renderer: Renderer, opening: Opening, budget: Budget, sampling: Sampling, seed: int
     ) -> None:
-        self.ledger = TokenLedger()
+        self.ledger = TokenLedger(opening.documents)
         self.turns: list[Turn] = []
         self._policy = policy
         self._renderer = renderer
-        self._tools = tools
+        self._tools = tools = opening.tools
+        self._documents: Counter[str] = Counter()  # their tokens in all requests, sent and found computed
         self._budget = budget
         self._sampling = sampling
         self._seed = seed
@@ -123,9 +131,10 @@ class _Loop:
 
     async def run(self, prompt: Sequence[int]) -> StopReason:
         """Plays turns until there is a reason to stop."""
-        budget, ledger = self._budget, self.ledger
+        budget = self._budget
         added = prompt
         while len(self.turns) < budget.turns:
+            ledger = self.ledger
             # A result that does not fit stays out: a segment is never longer than the budget.
             if len(ledger) + len(added) >= budget.context or ledger.sampled >= budget.tokens:
                 return StopReason.TOKENS
@@ -152,15 +161,39 @@ class _Loop:
                 return StopReason.FINISHED
             if ended >= self._deadline:
                 return StopReason.SECONDS
-            added = self._renderer.bridge(generation.ids, generation.finish_reason, results)
+            added = self._bridge(generation, calls, results)
         return StopReason.TURNS
+
+    def _bridge(self, generation: Generation, calls: Sequence[ToolCall], results: Sequence[str]) -> list[int]:
+        """What follows a turn. If long results become documents, the ledger goes on as a new segment."""
+
+        def bridge(shown: Sequence[str]) -> list[int]:
+            return self._renderer.bridge(generation.ids, generation.finish_reason, shown)
+
+        if not self._sampling.documents:
+            return bridge(results)
+        shown, new = list(results), list[list[int]]()
+        for i, (call, result) in enumerate(zip(calls, results, strict=True)):
+            title = title_of(call, self._tools.task.focus)
+            document = self._renderer.document(title, result) if title and not result.startswith("error: ") else []
+            if title and len(document) >= MIN_RESULT:
+                shown[i] = pointer(title)
+                if document not in (*self.ledger.documents, *new):
+                    new.append(document)
+        added = bridge(shown)
+        if len(self.ledger) + sum(map(len, new)) + len(added) >= self._budget.context:
+            return bridge(results)
+        if new:
+            self.ledger = self.ledger.continued(new)
+        return added
 
     async def _sample(self, now: float) -> Generation | None:
         """Samples a turn into the ledger; None if the time is up before it is whole."""
         budget, sampling, ledger = self._budget, self._sampling, self.ledger
         prompt = ledger.prompt()
         seconds = self._deadline - now
-        routes = {"routes_from": ledger.routed} if sampling.routes else {}
+        options: dict[str, Any] = {"routes_from": ledger.routed} if sampling.routes else {}
+        options |= {"documents": ledger.documents} if ledger.documents else {}
         try:
             # The policy keeps its own deadline, and knows whether the engine was lost or only slow.
             async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
@@ -172,20 +205,22 @@ class _Loop:
                     stop=self._renderer.stop_ids,
                     seed=turn_seed(self._seed, len(self.turns)),
                     timeout=seconds,
-                    **routes,
+                    **options,
                 )
         except TimeoutError:
             return None
         if generation.finish_reason == "abort":
             raise Aborted("the engine aborted a turn")
         ledger.add_turn(prompt, generation)
+        self._documents["document_tokens"] += sum(map(len, ledger.documents))
+        self._documents["cached_document_tokens"] += generation.cached_document_tokens
         self._tools.metrics["truncated"] += generation.finish_reason == "length"
         return generation
 
     def metrics(self) -> dict[str, float]:
         """Counts of the episode; a tool that was never called has no entry."""
         counted = self._tools.metrics
-        return {name: float(counted[name]) for name in dict.fromkeys((*_COUNTS, *counted))} | {
+        figures = {
             "turns": float(len(self.turns)),
             "sampled_tokens": float(self.ledger.sampled),
             "context_tokens": float(len(self.ledger)),
@@ -194,6 +229,10 @@ class _Loop:
             "seconds_model": sum(turn.seconds_model for turn in self.turns),
             "seconds_tools": sum(turn.seconds_tools for turn in self.turns),
         }
+        if self._sampling.documents:
+            figures |= {"documents": float(len(self.ledger.documents)), "segments": float(len(self.ledger.segments()))}
+            figures |= {name: float(count) for name, count in self._documents.items()}
+        return {name: float(counted[name]) for name in dict.fromkeys((*_COUNTS, *counted))} | figures
 
 
 async def _run_calls(tools: Tools, calls: Sequence[ToolCall]) -> tuple[list[str], bool]:

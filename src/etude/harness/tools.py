@@ -92,7 +92,8 @@ class Tools:
     async def _finish(self) -> str:
         return ""
 
-    async def _text(self, path: str) -> str:
+    async def text(self, path: str) -> str:
+        """A file of the box. Raises ToolError if it is binary, BoxError if it is not there."""
         data = await self.box.read(path, MAX_FILE)
         if b"\0" in data[:8192]:
             raise ToolError(f"{path} is a binary file")
@@ -115,7 +116,7 @@ class Tools:
         files: list[tuple[str, str]] = []
         for path in await self._walk(roots):
             try:
-                files.append((path, await self._text(path)))
+                files.append((path, await self.text(path)))
             except ToolError:
                 continue
             except BoxError as e:
@@ -167,7 +168,7 @@ class CompactTools(Tools):
     async def open(self) -> str:
         """Reads the focus; returns the function's source as the prompt shows it."""
         focus = self.task.focus
-        self._views = [view_of(await self._text(focus.path), focus.first_line, focus.last_line)]
+        self._views = [view_of(await self.text(focus.path), focus.first_line, focus.last_line)]
         return printable(self._views[-1].source)
 
     async def _edit(self, old: str, new: str) -> str:
@@ -213,7 +214,7 @@ class CompactTools(Tools):
     async def _view(self) -> View:
         """The function as it stands, found again if a command has changed the file."""
         if self._stale:
-            text = await self._text(self.task.focus.path)
+            text = await self.text(self.task.focus.path)
             if text != self._views[-1].file:
                 view = moved(self._views[-1], text)
                 if view is None:
@@ -281,7 +282,7 @@ class FullTools(Tools):
         return "\n".join([*entries[:1000], *rest]) or "empty folder"
 
     async def _read(self, path: str, offset: int = 1, limit: int = 2000) -> str:
-        lines = (await self._text(path)).splitlines()
+        lines = (await self.text(path)).splitlines()
         start = max(offset, 1) - 1
         chosen = lines[start : start + max(1, min(limit, 2000))]
         shown, size = [], 0
@@ -317,7 +318,7 @@ class FullTools(Tools):
             if await self._exists(path):
                 raise ToolError(f"{path} exists; give the text to replace")
             return "", new
-        text = await self._text(path)
+        text = await self.text(path)
         try:
             return text, edit_file(text, old, new)
         except EditError as e:

@@ -15,19 +15,18 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import blake3
-import numpy as np
 from transformers import PreTrainedModel
 
 from etude.inference.cache import PagedCache
 from etude.inference.rows import Request, Row
-from etude.models.documents import Document, Rotation, compute, empty_document, key_shape, refusal
+from etude.models.documents import RECIPE, Document, Rotation, compute, empty_document, refusal, token_bytes
+from etude.records import token_digest
 
 
 class Key(NamedTuple):
     """What the content of an entry depends on."""
 
-    ids: bytes  # BLAKE3 of the token ids
+    ids: str  # digest of the token ids
     version: int  # of the weights
     recipe: str
 
@@ -82,9 +81,9 @@ class Documents:
         self.refusal = refusal(model)
         self._model, self._cache, self._routes = model, cache, routes
         self._rotation = None if self.refusal else Rotation(model)
-        self._token_bytes = 2 * model.config.num_hidden_layers * int(np.prod(key_shape(model))) * model.dtype.itemsize
+        self._token_bytes = token_bytes(model.config, model.dtype.itemsize)
         # Part of the key, so that a cache that outlives its engine could not be read by another recipe.
-        self.recipe = f"own sink, no repair, {model.dtype}"
+        self.recipe = f"{RECIPE}, {model.dtype}"
         self._entries: OrderedDict[Key, Entry] = OrderedDict()  # least recently used first
         self._todo: deque[Entry] = deque()
         self.used = 0  # bytes
@@ -126,7 +125,7 @@ class Documents:
         """None if there is no room as long as others hold theirs."""
         starts = accumulate(map(len, request.documents), initial=0)
         keys = {
-            start: (Key(_digest(ids), version, self.recipe), ids)
+            start: (Key(token_digest(ids), version, self.recipe), ids)
             for (start, end), ids in zip(pairwise(starts), request.documents, strict=True)
             if end > begin
         }
@@ -230,7 +229,3 @@ class Documents:
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.key]
         self.used -= entry.num_bytes
-
-
-def _digest(ids: list[int]) -> bytes:
-    return blake3.blake3(np.array(ids, dtype=np.int64).tobytes()).digest()

@@ -31,6 +31,7 @@ from etude.inference.rows import Request, Row, Slots, check_sequence
 from etude.inference.sampling import MARGIN, sample
 from etude.inference.speculation import Speculation, kept
 from etude.models import exact
+from etude.models.documents import RECIPE
 from etude.models.kernels import BLOCK
 from etude.records import Generation
 
@@ -224,7 +225,7 @@ class Engine:
         """Apply swaps and aborts, admit, run one forward pass, sample, finish."""
         self._take_arrivals()
         self._apply_swaps()
-        with torch.inference_mode():
+        with torch.inference_mode(), exact.exact(self.exact):
             self._drop_aborted()
             if self._paused:
                 if self._clear_cache and not self._prefilling and not self._decoding:
@@ -235,7 +236,7 @@ class Engine:
                 self._admit()
             start = time.perf_counter()
             busy = not self._paused and self.documents.compute(
-                self.limits.prefill_tokens, self.version, alone=self.deterministic
+                self.limits.prefill_tokens, self.version, alone=self.alone
             )
             if self._paused != "keep" and (self._prefilling or self._decoding):
                 self._forward()
@@ -337,11 +338,10 @@ class Engine:
         complete = [row.fed + n == len(row.request.prompt) for row, n in chunks]
         sampled_S = np.concatenate([np.arange(decoded), ends[complete]])
         ids_N, slot_N, position_N = np.concatenate(ids), np.concatenate(slots), np.concatenate(positions)
-        with exact.exact(self.exact):
-            logits_SV = logits_of(
-                self.model, self.cache, self._slots.table, ids_N, slot_N, position_N, sampled_S, alone=self.alone,
-                routes=self.limits.routes,
-            )  # fmt: skip
+        logits_SV = logits_of(
+            self.model, self.cache, self._slots.table, ids_N, slot_N, position_N, sampled_S, alone=self.alone,
+            routes=self.limits.routes,
+        )  # fmt: skip
         self.counters.prefilled_tokens += fed - len(decoding)
 
         for row, n in chunks:
@@ -358,8 +358,7 @@ class Engine:
     def _score_one(self) -> None:
         """One sequence per step, so that running rows wait for one short pass at a time."""
         ids, future = self._scores[0]
-        with exact.exact(self.exact):
-            log_probs = score(self.model, self.cache, ids, alone=self.alone)
+        log_probs = score(self.model, self.cache, ids, alone=self.alone)
         self._scores.popleft()  # not before: if the pass fails, whoever waits is told
         self.counters.scored_tokens += len(ids)
         future.set_result((self.version, log_probs.tolist()))
@@ -493,5 +492,6 @@ class Engine:
             ids=ids, logprobs=log_probs, versions=versions, finish_reason=reason, routes=routes,
             kv_version=row.kv_version,
             cached_tokens=row.cached, cached_document_tokens=row.cached_documents,
+            recipe=RECIPE if row.request.documents else "",
             accepted_draft_tokens=accepted, rejected_draft_tokens=rejected,
         )  # fmt: skip

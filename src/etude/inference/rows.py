@@ -83,8 +83,9 @@ class Request:
             raise ValueError(f"seed must lie in [0, 2^63), got {self.seed}")
         if len(self.stop) > MAX_STOP_IDS:
             raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(self.stop)}")
-        if self.routes_from is not None and not 0 <= self.routes_from < len(self.ids):
-            raise ValueError(f"routes_from must be a position of the prompt of {len(self.ids)}, got {self.routes_from}")
+        length = len(self.prompt)
+        if self.routes_from is not None and not 0 <= self.routes_from < length:
+            raise ValueError(f"routes_from must be a position of the prompt of {length}, got {self.routes_from}")
         for source in self.sources:
             if len(source.ids) and not 0 <= source.ids.min() <= source.ids.max() < vocab_size:
                 raise ValueError(f"a token of the {source.name} is outside the vocabulary of {vocab_size}")

@@ -88,7 +88,13 @@ class _BlockAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float,
+        whole: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`whole` computes the same function in the bits that are wanted of the output."""
+        if whole is not None and not any(ctx.needs_input_grad):
+            return whole(query, key, value, scale)
         out = torch.empty_like(query)
         lse = query.new_empty(query.shape[:3])
         for b in blocks:
@@ -103,6 +109,8 @@ class _BlockAttention(torch.autograd.Function):
             out[:, :, q] *= (lse[:, :, q] - both).exp()[..., None]
             out[:, :, q].addcmul_(part, (part_lse - both).exp()[..., None])
             lse[:, :, q] = both
+        if whole is not None:
+            out = whole(query, key, value, scale)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.blocks, ctx.scale = blocks, scale
         return out
@@ -120,7 +128,7 @@ class _BlockAttention(torch.autograd.Function):
             grad_query[:, :, q] += parts[0]
             grad_key[:, :, at] += parts[1]
             grad_value[:, :, at] += parts[2]
-        return grad_query, grad_key, grad_value, None, None
+        return grad_query, grad_key, grad_value, None, None, None
 
 
 def visible(graph: Graph, above: int, device: torch.device | str) -> Callable[..., Tensor]:
@@ -145,8 +153,14 @@ def _flex() -> Callable[..., Tensor]:
 def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
     """Causal attention of whole rows; padding on the right needs no mask, for no real token sees it.
 
-    With fewer queries than keys, the queries are those of the last keys.
+    With fewer queries than keys, the queries are those of the last keys. In exact mode, in the engine's bits.
     """
+    if exact.is_on():
+        count, end = query_BHTD.shape[2], key_BKTD.shape[2]
+        blocks = [Block(0, count, end - count, end, True), Block(0, count, 0, end - count, False)]
+        return _BlockAttention.apply(
+            query_BHTD, key_BKTD, value_BKTD, blocks[: 1 + (count < end)], scale, exact.attention
+        )
     repeats = query_BHTD.shape[1] // key_BKTD.shape[1]
     if repeats > 1:
         key_BKTD, value_BKTD = (x.repeat_interleave(repeats, dim=1) for x in (key_BKTD, value_BKTD))
@@ -190,7 +204,7 @@ def etude_attention(
     if sliding_window is not None and (layout is not None or query.shape[2] > sliding_window):
         raise ValueError("sliding-window attention is not supported on rows longer than the window")
     if layout is None:
-        out = (exact.causal if exact.is_on() else causal)(query, key, value, scaling)
+        out = causal(query, key, value, scaling)
     else:
         out = layout.attend(module.layer_idx, query, key, value, scaling)
     return out.transpose(1, 2), None

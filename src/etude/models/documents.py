@@ -12,6 +12,7 @@ Suffixes: n tokens of one document, E layers with experts.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,10 +21,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from etude.models.attention import causal
+from etude.models import exact
+from etude.models.attention import KeyValues, causal
 from etude.models.experts import ROUND, few_shapes, observe
+from etude.models.segments import Graph
+
+RECIPE = "own sink, no repair"
+"""Every document begins with tokens of its own to rest on, and none of its tokens is computed again where it is placed:
+the segment graph of its prompt then says all that there is to know."""
 
 _PROBED = 8  # tokens
 _SLACK = 0.01  # of the largest key: a wrong rotation differs by as much as keys are large
@@ -40,9 +47,9 @@ class Rotation:
 
     def angles(self, length: int) -> Tensor:
         """Cosines and sines of positions 0 to `length` - 1: [2, 1, length, D]."""
-        position_1T = torch.arange(length, device=self._like.device)[None]
+        position_1T = torch.arange(length + exact.padding(length), device=self._like.device)[None]
         # Where a model scales them (YaRN, arXiv:2309.00071), what it gave us at position 0 is scaled already.
-        return torch.stack(self._table(self._like, position_1T)) / self._table.attention_scaling
+        return (torch.stack(self._table(self._like, position_1T)) / self._table.attention_scaling)[:, :, :length]
 
     def __call__(self, x_BHTD: Tensor, angles: Tensor) -> Tensor:
         """`x_BHTD` rotated by the angles of its T positions."""
@@ -65,16 +72,15 @@ class Document:
 
 def empty_document(model: PreTrainedModel, ids: Sequence[int]) -> Document:
     """A document of which nothing is computed, its memory taken."""
-    heads, head_dim = key_shape(model)
+    heads, head_dim = key_shape(model.config)
     shape = (model.config.num_hidden_layers, heads, len(ids), head_dim)
     like = next(model.parameters())
     keys, values = (like.new_empty(shape, dtype=model.dtype) for _ in range(2))
     return Document(np.array(ids, dtype=np.int64), keys.detach(), values.detach())
 
 
-def key_shape(model: PreTrainedModel) -> tuple[int, int]:
+def key_shape(config: PretrainedConfig) -> tuple[int, int]:
     """Key/value heads and their size."""
-    config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_key_value_heads, head_dim
 
@@ -85,12 +91,13 @@ def compute(
 ) -> None:
     """The next `count` tokens of each document, in one pass [1, sum of counts] beside each other.
 
-    `routes`: their expert ids, too.
+    `routes`: their expert ids, too. In exact mode the bits of a document are the same however it is cut and beside
+    whatever it is computed.
     """
     device = parts[0][0].keys_LKnD.device
     ids_N = np.concatenate([d.ids_n[d.computed : d.computed + count] for d, count in parts])
     few = device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > ROUND
-    padded_N = np.pad(ids_N, (0, -len(ids_N) % ROUND if few else 0))
+    padded_N = np.pad(ids_N, (0, -len(ids_N) % ROUND if few else exact.padding(len(ids_N))))
     with few_shapes() if few else nullcontext(), observe() if routes else nullcontext() as choices:
         model.get_decoder()(
             input_ids=torch.from_numpy(padded_N).to(device)[None],
@@ -130,6 +137,37 @@ class _Apart:
         return out
 
 
+class Placed:
+    """The layout of one row that begins with documents, computed and placed as the engine does it, with gradients.
+
+    In exact mode the row's bits are then those of the engine. Its documents' tokens must claim to stand at position 0:
+    `positions_T`. Raises ValueError for a graph that is not that of one row.
+    """
+
+    kept: KeyValues | None = None  # no pass hangs below such a row
+
+    def __init__(self, model: PreTrainedModel, graph: Graph) -> None:
+        *self._documents, self._tail = graph.nodes
+        if any(node.sees for node in self._documents) or self._tail.sees != tuple(range(len(self._documents))):
+            raise ValueError("only a row of documents and what sees them all can be placed")
+        self._rotation = Rotation(model)
+        self._angles = self._rotation.angles(self._tail.start)
+        self.positions_T = np.concatenate([np.zeros(self._tail.start, np.int64), graph.positions_T[self._tail.start :]])
+
+    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        outs, keys, angles = [], [], self._angles
+        for node in self._documents:
+            here, length = slice(node.start, node.start + len(node)), len(node)
+            query, key = (self._rotation(x[:, :, here], angles[:, :, :length]) for x in (query_BHTD, key_BKTD))
+            outs.append(causal(query, key, value_BKTD[:, :, here], scale))
+            keys.append(self._rotation(key_BKTD[:, :, here], angles[:, :, here]))
+        begin, end = self._tail.start, len(self.positions_T)
+        keys.append(key_BKTD[:, :, begin:end])
+        outs.append(causal(query_BHTD[:, :, begin:end], torch.cat(keys, dim=2), value_BKTD[:, :, :end], scale))
+        padding = query_BHTD[:, :, end:]
+        return torch.cat([*outs, torch.zeros_like(padding)], dim=2)
+
+
 class _Kept:
     """Plain causal attention that keeps the rotated keys."""
 
@@ -141,9 +179,13 @@ class _Kept:
         return causal(query_BHTD, key_BKTD, value_BKTD, scale)
 
 
-def refusal(model: PreTrainedModel) -> str:
-    """Why documents cannot be placed exactly in this model; "" if they can. Runs two passes over a few tokens."""
-    config = model.config
+def token_bytes(config: PretrainedConfig, itemsize: int) -> int:
+    """Bytes of the keys and values of one token."""
+    return 2 * config.num_hidden_layers * math.prod(key_shape(config)) * itemsize
+
+
+def config_refusal(config: PretrainedConfig) -> str:
+    """Why documents cannot be placed exactly in models of this configuration; "" if only a trial can tell."""
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if others:
         return f"this model has layers of the kind {others[0]}, which see by distance or carry a state"
@@ -151,6 +193,13 @@ def refusal(model: PreTrainedModel) -> str:
     kind = rope.get("rope_type", "default")
     if kind == "dynamic" or kind == "longrope":
         return f"this model's rotary frequencies depend on the length of the whole prompt ({kind})"
+    return ""
+
+
+def refusal(model: PreTrainedModel) -> str:
+    """Why documents cannot be placed exactly in this model; "" if they can. Runs two passes over a few tokens."""
+    if why := config_refusal(model.config):
+        return why
     try:
         same = _rotates_alike(model)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:

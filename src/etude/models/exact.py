@@ -8,6 +8,7 @@ What makes the bits of a plain pass depend on its other tokens, and what is done
                        `TILE` rows
     experts            each expert's rows are a product of their own, and a token's experts are summed in slot order
     attention          the engine's kernel on both sides: the order of a query's sums depends on its position alone
+    documents          the trainer, too, computes their keys before rotation and rotates them where they are placed
     head               padded like the rest; logits, softmax and log-probability in float32, row by row
 
 Suffixes as in `etude.models.attention`.
@@ -18,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import numpy as np
 import torch
@@ -118,41 +118,30 @@ def experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: T
     return total_TD
 
 
-def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-    """Causal attention of whole rows in the bits of the engine's kernel."""
-    return _Causal.apply(query_BHTD, key_BKTD, value_BKTD, scale)
+@torch.no_grad()
+def attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+    """Causal attention in the bits of the engine's kernel, [B, H, T, D]; the queries are those of the last keys."""
+    B, H, T, D = query_BHTD.shape
+    above, blocks = key_BKTD.shape[2] - T, -(-key_BKTD.shape[2] // BLOCK)
+    keys, values = (_pages(x, blocks) for x in (key_BKTD, value_BKTD))
+    out_NHD = np.empty((B * T, H, D), np.float32)
+    query_NHD, key_NKD, value_NKD = (
+        x.transpose(1, 2).reshape(B * T, -1, D).contiguous().numpy()
+        for x in (query_BHTD, key_BKTD[:, :, above:], value_BKTD[:, :, above:])
+    )
+    table = np.arange(B * blocks, dtype=np.int32).reshape(B, blocks)
+    row_N, position_N = (x.ravel().astype(np.int32) for x in np.indices((B, T)))
+    paged_attention(D)(
+        query_NHD, key_NKD, value_NKD, keys, values, table, row_N, position_N + np.int32(above), np.float32(scale),
+        out_NHD,
+    )  # fmt: skip
+    return torch.from_numpy(out_NHD).view(B, T, H, D).transpose(1, 2)
 
 
-class _Causal(torch.autograd.Function):
-    """The kernel forward; backward, torch's flash kernel on the kernel's output and its own log-sum-exp."""
-
-    @staticmethod
-    def forward(ctx: Any, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-        B, H, T, D = query_BHTD.shape
-        K, blocks = key_BKTD.shape[1], -(-T // BLOCK)
-        keys, values = np.zeros((2, B * blocks, K, BLOCK, D), np.float32)
-        out_NHD = np.empty((B * T, H, D), np.float32)
-        query_NHD, key_NKD, value_NKD = (
-            x.detach().transpose(1, 2).reshape(B * T, -1, D).contiguous().numpy()
-            for x in (query_BHTD, key_BKTD, value_BKTD)
-        )
-        table = np.arange(B * blocks, dtype=np.int32).reshape(B, blocks)
-        row_N, position_N = (x.ravel().astype(np.int32) for x in np.indices((B, T)))
-        paged_attention(D)(
-            query_NHD, key_NKD, value_NKD, keys, values, table, row_N, position_N, np.float32(scale), out_NHD
-        )
-        out_BHTD = torch.from_numpy(out_NHD).view(B, T, H, D).transpose(1, 2)
-        if any(ctx.needs_input_grad):
-            _, lse_BHT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query_BHTD, key_BKTD, value_BKTD, 0.0, True, scale=scale
-            )
-            ctx.save_for_backward(query_BHTD, key_BKTD, value_BKTD, out_BHTD, lse_BHT)
-            ctx.scale = scale
-        return out_BHTD
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grads[0], *ctx.saved_tensors, 0.0, True, scale=ctx.scale
-        )
-        return *parts, None
+def _pages(x_BKTD: Tensor, blocks: int) -> np.ndarray:
+    """As the engine's cache holds them: [B * blocks, K, BLOCK, D], zeros after the last token."""
+    B, K, T, D = x_BKTD.shape
+    out = np.zeros((B, blocks, K, BLOCK, D), np.float32)
+    whole = F.pad(x_BKTD, (0, 0, 0, blocks * BLOCK - T)).reshape(B, K, blocks, BLOCK, D)
+    out[:] = whole.transpose(1, 2).numpy()
+    return out.reshape(B * blocks, K, BLOCK, D)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -136,12 +136,25 @@ class Graph:
         return Graph(tuple(Node(node.ids_n, node.start, seen) for node, seen in zip(nodes, sees, strict=True)))
 
 
+def row_graph(row: np.ndarray, documents: Sequence[int]) -> Graph:
+    """The graph of one row that begins with documents of these lengths: they see themselves, the rest sees them."""
+    ends = list(accumulate(documents))
+    nodes = [Node(row[end - length : end], end - length) for end, length in zip(ends, documents, strict=True)]
+    end = ends[-1] if ends else 0
+    return Graph((*nodes, Node(row[end:], end, tuple(range(len(nodes))))))
+
+
 @dataclass(frozen=True)
 class Trie:
-    """A prefix tree in depth-first order: `graph`, and per row (in the order given) the nodes from root to its end."""
+    """A prefix tree in depth-first order: `graph`, and per row (in the order given) the nodes from root to its end.
+
+    The first `documents` nodes are documents, which see nothing: a row's path begins with its own, and a root of the
+    tree sees those of its rows.
+    """
 
     graph: Graph
     paths: tuple[tuple[int, ...], ...]
+    documents: int = 0
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -153,9 +166,9 @@ class Trie:
     def ends(self) -> list[int]:
         """Per node, the index after the last node of its subtree."""
         ends = list(range(1, len(self.graph.nodes) + 1))
-        for i in range(len(ends) - 1, -1, -1):
-            if self.graph.nodes[i].sees:
-                parent = self.graph.nodes[i].sees[-1]
+        for i in range(len(ends) - 1, self.documents - 1, -1):
+            parent = max(self.graph.nodes[i].sees, default=-1)
+            if parent >= self.documents:
                 ends[parent] = max(ends[parent], ends[i])
         return ends
 
@@ -165,21 +178,51 @@ class Trie:
         return _concatenate([np.arange(at[n], at[n + 1]) for n in self.paths[row]])
 
 
-def trie(rows: Sequence[np.ndarray], min_share: int = MIN_SHARE, *, marks: Sequence[np.ndarray] | None = None) -> Trie:
+def trie(
+    rows: Sequence[np.ndarray],
+    min_share: int = MIN_SHARE,
+    *,
+    marks: Sequence[np.ndarray] | None = None,
+    documents: Sequence[tuple[int, ...]] | None = None,
+) -> Trie:
     """The prefix tree of rows of token ids: equal beginnings of at least `min_share` tokens become one node.
 
     Shorter common runs stay with each branch. Rows may be equal, empty, or beginnings of each other: a row ends with
     the last node of its path. Every node is on the path of some row, and no node is empty. Where there are `marks`, an
-    array [tokens, ...] per row, tokens are equal only if theirs are.
+    array [tokens, ...] per row, tokens are equal only if theirs are. `documents` are the lengths of those that each row
+    begins with: equal ones that start at the same position are one node, whatever stands before them, and rows with the
+    same documents share what follows these.
     """
     keys = [row.astype(">u4") for row in rows]
     if marks is not None:
         keys = [_marked(key, mark) for key, mark in zip(keys, marks, strict=True)]
-    order = sorted(range(len(rows)), key=lambda i: keys[i].tobytes())
-    ordered = [rows[i] for i in order]
-    common = [0] + [_common(keys[a], keys[b]) for a, b in pairwise(order)]
     nodes: list[Node] = []
     paths: list[tuple[int, ...]] = [()] * len(rows)
+    above: list[tuple[int, ...]] = [()] * len(rows)  # the documents of each row
+    known: dict[tuple[int, bytes], int] = {}
+    for i, lengths in enumerate(documents or ()):
+        for start, end in pairwise(accumulate(lengths, initial=0)):
+            at = known.setdefault((start, keys[i][start:end].tobytes()), len(nodes))
+            if at == len(nodes):
+                nodes.append(Node(rows[i][start:end], start))
+            above[i] += (at,)
+    count = len(nodes)
+    families: dict[tuple[int, ...], list[int]] = {}
+    for i, seen in enumerate(above):
+        families.setdefault(seen, []).append(i)
+    for seen, members in families.items():
+        _grow(nodes, paths, rows, keys, members, seen, min_share)
+    return Trie(Graph(tuple(nodes)), tuple(paths), count)
+
+
+def _grow(
+    nodes: list[Node], paths: list[tuple[int, ...]], rows: Sequence[np.ndarray], keys: Sequence[np.ndarray],
+    members: Sequence[int], documents: tuple[int, ...], min_share: int,
+) -> None:  # fmt: skip
+    """Adds the tree of the rows `members`, which all see `documents`, to `nodes`, and their paths to `paths`."""
+    order = sorted(members, key=lambda i: keys[i].tobytes())
+    ordered = [rows[i] for i in order]
+    common = [0] + [_common(keys[a], keys[b]) for a, b in pairwise(order)]
 
     def grow(row: np.ndarray, begin: int, end: int, above: tuple[int, ...]) -> tuple[int, ...]:
         if begin == end:
@@ -187,7 +230,7 @@ def trie(rows: Sequence[np.ndarray], min_share: int = MIN_SHARE, *, marks: Seque
         nodes.append(Node(row[begin:end], begin, above))
         return (*above, len(nodes) - 1)
 
-    stack = [(0, len(rows), 0, ())] if rows else []
+    stack = [(0, len(order), sum(len(nodes[j]) for j in documents), documents)] if order else []
     while stack:
         lo, hi, begin, above = stack.pop()
         end = min(common[lo + 1 : hi], default=len(ordered[lo]))
@@ -203,11 +246,12 @@ def trie(rows: Sequence[np.ndarray], min_share: int = MIN_SHARE, *, marks: Seque
         cuts = [ended, *(i for i in range(ended + 1, hi) if common[i] == end), hi]
         branches = [(a, b, begin, above) for a, b in pairwise(cuts) if a < b]
         stack += reversed(branches)
-    return Trie(Graph(tuple(nodes)), tuple(paths))
 
 
 def join(tries: Sequence[Trie]) -> Trie:
-    """Several tries beside each other in one layout; their rows in the order given."""
+    """Several tries without documents beside each other in one layout; their rows in the order given."""
+    if any(one.documents for one in tries):
+        raise ValueError("tries with documents are not joined: make one of all their rows")
     nodes: list[Node] = []
     paths: list[tuple[int, ...]] = []
     for one in tries:

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from etude.errors import RunFailed
+from etude.models.documents import RECIPE
 from etude.models.replay import MISSING, UNFED
-from etude.records import Episode, Group, Outcome, Segment, StopReason
+from etude.records import Episode, Group, Outcome, Segment, StopReason, token_digest
 from etude.trainer.plan import TokenRows
 
 
@@ -36,11 +37,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt and the completions of it: as many rows of tokens."""
+    """One prompt and the completions of it: as many rows of tokens. The prompt begins with its documents."""
 
     prompt_P: np.ndarray
     completions: tuple[Completion, ...]
     group: int = 0  # its group's index in the batch
+    documents: tuple[int, ...] = ()  # their lengths
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def _rows(
 
     `first` is the index in the batch of the group's first episode.
     """
-    by_prompt: dict[bytes, tuple[np.ndarray, list[Completion]]] = {}
+    by_prompt: dict[tuple[tuple[int, ...], bytes], tuple[np.ndarray, list[Completion]]] = {}
     for number, (episode, advantage_of_turn) in enumerate(zip(members, advantages_G, strict=True), first):
         turns_before, sampled_before = 0, 0
         length = episode.sampled_tokens
@@ -187,9 +189,34 @@ def _rows(
                 routes_TLK=None if routes is None else recorded_routes(segment, end, routes),
             )
             sampled_before += int(mask_T.sum())
-            by_prompt.setdefault(ids_T[:p].tobytes(), (ids_T[:p], []))[1].append(completion)
-    for prompt_P, completions in by_prompt.values():
-        yield Row(prompt_P, tuple(completions), group)
+            key = recorded_documents(segment), ids_T[:p].tobytes()
+            by_prompt.setdefault(key, (ids_T[:p], []))[1].append(completion)
+    for (documents, _), (prompt_P, completions) in by_prompt.items():
+        yield Row(prompt_P, tuple(completions), group, documents)
+
+
+def recorded_documents(segment: Segment) -> tuple[int, ...]:
+    """Lengths of the documents that a segment begins with, so that the graph the engine computed can be made again.
+
+    Raises RunFailed if it cannot be.
+    """
+    if wrong := document_fault(segment):
+        raise RunFailed(f"an episode has {wrong}: were its engines of another etude, or its blob damaged?")
+    return tuple(document.length for document in segment.documents)
+
+
+def document_fault(segment: Segment) -> str:
+    """What is wrong with the documents that a segment has recorded; "" if nothing is."""
+    if segment.documents and segment.recipe != RECIPE:
+        return f"documents computed by the recipe {segment.recipe!r}, not {RECIPE!r}"
+    ids_T, *_ = segment.arrays()
+    start = 0
+    for number, document in enumerate(segment.documents):
+        end = start + document.length
+        if not start < end < segment.prompt_length or token_digest(ids_T[start:end]) != document.digest:
+            return f"other tokens in document {number} than it recorded"
+        start = end
+    return ""
 
 
 def recorded_routes(segment: Segment, end: int, shape: tuple[int, int]) -> np.ndarray:
@@ -216,10 +243,12 @@ def token_rows(rows: Sequence[Row]) -> TokenRows:
     """Every completion behind its prompt; which of them share what is found by the plan."""
     pairs = [(row.prompt_P, c) for row in rows for c in row.completions]
     routes = tuple(c.routes_TLK for _, c in pairs if c.routes_TLK is not None)
+    documents = tuple(row.documents for row in rows for _ in row.completions)
     return TokenRows(
         tuple(np.concatenate([prompt_P, c.ids_C]) for prompt_P, c in pairs),
         tuple(len(prompt_P) + np.flatnonzero(c.mask_C) for prompt_P, c in pairs),
         routes if routes else None,
+        documents if any(documents) else None,
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from etude.errors import RunFailed, UserError
 from etude.models import exact
 from etude.models.attention import KeyValues, SegmentLayout
+from etude.models.documents import Placed
 from etude.models.experts import Choices, observe
 from etude.models.replay import UNFED, Replayed, replay
 from etude.trainer.plan import Part
@@ -183,10 +184,15 @@ def _forward(
     The loss is asked for in the pass that has a backward, everything else noted in the first one.
     """
     device = _device(walk.model)
-    layout = None if part.graph is None else SegmentLayout(part.graph, above, keep=bool(part.children))
+    layout, positions_T = None, part.positions_T
+    if part.graph is not None and exact.is_on():
+        layout = Placed(walk.model, part.graph)
+        positions_T = layout.positions_T
+    elif part.graph is not None:
+        layout = SegmentLayout(part.graph, above, keep=bool(part.children))
     options = {"output_router_logits": True} if walk.aux else {}
-    extra = exact.padding(len(part.ids_T)) if part.graph is None else 0
-    ids_T, positions_T, weight_T = (np.pad(x, (0, extra)) for x in (part.ids_T, part.positions_T, part.weight_T))
+    extra = exact.padding(len(part.ids_T))
+    ids_T, positions_T, weight_T = (np.pad(x, (0, extra)) for x in (part.ids_T, positions_T, part.weight_T))
     item_M, weight_T = (torch.from_numpy(x).to(device) for x in (part.item_M, weight_T))
     routes_TLK = part.routes_TLK if walk.replays else None
     if routes_TLK is not None and extra:

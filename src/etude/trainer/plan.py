@@ -11,14 +11,14 @@ Suffixes: T tokens of a pass, N sampled tokens of the batch (row by row), M thos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
-from etude.models.segments import Graph, Trie, trie
+from etude.models.segments import Graph, Trie, row_graph, trie
 
 Execution = Literal["rows", "packed", "streaming", "recompute"]
 PASS_TOKENS = 48  # what a pass costs besides its tokens, in tokens: launching kernels, small products
@@ -28,18 +28,23 @@ PASS_TOKENS = 48  # what a pass costs besides its tokens, in tokens: launching k
 class TokenRows:
     """The rows of a batch, and in each the offsets (>= 1) of its sampled tokens, increasing; the last token is one.
 
-    `routes` are experts to replay, int16 [tokens, MoE layers, K] per row (`etude.models.replay`). Raises ValueError for
-    rows of another kind: what follows the last sampled token would be computed for nothing.
+    `routes` are experts to replay, int16 [tokens, MoE layers, K] per row (`etude.models.replay`), `documents` the
+    lengths of those that each row begins with. Raises ValueError for rows of another kind: what follows the last
+    sampled token would be computed for nothing.
     """
 
     rows: tuple[np.ndarray, ...]
     sampled: tuple[np.ndarray, ...]
     routes: tuple[np.ndarray, ...] | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        for ids, sampled in zip(self.rows, self.sampled, strict=True):
+        every = self.documents or ((),) * len(self.rows)
+        for ids, sampled, lengths in zip(self.rows, self.sampled, every, strict=True):
             if not len(sampled) or sampled[0] < 1 or sampled[-1] != len(ids) - 1 or (np.diff(sampled) < 1).any():
                 raise ValueError("a row needs a prompt, and ends with a sampled token")
+            if lengths and (min(lengths) < 1 or sampled[0] <= sum(lengths)):
+                raise ValueError("documents have tokens, and a prompt follows them")
 
     @property
     def count(self) -> int:
@@ -48,7 +53,12 @@ class TokenRows:
 
     def tree(self) -> Trie:
         """What the rows share. A token that two rows route to other experts is two tokens: the tree splits there."""
-        return trie(self.rows, marks=self.routes)
+        return trie(self.rows, marks=self.routes, documents=self.documents)
+
+    def some(self, chosen: Sequence[int]) -> TokenRows:
+        """The chosen rows, in this order."""
+        of = [None if x is None else tuple(x[i] for i in chosen) for x in (self.routes, self.documents)]
+        return TokenRows(tuple(self.rows[i] for i in chosen), tuple(self.sampled[i] for i in chosen), *of)
 
 
 @dataclass(frozen=True)
@@ -124,12 +134,14 @@ def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int,
         "rows": lambda: rows(tokens),
     }
     names = list(build) if execution == "auto" else [execution]
-    split = 0 if tokens.routes is None else tree.graph.length - trie(tokens.rows).graph.length
+    split = 0
+    if tokens.routes is not None:
+        split = tree.graph.length - trie(tokens.rows, documents=tokens.documents).graph.length
     candidates = [Plan(name, parts, cost(parts, shape), split) for name, parts in ((n, build[n]()) for n in names)]
     fitting = [c for c in candidates if c.cost.held <= budget]
     if fitting:
         return min(fitting, key=lambda c: c.cost.work)
-    return min(candidates, key=lambda c: c.cost.held)
+    return min(candidates, key=lambda c: (c.cost.held, c.cost.work))
 
 
 def cost(parts: Sequence[Part], shape: Shape) -> Cost:
@@ -156,13 +168,16 @@ def rows(tokens: TokenRows) -> tuple[Part, ...]:
     """One pass per row."""
     parts = []
     before = 0
-    all_routes = tokens.routes or [None] * len(tokens.rows)
-    for ids, sampled, routes in zip(tokens.rows, tokens.sampled, all_routes, strict=True):
+    none = [None] * len(tokens.rows)
+    for ids, sampled, routes, lengths in zip(
+        tokens.rows, tokens.sampled, tokens.routes or none, tokens.documents or none, strict=True
+    ):
         row = ids.astype(np.int64)
+        graph = row_graph(row, lengths) if lengths else None
         items = np.arange(before, before + len(sampled))
         every, once = np.arange(len(sampled)), np.ones(len(row))
         parts.append(
-            Part(None, row, np.arange(len(row)), once, items, sampled - 1, every, row[sampled], routes_TLK=routes)
+            Part(graph, row, np.arange(len(row)), once, items, sampled - 1, every, row[sampled], routes_TLK=routes)
         )
         before += len(sampled)
     return tuple(parts)
@@ -171,16 +186,30 @@ def rows(tokens: TokenRows) -> tuple[Part, ...]:
 def packed(tokens: TokenRows, tree: Trie, budget: int) -> tuple[Part, ...]:
     """Whole trees, several in one pass while they hold at most `budget` tokens; a larger one gets a pass of its own."""
     make = _Maker(tokens, tree)
-    return tuple(make.part(chosen) for chosen in make.packs(make.roots, budget))
+    return tuple(make.pass_of(heads) for heads in make.packs(make.roots, budget))
 
 
 def streaming(tokens: TokenRows, tree: Trie, budget: int, *, recompute: bool = False) -> tuple[Part, ...]:
-    """Trees that branch: the trunk, then the passes below it. A branch that fits no pass is streamed in turn."""
+    """Trees that branch: the trunk, then the passes below it. A branch that fits no pass is streamed in turn.
+
+    Documents are part of the trunk of the one tree that sees them, or a trunk of their own over several.
+    """
     make = _Maker(tokens, tree)
-    branching = [root for root in make.roots if tree.ends[root] > root + 1]
-    single = [root for root in make.roots if tree.ends[root] == root + 1]
-    trunks = [make.trunk(root, budget, recompute) for root in branching]
-    return (*trunks, *(make.part(chosen) for chosen in make.packs(single, budget)))
+    families: dict[tuple[int, ...], list[int]] = {}
+    for root in make.roots:
+        families.setdefault(tree.graph.nodes[root].sees, []).append(root)
+    trunks: list[Part] = []
+    single: list[int] = []
+    for documents, roots in families.items():
+        if documents and len(roots) > 1:
+            trunks.append(make.trunk(documents, roots, budget, recompute))
+            continue
+        for root in roots:
+            if tree.ends[root] > root + 1:
+                trunks.append(make.trunk((*documents, root), make.below(root), budget, recompute))
+            else:
+                single.append(root)
+    return (*trunks, *(make.pass_of(heads) for heads in make.packs(single, budget)))
 
 
 class _Maker:
@@ -188,7 +217,7 @@ class _Maker:
 
     def __init__(self, tokens: TokenRows, tree: Trie) -> None:
         self.tree = tree
-        self.roots = self.children(range(len(tree.graph.nodes)), ())
+        self.roots = [i for i, n in enumerate(tree.graph.nodes) if i >= tree.documents > max(n.sees, default=-1)]
         where = [tree.where(i) for i in range(len(tokens.rows))]
         self.routes_TLK = None if tokens.routes is None else _laid_out(tree.graph.length, where, tokens.routes)
         pairs = list(zip(where, tokens.sampled, strict=True))
@@ -198,38 +227,58 @@ class _Maker:
         self.order_N = node_N.argsort(kind="stable")  # sampled tokens by the node that predicts them
         self.cuts = np.searchsorted(node_N[self.order_N], np.arange(len(tree.graph.nodes) + 1))
 
-    def children(self, among: range, above: tuple[int, ...]) -> list[int]:
-        return [i for i in among if self.tree.graph.nodes[i].sees == above]
+    def below(self, node: int) -> list[int]:
+        """The children of a node of the tree."""
+        nodes = self.tree.graph.nodes
+        return [i for i in range(node + 1, self.tree.ends[node]) if nodes[i].sees == (*nodes[node].sees, node)]
 
-    def size(self, node: int) -> int:
-        """Tokens of the node's subtree."""
-        at = self.tree.graph.offsets
-        return int(at[self.tree.ends[node]] - at[node])
+    def documents(self, head: int) -> set[int]:
+        return {j for j in self.tree.graph.nodes[head].sees if j < self.tree.documents}
 
-    def packs(self, heads: Sequence[int], budget: int) -> list[list[int]]:
-        """Nodes of whole subtrees, put together in order up to the budget."""
+    def size(self, nodes: Iterable[int]) -> int:
+        """Tokens of the nodes."""
+        return sum(len(self.tree.graph.nodes[n]) for n in nodes)
+
+    def subtree(self, node: int) -> range:
+        return range(node, self.tree.ends[node])
+
+    def packs(self, heads: Sequence[int], budget: int, *, alone: bool = True) -> list[list[int]]:
+        """Heads whose subtrees are computed in one pass, put together in order up to the budget; `alone`: with the
+        documents that they see, each once per pass, else those are in a pass above."""
         packs: list[list[int]] = []
-        held = 0
+        held, inside = 0, set[int]()
         for head in heads:
-            if not packs or held + self.size(head) > budget:
+            seen = self.documents(head) if alone else set[int]()
+            size = self.size(self.subtree(head))
+            if not packs or held + size + self.size(seen - inside) > budget:
                 packs.append([])
-                held = 0
-            packs[-1] += range(head, self.tree.ends[head])
-            held += self.size(head)
+                held, inside = 0, set()
+            held += size + self.size(seen - inside)
+            inside |= seen
+            packs[-1].append(head)
         return packs
 
-    def trunk(self, node: int, budget: int, recompute: bool) -> Part:
-        graph = self.tree.graph
-        inside = range(node + 1, self.tree.ends[node])
-        below = self.children(inside, (*graph.nodes[node].sees, node))
-        room = max(1, budget - (0 if recompute else len(graph.nodes[node])))
-        large = [head for head in below if self.size(head) > room and self.tree.ends[head] > head + 1]
-        small = [head for head in below if head not in large]
-        parts = [self.trunk(head, room, recompute) for head in large]
-        parts += [self.part(chosen) for chosen in self.packs(small, room)]
-        return self.part([node], tuple(parts), recompute)
+    def trunk(self, nodes: Sequence[int], below: Sequence[int], budget: int, recompute: bool) -> Part:
+        """The pass of `nodes`, which all of `below` see, and those of what begins with these."""
+        room = max(1, budget - (0 if recompute else self.size(nodes)))
+        large = [h for h in below if self.size(self.subtree(h)) > room and self.tree.ends[h] > h + 1]
+        small = [h for h in below if h not in large]
+        parts = [self.trunk([h], self.below(h), room, recompute) for h in large]
+        parts += [self.pass_of(heads, alone=False) for heads in self.packs(small, room, alone=False)]
+        heads = [n for n in nodes if n >= self.tree.documents] or below
+        return self.part(sorted(nodes), heads, tuple(parts), recompute)
 
-    def part(self, chosen: Sequence[int], children: tuple[Part, ...] = (), recompute: bool = False) -> Part:
+    def pass_of(self, heads: Sequence[int], *, alone: bool = True) -> Part:
+        """The pass of whole subtrees, with the documents that they see if it stands alone."""
+        chosen = {n for head in heads for n in self.subtree(head)}
+        if alone:
+            chosen |= {j for head in heads for j in self.documents(head)}
+        return self.part(sorted(chosen), heads)
+
+    def part(
+        self, chosen: Sequence[int], heads: Sequence[int], children: tuple[Part, ...] = (), recompute: bool = False
+    ) -> Part:
+        """`chosen` in one pass; a document among them stands for the rows of those `heads` that see it."""
         tree = self.tree
         graph = tree.graph.part(chosen)
         items = _join([self.order_N[self.cuts[n] : self.cuts[n + 1]] for n in chosen])
@@ -237,7 +286,10 @@ class _Maker:
         shift = tree.graph.offsets[list(chosen)] - graph.offsets[:-1]
         local = self.source_N[items] - shift[np.searchsorted(list(chosen), tree.graph.node_T[self.source_N[items]])]
         source, of = np.unique(local, return_inverse=True)
-        weight = np.repeat(tree.weights[list(chosen)], np.diff(graph.offsets)).astype(float)
+        weights = tree.weights.copy()
+        for j in range(tree.documents):
+            weights[j] = sum(tree.weights[head] for head in heads if j in tree.graph.nodes[head].sees)
+        weight = np.repeat(weights[list(chosen)], np.diff(graph.offsets)).astype(float)
         routes = self.routes_TLK
         if routes is not None:
             routes = routes[_join([np.arange(tree.graph.offsets[n], tree.graph.offsets[n + 1]) for n in chosen])]

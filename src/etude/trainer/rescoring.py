@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from etude.models.attention import causal
+from etude.models.attention import SegmentLayout, causal
 from etude.models.experts import observe
 from etude.models.loading import named_tensors
 from etude.models.replay import PLAUSIBLE, replay
+from etude.models.segments import Graph, row_graph
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class Piece:
     recorded_N: np.ndarray  # log-probability by the engine
     seed_N: np.ndarray  # of the turn that sampled the token
     routes_TLK: np.ndarray | None = None  # the experts that the engine recorded, if it did
+    documents: tuple[int, ...] = ()  # lengths of those that the prompt begins with
+
+    @property
+    def graph(self) -> Graph | None:
+        """Which tokens see which; None: all earlier ones."""
+        return row_graph(self.ids_T, self.documents) if self.documents else None
 
 
 @torch.no_grad()
@@ -48,6 +55,7 @@ def set_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
 class Keys:
     """An attention layout that keeps the keys and values of a row, or puts kept ones under the beginning of another."""
 
+    graph: Graph | None = None  # of the row; None: every token sees all earlier ones
     under: int = 0  # positions whose keys and values come from `kept`
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -58,6 +66,8 @@ class Keys:
             value_BKTD = torch.cat([old_value[:, :, : self.under], value_BKTD[:, :, self.under :]], dim=2)
         else:
             self.kept[layer] = (key_BKTD, value_BKTD)
+        if self.graph is not None:
+            return SegmentLayout(self.graph).attend(layer, query_BHTD, key_BKTD, value_BKTD, scale)
         return causal(query_BHTD, key_BKTD, value_BKTD, scale)
 
 
@@ -74,9 +84,10 @@ def logits(
     ids_1T = torch.from_numpy(piece.ids_T.astype(np.int64)).to(device)[None]
     positions_1T = torch.arange(ids_1T.shape[1], device=device)[None]
     decoder, once_T = model.get_decoder(), torch.ones(ids_1T.shape[1], device=device)
+    seen = layout if layout is not None or piece.graph is None else SegmentLayout(piece.graph)
     with replay(decoder, piece.routes_TLK if replays else None, once_T, plausible=plausible):
         hidden_1TD = decoder(
-            input_ids=ids_1T, position_ids=positions_1T, layout=layout, use_cache=False
+            input_ids=ids_1T, position_ids=positions_1T, layout=seen, use_cache=False
         ).last_hidden_state
     hidden_ND = hidden_1TD[0].index_select(0, torch.from_numpy(piece.at_N - 1).to(device))
     dtype = getattr(torch, head)

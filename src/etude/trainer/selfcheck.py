@@ -50,9 +50,7 @@ def _sample(tokens: TokenRows) -> TokenRows:
     paths = tokens.tree().paths
     (root, _), *_ = Counter(path[0] for path in paths).most_common(1)
     alike = [i for i, path in enumerate(paths) if path[0] == root]
-    alike = sorted(alike, key=lambda i: len(tokens.rows[i]))[:SAMPLE_ROWS]
-    routes = None if tokens.routes is None else tuple(tokens.routes[i] for i in alike)
-    return TokenRows(tuple(tokens.rows[i] for i in alike), tuple(tokens.sampled[i] for i in alike), routes)
+    return tokens.some(sorted(alike, key=lambda i: len(tokens.rows[i]))[:SAMPLE_ROWS])
 
 
 def _gradients(model: torch.nn.Module, parts: tuple[Part, ...], count: int) -> list[Tensor]:

@@ -14,6 +14,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from etude.errors import UserError
+from etude.harness.documents import document_text
 from etude.harness.text import one_line, printable
 from etude.records import ToolCall
 
@@ -68,6 +69,10 @@ class Renderer(Protocol):
         """Ids from the end of a sampled turn to the start of the next one, with the tools' results in between."""
         ...
 
+    def document(self, title: str, text: str) -> list[int]:
+        """Ids of a document, which stands before all messages: ordinary tokens only."""
+        ...
+
     def text(self, ids: Sequence[int]) -> str:
         """A view for people: special tokens spelled out, invalid UTF-8 replaced."""
         ...
@@ -85,6 +90,7 @@ class PlainEncoder:
         self._plain = _without_added_tokens(tokenizer)
         # Prompts and results repeat: members of a group have the same prompt, and most results are a few words.
         self._short = lru_cache(maxsize=2048)(self._encode)
+        self._document = lru_cache(maxsize=512)(self._encode)
         anchor = next((i for i, token in added.items() if token.special), None)
         if anchor is not None and not _agree(tokenizer, self._plain, added[anchor].content):
             # SentencePiece tokenizers put a space before text encoded alone, but not after a special token.
@@ -98,6 +104,10 @@ class PlainEncoder:
         """Ids of `text`, all of them ordinary tokens."""
         text = printable(text)  # JSON escapes and file names may hold half of a surrogate pair
         return list(self._short(text) if len(text) <= _CACHED_CHARACTERS else self._encode(text))
+
+    def document(self, title: str, text: str) -> list[int]:
+        """Ids of a document, all of them ordinary tokens. Documents repeat in all episodes of a repository."""
+        return list(self._document(printable(document_text(title, text))))
 
     def _encode(self, text: str) -> list[int]:
         if not text:

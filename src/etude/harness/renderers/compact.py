@@ -89,6 +89,9 @@ class CompactRenderer:
         ids = [] if closed else [self._end]
         return [*ids, *self._message("tool", "\n".join(results)), self._role["assistant"]]
 
+    def document(self, title: str, text: str) -> list[int]:
+        return self._encoder.document(title, text)
+
     def text(self, ids: Sequence[int]) -> str:
         return self._decode(ids)
 

@@ -1,0 +1,109 @@
+"""What an agent has open, reads and finds, as documents before the conversation (docs/documents.md).
+
+A document is computed once for all episodes that show the same text, so a file is cut where its top-level statements
+end: a task that breaks one function leaves all other pieces of its file what they are for every other task.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from etude.harness.text import one_line
+from etude.records import Focus, ToolCall
+
+MIN_RESULT = 64  # tokens; a shorter result costs less as text than as a new segment
+_TITLE = 200  # characters
+_CHARACTERS = 12  # of a token at most, as a rule: pieces that cannot fit are not encoded
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")  # as Python counts lines
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+Encode = Callable[[str, str], list[int]]  # title, text -> ids of the document
+
+
+def document_text(title: str, text: str) -> str:
+    """A document as the model reads it. The header line is its own, so that attention has something to rest on."""
+    return f"<document>{one_line(title, _TITLE)}\n{text}\n</document>\n"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Lines of a file, 1-based and inclusive; `first` is that of the statement itself, comments above it left out."""
+
+    first: int
+    last: int
+    text: str
+
+
+def pieces(text: str) -> list[Piece]:
+    """A file cut into its top-level functions and classes, and the runs of other statements between them.
+
+    Together they are all its lines but blank ones at the ends. One piece if it does not parse as Python.
+    """
+    lines = _LINE.findall(text)
+    cuts = [(first, last) for first, last in _statements(text) if last <= len(lines)] or [(1, len(lines))]
+    cuts[-1] = cuts[-1][0], len(lines)
+    found, begin = [], 1
+    for first, last in cuts:
+        body = "".join(lines[begin - 1 : last]).strip("\r\n")
+        if body.strip():
+            found.append(Piece(first, last, body))
+        begin = last + 1
+    return found
+
+
+def _statements(text: str) -> list[tuple[int, int]]:
+    """First and last line of every definition, and of every run of other statements."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other people's invalid escapes
+            body = ast.parse(text.removeprefix("\ufeff")).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    found: list[tuple[int, int]] = []
+    joins = False
+    for node in body:
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+        last = node.end_lineno or node.lineno
+        if found and (first <= found[-1][1] or (joins and not isinstance(node, _DEFINITIONS))):
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+        joins = not isinstance(node, _DEFINITIONS)
+    return found
+
+
+def open_file(text: str, focus: Focus, encode: Encode, room: int, *, shown: bool) -> list[list[int]]:
+    """The file in focus as documents of at most `room` tokens, in its order; the pieces nearest to the focus first get
+    a place. `shown`: the prompt shows the focus itself."""
+    inside = [p for p in pieces(text) if not (shown and focus.first_line <= p.first and p.last <= focus.last_line)]
+    near = sorted(inside, key=lambda p: max(p.first - focus.last_line, focus.first_line - p.last, 0))
+    chosen: dict[int, list[int]] = {}
+    for piece in near:
+        if len(piece.text) > _CHARACTERS * room:
+            continue
+        ids = encode(focus.path, piece.text)
+        if len(ids) <= room:
+            chosen[piece.first] = ids
+            room -= len(ids)
+    return [chosen[first] for first in sorted(chosen)]
+
+
+def title_of(call: ToolCall, focus: Focus) -> str | None:
+    """What the result of a call is called as a document; None if it is always text."""
+    arguments = call.arguments
+    if arguments is None or call.name not in ("read", "grep"):
+        return None
+    path = arguments.get("path", focus.path if call.name == "read" else "")
+    if call.name == "read":
+        offset = arguments.get("offset", 1)
+        return one_line(f"{path}" if offset == 1 else f"{path} from line {offset}", _TITLE)
+    return one_line(f"search for {arguments.get('pattern')}" + (f" in {path}" if path else ""), _TITLE)
+
+
+def pointer(title: str) -> str:
+    """What stands in the conversation instead of a result that has become a document."""
+    return f"[see document {title}]"
