@@ -149,6 +149,7 @@ def _config(name: str, size: Size, staleness: int) -> RLConfig:
         },
         "reward": {"refused_edits": 0.2},
         "guards": {"act": False},
+        "cheats": {"canaries": 0.0, "twins": 0.0},
         "trainer": {"steps": size.steps, "lr": 1.5e-4, "baseline": "turn", "dtype": "bfloat16"},
         "inference": {"dtype": "bfloat16", "max_batch": ROWS},
         "eval": {"before": False, "after": False},

@@ -30,6 +30,7 @@ from etude.rollout.ledger import Ledger
 from etude.run_report import finish_report
 from etude.store import open_store
 from etude.tasks import dataset as datasets
+from etude.tasks import twins
 from etude.tasks.build import build
 from etude.tasks.dataset import Dataset
 from etude.tasks.fetch import fetch_library
@@ -160,6 +161,7 @@ async def _open(
                 engines=urls,
                 children=children,
                 concurrency=_concurrency(config),
+                twins=twins.make(dataset, folder / "twins") if config.cheats.twins else None,
             )
     finally:
         for child in children:

@@ -5,6 +5,7 @@ outputs/NAME/
   metrics.jsonl                one object per optimizer step
   timeline.jsonl               who did what from when to when
   ledger.db                    or a PostgreSQL URL in config.json
+  twins/                       hidden tests of impossible tasks
   tasks/                       the task dataset, unless config.json names another
   weights/  rollouts/          versions and token blobs, unless config.json names a store
   checkpoints/step_N/          complete ones only
