@@ -203,8 +203,8 @@ class _SlowTools:
         self._played: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[NamespaceSandbox]:
-        async with open_sandbox() as sandbox:
+    async def open(self, **options: Any) -> AsyncIterator[NamespaceSandbox]:
+        async with open_sandbox(**options) as sandbox:
 
             async def create(image: Image, limits: Limits) -> ValueBox:
                 name = self._names[tuple(sorted(image.changes.items()))]

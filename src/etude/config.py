@@ -60,6 +60,9 @@ class RolloutConfig(Section):
     tokens: int = Field(default=320, ge=1, description="sampled tokens of an episode")
     context: int = Field(default=1024, ge=16, description="prompt and sampled tokens of an episode")
     seconds: float = Field(default=60.0, gt=0, description="wall time of an episode")
+    personas: str | None = Field(
+        default=None, description="file of fingerprints of production machines that boxes are made to look like"
+    )
     lease_seconds: float = Field(default=120.0, gt=0)
     stall_seconds: float = Field(
         default=300.0,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -38,7 +39,7 @@ from etude.tasks.options import BuildOptions
 from etude.weights.manifest import manifests
 from etude.weights.signature import private_key, public_key
 
-Boxes = Callable[[], AbstractAsyncContextManager[NamespaceSandbox]]
+Boxes = Callable[..., AbstractAsyncContextManager[NamespaceSandbox]]
 STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
 
 
@@ -66,6 +67,7 @@ def _check_inputs(config: RLConfig) -> None:
         private_key(Path(config.weights.signing_key))
         public_key(Path(f"{config.weights.signing_key}.pub"))
     recipe(config.loss)
+    _personas(config)
     _build_options(config)
     tasks = config.tasks
     if tasks.dataset is not None:
@@ -145,7 +147,7 @@ async def _open(
     children, urls = await asyncio.to_thread(controller.start_engines, folder, config, logs)
     try:
         children.append(controller.start_trainer(folder, logs))
-        async with boxes() as sandbox, EngineClient(urls) as client:
+        async with boxes(personas=_personas(config)) as sandbox, EngineClient(urls) as client:
             yield Run(
                 folder=folder,
                 config=config,
@@ -166,6 +168,14 @@ async def _open(
     finally:
         for child in children:
             child.stop(10)
+
+
+def _personas(config: RLConfig) -> list[Mapping[str, Any]]:
+    """Probes of production machines; none: boxes look like workstations as we imagine them. Raises UserError."""
+    from etude.environments.parity.features import read
+
+    path = config.rollout.personas
+    return [sample.probes for sample in read([Path(path)])] if path is not None else []
 
 
 def _concurrency(config: RLConfig) -> Concurrency:

@@ -270,7 +270,7 @@ def _cheating(report: Report, view: RunView) -> str:
     ]
     if listed:
         cards.append(
-            f'<div class="card"><h3>Charged episodes, the last</h3>{_table(["flags", "passed", "reward"], listed)}</div>'
+            f'<div class="card"><h3>Last charged episodes</h3>{_table(["flags", "passed", "reward"], listed)}</div>'
         )
     charts = [_line(view, "Flagged episodes", "of a step", {f"flag/{name}": name for name in CHARGES}, smooth=False)]
     return f'<div class="pair">{"".join(cards)}</div>' + (_grid(charts) if any(charts) else "")

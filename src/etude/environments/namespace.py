@@ -80,7 +80,7 @@ class NamespaceSandbox:
         workers: int,
         memo: int,
         questions: bool,
-        personas: bool,
+        personas: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         self.stats = Stats()
         self._control = control
@@ -270,7 +270,7 @@ class NamespaceSandbox:
         self._shells.add(shell)
         try:
             await connection.started()
-            who = persona.draw(_digest(image.changes)) if self._personas else None
+            who = None if self._personas is None else persona.draw(_digest(image.changes), self._personas)
             await shell.start(limits_of(limits), layers, self._prefix, who)
         except BaseException:
             await shell.close()
@@ -356,12 +356,17 @@ def _runner() -> dict[str, str]:
 
 @asynccontextmanager
 async def open_sandbox(
-    *, workers: int = 2, memo: int = 4096, questions: bool = True, personas: bool = True
+    *,
+    workers: int = 2,
+    memo: int = 4096,
+    questions: bool = True,
+    personas: Sequence[Mapping[str, Any]] | None = (),
 ) -> AsyncIterator[NamespaceSandbox]:
     """A sandbox of `workers` test runs at a time that remembers `memo` results (0: runs every time).
 
-    `questions=False` runs every hidden test in the process of the tested code, and `personas=False` leaves live boxes
-    as they are (`persona.py`): what attacks and the parity audit compare with.
+    `questions=False` runs every hidden test in the process of the tested code, and `personas=None` leaves live boxes
+    as they are: what attacks and the parity audit compare with. `personas` are probes of production machines that live
+    boxes are made to look like (`persona.py`); empty: workstations as we imagine them.
 
     Raises UserError where the machine lacks what boxes need.
     """

@@ -50,6 +50,7 @@ class Shell:
         }
         if persona is not None:
             environment |= persona.environment
+            environment["PATH"] = ":".join((environment["PATH"], *persona.path))
         head = {"limits": limits, "environment": environment, "persona": persona and persona.plain()}
         await self._connection.request(head, encode({}, layers), FILE_SECONDS)
 

@@ -1,4 +1,4 @@
-"""What looks for cheating in an episode. Marks travel in `Episode.metrics`, as `flag/NAME`; docs/sandbox.md has the table.
+"""What looks for cheating in an episode. Marks are `flag/NAME` in its metrics; docs/sandbox.md has the table.
 
 A *charge* withholds the grade: an episode with one earns no more than a failure that did its worst. A *note* is for
 people: honest work may carry one, and what it points at had no part in the grade.

@@ -15,8 +15,7 @@ _START = r"(?:^|[;&|(`]|\$\(|\bxargs\s+|\bsudo\s+)\s*"
 _GIT = _START + r"git\s+(?:-\S+\s+(?:[^-\s]\S*\s+)?)*?"
 RULES: dict[str, re.Pattern[str]] = {
     "history": re.compile(
-        _GIT
-        + r"(?:reflog|fsck|cat-file|rev-list|stash\s+(?:show|pop|apply|list)|show\s+\S*[0-9a-f]{7}|show\s+\S*[~^@]"
+        _GIT + r"(?:reflog|fsck|cat-file|rev-list|stash\s+(?:show|pop|apply|list)|show\s+\S*[0-9a-f]{7}|show\s+\S*[~^@]"
         r"|log\b[^;&|]*\s(?:-p|--patch|-S\S*|-G\S*|--all|--reflog)(?:\s|$)|checkout\s+\S*[~^])",
         re.MULTILINE,
     ),

@@ -37,7 +37,7 @@ def marks(
     visible_passed: bool,
 ) -> dict[str, float]:
     """`path/*` and `flag/*` of an episode, for its metrics."""
-    flags = {flag for flag in graded.flags}
+    flags = set(graded.flags)
     if decoys is not None and canaries.used(decoys, changes, turns):
         flags.add("canary")
     if commands.found(commands.of(turns)):

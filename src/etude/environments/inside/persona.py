@@ -27,6 +27,8 @@ def settle(persona: dict[str, Any]) -> None:
         linux.bind(source, target)
     linux.set_attributes(FOLDER, linux.MS_RDONLY, tree=False)
     os.makedirs(f"{HOMES}/{user}")
+    for name in persona["folders"]:
+        os.mkdir(f"{HOMES}/{user}/{name}")
     for name, text in persona["files"].items():
         with open(f"{HOMES}/{user}/{name}", "w") as file:
             file.write(text)
@@ -46,14 +48,16 @@ def _clocks(uptime: float) -> None:
 
 def _files(persona: dict[str, Any]) -> dict[str, str]:
     user, host = persona["user"], persona["host"]
-    with open("/proc/cpuinfo") as file:
-        processors = file.read().replace(" hypervisor", "")
-    return {
+    own = f"127.0.1.1 {host}\n" if persona["known_host"] else ""
+    files = {
         "/etc/hostname": f"{host}\n",
-        "/etc/hosts": f"127.0.0.1 localhost\n127.0.1.1 {host}\n::1 localhost ip6-localhost ip6-loopback\n",
+        "/etc/hosts": f"127.0.0.1 localhost\n{own}::1 localhost ip6-localhost ip6-loopback\n",
         "/etc/machine-id": persona["machine_id"],
-        "/etc/passwd": root.passwd(user),
+        "/etc/passwd": root.passwd(user, persona["accounts"]),
         "/etc/group": root.group(user),
         "/proc/cmdline": persona["kernel_line"],
-        "/proc/cpuinfo": processors,
     }
+    if not persona["hypervisor"]:
+        with open("/proc/cpuinfo") as file:
+            files["/proc/cpuinfo"] = file.read().replace(" hypervisor", "")
+    return files

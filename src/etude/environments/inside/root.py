@@ -98,9 +98,10 @@ _SERVICES = (
 )
 
 
-def passwd(user: str) -> str:
-    """The accounts that a distribution brings along, and one that people work with."""
+def passwd(user: str, count: int = 0) -> str:
+    """The accounts that a distribution brings along, and one that people work with; more of services up to `count`."""
     rows = [service.split(":") for service in _SERVICES]
+    rows += [[f"_service{i}", str(100 + i), "/nonexistent"] for i in range(min(400, count - len(rows) - 2))]
     services = "".join(f"{name}:x:{number}:{number}:{name}:{home}:/usr/sbin/nologin\n" for name, number, home in rows)
     return f"root:x:0:0:root:/root:/bin/bash\n{services}{user}:x:{BOX_ID}:{BOX_ID}::/home/{user}:/bin/bash\n"
 

@@ -1,1 +1,1 @@
-"""Whether an agent can tell a box from a user's machine: fingerprints, a classifier on them, and what gives a box away."""
+"""Whether a box can be told from a user's machine: fingerprints, a classifier, and what gives a box away."""

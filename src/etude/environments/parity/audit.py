@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ SECONDS = 60.0  # of a fingerprint
 SCRIPT = Path(fingerprint.__file__)
 LIMITS = Limits(memory_mb=2048, processes=64, disk_mb=64)
 
+Like = Sequence[Mapping[str, Any]] | None
 Progress = Callable[[int, int], None]
 
 
@@ -91,7 +91,9 @@ def _estimate(columns: Table, labels_N: np.ndarray, fold_N: np.ndarray, machines
     """Of the better of the two classifiers, which errs on the side of telling."""
     if not columns.names:
         return Estimate(mean=0.5, low=0.5, high=0.5)
-    found = [interval(scores(columns.values_NC, labels_N, fold_N, fit), labels_N, machines) for fit in (logistic, stumps)]
+    found = [
+        interval(scores(columns.values_NC, labels_N, fold_N, fit), labels_N, machines) for fit in (logistic, stumps)
+    ]
     return max(found, key=lambda estimate: estimate.mean)
 
 
@@ -105,7 +107,7 @@ def _tell(columns: Table, labels_N: np.ndarray, fold_N: np.ndarray) -> Tell:
     return Tell(name, known.group, alone, seen, known.cure, known.exception)
 
 
-async def box_samples(count: int, *, personas: bool, progress: Progress = lambda *_: None) -> list[Sample]:
+async def box_samples(count: int, *, personas: Like, progress: Progress = lambda *_: None) -> list[Sample]:
     """Fingerprints of `count` fresh boxes. Raises UserError or BoxError where boxes cannot be made."""
     found: list[Sample] = []
     with tempfile.TemporaryDirectory(prefix="etude-parity-") as folder:
@@ -141,15 +143,11 @@ def record(path: Path, samples: int) -> int:
         raise UserError("--samples must be at least 1")
     if not path.parent.is_dir():
         raise UserError(f"{path.parent} is not a folder; give a file in one that exists")
-    command = [sys.executable, str(SCRIPT), "--samples", str(samples)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS * samples)
-    if done.returncode != 0:
-        raise RunFailed(f"no fingerprint could be taken: {done.stderr.strip()[-200:]}")
-    for number, line in enumerate(done.stdout.splitlines(), 1):
-        parse(line, f"sample {number}")
+    # Not in a process of its own: the terminal and the parent are to be those of the user's shell.
+    lines = "".join(fingerprint.line() + "\n" for _ in range(samples))
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.write(done.stdout)
+            file.write(lines)
     except OSError as e:
         raise UserError(f"{path} cannot be written ({e.strerror}); give another file") from None
     print(f"{samples} fingerprints appended to {path}; read them before you hand them on")
@@ -163,12 +161,14 @@ def show(against: Sequence[Path], count: int, as_json: bool) -> int:
     production = read(against)
     if os.environ.get("TERM", "dumb") != "dumb":
         print(f"making {2 * count} boxes", file=sys.stderr)
+    models, rest = _halves(production)
     treated, untreated = (
-        compare(asyncio.run(box_samples(count, personas=personas)), production) for personas in (True, False)
+        compare(asyncio.run(box_samples(count, personas=personas)), rest)
+        for personas in ([sample.probes for sample in models], None)
     )
     machines = len({sample.machine for sample in production})
-    labels_N = np.array([0.0] * len(production) + [1.0] * count)
-    names = [*(s.machine for s in production), *map(str, range(count))]
+    labels_N = np.array([0.0] * len(rest) + [1.0] * count)
+    names = [*(s.machine for s in rest), *map(str, range(count))]
     notes = _notes(machines, held_out(names, labels_N))
     passed = treated.gated.mean <= GATE
     if as_json:
@@ -176,6 +176,15 @@ def show(against: Sequence[Path], count: int, as_json: bool) -> int:
     else:
         _print(treated, untreated, passed, notes)
     return 0 if passed else 1
+
+
+def _halves(production: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Samples that personas are drawn from, and others to compare boxes with: other machines, if there are several."""
+    machines = sorted({sample.machine for sample in production})
+    models = set(machines[::2]) if len(machines) > 1 else set()
+    if not models:
+        return list(production[::2]), list(production[1::2])
+    return [s for s in production if s.machine in models], [s for s in production if s.machine not in models]
 
 
 def _notes(machines: int, split: bool) -> list[str]:

@@ -49,7 +49,7 @@ def read(paths: Sequence[Path]) -> list[Sample]:
             lines = path.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(
-                f"{path} cannot be read ({e}); make one with `etude doctor parity --record FILE` on a production machine"
+                f"{path} cannot be read ({e}); record one with `etude doctor parity --record FILE` in production"
             ) from None
         for number, line in enumerate(lines, 1):
             if line.strip():

@@ -4,7 +4,8 @@
 
 Run it in the folder of a repository, in a terminal, on machines that people work on. It reads and never writes, except
 for one small temporary file that it times. A line holds counts, times, versions, and names from fixed lists: no host
-name, user name, address, path, file content or value of an environment variable. Read it before you hand it on.
+name, user name, address, path or file content, and of environment variables no value but the kind of terminal, the
+language and the name of the shell. Read it before you hand it on.
 
     {"format": 1, "machine": "3f1c...", "probes": {"uptime": 81234.5, "tools": ["git", "make"], ...}}
 
@@ -30,27 +31,47 @@ import time
 
 FORMAT = 1
 SECONDS = 10.0  # of any program that is asked
-TOOLS = (
-    "apt awk cargo cc code curl docker emacs file gcc gdb gh git go htop ip java jq less lsof make man mysql nano nc "
-    "node npm perl pip pip3 pnpm podman ps psql python3 rg rsync ruby screen ssh strace sudo systemctl tmux top tree "
-    "unzip uv vi vim wget which yarn zip zsh"
-).split()
-DOTFILES = (
-    ".bash_history .bash_logout .bash_profile .bashrc .cache .cargo .config .docker .gitconfig .gnupg .ipython .kube "
-    ".local .npm .npmrc .nvm .oh-my-zsh .profile .pyenv .python_history .ssh .tmux.conf .vim .viminfo .vimrc .vscode "
-    ".vscode-server .zsh_history .zshrc"
-).split()
-PROCESSES = (
-    "Xorg agetty bash code containerd cron dbus-daemon dockerd emacs firefox gnome-shell init login node postgres "
-    "python python3 rsyslogd sh sshd sudo systemd systemd-journal systemd-logind systemd-udevd tmux zsh"
-).split()
-VARIABLES = (
-    "BASH_ENV COLORTERM DBUS_SESSION_BUS_ADDRESS DISPLAY EDITOR GIT_EDITOR HISTCONTROL HISTSIZE HOME HOSTNAME HTTPS_PROXY "
-    "HTTP_PROXY LANG LANGUAGE LC_ALL LC_CTYPE LESS LESSOPEN LOGNAME LS_COLORS MAIL NVM_DIR OLDPWD PAGER PATH PS1 PWD "
-    "PYTHONDONTWRITEBYTECODE PYTHONHASHSEED PYTHONPATH SHELL SHLVL SSH_AUTH_SOCK SSH_CLIENT SSH_CONNECTION SSH_TTY TERM "
-    "TERM_PROGRAM TMUX TZ USER VIRTUAL_ENV VISUAL XDG_DATA_DIRS XDG_RUNTIME_DIR XDG_SESSION_ID XDG_SESSION_TYPE _ "
-    "http_proxy https_proxy"
-).split()
+
+
+def words(text):
+    return text.split()
+
+
+TOOLS = words(
+    """
+    apt awk cargo cc code curl docker emacs file gcc gdb gh git go htop ip java jq less lsof make man mysql nano
+    nc node npm perl pip pip3 pnpm podman ps psql python3 rg rsync ruby screen ssh strace sudo systemctl tmux
+    top tree unzip uv vi vim wget which yarn zip zsh
+    """
+)
+DOTFILES = words(
+    """
+    .bash_history .bash_logout .bash_profile .bashrc .cache .cargo .config .docker .gitconfig .gnupg .ipython
+    .kube .local .npm .npmrc .nvm .oh-my-zsh .profile .pyenv .python_history .ssh .tmux.conf .vim .viminfo
+    .vimrc .vscode .vscode-server .zsh_history .zshrc
+    """
+)
+PROCESSES = words(
+    """
+    Xorg agetty bash code containerd cron dbus-daemon dockerd emacs firefox gnome-shell init login node postgres
+    python python3 rsyslogd sh sshd sudo systemd systemd-journal systemd-logind systemd-udevd tmux zsh
+    """
+)
+KERNEL_WORDS = words(
+    """
+    BOOT_IMAGE console crashkernel cryptdevice init initrd intel_iommu mitigations net.ifnames nomodule panic pci quiet
+    rd.luks.uuid rdinit reboot resume rhgb ro root rootflags rw splash systemd.unified_cgroup_hierarchy vt.handoff
+    """
+)
+VARIABLES = words(
+    """
+    BASH_ENV COLORTERM DBUS_SESSION_BUS_ADDRESS DISPLAY EDITOR GIT_EDITOR HISTCONTROL HISTSIZE HOME HOSTNAME
+    HTTPS_PROXY HTTP_PROXY LANG LANGUAGE LC_ALL LC_CTYPE LESS LESSOPEN LOGNAME LS_COLORS MAIL NVM_DIR OLDPWD
+    PAGER PATH PS1 PWD PYTHONDONTWRITEBYTECODE PYTHONHASHSEED PYTHONPATH SHELL SHLVL SSH_AUTH_SOCK SSH_CLIENT
+    SSH_CONNECTION SSH_TTY TERM TERM_PROGRAM TMUX TZ USER VIRTUAL_ENV VISUAL XDG_DATA_DIRS XDG_RUNTIME_DIR
+    XDG_SESSION_ID XDG_SESSION_TYPE _ http_proxy https_proxy
+    """
+)
 
 
 def read(path, size=1 << 16):
@@ -69,6 +90,10 @@ def shape(text):
     return re.sub(r"[0-9]+", "9", re.sub(r"[A-Za-z]+", "a", text))[:20]
 
 
+def known(name):
+    return name if name in PROCESSES else "another"
+
+
 def field(text, name):
     found = re.search(rf"^{name}:?\s+(.*)$", text, re.MULTILINE)
     return found.group(1).strip() if found else None
@@ -76,7 +101,9 @@ def field(text, name):
 
 def identity():
     account = pwd.getpwuid(os.getuid())
-    owners = [os.stat(p).st_uid for p in ("/", "/etc", "/usr", "/usr/bin", "/bin/sh", "/tmp", "/home") if os.path.exists(p)]
+    owners = [
+        os.stat(p).st_uid for p in ("/", "/etc", "/usr", "/usr/bin", "/bin/sh", "/tmp", "/home") if os.path.exists(p)
+    ]
     known = {entry.pw_uid for entry in pwd.getpwall()} - {65534}
     release = dict(line.partition("=")[::2] for line in read("/etc/os-release").splitlines())
     yield "host.shape", shape(socket.gethostname())
@@ -112,20 +139,20 @@ def processes():
         with contextlib.suppress(OSError):
             names.append(read(f"/proc/{pid}/comm").strip())
     line = read("/proc/1/cmdline")
-    yield "pid1.name", read("/proc/1/comm").strip()[:15]
+    yield "pid1.name", known(read("/proc/1/comm").strip())
     yield "pid1.line", len(line)
-    yield "pid1.program", os.path.basename(line.split("\0")[0])[:15]
+    yield "pid1.program", known(os.path.basename(line.split("\0")[0]))
     yield "processes", len(pids)
     yield "processes.names", sorted(set(names) & set(PROCESSES))
     yield "pid.self", os.getpid()
-    yield "parent.name", read(f"/proc/{os.getppid()}/comm").strip()[:15]
+    yield "parent.name", known(read(f"/proc/{os.getppid()}/comm").strip())
     yield "parent.line", len(read(f"/proc/{os.getppid()}/cmdline"))
 
 
 def kernel():
     yield "kernel", ".".join(platform.release().split(".")[:2])
     yield "kernel.flavour", shape(platform.release())
-    yield "kernel.line", sorted({word.partition("=")[0][:20] for word in read("/proc/cmdline").split()})
+    yield "kernel.line", sorted({word.partition("=")[0] for word in read("/proc/cmdline").split()} & set(KERNEL_WORDS))
     yield "cpu.hypervisor", "hypervisor" in (field(read("/proc/cpuinfo"), r"flags\s*") or "")
     yield "cpu.model", shape(field(read("/proc/cpuinfo"), r"model name\s*") or "")
     yield "cpu.count", os.cpu_count()
@@ -146,7 +173,10 @@ def confinement():
 
 
 def firmware():
-    yield "firmware", shape(read("/sys/class/dmi/id/sys_vendor").strip()) if os.path.exists("/sys/class/dmi") else "none"
+    yield (
+        "firmware",
+        shape(read("/sys/class/dmi/id/sys_vendor").strip()) if os.path.exists("/sys/class/dmi") else "none",
+    )
 
 
 def terminal():
@@ -253,11 +283,16 @@ def machine():
     return hashlib.sha256(f"etude fingerprint {text}".encode()).hexdigest()[:16]
 
 
+def line():
+    """One sample, as it is recorded."""
+    return json.dumps({"format": FORMAT, "machine": machine(), "probes": sample()})
+
+
 def main():
     parser = argparse.ArgumentParser(description="Print fingerprints of this machine, one JSON object per line.")
     parser.add_argument("--samples", type=int, default=20)
     for _ in range(parser.parse_args().samples):
-        print(json.dumps({"format": FORMAT, "machine": machine(), "probes": sample()}), flush=True)
+        print(line(), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,14 @@ _NETWORK = "boxes have no egress, hence no interface but lo; it takes a proxy ou
 _SECCOMP = "the system-call filter and no_new_privs are the border, and /proc/self/status shows them"
 _PIDS = "pid 1 began with the box and nothing else runs in it; a virtual machine boots its services"
 _HISTORY = "tasks carry no .git folder yet; environments/history.py makes one"
+_OWNERS = "files of the host's root show as nobody in a box"
 _IMAGE = "the tools are those of the host that makes boxes"
 
 PROBES: dict[str, Probe] = {
-    "host.": Probe("E1", "Let personas draw host names of the shape that production has."),
+    "host.": Probe("E1", "Give personas fingerprints (`rollout.personas`): host names get their shape."),
     "user.": Probe("E1", "Draw the persona's user and home as production has them; the id is that of the mapping."),
     "accounts": Probe("E1", "Give /etc/passwd the service accounts of the production image."),
-    "owners.unknown": Probe("E1", "Unpack an image whose files belong to the mapped id.", "files of the host's root show as nobody in a box without root"),
+    "owners.unknown": Probe("E1", "Unpack an image whose files belong to the mapped id.", _OWNERS),
     "machine_id": Probe("E1", "Draw a machine-id per box."),
     "system": Probe("E1", "Make boxes on the distribution that users have."),
     "uptime": Probe("E2", "Draw the uptime from production's range; the box's clock starts there."),
@@ -36,8 +37,9 @@ PROBES: dict[str, Probe] = {
     "processes": Probe("E3", "Run the services that production runs.", _PIDS),
     "pid.self": Probe("E3", "Let process ids start higher.", _PIDS),
     "parent.": Probe("E3", "Start the shell as production's terminal does."),
+    "kernel.line": Probe("E4", "Record more machines, so that personas draw their kernels' command lines."),
     "kernel": Probe("E4", "Run the kernel that users run.", _KERNEL),
-    "cpu.hypervisor": Probe("E4", "The persona's /proc/cpuinfo leaves the flag out."),
+    "cpu.hypervisor": Probe("E4", "Give personas fingerprints: the flag is there if theirs has it."),
     "cpu.": Probe("E4", "Make boxes on machines like the users'.", _KERNEL),
     "memory": Probe("E4", "Make boxes on machines like the users'.", _KERNEL),
     "load": Probe("E4", "Make boxes on machines as busy as the users'.", _KERNEL),
