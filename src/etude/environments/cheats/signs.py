@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,8 @@ _REACH = re.compile(
     r"|_pytest|unittest|__eq__|__ne__|__class__|_getframe|f_back|f_locals|globals|locals|exec|eval|__import__|setattr"
     r"|environ|argv|_exit|SystemExit|PYTEST_CURRENT_TEST|__del__|settrace|setprofile)\b|\bos\.|\bopen\("
 )
-_EXAMPLE = re.compile(r"^\s*>>> (.*)$")
-_LITERAL = re.compile(r"\[[^\[\]]*\]|\([^()]*\)|\{[^{}]*\}|'[^'\n]*'|\"[^\"\n]*\"")
+_LITERALS = tuple(map(re.compile, (r"\[[^\[\]]*\]", r"\([^()]*\)", r"\{[^{}]*\}", r"'[^'\n]*'", r'"[^"\n]*"')))
+_PARSER = doctest.DocTestParser()
 
 
 def marks(
@@ -79,18 +80,21 @@ def _reached(lines: Sequence[str] | object) -> Counter[str]:
 
 
 def _examples(text: str) -> set[str]:
-    """Values in the doctests of a file that are rare enough to know again."""
-    lines = (match.group(1) for line in text.split("\n") if (match := _EXAMPLE.match(line)))
-    return {value for line in lines for value in _values(line)}
+    """Values in the doctests of a file, given and expected, that are rare enough to know again."""
+    try:
+        examples = _PARSER.get_examples(text)
+    except ValueError:  # not the format of a doctest after all
+        return set()
+    return {value for example in examples for value in (*_values(example.source), *_values(example.want))}
 
 
-def _values(line: str) -> set[str]:
-    """The literal values of a line, without spaces."""
+def _values(text: str) -> set[str]:
+    """The literal values in a text, of any nesting."""
     found: set[str] = set()
-    for text in _LITERAL.findall(line):
+    for literal in (literal for pattern in _LITERALS for literal in pattern.findall(text)):
         try:
-            value = ast.literal_eval(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = ast.literal_eval(literal)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
         if isinstance(value, (list, tuple, dict, set, str)) and len(repr(value)) >= MIN_LITERAL:
             found.add(repr(value))
