@@ -71,7 +71,7 @@ def path_of(task: Task, image: Image, changes: Mapping[str, bytes | None]) -> di
         "path/removed": float(removed.total()),
         "path/comments": sum(line.lstrip().startswith("#") for line in added.elements()) / max(added.total(), 1),
         "path/reach": float((_reached(code) - _reached(removed.elements())).total()),
-        "path/special": float(sum(bool(_values(line) & examples) for line in code)),
+        "path/special": float(len((_values("\n".join(code)) & examples) - _values("\n".join(removed.elements())))),
     }
 
 
