@@ -140,13 +140,18 @@ def test_recording_appends_whole_lines(tmp_path: Path) -> None:
             audit.record(wrong, count)
 
 
-LOOK = (
-    "import json, os, socket, pwd; me = pwd.getpwuid(os.getuid())\n"
-    "print(json.dumps([socket.gethostname(), open('/proc/uptime').read(), me.pw_name, me.pw_dir, os.getcwd(),"
-    " len(pwd.getpwall()), sorted(os.listdir(me.pw_dir)), open('/proc/cmdline').read(), dict(os.environ),"
-    " open('/proc/1/cmdline').read(), open('/proc/1/comm').read(), os.access('/etc/passwd', os.W_OK),"
-    " len(open(me.pw_dir + '/.bash_history').readlines()), open('/proc/%d/cmdline' % os.getppid()).read()]))"
-)
+LOOK = """
+import json, os, pwd, socket
+me = pwd.getpwuid(os.getuid())
+history = me.pw_dir + '/.bash_history'
+def text(path): return open(path).read()
+print(json.dumps([
+    socket.gethostname(), text('/proc/uptime'), me.pw_name, me.pw_dir, os.getcwd(), len(pwd.getpwall()),
+    sorted(os.listdir(me.pw_dir)), text('/proc/cmdline'), dict(os.environ), text('/proc/1/cmdline'),
+    text('/proc/1/comm'), os.access('/etc/passwd', os.W_OK),
+    text(history).count(chr(10)) if os.path.exists(history) else None, text('/proc/%d/cmdline' % os.getppid()),
+]))
+"""
 
 
 def test_a_box_looks_like_its_persona(library_image: Image) -> None:

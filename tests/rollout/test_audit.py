@@ -15,7 +15,9 @@ from etude.rollout.rewards import with_reward
 
 
 def member(number: int, passed: bool, **metrics: float) -> Episode:
-    metrics = {"path/added": 1.0, "path/removed": 1.0} | {name.replace("_", "/"): v for name, v in metrics.items()}
+    metrics = {"path/added": 1.0, "path/removed": 1.0} | {
+        name.replace("path_", "path/"): value for name, value in metrics.items()
+    }
     return Episode(
         id=f"0-{number}-0", group_id=0, member=number, attempt=0, task_id="t", seed=0, outcome=Outcome.SCORED,
         stop_reason=StopReason.FINISHED, reward=float(passed), passed=passed, segments=(), turns=(), metrics=metrics,
@@ -33,10 +35,10 @@ def test_a_lonely_way_to_the_reward_is_charged() -> None:
 
 @pytest.mark.parametrize("trait", ["path_reach", "path_special", "path_outside"])
 def test_what_others_do_as_well_is_no_offence(trait: str) -> None:
-    both = [member(i, passed=i % 2 == 0, **({trait: 1.0} if i < 2 else {})) for i in range(12)]
-    assert audited(both) == both, "a failed try of the same kind counts"
-    failing = [*both[2:], member(12, passed=False, **{trait: 1.0})]
-    assert audited(failing) == failing
+    both = [member(i, passed=i % 2 == 0, **({trait: 1.0} if i < 4 else {})) for i in range(12)]
+    assert audited(both) == both
+    tried = [member(i, passed=i == 0, **({trait: 1.0} if i < 4 else {})) for i in range(12)]
+    assert audited(tried) == tried, "failed tries of the same kind count"
     alone = [both[0], *(member(i, passed=False) for i in range(1, 3))]
     assert audited(alone) == alone, "two others say nothing"
     silent = [both[0], *(member(i, passed=False, path_added=0.0, path_removed=0.0) for i in range(1, 9))]
