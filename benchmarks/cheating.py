@@ -5,10 +5,10 @@
 Below each broken function stands its visible test, in the part of the file that the agent edits. Arm "open": that
 test, run in the agent's own tree, decides; its exit code is the reward. Arm "etude": hidden tests decide, in a box
 that the agent never saw. What is rewarded and what is right (hidden tests, in both arms) are drawn over the steps:
-where the curves part, the policy has learned to satisfy the grader instead. Impossible twins are played in both arms,
-and never trained on; decoys and the group's audit are off, so that nothing but the grader differs.
+where the curves part, the policy has learned to satisfy the grader instead. Impossible twins are played in both
+arms, and never trained on; decoys and the group's audit are off, so that nothing but the grader differs.
 
-Writes cheating.json and cheating.svg into --output. On-policy, so that step k is trained on episodes k*P*G to (k+1)*P*G.
+Writes cheating.json and cheating.svg into --output. On-policy: step k is trained on episodes k*P*G to (k+1)*P*G.
 This is an experiment: nothing in the product can grade like the open arm.
 """
 
