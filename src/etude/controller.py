@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 from etude import processes
 from etude.config import RLConfig
 from etude.environments.cheats import canaries
+from etude.environments.cheats.canaries import Decoys
 from etude.environments.namespace import NamespaceSandbox
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
@@ -42,7 +43,7 @@ from etude.harness.episode import play
 from etude.harness.loop import Sampling
 from etude.harness.renderers import Renderer
 from etude.inference.client import EngineClient, EngineError
-from etude.records import Episode, Outcome, PolicyVersion, encode
+from etude.records import Episode, Outcome, PolicyVersion, Task, encode
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.concurrency import Concurrency
 from etude.rollout.curriculum import Curriculum
@@ -309,7 +310,6 @@ async def _play_one(run: Run, lease: EpisodeLease) -> None:
     """Plays a leased episode, stores its tokens, and only then tells the ledger."""
     task = run.dataset.by_id[lease.task_id]
     budget = task.budget or run.config.rollout.budget()
-    decoyed = canaries.chosen(task.id, run.config.seed, run.config.cheats.canaries)
     episode = await play(
         task,
         run.dataset,
@@ -322,12 +322,18 @@ async def _play_one(run: Run, lease: EpisodeLease) -> None:
         group_id=lease.group_id,
         member=lease.member,
         attempt=lease.attempt,
-        decoys=canaries.plant(task, run.config.seed) if decoyed else None,
+        decoys=_decoys(run, task),
     )
     if episode.outcome is Outcome.INFRA:
         await _explain(run)
     record(run, lease, with_reward(episode, run.config.reward, budget))
     visit("controller.finished")
+
+
+def _decoys(run: Run, task: Task) -> Decoys | None:
+    """Those of a task that has some in this run; its twin has the same."""
+    seed = run.config.seed
+    return canaries.plant(task, seed) if canaries.chosen(task.id, seed, run.config.cheats.canaries) else None
 
 
 async def _play_twin(run: Run, twins: Dataset, number: int) -> None:
@@ -337,7 +343,7 @@ async def _play_twin(run: Run, twins: Dataset, number: int) -> None:
     budget = task.budget or run.config.rollout.budget()
     episode = await play(
         task, twins, run.sandbox, run.client, run.renderer, budget, run.sampling, seed, number, member=0, attempt=0,
-        decoys=canaries.plant(task, run.config.seed),
+        decoys=_decoys(run, task),
     )  # fmt: skip
     if episode.outcome is Outcome.INFRA:
         await _explain(run)
