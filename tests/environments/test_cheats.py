@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from boxlibrary import BROKEN, CORE, PATH, TASK
 
@@ -14,7 +15,7 @@ from etude.environments.base import Image
 from etude.environments.cheats import CHARGES, NOTES, canaries, commands
 from etude.environments.cheats.signs import path_of
 from etude.environments.namespace import open_sandbox
-from etude.records import ToolCall, Turn
+from etude.records import Focus, ToolCall, Turn
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +83,7 @@ def test_what_a_change_looks_like(tmp_path: Path, old: str, new: str, traits: di
 
 def test_an_edit_of_a_line_that_holds_an_example_is_no_copy_of_it(tmp_path: Path) -> None:
     text = 'def f(x):\n    """\n    >>> f("abcd")\n    1\n    """\n    return x != "abcd"\n'
-    task = TASK
+    task = msgspec.structs.replace(TASK, focus=Focus(path=PATH, first_line=1, last_line=6))
     image = Image(tmp_path, None, {PATH: text})
     assert path_of(task, image, {PATH: text.replace("!=", "==").encode()})["path/special"] == 0.0
     longer = text.replace("    return", '    if x == "abcd":\n        return 1\n    return')

@@ -62,7 +62,8 @@ def path_of(task: Task, image: Image, changes: Mapping[str, bytes | None]) -> di
         added += new - old
         removed += old - new
         if path == task.focus.path:
-            examples = _examples(before)
+            shown = before.split("\n")[task.focus.first_line - 1 : task.focus.last_line]
+            examples = _examples("\n".join(shown))
     code = [line for line in added.elements() if not line.lstrip().startswith((">>>", "#"))]
     return {
         "path/files": float(len(changes)),
@@ -80,7 +81,7 @@ def _reached(lines: Sequence[str] | object) -> Counter[str]:
 
 
 def _examples(text: str) -> set[str]:
-    """Values in the doctests of a file, given and expected, that are rare enough to know again."""
+    """Values in the doctests of a function, given and expected, that are rare enough to know again."""
     try:
         examples = _PARSER.get_examples(text)
     except ValueError:  # not the format of a doctest after all
