@@ -213,7 +213,7 @@ def config(name: str, dataset: Path, arguments: argparse.Namespace) -> RLConfig:
         "tasks": {"repository": "unused", "dataset": str(dataset)},
         "rollout": {
             "prompts": arguments.prompts, "group": arguments.group, "staleness": 0, "turns": 8, "tokens": 320,
-            "max_in_flight": arguments.prompts * arguments.group,
+            "seconds": 300.0, "max_in_flight": arguments.prompts * arguments.group,
         },
         "reward": {"refused_edits": 0.2},
         "guards": {"act": False},
