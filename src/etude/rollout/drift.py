@@ -33,7 +33,7 @@ WATCHED = {
 }
 
 
-class Shift(Record):
+class Shift(Record, frozen=True, kw_only=True):
     """A metric's mean over `window` steps up to `step`, against the `window` steps before those."""
 
     metric: str

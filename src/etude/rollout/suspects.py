@@ -16,7 +16,7 @@ from etude.rollout.schema import episodes, groups, twins
 _e, _g, _t = episodes.c, groups.c, twins.c
 
 
-class Suspect(Record):
+class Suspect(Record, frozen=True, kw_only=True):
     """A flagged episode."""
 
     group: int
@@ -28,7 +28,7 @@ class Suspect(Record):
     blob: str
 
 
-class Twins(Record):
+class Twins(Record, frozen=True, kw_only=True):
     """Impossible episodes that ended: how many, and how many of them passed or were proved to have tampered."""
 
     played: int
