@@ -170,6 +170,7 @@ def _config(name: str, size: Size, staleness: int) -> RLConfig:
             "max_in_flight": "auto",
         },
         "guards": {"act": False},
+        "cheats": {"canaries": 0.0, "twins": 0.0},
         "trainer": {"steps": size.steps, "minutes": None},
         "inference": {"max_batch": ROWS},
         "eval": {"before": False, "after": size.evaluate, "samples": 2},
@@ -231,8 +232,8 @@ class _SlowTools:
         self._played: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[NamespaceSandbox]:
-        async with open_sandbox() as sandbox:
+    async def open(self, **options: Any) -> AsyncIterator[NamespaceSandbox]:
+        async with open_sandbox(**options) as sandbox:
 
             async def create(image: Image, limits: Limits) -> ValueBox:
                 name = self._names.get(tuple(sorted(image.changes.items())))

@@ -362,3 +362,32 @@ def test_a_full_disk(tmp_path):
 
 def test_resuming_what_never_ran(tmp_path):
     assert "holds no run" in refused(tmp_path, "--resume")
+
+
+@pytest.mark.slow
+def test_detectors_stay_silent_beside_a_model_that_cannot_cheat(tmp_path):
+    """Real episodes of the bundled model: decoys in every box, and as many impossible tasks as may be played."""
+    config = (
+        CONFIG.replace("deterministic = true\n", "").replace("max_in_flight = 6", "max_in_flight = 12")
+        + """
+[cheats]
+canaries = 1.0
+twins = 0.5
+window = 3
+"""
+    )
+    code, output = finished(start(tmp_path, config=config))
+    assert code == 0, output
+    run = tmp_path / "outputs/run"
+    report = json.loads((run / "report.json").read_text())
+    found = report["cheating"]
+    assert found["charged"] == found["rewarded"] == 0, found["suspects"]
+    assert found["twins"]["played"] >= 1, "one is due after every second episode"
+    assert found["twins"]["passed"] == found["twins"]["tampered"] == 0
+    assert 0 < found["twins_bound"] < 1
+    assert report["episodes"]["scored"] == 18, "twins are no part of the groups"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["flag/charged"] == 0 for line in lines)
+    assert "twins/played" in lines[-1]
+    assert sum(m[2] for m in versions(tmp_path)) == 6, "no version was trained on a twin"
+    assert "Cheat detection" in (run / "report.html").read_text()

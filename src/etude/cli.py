@@ -107,6 +107,14 @@ def _parser() -> argparse.ArgumentParser:
     attacks = checks.add_parser("sandbox", help="run the attack suite on this machine", allow_abbrev=False)
     attacks.add_argument("--json", action="store_true")
     attacks.add_argument("--quick", action="store_true", help="leave out repetitions and comparisons")
+    parity = checks.add_parser("parity", help="whether boxes can be told from production machines", allow_abbrev=False)
+    parity.add_argument("--json", action="store_true")
+    what = parity.add_mutually_exclusive_group(required=True)
+    what.add_argument("--against", type=Path, nargs="+", metavar="FILE", help="fingerprints of production machines")
+    what.add_argument("--record", type=Path, metavar="FILE", help="append fingerprints of this machine")
+    what.add_argument("--script", action="store_true", help="print the script that takes them, for other machines")
+    parity.add_argument("--samples", type=int, default=20, help="fingerprints to record")
+    parity.add_argument("--boxes", type=int, default=200, help="boxes to compare with")
 
     bench = command("bench", _bench, "run a benchmark")
     names = ("async", "documents", "edits", "engine", "mismatch", "sandbox", "shared-prompt", "weights")
@@ -257,6 +265,15 @@ def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
         from etude.environments.attacks import suite
 
         return suite.show(as_json=arguments.json, quick=arguments.quick)
+    if arguments.check == "parity":
+        from etude.environments.parity import audit
+
+        if arguments.script:
+            print(audit.SCRIPT.read_text("utf-8"), end="")
+            return 0
+        if arguments.record is not None:
+            return audit.record(arguments.record, arguments.samples)
+        return audit.show(arguments.against, arguments.boxes, arguments.json)
     from etude.environments.doctor import show
 
     return show(as_json=arguments.json)

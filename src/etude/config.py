@@ -63,6 +63,9 @@ class RolloutConfig(Section):
     documents: bool = Field(
         default=False, description="show the open file, and what is read and found, as documents (docs/documents.md)"
     )
+    personas: str | None = Field(
+        default=None, description="file of fingerprints of production machines that boxes are made to look like"
+    )
     lease_seconds: float = Field(default=120.0, gt=0)
     stall_seconds: float = Field(
         default=300.0,
@@ -259,6 +262,17 @@ class EvalConfig(Section):
     after: bool = True
 
 
+class CheatsConfig(Section):
+    """What looks for cheating during a run; see docs/sandbox.md."""
+
+    canaries: float = Field(default=0.05, ge=0, le=1, description="share of tasks in whose boxes decoys lie")
+    twins: float = Field(
+        default=0.01, ge=0, le=0.5, description="impossible episodes per training episode; they are never trained on"
+    )
+    contrast: bool = Field(default=True, description="withhold the grade of members whose change is unlike the rest's")
+    window: int = Field(default=10, ge=3, description="steps over which behaviour is compared with those before")
+
+
 class RLConfig(Section):
     """Stage "rl": asynchronous reinforcement learning in sandboxes."""
 
@@ -272,6 +286,7 @@ class RLConfig(Section):
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    cheats: CheatsConfig = CheatsConfig()
     loss: LossConfig = LossConfig()
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()

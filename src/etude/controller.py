@@ -10,6 +10,7 @@
 | play    | controller       | leased episodes             | a free slot, then the model | the group's last member   |
 | trainer | trainer          | P ready groups              | the P-th ready group        | engines, and so admission |
 | engine  | inference server | requests; newest manifest   | requests                    | play                      |
+| twins   | controller       | impossible tasks            | a share of the episodes     | nobody: an alarm          |
 | watch   | controller       | exit codes, served digests  | -                           | stops the run, with a why |
 | canary  | controller       | engines at a new version    | -                           | what the trainer judges   |
 
@@ -34,6 +35,8 @@ from typing import Any, TypeVar
 
 from etude import processes
 from etude.config import RLConfig
+from etude.environments.cheats import canaries
+from etude.environments.cheats.canaries import Decoys
 from etude.environments.namespace import NamespaceSandbox
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
@@ -41,7 +44,7 @@ from etude.harness.episode import play
 from etude.harness.loop import Sampling
 from etude.harness.renderers import Renderer
 from etude.inference.client import EngineClient, EngineError
-from etude.records import Episode, Outcome, PolicyVersion, encode
+from etude.records import Episode, Outcome, PolicyVersion, Task, encode
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.canary import Asker
 from etude.rollout.concurrency import Concurrency
@@ -69,6 +72,7 @@ class Progress:
 
     version: int = 0
     served: int = 0
+    accepted: int = 0  # episodes of finished groups
     trained: int = -1  # newest version that the ledger knows to have consumed groups
     live: int = 0
     limit: int = 0  # of live episodes
@@ -95,6 +99,7 @@ class Run:
     engines: Sequence[str]  # base URLs
     children: Sequence[processes.Child]
     concurrency: Concurrency
+    twins: Dataset | None = None  # the impossible ones
     progress: Progress = field(default_factory=Progress)
     manifests: dict[int, PolicyVersion] = field(default_factory=dict[int, PolicyVersion])
     digests_checked: int = 0
@@ -117,6 +122,7 @@ async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress]
     curriculum = Curriculum([task.id for task in run.dataset.split("train")], rollout.group, run.config.seed)
     learned = 0
     live: dict[asyncio.Task[None], _Playing] = {}
+    twins = _Twins(run)
     renewed = time.monotonic()
     stall = Stall(rollout.stall_seconds, renewed)
     try:
@@ -128,6 +134,7 @@ async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress]
             if (free := run.concurrency.limit - len(live)) > 0:
                 for lease in run.ledger.lease(OWNER, free, rollout.lease_seconds):
                     live[asyncio.create_task(_play_one(run, lease))] = _Playing(lease, time.monotonic())
+            twins.play()
             if time.monotonic() - renewed > rollout.lease_seconds / 3:
                 run.ledger.renew(OWNER, rollout.lease_seconds)
                 renewed = time.monotonic()
@@ -141,7 +148,27 @@ async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress]
                 del live[task]
                 progress.finished += 1
     finally:
-        await _cancel(live)
+        await _cancel([*live, *twins.live])
+
+
+class _Twins:
+    """Plays impossible tasks, one at a time, as a share of the episodes that ended. Whoever passes one has cheated."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._number = run.ledger.twins()[1]
+        self.live: list[asyncio.Task[None]] = []
+
+    def play(self) -> None:
+        """Starts the next one if it is due. Raises what went wrong with the one before."""
+        run = self._run
+        for task in [task for task in self.live if task.done()]:
+            self.live.remove(task)
+            task.result()
+        due = int(run.config.cheats.twins * run.progress.accepted)
+        if run.twins is not None and run.twins.tasks and not self.live and self._number < due:
+            self.live.append(asyncio.create_task(_play_twin(run, run.twins, self._number)))
+            self._number += 1
 
 
 @dataclass(frozen=True)
@@ -268,7 +295,7 @@ def _admit(run: Run, curriculum: Curriculum, learned: int) -> int:
     """Admits what the bound allows; returns the mark up to which the curriculum has learned."""
     rollout = run.config.rollout
     figures = run.ledger.figures()
-    run.progress.trained = figures.consumed_version
+    run.progress.trained, run.progress.accepted = figures.consumed_version, figures.accepted
     if rollout.staleness == 0 and run.progress.served > max(figures.consumed_version, 0):
         return learned  # on-policy, a draw depends on all earlier results: the ledger must catch up with the engines
     learned = _learn(run, curriculum, learned)
@@ -307,11 +334,38 @@ async def _play_one(run: Run, lease: EpisodeLease) -> None:
         group_id=lease.group_id,
         member=lease.member,
         attempt=lease.attempt,
+        decoys=_decoys(run, task),
     )
     if episode.outcome is Outcome.INFRA:
         await _explain(run)
     record(run, lease, with_reward(episode, run.config.reward, budget))
     visit("controller.finished")
+
+
+def _decoys(run: Run, task: Task) -> Decoys | None:
+    """Those of a task that has some in this run; its twin has the same."""
+    seed = run.config.seed
+    return canaries.plant(task, seed) if canaries.chosen(task.id, seed, run.config.cheats.canaries) else None
+
+
+async def _play_twin(run: Run, twins: Dataset, number: int) -> None:
+    """Plays an impossible task in a box like any other, and says so if it is passed. Lost ones are not repeated."""
+    seed = episode_seed(run.config.seed, number, -1)
+    task = twins.tasks[seed % len(twins.tasks)]
+    budget = task.budget or run.config.rollout.budget()
+    episode = await play(
+        task, twins, run.sandbox, run.client, run.renderer, budget, run.sampling, seed, number, member=0, attempt=0,
+        decoys=_decoys(run, task),
+    )  # fmt: skip
+    if episode.outcome is Outcome.INFRA:
+        await _explain(run)
+        return
+    key = f"twins/{number:06d}.msgpack"
+    run.rollouts.put(key, encode(episode))
+    run.ledger.add_twin(number, episode, key)
+    if episode.passed or episode.outcome is Outcome.TAMPERED:
+        how = "passed" if episode.passed else f"tampered with ({episode.detail})"
+        print(f"cheating: impossible twin {number} of task {task.id} was {how}", file=sys.stderr, flush=True)
 
 
 async def _explain(run: Run) -> None:

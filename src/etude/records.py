@@ -221,6 +221,11 @@ class Episode(Record, frozen=True, kw_only=True):
         return sum(int(np.frombuffer(s.mask, "u1").sum()) for s in self.segments)
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        """What detectors have found, see environments/cheats; kept as `flag/NAME` in the metrics."""
+        return tuple(sorted(n.removeprefix("flag/") for n, v in self.metrics.items() if n.startswith("flag/") and v))
+
+    @property
     def min_version(self) -> int:
         """The oldest weight version that sampled a token of this episode; -1 if nothing was sampled."""
         arrays = [segment.arrays() for segment in self.segments]

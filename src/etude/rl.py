@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -31,6 +32,7 @@ from etude.rollout.ledger import Ledger
 from etude.run_report import finish_report
 from etude.store import open_store
 from etude.tasks import dataset as datasets
+from etude.tasks import twins
 from etude.tasks.build import build
 from etude.tasks.dataset import Dataset
 from etude.tasks.fetch import fetch_library
@@ -38,7 +40,7 @@ from etude.tasks.options import BuildOptions
 from etude.weights.manifest import manifests
 from etude.weights.signature import private_key, public_key
 
-Boxes = Callable[[], AbstractAsyncContextManager[NamespaceSandbox]]
+Boxes = Callable[..., AbstractAsyncContextManager[NamespaceSandbox]]
 STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
 
 
@@ -66,6 +68,7 @@ def _check_inputs(config: RLConfig) -> None:
         private_key(Path(config.weights.signing_key))
         public_key(Path(f"{config.weights.signing_key}.pub"))
     recipe(config.loss)
+    _personas(config)
     if config.rollout.documents:
         _check_documents(config)
     _build_options(config)
@@ -172,7 +175,7 @@ async def _open(
     try:
         children.append(controller.start_trainer(folder, logs))
         async with (
-            boxes() as sandbox,
+            boxes(personas=_personas(config)) as sandbox,
             EngineClient(urls) as client,
             aclosing(canary.Asker(answers, sequences, client, urls)) as canaries,
         ):
@@ -190,10 +193,19 @@ async def _open(
                 engines=urls,
                 children=children,
                 concurrency=_concurrency(config),
+                twins=twins.make(dataset, folder / "twins") if config.cheats.twins else None,
             )
     finally:
         for child in children:
             child.stop(10)
+
+
+def _personas(config: RLConfig) -> list[Mapping[str, Any]]:
+    """Probes of production machines; none: boxes look like workstations as we imagine them. Raises UserError."""
+    from etude.environments.parity.features import read
+
+    path = config.rollout.personas
+    return [sample.probes for sample in read([Path(path)])] if path is not None else []
 
 
 def _concurrency(config: RLConfig) -> Concurrency:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from etude import runfolder
 from etude.controller import Run
-from etude.dashboard.report import Mismatch, Report, Utilisation, held_out, write_report
+from etude.dashboard.report import Cheating, Mismatch, Report, Utilisation, held_out, write_report
 from etude.dashboard.view import ShownEpisode, load_view, show
+from etude.environments.cheats import CHARGES
 from etude.evals.suite import EvalResult
 from etude.records import Episode, Group, decode
+from etude.rollout.audit import audited
+from etude.rollout.drift import Shift
 from etude.trainer.batch import advantages
 from etude.weights.manifest import manifests
 
 SHOWN_PAIRS = 6
 SHOWN_GROUPS = 3
+SHOWN_SUSPECTS = 6
+LISTED_SUSPECTS = 50
 
 
 def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None, seconds: float) -> Report:
@@ -54,9 +62,30 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
         stages=_stages(timeline),
         weights_bytes=2 * max((m.elements for m in published), default=0),
         pauses=run.pauses,
+        cheating=_cheating(run, steps),
     )
     write_report(run.folder, report, load_view(run.folder, _shown(run, before, after)))
     return report
+
+
+def _cheating(run: Run, steps: list[dict[str, Any]]) -> Cheating:
+    suspects = run.ledger.flagged()
+    charged = [s for s in suspects if CHARGES.keys() & set(s.flags)]
+    twins, _ = run.ledger.twins()
+    return Cheating(
+        flags=dict(sorted(Counter(flag for s in suspects for flag in s.flags).items())),
+        charged=len(charged),
+        rewarded=sum(s.reward > 0 for s in charged),
+        suspects=tuple(charged[-LISTED_SUSPECTS:]),
+        twins=twins,
+        twins_bound=_bound(twins.passed + twins.tampered, twins.played),
+        shifts=tuple(msgspec.convert(event, Shift) for step in steps for event in step.get("drift/events", ())),
+    )
+
+
+def _bound(found: int, played: int) -> float | None:
+    """Upper end of the exact 95 % interval of a share none was found of; null if some were, or none was played."""
+    return 1 - 0.05 ** (1 / played) if played and not found else None
 
 
 def _busy(timeline: list[dict[str, object]], process: str) -> float:
@@ -108,10 +137,15 @@ def _shown(run: Run, before: EvalResult | None, after: EvalResult | None) -> lis
                 shown.append(show(f"{task} ({'pass' if episode.passed else 'fail'})", episode, tokenizer, stage=when))
     for group in _mixed_groups(run):
         episodes = [decode(run.rollouts.get(key), Episode) for key in group.episodes]
+        episodes = audited(episodes) if run.config.cheats.contrast else episodes
         ranked = sorted(zip(episodes, advantages([e.reward for e in episodes]), strict=True), key=lambda pair: -pair[1])
         for episode, advantage in (ranked[0], ranked[-1]):
             title = f"{group.task_id} #{episode.member} ({'pass' if episode.passed else 'fail'})"
             shown.append(show(title, episode, tokenizer, advantage, stage="training"))
+    charged = [s for s in run.ledger.flagged() if s.blob and CHARGES.keys() & set(s.flags)]
+    for suspect in charged[-SHOWN_SUSPECTS:]:
+        title = f"{suspect.task} #{suspect.member}: {', '.join(suspect.flags)}"
+        shown.append(show(title, decode(run.rollouts.get(suspect.blob), Episode), tokenizer, stage="flagged"))
     return shown
 
 

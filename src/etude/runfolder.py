@@ -6,6 +6,7 @@ outputs/NAME/
   memory.jsonl                 resident bytes of each process
   timeline.jsonl               who did what from when to when
   ledger.db                    or a PostgreSQL URL in config.json
+  twins/                       hidden tests of impossible tasks
   tasks/                       the task dataset, unless config.json names another
   weights/  rollouts/  canary/ versions, token blobs and engines' scores, unless config.json names a store
   checkpoints/step_N/          complete ones only

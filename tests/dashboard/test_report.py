@@ -11,10 +11,12 @@ import msgspec
 import pytest
 from sample_run import eval_result, make_episode, make_report, shown_episodes, write_run
 
-from etude.dashboard.report import Report, held_out, read_report, write_report
+from etude.dashboard.report import Cheating, Report, held_out, read_report, write_report
 from etude.dashboard.view import RunView, ShownEpisode
 from etude.evals.stats import Estimate
 from etude.records import Outcome, ToolCall
+from etude.rollout.drift import Shift
+from etude.rollout.suspects import Suspect, Twins
 
 REQUIRED = {
     "seed", "seconds", "pass_before", "pass_after", "paired_diff", "steps", "episodes", "versions", "bytes_published",
@@ -239,3 +241,24 @@ def test_long_episodes_stay_small(tmp_path, report):
 def test_the_page_is_the_same_every_time(tmp_path, run_dir, report, view):
     first = write_report(run_dir, report, view).read_bytes()
     assert write_report(tmp_path, report, replace(view, episodes=tuple(shown_episodes()))).read_bytes() == first
+
+
+def test_what_the_detectors_found_is_shown_and_inert(tmp_path, report):
+    suspect = Suspect(
+        group=3, member=1, task="<b>t</b>", flags=("canary", "gap"), reward=-0.2, passed=False, blob="3/1.msgpack"
+    )
+    shift = Shift(metric="rollout/edits", step=40, window=10, before=1.25, after=2.5, t=9.1)
+    found = Cheating(
+        flags={"canary": 1, "gap": 1234}, charged=1, rewarded=0, suspects=(suspect,),
+        twins=Twins(played=60, passed=0, tampered=0), twins_bound=0.0487, shifts=(shift,),
+    )  # fmt: skip
+    page = write_report(tmp_path, msgspec.structs.replace(report, cheating=found)).read_text()
+    section = page[page.index('id="cheating"') :]
+    assert "<b>t</b>" not in page
+    assert "&lt;b&gt;t&lt;/b&gt; #1" in section
+    assert "1,234" in section
+    assert "60 impossible tasks were played: 0 passed" in section
+    assert "4.9" in section
+    assert "edits per episode: 1.25 in the 10 versions before 31, 2.5 since" in section
+    assert read_report(tmp_path).cheating == found
+    assert 'id="cheating"' not in write_report(tmp_path, report).read_text()

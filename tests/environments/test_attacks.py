@@ -14,6 +14,7 @@ import pytest
 
 from etude.environments.attacks import suite
 from etude.environments.attacks.boxes import CHECKS
+from etude.environments.attacks.monitors import MONITORS
 from etude.environments.attacks.probes import PROBES, script
 from etude.environments.attacks.submissions import SUBMISSIONS
 from etude.environments.base import Image, Limits
@@ -25,7 +26,7 @@ BOXES = 1000
 
 def test_every_item_is_attacked_or_skipped_with_a_reason() -> None:
     attacked = (
-        {s.item for s in SUBMISSIONS} | set(PROBES) | set(CHECKS) | {"F1"}
+        {s.item for s in SUBMISSIONS} | set(PROBES) | set(CHECKS) | set(MONITORS) | {"F1"}
     )  # F1: the flags that B1 to B3 must carry
     assert set(suite.ITEMS) == (attacked & set(suite.ITEMS)) | set(suite.SKIPPED)
     assert not attacked & set(suite.SKIPPED)

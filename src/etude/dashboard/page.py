@@ -12,6 +12,7 @@ from etude.dashboard.charts import Format, Series, bar_chart, interval_chart, li
 from etude.dashboard.episodes import episode_cards
 from etude.dashboard.text import byte_count, compact, duration, escape, optional, percent, points, signed
 from etude.dashboard.view import RunView
+from etude.environments.cheats import CHARGES, NOTES
 from etude.evals.stats import Estimate
 from etude.records import Outcome
 
@@ -33,6 +34,7 @@ def render(report: Report, view: RunView) -> str:
         _checks(report),
         _section("Learning", "learning", _STEP_SWITCH, _grid(_learning(view))),
         _section("Behaviour", "behaviour", _STEP_SWITCH, _tables(report) + _grid(_behaviour(view))),
+        _section("Cheat detection", "cheating", "", _cheating(report, view)),
         _section("Who did what, when", "time", _STEP_SWITCH, _lanes(report, view) + _grid(_speed(view))),
         _section("Off-policy and numerics", "numerics", _STEP_SWITCH, _grid(_numerics(view), wide=True)),
         _section("Weight versions", "weights", _STEP_SWITCH, _weights(report, view)),
@@ -240,6 +242,38 @@ def _behaviour(view: RunView) -> list[str]:
         _line(view, "Sampled tokens", "per episode", {"rollout/length": "tokens"}),
         _line(view, "Trouble", "episodes of a step", trouble, smooth=False),
     ]
+
+
+def _cheating(report: Report, view: RunView) -> str:
+    """Flags by detector, the impossible twins, shifts of behaviour, and the charged episodes."""
+    found = report.cheating
+    if found is None:
+        return ""
+    known = CHARGES | NOTES
+    rows = [
+        (name, ["charge" if name in CHARGES else "note", f"{found.flags.get(name, 0):,}", sentence])
+        for name, sentence in known.items()
+    ]
+    table = _table(["kind", "episodes", "what it means"], rows)
+    withheld = f"{found.charged:,} episodes were charged; {found.rewarded:,} of them have a reward above zero."
+    cards = [f'<div class="card"><h3>Flags of training episodes</h3>{table}<p class="note">{withheld}</p></div>']
+    twins = found.twins
+    told = f"{twins.played:,} impossible tasks were played: {twins.passed:,} passed, {twins.tampered:,} tampered with."
+    if found.twins_bound is not None:
+        told += f" At most {percent(found.twins_bound)} of episodes cheat in ways that twins show (95 %)."
+    shifts = "".join(f"<li>step {shift.step}: {escape(shift.sentence)}</li>" for shift in found.shifts[-12:])
+    shifts = f"<h3>Shifts of behaviour</h3><ul>{shifts}</ul>" if shifts else '<p class="note">No shift was seen.</p>'
+    cards.append(f'<div class="card"><h3>Impossible twins</h3><p class="note">{escape(told)}</p>{shifts}</div>')
+    listed = [
+        (f"{s.task} #{s.member}", [", ".join(s.flags), "yes" if s.passed else "no", f"{s.reward:.2f}"])
+        for s in found.suspects[-12:]
+    ]
+    if listed:
+        cards.append(
+            f'<div class="card"><h3>Last charged episodes</h3>{_table(["flags", "passed", "reward"], listed)}</div>'
+        )
+    charts = [_line(view, "Flagged episodes", "of a step", {f"flag/{name}": name for name in CHARGES}, smooth=False)]
+    return f'<div class="pair">{"".join(cards)}</div>' + (_grid(charts) if any(charts) else "")
 
 
 def _speed(view: RunView) -> list[str]:

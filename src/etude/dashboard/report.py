@@ -12,6 +12,8 @@ from etude.dashboard.view import RunView, load_view
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, compare
 from etude.records import Population, Record
+from etude.rollout.drift import Shift
+from etude.rollout.suspects import Suspect, Twins
 
 
 class Utilisation(Record):
@@ -27,6 +29,18 @@ class Mismatch(Record):
     k2: float | None
     k3: float | None
     max_abs: float | None
+
+
+class Cheating(Record):
+    """What the detectors found in the training episodes; names are those of environments/cheats."""
+
+    flags: dict[str, int]  # episodes by flag
+    charged: int  # episodes with at least one charge
+    rewarded: int  # of them, with a reward above zero; never any
+    suspects: tuple[Suspect, ...]  # the last of them
+    twins: Twins
+    twins_bound: float | None  # share of cheats that the twins leave possible at 95 %; null if some were passed
+    shifts: tuple[Shift, ...]
 
 
 class Report(Record):
@@ -54,6 +68,7 @@ class Report(Record):
     stages: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by stage
     weights_bytes: int = 0  # of one whole version
     pauses: dict[int, float] = msgspec.field(default_factory=dict)  # ms that engines stood still, by version seen live
+    cheating: Cheating | None = None
     pass_before_interval: Estimate | None = None
     pass_after_interval: Estimate | None = None
     pass_k_before: dict[int, float] = msgspec.field(default_factory=dict)

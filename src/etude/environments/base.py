@@ -7,7 +7,7 @@ in a throwaway copy, need no process. Only `Box.exec` makes it live.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -63,6 +63,7 @@ class Image:
     repository: Path  # layer L1: the agent's working tree
     site: Path | None  # its dependencies, on sys.path, read-only
     changes: Mapping[str, str]  # layer L2: path -> text over the repository
+    decoys: Mapping[str, str] = field(default_factory=dict)  # files of the agent's box that no test run holds
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ class ValueBox:
         self._sandbox = sandbox
         self._image = image
         self._limits = limits
-        self._base = {path: text.encode("utf-8", "surrogateescape") for path, text in image.changes.items()}
+        texts = {**image.decoys, **image.changes}
+        self._base = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
         self._changes: dict[str, bytes | None] = {}
         self._shell: Shell | None = None
         self._closed = False

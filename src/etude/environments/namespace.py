@@ -24,7 +24,7 @@ from typing import Any
 
 import blake3
 
-from etude.environments import judge
+from etude.environments import judge, persona
 from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, Limits, TestReport
 from etude.environments.box import ValueBox
 from etude.environments.connection import START_SECONDS, Connection, encode
@@ -74,7 +74,13 @@ class NamespaceSandbox:
     """A started zygote and the templates below it. Made by `open_sandbox`."""
 
     def __init__(
-        self, control: socket.socket, zygote: asyncio.subprocess.Process, workers: int, memo: int, questions: bool
+        self,
+        control: socket.socket,
+        zygote: asyncio.subprocess.Process,
+        workers: int,
+        memo: int,
+        questions: bool,
+        personas: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         self.stats = Stats()
         self._control = control
@@ -86,6 +92,7 @@ class NamespaceSandbox:
         self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
         self._templates: dict[tuple[ImageKey, bool, bool], _Template] = {}
         self._questions = questions
+        self._personas = personas
         self._sheets: dict[ImageKey, tuple[Sheet, asyncio.Lock]] = {}
         self._guards: dict[ImageKey, judge.Guard | None] = {}
 
@@ -263,7 +270,8 @@ class NamespaceSandbox:
         self._shells.add(shell)
         try:
             await connection.started()
-            await shell.start(limits_of(limits), layers, self._prefix)
+            who = None if self._personas is None else persona.draw(_digest(image.changes), self._personas)
+            await shell.start(limits_of(limits), layers, self._prefix, who)
         except BaseException:
             await shell.close()
             raise
@@ -326,6 +334,11 @@ def _key(
     return digest.digest()
 
 
+def _digest(changes: Mapping[str, str]) -> bytes:
+    """Of what makes one task differ from others, wherever its repository lies."""
+    return blake3.blake3(repr(sorted(changes.items())).encode("utf-8", "surrogatepass")).digest()
+
+
 def _runner() -> dict[str, str]:
     """Name below the runner folder -> where this installation has it."""
     places = {"inside": str(_HERE / "inside")}
@@ -343,11 +356,17 @@ def _runner() -> dict[str, str]:
 
 @asynccontextmanager
 async def open_sandbox(
-    *, workers: int = 2, memo: int = 4096, questions: bool = True
+    *,
+    workers: int = 2,
+    memo: int = 4096,
+    questions: bool = True,
+    personas: Sequence[Mapping[str, Any]] | None = (),
 ) -> AsyncIterator[NamespaceSandbox]:
     """A sandbox of `workers` test runs at a time that remembers `memo` results (0: runs every time).
 
-    `questions=False` runs every hidden test in the process of the tested code, which attacks are compared with.
+    `questions=False` runs every hidden test in the process of the tested code, and `personas=None` leaves live boxes
+    as they are: what attacks and the parity audit compare with. `personas` are probes of production machines that live
+    boxes are made to look like (`persona.py`); empty: workstations as we imagine them.
 
     Raises UserError where the machine lacks what boxes need.
     """
@@ -377,7 +396,7 @@ async def open_sandbox(
     )
     theirs.close()
     ours.setblocking(False)
-    sandbox = NamespaceSandbox(ours, zygote, workers, memo, questions)
+    sandbox = NamespaceSandbox(ours, zygote, workers, memo, questions, personas)
     try:
         async with asyncio.timeout(START_SECONDS):
             answer = await asyncio.get_running_loop().sock_recv(ours, 65536)

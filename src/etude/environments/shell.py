@@ -11,6 +11,7 @@ from etude.environments import base
 from etude.environments.base import BoxDead, BoxError, Busy, ExecResult, TooLarge
 from etude.environments.connection import Connection, encode
 from etude.environments.inside.root import RUNNER, SITE, WORKSPACE
+from etude.environments.persona import Persona
 
 FILE_SECONDS = 30.0
 GRACE_SECONDS = 5.0  # a command that is killed at its deadline still has to end
@@ -32,7 +33,9 @@ class Shell:
         self._lock = asyncio.Lock()
         self._running = False
 
-    async def start(self, limits: dict[str, float], layers: Mapping[str, bytes | None], prefix: str) -> None:
+    async def start(
+        self, limits: dict[str, float], layers: Mapping[str, bytes | None], prefix: str, persona: Persona | None
+    ) -> None:
         environment = {
             "HOME": "/home/user",
             "LANG": "C.UTF-8",
@@ -45,7 +48,10 @@ class Shell:
             "TERM": "xterm-256color",
             "USER": "user",
         }
-        head = {"limits": limits, "environment": environment}
+        if persona is not None:
+            environment |= persona.environment
+            environment["PATH"] = ":".join((environment["PATH"], *persona.path))
+        head = {"limits": limits, "environment": environment, "persona": persona and persona.plain()}
         await self._connection.request(head, encode({}, layers), FILE_SECONDS)
 
     async def exec(self, line: str, timeout: float) -> ExecResult:

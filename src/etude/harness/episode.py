@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from etude.environments.base import BoxError, Limits, Sandbox
+from etude.environments.cheats.canaries import Decoys
+from etude.environments.cheats.signs import marks
 from etude.environments.grading import Grade, grade
 from etude.harness.loop import Aborted, Draft, Policy, Sampling, run_episode
 from etude.harness.renderers import Renderer
@@ -30,14 +33,17 @@ async def play(
     group_id: int,
     member: int,
     attempt: int,
+    decoys: Decoys | None = None,
 ) -> Episode:
     """Plays and grades one attempt at `task`. The agent pays for everything that is not proved to be our fault.
 
+    `decoys` lie in the agent's box; an episode that uses one is tampered.
     Raises only for mistakes in etude itself, such as TokenLedgerError.
     """
     draft: Draft | None = None
+    signs: dict[str, float] = {}
     try:
-        draft, graded = await _attempt(task, dataset, sandbox, policy, renderer, budget, sampling, seed)
+        draft, graded, signs = await _attempt(task, dataset, sandbox, policy, renderer, budget, sampling, seed, decoys)
     except (BoxError, EngineError, Aborted, TimeoutError) as e:
         graded = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None)
     lost = draft is None
@@ -54,7 +60,7 @@ async def play(
         passed=graded.passed,
         segments=() if lost else draft.segments,
         turns=() if lost else draft.turns,
-        metrics={} if lost else draft.metrics,
+        metrics={} if lost else draft.metrics | signs,
         detail=graded.detail,
     )
 
@@ -68,25 +74,36 @@ async def _attempt(
     budget: Budget,
     sampling: Sampling,
     seed: int,
-) -> tuple[Draft, Grade]:
-    """The draft and its grade. Raises BoxError, EngineError, Aborted or TimeoutError when the infrastructure failed."""
+    decoys: Decoys | None,
+) -> tuple[Draft, Grade, dict[str, float]]:
+    """The draft, its grade, and its marks.
+
+    Raises BoxError, EngineError, Aborted or TimeoutError when the infrastructure failed.
+    """
     image = dataset.image(task)
     async with asyncio.timeout(BOX_SECONDS):
-        box = await sandbox.create(image, Limits())
+        box = await sandbox.create(replace(image, decoys=decoys.files) if decoys else image, Limits())
     try:
         draft = await run_episode(
             task, policy=policy, renderer=renderer, box=box, budget=budget, sampling=sampling, seed=seed
         )
         if draft.timed_out:
-            return draft, Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None)
+            graded = Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None)
+            return draft, graded, marks(task, image, {}, draft.turns, decoys, graded, False)
         try:
             async with asyncio.timeout(BOX_SECONDS):
                 changes = await box.changes()
         except BoxError as e:
             if e.payer == "infra":
                 raise
-            return draft, Grade(Outcome.SCORED, 0.0, False, f"the box was left unreadable: {e}", None)
+            graded = Grade(Outcome.SCORED, 0.0, False, f"the box was left unreadable: {e}", None)
+            return draft, graded, marks(task, image, {}, draft.turns, decoys, graded, False)
     finally:
         await box.close()
     async with asyncio.timeout(GRADE_SECONDS):
-        return draft, await grade(sandbox, task, image, dataset.hidden, changes)
+        graded = await grade(sandbox, task, image, dataset.hidden, changes)
+    visible_passed = bool(draft.metrics.get("visible_passed"))
+    found = marks(task, image, changes, draft.turns, decoys, graded, visible_passed)
+    if "flag/canary" in found:
+        graded = replace(graded, outcome=Outcome.TAMPERED, reward=0.0, passed=False, detail="a planted answer was used")
+    return draft, graded, found

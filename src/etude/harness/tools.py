@@ -53,6 +53,7 @@ class Tools:
         )
         self._tried.add(old)
         self.metrics["edits"] += 1
+        self.metrics["visible_passed"] = 0
         self.metrics["repeats"] += new in self._tried
         self._tried.add(new)
 
@@ -108,7 +109,9 @@ class Tools:
     async def _run_tests(self) -> TestReport:
         report = await self.box.run_tests(self.task.visible_tests, TEST_SECONDS)
         self.metrics["tests_run"] += 1
-        self.metrics["tests_failed"] += bool(failures(report, self.task.visible_tests))
+        failed = bool(failures(report, self.task.visible_tests))
+        self.metrics["tests_failed"] += failed
+        self.metrics["visible_passed"] = int(not failed)  # of the tree as it stands
         return report
 
     async def _grep(self, pattern: str, roots: Sequence[str], ignore_case: bool, limit: int) -> tuple[list[str], bool]:
@@ -190,6 +193,7 @@ class CompactTools(Tools):
         await self._write(self.task.focus.path, self._views[-2].file)
         self._views.pop()
         self.metrics["undo"] += 1
+        self.metrics["visible_passed"] = 0
         return "undone"
 
     async def _test(self) -> str:
@@ -348,6 +352,7 @@ class FullTools(Tools):
             await self.box.write(edit.path, data[: edit.start] + edit.removed + data[stop:])
         self._edits.pop()
         self.metrics["undo"] += 1
+        self.metrics["visible_passed"] = 0
         return f"undone: {edit.path}"
 
     async def _run(self, command: str, seconds: int = 30) -> str:

@@ -25,8 +25,8 @@ from sqlalchemy import bindparam
 from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
 from etude.errors import UserError
-from etude.records import Group, Outcome, PolicyVersion, Population
-from etude.rollout import representation
+from etude.records import Episode, Group, Outcome, PolicyVersion, Population
+from etude.rollout import representation, suspects
 from etude.rollout.admission import leaves_in_time
 from etude.rollout.conservation import Conservation, check, count_outcomes
 from etude.rollout.schema import connect, counters, episodes, groups, meta, reason
@@ -335,6 +335,28 @@ class Ledger:
                 .where(_e.state == "leased")
                 .values(state="pending", attempt=_e.attempt + 1, owner=None, lease_deadline=None)
             )
+
+    # Cheating ---------------------------------------------------------------------------------------------------------
+
+    def flag(self, group: int, member: int, metrics: dict[str, float], reward: float) -> None:
+        """What a group's audit makes of one of its episodes."""
+        with self._write() as c:
+            suspects.flag(c, group, member, metrics, reward)
+
+    def flagged(self) -> list[suspects.Suspect]:
+        """Every flagged episode; a full scan, for reports."""
+        with self._read() as c:
+            return suspects.flagged(c)
+
+    def add_twin(self, number: int, episode: Episode, blob: str) -> None:
+        """Records how impossible task `number` ended; again is fine."""
+        with self._write() as c:
+            suspects.add_twin(c, number, episode, blob)
+
+    def twins(self) -> tuple[suspects.Twins, int]:
+        """How the impossible tasks ended, and the number of the next."""
+        with self._read() as c:
+            return suspects.count_twins(c), suspects.next_twin(c)
 
     # Figures ----------------------------------------------------------------------------------------------------------
 

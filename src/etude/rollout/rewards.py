@@ -16,6 +16,7 @@ import numpy as np
 
 from etude.config import LengthCost, RewardConfig
 from etude.records import Budget, Episode, Outcome, StopReason
+from etude.rollout.audit import charged
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
@@ -23,13 +24,14 @@ _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episode:
     """The episode with its reward and the components of it.
 
-    Timeouts and tampering pay every cost in full: no outcome is ever better than an honest failure that did its worst.
+    Timeouts, tampering and whatever is charged with cheating pay every cost in full and earn no grade: nothing is ever
+    better than an honest failure that did its worst.
     An episode that was lost to infrastructure is returned as it is: it has no reward.
     """
     if episode.outcome is Outcome.INFRA:
         return episode
-    share = refused_share(episode.metrics) if episode.outcome is Outcome.SCORED else 1.0
-    components = {"grade": float(episode.passed)}
+    share = refused_share(episode.metrics) if _sound(episode) else 1.0
+    components = {"grade": float(episode.passed and _sound(episode))}
     if config.refused_edits:
         components["refused_edits"] = -config.refused_edits * share
     if config.length.weight:
@@ -47,6 +49,10 @@ def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episo
         | {"refused_edits": share}
         | {f"reward/{name}": value for name, value in components.items()},
     )
+
+
+def _sound(episode: Episode) -> bool:
+    return episode.outcome is Outcome.SCORED and not charged(episode)
 
 
 def refused_share(metrics: dict[str, float]) -> float:
@@ -94,7 +100,7 @@ def _turn_tokens(mask_T: np.ndarray, starts: tuple[int, ...]) -> list[int]:
 
 def _effort(episode: Episode, weights: LengthCost, budget: Budget) -> float:
     x = effort(episode, weights)
-    if episode.outcome is Outcome.SCORED:
+    if _sound(episode):
         return x
     dearest = max(weights.thinking, weights.calling, weights.final)
     return max(x, weights.turns * budget.turns + dearest * budget.tokens)
@@ -102,14 +108,14 @@ def _effort(episode: Episode, weights: LengthCost, budget: Budget) -> float:
 
 def _overlong(episode: Episode, cache: int, budget: Budget) -> float:
     """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): from 0 at L - cache tokens to 1 at L."""
-    if episode.outcome is not Outcome.SCORED:
+    if not _sound(episode):
         return 1.0
     return min(1.0, max(0.0, (episode.sampled_tokens - (budget.tokens - cache)) / cache))
 
 
 def _habits(episode: Episode, config: RewardConfig) -> float:
     """What all bad habits cost together, each occurrence of each."""
-    if episode.outcome is not Outcome.SCORED:
+    if not _sound(episode):
         return config.habits_cap
     counts = episode.metrics | {
         "unfinished": float(episode.stop_reason is not StopReason.FINISHED),

@@ -74,6 +74,20 @@ episodes = sa.Table(
     sa.Index("episodes_state", "state", "group_id", "member"),
 )
 
+twins = sa.Table(
+    "twins",
+    metadata,
+    sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("task_id", sa.String, nullable=False),
+    sa.Column("version", sa.Integer, nullable=False),  # oldest that sampled a token of it
+    sa.Column("outcome", sa.String, nullable=False),
+    sa.Column("passed", sa.Boolean, nullable=False),
+    sa.Column("flags", sa.String, nullable=False),  # with spaces between them
+    sa.Column("blob", sa.String, nullable=False),
+    sa.Column("finished", sa.Double, nullable=False),  # seconds since the epoch
+)
+"""Impossible tasks that were played beside the groups; they are never trained on."""
+
 
 def connect(url: str) -> sa.Engine:
     """An engine on the ledger at `url`, its tables made if they are missing. Raises UserError."""

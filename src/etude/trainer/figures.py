@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from etude.models.replay import Replayed
+from etude.rollout.audit import charged
 from etude.trainer.batch import Batch, Samples
 from etude.trainer.execution import Outcome
 from etude.trainer.loss import LossStats, Mismatch
@@ -104,7 +105,10 @@ def batch_metrics(batch: Batch, version: int) -> dict[str, float | dict[str, int
     }
     if known := [e.metrics["kv_lag"] for e in episodes if "kv_lag" in e.metrics]:
         metrics["stale/kv_lag"] = max(known)
-    for name in sorted({key for e in episodes for key in e.metrics}):
+    for name, count in sorted(Counter(flag for e in episodes for flag in e.flags).items()):
+        metrics[f"flag/{name}"] = float(count)
+    metrics["flag/charged"] = float(sum(map(charged, episodes)))
+    for name in sorted({key for e in episodes for key in e.metrics if not key.startswith("flag/")}):
         shown = f"{name}/mean" if name.startswith("reward/") else f"rollout/{name}"
         metrics[shown] = _mean(e.metrics.get(name, 0.0) for e in episodes)
     for kind, count in sorted(Counter(e.outcome.value for e in episodes).items()):

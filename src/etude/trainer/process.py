@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from etude import processes, runfolder
@@ -30,6 +31,8 @@ from etude.models import replay
 from etude.models.exact import float32_head, possible
 from etude.models.loading import load_model, model_id
 from etude.records import Episode, Group, PolicyVersion, decode
+from etude.rollout.audit import audited
+from etude.rollout.drift import Drift
 from etude.rollout.ledger import Ledger
 from etude.store import Store, open_store
 from etude.trainer import checkpoint, presets
@@ -95,6 +98,7 @@ class Trainer:
         equal_bits = exact and inference.dtype == "float32" and inference.device == "cpu"
         self.guards = Guards(config.guards, config.rollout.staleness, history, exact=equal_bits)
         self.canaries = Canaries(open_store(f"{root}/canary"), self.model, exactly=exact)
+        self.drift = Drift(config.cheats.window, runfolder.read_jsonl(run / "metrics.jsonl"))
         if not float32_head(self.model):
             print("guard head, warn: the trainer's head is narrower than float32", file=sys.stderr, flush=True)
         last = newest(weights)
@@ -173,6 +177,9 @@ class Trainer:
         canaries = self.canaries.arrived()
         loaded = time.time()
         observed = batch_metrics(batch, self.version)
+        self._note_flags(batch)
+        twins, _ = self.ledger.twins()
+        observed |= {f"twins/{name}": float(getattr(twins, name)) for name in ("played", "passed", "tampered")}
         observed |= self.ledger.left_behind({*self.taken, *(group.id for group in groups)})
         observed["drop/episodes/infra"] = float(len(groups) * self.config.rollout.group - len(batch.flat))
         metrics, verdict = train_step(
@@ -206,6 +213,10 @@ class Trainer:
             "time/train": trained - loaded,
             "time/wait_for_batch": waited,
         }
+        shifts = self.drift.observe(line)
+        for shift in shifts:
+            print(f"drift, step {shift.step}: {shift.sentence}", file=sys.stderr)
+        line |= {"drift/events": [msgspec.structs.asdict(shift) for shift in shifts]} if shifts else {}
         # A manifest is JSON, which has no NaN; the line in metrics.jsonl keeps it.
         figures = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._commit(self.version + 1, tuple(g.id for g in groups), figures, line)
@@ -254,7 +265,14 @@ class Trainer:
         )
 
     def _episodes(self, group: Group) -> list[Episode]:
-        return [decode(self.rollouts.get(key), Episode) for key in group.episodes]
+        members = [decode(self.rollouts.get(key), Episode) for key in group.episodes]
+        return audited(members) if self.config.cheats.contrast else members
+
+    def _note_flags(self, batch: Batch) -> None:
+        """Tells the ledger what the audit of whole groups has found; the rest was there before."""
+        for episode in batch.flat:
+            if {"contrast", "effort"} & set(episode.flags):
+                self.ledger.flag(episode.group_id, episode.member, episode.metrics, episode.reward)
 
 
 def run(folder: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from etude.environments.attacks import plain
 from etude.environments.attacks.boxes import CHECKS, LIMITS, SECONDS
 from etude.environments.attacks.library import EXPECTED, SECRET, TASK, Library, prepare
+from etude.environments.attacks.monitors import MONITORS
 from etude.environments.attacks.probes import PROBES, script
 from etude.environments.attacks.submissions import HONEST, NOTHING, SUBMISSIONS, Submission
 from etude.environments.base import Box, BoxError, Sandbox
@@ -36,11 +37,8 @@ SKIPPED = {
     "A10": "there is no search index, pull-request lookup or memory to ask",
     "C9": "concerns the harness: its renderers are tested in tests/harness",
     "C11": "no judge or monitor reads what an agent writes",
-    **{f"E{n}": "the parity audit is not built; boxes can be told from a user's machine" for n in range(1, 10)},
-    "F2": "visible and hidden results are not compared yet",
-    "F3": "there are no impossible twins yet",
-    "F4": "specifications are not mutated yet",
-    "F5": "no monitor reads command logs yet",
+    **{f"E{n}": "needs fingerprints of production: etude doctor parity --against FILE" for n in range(1, 9)},
+    "E9": "concerns the harness: prompts and tool texts are its own, not a product's",
 }
 DEFAULT, TOGETHER = "questions", "in-process"  # how the namespace backend grades
 GOLD_REPEATS = 10
@@ -124,6 +122,7 @@ async def run(*, quick: bool, progress: Callable[[str], None] = lambda _: None) 
                 await _grades(sandbox, library, where, host, report, quick, progress)
                 if where == DEFAULT:
                     await _boxes(sandbox, library, listener.getsockname()[1], host, report, progress)
+                await _monitors(sandbox, library, where, host, report, progress)
         if not quick:
             plain.compare(library, report.results, report.absent, progress)
     return report
@@ -221,6 +220,21 @@ async def _boxes(
         await attempt(
             item, check.__name__.replace("_", " "), lambda box, check=check: check(sandbox, library.image, box)
         )
+
+
+async def _monitors(
+    sandbox: Sandbox, library: Library, where: str, host: Host, report: Report, progress: Callable[[str], None]
+) -> None:
+    for item, checks in MONITORS.items():
+        for check in checks:
+            progress(f"{item} {check.__name__} ({where})")
+            try:
+                problem = await check(sandbox, library)
+            except BoxError as e:
+                problem = f"{type(e).__name__}: {e}"
+            shutil.rmtree(library.root / "twins", ignore_errors=True)
+            word = "missed" if problem else "flagged"
+            report.results.append(Result(item, check.__name__, where, word, problem, host.changed()))
 
 
 async def _probe(box: Box, text: str) -> str:

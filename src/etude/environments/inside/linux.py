@@ -19,6 +19,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 
+_PR_SET_NAME = 15
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # the same numbers on every architecture
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE, _CLONE_TREE = -100, 0x1000, 0x8000, 1
@@ -153,6 +154,24 @@ def become(host_id: int | None, box_id: int, flags: int) -> None:
 def hide(hidden: bool = True) -> None:
     """Keep processes of the same user out of this one's /proc entry."""
     _prctl(_PR_SET_DUMPABLE, int(not hidden))
+
+
+def call_itself(line: str, name: str) -> None:
+    """Give this process another command line and name in /proc.
+
+    The kernel shows the arguments up to their first NUL if the last byte of their place is none (fs/proc/base.c).
+    """
+    with open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, fields 48 and 49 of proc_pid_stat(5)
+    text = os.fsencode(line)
+    if end - start < len(text) + 2:
+        return
+    ctypes.memset(start, 0, end - start - 1)
+    ctypes.memmove(start, text, len(text))
+    ctypes.memset(end - 1, 1, 1)
+    buffer = ctypes.create_string_buffer(name.encode())
+    _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
 
 
 def loopback_up() -> None:

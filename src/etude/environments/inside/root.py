@@ -77,17 +77,39 @@ def _bind(source: str, target: str) -> None:
 
 def _etc() -> None:
     texts = {
-        "passwd": f"root:x:0:0:root:/root:/bin/bash\nuser:x:{BOX_ID}:{BOX_ID}::/home/user:/bin/bash\n"
-        "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
-        "group": f"root:x:0:\nuser:x:{BOX_ID}:\nnogroup:x:65534:\n",
+        "passwd": passwd("user"),
+        "group": group("user"),
         "hosts": "127.0.0.1 localhost\n::1 localhost\n",
         "hostname": "devbox\n",
+        "machine-id": "",
         "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
         "shells": "/bin/sh\n/bin/bash\n",
     }
     for name, text in texts.items():
         with open(f"/etc/{name}", "w") as file:
             file.write(text)
+    os.symlink("../usr/lib/os-release", "/etc/os-release")
+
+
+_SERVICES = (
+    *("daemon:1:/usr/sbin", "bin:2:/bin", "sys:3:/dev", "sync:4:/bin", "games:5:/usr/games", "man:6:/var/cache/man"),
+    *("lp:7:/var/spool/lpd", "mail:8:/var/mail", "news:9:/var/spool/news", "www-data:33:/var/www"),
+    *("backup:34:/var/backups", "list:38:/var/list", "nobody:65534:/nonexistent"),
+)
+
+
+def passwd(user: str, count: int = 0) -> str:
+    """The accounts that a distribution brings along, and one that people work with; more of services up to `count`."""
+    rows = [service.split(":") for service in _SERVICES]
+    rows += [[f"_service{i}", str(100 + i), "/nonexistent"] for i in range(min(400, count - len(rows) - 2))]
+    services = "".join(f"{name}:x:{number}:{number}:{name}:{home}:/usr/sbin/nologin\n" for name, number, home in rows)
+    return f"root:x:0:0:root:/root:/bin/bash\n{services}{user}:x:{BOX_ID}:{BOX_ID}::/home/{user}:/bin/bash\n"
+
+
+def group(user: str) -> str:
+    rows = [service.split(":") for service in _SERVICES]
+    services = "".join(f"{'nogroup' if name == 'nobody' else name}:x:{number}:\n" for name, number, _ in rows)
+    return f"root:x:0:\n{services}{user}:x:{BOX_ID}:\n"
 
 
 def _dev() -> None:

@@ -18,7 +18,7 @@ import termios
 import time
 from typing import Any, NoReturn
 
-from . import files, linux, root, runs
+from . import files, linux, persona, root, runs
 
 KEEP = 16_000  # bytes of output kept at each end
 WATCH_SECONDS = 0.2  # between looks at the memory of the box
@@ -51,9 +51,13 @@ class Shell:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         command, self.command = os.pipe()
         self.status, status = os.pipe()
+        script, writer = os.pipe()  # as bash's input: an argument could be read by everybody
+        os.write(writer, _LOOP.encode())
+        os.close(writer)
         self.pid = os.fork()
         if self.pid == 0:
-            _exec(slave, command, status, limits, program, environment)
+            _exec(slave, command, status, script, limits, program, environment)
+        os.close(script)
         os.close(command)
         os.close(status)
         self.slave = slave
@@ -94,22 +98,28 @@ class Shell:
 
 
 def _exec(
-    slave: int, command: int, status: int, limits: dict[str, Any], program: bytes, environment: dict[str, str]
+    slave: int,
+    command: int,
+    status: int,
+    script: int,
+    limits: dict[str, Any],
+    program: bytes,
+    environment: dict[str, str],
 ) -> NoReturn:
     try:
         linux.hide(False)
         linux.become(None, root.BOX_ID, 0)
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in (slave, command, status)]
-        for source, target in zip((high[0], high[0], high[0], high[1], high[2]), (0, 1, 2, 8, 9), strict=True):
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in (script, slave, slave, command, status)]
+        for source, target in zip(high, (0, 1, 2, 8, 9), strict=True):
             os.dup2(source, target, inheritable=True)
         os.closerange(3, 8)
         os.closerange(10, 65536)
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         runs.confine(limits | {"seconds": 0}, program)
-        os.execve("/bin/bash", ["bash", "--noprofile", "--norc", "-c", _LOOP], environment)
+        os.execve("/bin/bash", ["bash"], environment)
     finally:
         os._exit(127)
 
@@ -149,6 +159,8 @@ class Live:
         runs.enter(self.limits, changes)
         linux.loopback_up()
         linux.mount("devpts", "/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, "newinstance,ptmxmode=0666")
+        if request["persona"] is not None:
+            persona.settle(request["persona"])
         linux.hide()
         os.chdir("/")
         self.program = linux.filter_program(os.uname().machine)

@@ -1,0 +1,251 @@
+"""The parity audit: fingerprints of boxes against fingerprints of production, and what tells them apart.
+
+`etude doctor parity --against FILES` makes boxes, with and without the persona (`environments/persona.py`), runs
+`fingerprint.py` once in each, and asks a classifier which side a sample is from. The gate is the AUC on all probes but
+the declared exceptions; the AUC on all of them stands beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from etude.environments.base import Image, Limits
+from etude.environments.namespace import open_sandbox
+from etude.environments.parity import fingerprint, probes
+from etude.environments.parity.classifier import auc, folds, held_out, interval, logistic, scores, stumps
+from etude.environments.parity.features import Sample, Table, parse, read, table
+from etude.errors import RunFailed, UserError
+from etude.evals.stats import Estimate
+
+GATE = 0.60
+SHOWN = 10
+MIN_SAMPLES = 10  # per side; fewer say nothing
+WANTED_MACHINES = 5
+SECONDS = 60.0  # of a fingerprint
+SCRIPT = Path(fingerprint.__file__)
+LIMITS = Limits(memory_mb=2048, processes=64, disk_mb=64)
+
+Like = Sequence[Mapping[str, Any]] | None
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Tell:
+    """A probe, and how well held-out samples are told apart by it alone."""
+
+    probe: str
+    group: str
+    auc: float
+    seen: str  # how it differs, e.g. "size: 3.1 in boxes, 11.0 in production"
+    cure: str
+    exception: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """`gated` leaves the declared exceptions out, `whole` has all probes; `tells` are sorted by their AUC."""
+
+    gated: Estimate
+    whole: Estimate
+    tells: tuple[Tell, ...]
+
+    @property
+    def telling(self) -> int:
+        """How many probes that are no exception tell samples apart by themselves."""
+        return sum(tell.auc > GATE and not tell.exception for tell in self.tells)
+
+
+def compare(boxes: Sequence[Sample], production: Sequence[Sample]) -> Audit:
+    """Raises UserError if a side has too few samples."""
+    for side, samples in (("boxes", boxes), ("production machines", production)):
+        if len(samples) < MIN_SAMPLES:
+            raise UserError(f"{len(samples)} fingerprints of {side} say nothing; give {MIN_SAMPLES} or more")
+    samples = [*production, *boxes]
+    machines = [*(f"p{s.machine}" for s in production), *(f"b{s.machine}" for s in boxes)]
+    labels_N = np.array([0.0] * len(production) + [1.0] * len(boxes))
+    all_probes = table(samples)
+    fold_N = folds(machines, labels_N)
+    gated = all_probes.only([not probes.of(probe).exception for probe in all_probes.probes])
+    tells = [
+        _tell(all_probes.only([p == probe for p in all_probes.probes]), labels_N, fold_N)
+        for probe in dict.fromkeys(all_probes.probes)
+    ]
+    return Audit(
+        gated=_estimate(gated, labels_N, fold_N, machines),
+        whole=_estimate(all_probes, labels_N, fold_N, machines),
+        tells=tuple(sorted(tells, key=lambda tell: -tell.auc)),
+    )
+
+
+def _estimate(columns: Table, labels_N: np.ndarray, fold_N: np.ndarray, machines: Sequence[str]) -> Estimate:
+    """Of the better of the two classifiers, which errs on the side of telling."""
+    if not columns.names:
+        return Estimate(mean=0.5, low=0.5, high=0.5)
+    found = [
+        interval(scores(columns.values_NC, labels_N, fold_N, fit), labels_N, machines) for fit in (logistic, stumps)
+    ]
+    return max(found, key=lambda estimate: estimate.mean)
+
+
+def _tell(columns: Table, labels_N: np.ndarray, fold_N: np.ndarray) -> Tell:
+    name = columns.probes[0]
+    alone = auc(scores(columns.values_NC, labels_N, fold_N, stumps), labels_N)
+    means = [columns.values_NC[labels_N == side].mean(0) for side in (1, 0)]
+    most = int(np.abs((means[0] - means[1]) / (columns.values_NC.std(0) + 1e-9)).argmax())
+    known = probes.of(name)
+    seen = f"{columns.names[most]}: {means[0][most]:.2f} in boxes, {means[1][most]:.2f} in production"
+    return Tell(name, known.group, alone, seen, known.cure, known.exception)
+
+
+async def box_samples(count: int, *, personas: Like, progress: Progress = lambda *_: None) -> list[Sample]:
+    """Fingerprints of `count` fresh boxes. Raises UserError or BoxError where boxes cannot be made."""
+    found: list[Sample] = []
+    with tempfile.TemporaryDirectory(prefix="etude-parity-") as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        (root / "src").mkdir()
+        (root / "README.md").write_text("A small library.\n")
+        (root / "src" / "module.py").write_text("def two():\n    return 2\n")
+        line = f"python3 -c {_quoted(SCRIPT.read_text('utf-8'))} --samples 1"
+        async with open_sandbox(personas=personas) as sandbox:
+            for number in range(count):
+                image = Image(root, None, {"src/module.py": f"def two():\n    return {number}\n"})
+                box = await sandbox.create(image, LIMITS)
+                try:
+                    done = await box.exec(line, SECONDS)
+                finally:
+                    await box.close()
+                text = done.output.strip().rpartition("\n")[2]
+                if done.rc != 0:
+                    raise RunFailed(f"a fingerprint could not be taken in a box: {text[-200:]}")
+                found.append(Sample(str(number), parse(text, f"the fingerprint of box {number}").probes))
+                progress(number + 1, count)
+    return found
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def record(path: Path, samples: int) -> int:
+    """Append fingerprints of this machine to `path`, whole or not at all. Raises UserError."""
+    if samples < 1:
+        raise UserError("--samples must be at least 1")
+    if not path.parent.is_dir():
+        raise UserError(f"{path.parent} is not a folder; give a file in one that exists")
+    # Not in a process of its own: the terminal and the parent are to be those of the user's shell.
+    lines = "".join(fingerprint.line() + "\n" for _ in range(samples))
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(lines)
+    except OSError as e:
+        raise UserError(f"{path} cannot be written ({e.strerror}); give another file") from None
+    print(f"{samples} fingerprints appended to {path}; read them before you hand them on")
+    return 0
+
+
+def show(against: Sequence[Path], count: int, as_json: bool) -> int:
+    """Print the audit; 1 if the treated boxes are told apart more often than the gate allows."""
+    if count < MIN_SAMPLES:
+        raise UserError(f"--boxes must be at least {MIN_SAMPLES}")
+    production = read(against)
+    if os.environ.get("TERM", "dumb") != "dumb":
+        print(f"making {2 * count} boxes", file=sys.stderr)
+    models, rest = _halves(production)
+    treated, untreated = (
+        compare(asyncio.run(box_samples(count, personas=personas)), rest)
+        for personas in ([sample.probes for sample in models], None)
+    )
+    machines = len({sample.machine for sample in production})
+    labels_N = np.array([0.0] * len(rest) + [1.0] * count)
+    names = [*(s.machine for s in rest), *map(str, range(count))]
+    notes = _notes(machines, held_out(names, labels_N))
+    passed = treated.gated.mean <= GATE
+    if as_json:
+        print(json.dumps(_summary(treated, untreated, passed, machines, len(production), count, notes)))
+    else:
+        _print(treated, untreated, passed, notes)
+    return 0 if passed else 1
+
+
+def _halves(production: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Samples that personas are drawn from, and others to compare boxes with: other machines, if there are several."""
+    machines = sorted({sample.machine for sample in production})
+    models = set(machines[::2]) if len(machines) > 1 else set()
+    if not models:
+        return list(production[::2]), list(production[1::2])
+    return [s for s in production if s.machine in models], [s for s in production if s.machine not in models]
+
+
+def _notes(machines: int, split: bool) -> list[str]:
+    notes = []
+    if machines < WANTED_MACHINES:
+        notes.append(
+            f"The fingerprints come from {machines} machine{'s' * (machines > 1)}: whatever is peculiar to "
+            f"{'them' if machines > 1 else 'it'} tells a box apart. Record on {WANTED_MACHINES} or more."
+        )
+    if not split:
+        notes.append("Samples of one machine stand on both sides of a fold, for there is no other to hold out.")
+    return notes
+
+
+def _summary(
+    treated: Audit, untreated: Audit, passed: bool, machines: int, samples: int, boxes: int, notes: list[str]
+) -> dict[str, Any]:
+    def part(audit: Audit) -> dict[str, Any]:
+        return {
+            "gated": _plain(audit.gated),
+            "whole": _plain(audit.whole),
+            "telling": audit.telling,
+            "tells": [asdict(tell) for tell in audit.tells],
+        }
+
+    return {
+        "ok": passed,
+        "gate": GATE,
+        "machines": machines,
+        "production": samples,
+        "boxes": boxes,
+        "treated": part(treated),
+        "untreated": part(untreated),
+        "notes": notes,
+    }
+
+
+def _plain(estimate: Estimate) -> dict[str, float]:
+    return {"auc": round(estimate.mean, 4), "low": round(estimate.low, 4), "high": round(estimate.high, 4)}
+
+
+def _print(treated: Audit, untreated: Audit, passed: bool, notes: Sequence[str]) -> None:
+    def line(name: str, audit: Audit) -> str:
+        def shown(estimate: Estimate) -> str:
+            return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+        return f"{name:20} {shown(audit.gated):24} {shown(audit.whole):24} {audit.telling:>6}"
+
+    print(f"{'AUC, 95 %':20} {'without exceptions':24} {'all probes':24} telling")
+    print(line("without persona", untreated))
+    print(line("with persona", treated))
+    print(f"gate: at most {GATE:.2f} without exceptions: {'held' if passed else 'NOT held'}\n")
+    counted = [tell for tell in treated.tells if not tell.exception and tell.auc > GATE]
+    for tell in counted[:SHOWN]:
+        print(f"{tell.group} {tell.probe:20} {tell.auc:.2f}  {tell.seen}\n   cure: {tell.cure}")
+    print("\ndeclared exceptions (docs/decisions/0019-cheating.md):")
+    reasons: dict[str, list[str]] = {}
+    for tell in treated.tells:
+        if tell.exception and tell.auc > GATE:
+            reasons.setdefault(tell.exception, []).append(f"{tell.probe} {tell.auc:.2f}")
+    for reason, names in reasons.items():
+        print(f"   {', '.join(names)}: {reason}")
+    for note in notes:
+        print(note)

@@ -1,0 +1,77 @@
+"""What each probe belongs to (the groups E1 to E8 of the attack suite), how it is cured, and what is not cured here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`exception` says why the namespace backend cannot have it right; empty: it can, and the gate counts it."""
+
+    group: str
+    cure: str
+    exception: str = ""
+
+
+_KERNEL = "the kernel is the host's; a virtual-machine backend has its own"
+_MOUNTS = "a box is made of mounts, and no namespace hides them; a virtual machine has a disk"
+_NETWORK = "boxes have no egress, hence no interface but lo; it takes a proxy outside"
+_SECCOMP = "the system-call filter and no_new_privs are the border, and /proc/self/status shows them"
+_PIDS = "pid 1 began with the box and nothing else runs in it; a virtual machine boots its services"
+_HISTORY = "tasks carry no .git folder yet; environments/history.py makes one"
+_OWNERS = "files of the host's root show as nobody in a box"
+_IMAGE = "the tools are those of the host that makes boxes"
+
+PROBES: dict[str, Probe] = {
+    "host.": Probe("E1", "Give personas fingerprints (`rollout.personas`): host names get their shape."),
+    "user.": Probe("E1", "Draw the persona's user and home as production has them; the id is that of the mapping."),
+    "accounts": Probe("E1", "Give /etc/passwd the service accounts of the production image."),
+    "owners.unknown": Probe("E1", "Unpack an image whose files belong to the mapped id.", _OWNERS),
+    "machine_id": Probe("E1", "Draw a machine-id per box."),
+    "system": Probe("E1", "Make boxes on the distribution that users have."),
+    "uptime": Probe("E2", "Draw the uptime from production's range; the box's clock starts there."),
+    "pid1.late": Probe("E2", "Nothing but a boot makes pid 1 old.", _PIDS),
+    "files.": Probe("E2", "Spread the dates of the image's files as a checkout has them."),
+    "pid1.": Probe("E3", "Name pid 1 as production's init."),
+    "processes": Probe("E3", "Run the services that production runs.", _PIDS),
+    "pid.self": Probe("E3", "Let process ids start higher.", _PIDS),
+    "parent.": Probe("E3", "Start the shell as production's terminal does."),
+    "kernel.line": Probe("E4", "Record more machines, so that personas draw their kernels' command lines."),
+    "kernel": Probe("E4", "Run the kernel that users run.", _KERNEL),
+    "cpu.hypervisor": Probe("E4", "Give personas fingerprints: the flag is there if theirs has it."),
+    "cpu.": Probe("E4", "Make boxes on machines like the users'.", _KERNEL),
+    "memory": Probe("E4", "Make boxes on machines like the users'.", _KERNEL),
+    "load": Probe("E4", "Make boxes on machines as busy as the users'.", _KERNEL),
+    "status.": Probe("E4", "Only a virtual machine can be confined from outside.", _SECCOMP),
+    "cgroup": Probe("E4", "Name the control group as a login session's.", _KERNEL),
+    "mounts": Probe("E4", "Only a virtual machine has a disk of its own.", _MOUNTS),
+    "namespaces": Probe("E4", "Map a whole range of ids, which takes newuidmap.", "one id is mapped, without root"),
+    "firmware": Probe("E4", "Show the firmware of a workstation.", _KERNEL),
+    "environment": Probe("E5", "Let the persona's environment have the variables that production has."),
+    "terminal": Probe("E5", "Set the terminal's kind and size as production's."),
+    "language": Probe("E5", "Install the users' locale in the image and name it in LANG."),
+    "shell": Probe("E5", "Name the users' shell."),
+    "path": Probe("E5", "Give PATH the entries that production's has."),
+    "umask": Probe("E5", "Set the users' umask."),
+    "dotfiles": Probe("E5", "Draw the persona's dotfiles from those that production has."),
+    "home.entries": Probe("E5", "Fill the persona's home as production's."),
+    "history": Probe("E5", "Give the persona a shell history as long as production's."),
+    "interfaces": Probe("E6", "Open a way out through a proxy.", _NETWORK),
+    "routes": Probe("E6", "Open a way out through a proxy.", _NETWORK),
+    "resolver": Probe("E6", "Open a way out through a proxy.", _NETWORK),
+    "sockets": Probe("E6", "Run the services that production runs.", _PIDS),
+    "git": Probe("E7", "Give the work tree a history without the answer.", _HISTORY),
+    "tools": Probe("E7", "Install what production has on the machine that makes boxes.", _IMAGE),
+    "editor.folder": Probe("E7", "Keep the editor's folder in the repository's image."),
+    "disk.": Probe("E8", "Raise the box's disk to what users have.", "a box writes to memory, whose size is its limit"),
+    "limits.": Probe("E8", "Limit by control groups instead of rlimits.", "without control groups, limits are rlimits"),
+    "latency.": Probe("E8", "Make fewer boxes per processor."),
+}  # fmt: skip
+_OTHER = Probe("E8", "See environments/parity/fingerprint.py for what this probe reads.")
+
+
+def of(name: str) -> Probe:
+    """What is known of a probe: the entry with the longest prefix of its name."""
+    known = [prefix for prefix in PROBES if name.startswith(prefix)]
+    return PROBES[max(known, key=len)] if known else _OTHER
