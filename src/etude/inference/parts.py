@@ -13,9 +13,7 @@ from typing import Any
 
 import msgspec
 
-from etude.harness.text import one_line
-
-_TITLE = 200  # characters
+from etude.harness.text import document_text
 
 
 class Part(msgspec.Struct, tag_field="type", tag="text"):
@@ -29,11 +27,6 @@ class Prediction(msgspec.Struct, tag_field="type", tag="content"):
 
     def plain(self) -> str:
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
-def document_text(title: str, text: str) -> str:
-    """A document as the model reads it. The header line is its own, so that attention has something to rest on."""
-    return f"<document>{one_line(title, _TITLE)}\n{text}\n</document>\n"
 
 
 def take_documents(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:

@@ -1,0 +1,123 @@
+"""Questions about files: their answers are found again in the documents by other means than those that asked them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import random
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from etude.corpus.filters import Function, functions
+from etude.corpus.retrieval import NAMESAKE, Options, Sample, read_folder, samples
+from etude.corpus.sources import File
+
+WORDS = ("chunk", "merge", "split", "count", "flatten", "group", "invert", "select")
+
+
+def module(number: int) -> str:
+    """Functions of which names, words of names, and parameters recur in other modules."""
+    word, other = WORDS[number], WORDS[(number + 1) % len(WORDS)]
+    return (
+        f"def {word}_items(items, size={number}):\n    return [item for item in items if item > size]\n\n\n"
+        f"def {other}_all(first, *, key, low=None):\n    total = key(first)\n    return total\n\n\n"
+        f"class Box:\n    def update(self, value_{number}):\n        self.value = value_{number}\n"
+        "        return self\n\n\n"
+        f"def long_{word}(\n    a,\n    b,\n):\n    return a + b\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Function]:
+    return [f for n in range(len(WORDS)) for f in functions(File("demo", f"src/demo/{WORDS[n]}.py", module(n)))]
+
+
+def definitions(sample: Sample, name: str) -> dict[str, ast.FunctionDef]:
+    """By title: the definition of `name` in the documents."""
+    return {
+        title: node
+        for title, text in sample.documents
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    }
+
+
+def test_every_answer_stands_in_the_documents(found: list[Function]) -> None:
+    kinds = set()
+    for sample in islice(samples(found, Options(), 1), 300):
+        assert 4 <= len(sample.documents) <= 8, "eight files"
+        titles = [title for title, _ in sample.documents]
+        assert len(set(titles)) == len(titles)
+        assert all(len(text) <= 320 + 2 for _, text in sample.documents), "two functions and the lines between"
+        assert 1 <= len(sample.questions) <= 4
+        for question in sample.questions:
+            kinds.add(question.kind)
+            name = question.text.rsplit(" ", 1)[1]
+            defined = definitions(sample, name)
+            text = dict(sample.documents)[question.title]
+            match question.kind:
+                case "file":
+                    assert list(defined) == [question.answer]
+                case "signature":
+                    assert list(defined) == [question.title]
+                    assert question.answer in text.split("\n")
+                case "call":
+                    [node] = defined.values()
+                    called = ast.parse(question.answer).body[0]
+                    bind(node, called.value)
+                case "namesake":
+                    assert len(defined) > 1
+                    assert question.title in question.text
+                    assert question.answer in text.split("\n")
+    assert kinds == {"file", "signature", "call", NAMESAKE}
+
+
+def bind(node: ast.FunctionDef, call: ast.Call) -> None:
+    """The call gives what the function requires, and nothing else."""
+    node.body = [ast.Pass()]
+    namespace: dict[str, object] = {}
+    exec(compile(ast.unparse(node), "<definition>", "exec"), namespace)
+    signature = inspect.signature(namespace[node.name])
+    values = [0] * (len(call.args) + (next(iter(signature.parameters), "") == "self"))
+    signature.bind(*values, **{k.arg: 0 for k in call.keywords})
+    required = [p for p in signature.parameters.values() if p.default is p.empty and p.name != "self"]
+    assert len(required) == len(call.args) + len(call.keywords)
+
+
+def test_distractors_resemble_what_is_asked_for(found: list[Function]) -> None:
+    """In far more samples than chance gives, some other document shares a word with a symbol that is asked for."""
+    shared = 0
+    for sample in islice(samples(found, Options(least=4, most=4), 2), 200):
+        names = [question.text.rsplit(" ", 1)[1] for question in sample.questions]
+        others = [text for title, text in sample.documents if title != sample.questions[0].title]
+        shared += any(name.split("_")[0] in text for name in names[:1] for text in others)
+    assert shared > 100
+
+
+def test_samples_follow_the_seed_and_their_order_can_be_changed(found: list[Function]) -> None:
+    first, again, other = (list(islice(samples(found, Options(), seed), 20)) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+    moved = [sample.reordered(random.Random(0)) for sample in first]
+    assert all(sorted(a.documents) == sorted(b.documents) for a, b in zip(first, moved, strict=True))
+    assert [s.documents for s in first] != [s.documents for s in moved]
+    assert [s.questions for s in first] == [s.questions for s in moved]
+
+
+def test_a_repository_of_few_files_is_refused(found: list[Function]) -> None:
+    few = [f for f in found if f.path.endswith(("chunk.py", "merge.py"))]
+    with pytest.raises(ValueError, match="short functions in at least 4 files"):
+        next(samples(few, Options(), 0))
+
+
+def test_a_folder_is_a_repository(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    for n, word in enumerate(WORDS):
+        (tmp_path / f"{word}.py").write_text(module(n))
+        (tmp_path / "tests" / f"test_{word}.py").write_text(module(n))
+    found = read_folder(tmp_path)
+    assert {f.path for f in found} == {f"{word}.py" for word in WORDS}
+    assert {f.package for f in found} == {tmp_path.name}
+    assert next(samples(found, Options(), 0)).repository == tmp_path.name
