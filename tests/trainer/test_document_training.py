@@ -51,8 +51,8 @@ CODE = {
 }
 
 
-def ours(**overrides: object) -> PreTrainedModel:
-    model = random_model("moe", 0, initializer_range=0.1, **overrides)
+def ours(kind: str = "moe") -> PreTrainedModel:
+    model = random_model(kind, 0, initializer_range=0.1)
     model.set_attn_implementation(attention.NAME)
     model.set_experts_implementation(experts.NAME)
     return model
@@ -178,8 +178,9 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(own: list[bool]) -> None:
 
 
 def test_the_divergence_has_the_slope_of_its_differences() -> None:
-    """Along a random direction of the embeddings, in steps that float32 resolves; the teacher stands still."""
-    model = ours()
+    """Along a random direction of the embeddings, in steps that float32 resolves; the teacher stands still. Dense: a
+    router that changes its mind has no slope."""
+    model = ours("qwen3")
     batch = Batch.of(SAMPLES, [True, False, True], 512)
     compute = [documents.loss_function(model, kl) for kl in (0.0, 1.0)]
     teacher_MV = logits_of(model, batch.teacher, batch.teacher_M).detach().log_softmax(-1)
@@ -198,7 +199,7 @@ def test_the_divergence_has_the_slope_of_its_differences() -> None:
         weight.sub_(step * direction)
         return (F.kl_div(student_MV, teacher_MV, reduction="sum", log_target=True) / len(batch.index_K)).item()
 
-    step = 1e-3
+    step = 3e-4
     expected = (divergence(step) - divergence(-step)) / (2 * step)
     assert slopes[1] - slopes[0] == pytest.approx(expected, rel=0.02)
 
@@ -273,8 +274,8 @@ def test_fine_tuning_on_documents_learns_and_resumes_bit_for_bit(base: Path, tmp
     ("chosen", "message"),
     [
         ({"least": 9, "most": 8}, "more than documents.most"),
-        ({"kinds": {"colour": 1.0}}, "unknown kind of question 'colour'; known: file"),
-        ({"kinds": {"file": 0.0}}, "above 0"),
+        ({"kinds": {"colour": 1.0}}, "unknown kind of question 'colour'; known: signature"),
+        ({"kinds": {"file": 0.0, "call": 0.0}}, "above 0"),
         ({"own": 1.5}, "less than or equal to 1"),
     ],
 )

@@ -1,8 +1,9 @@
 """Cross-file retrieval: some files of a repository, and questions whose answers stand in one of them. No judge.
 
-    file         Name the file that defines:\\ndef chunk            lists.py
     signature    Complete the definition:\\ndef chunk               def chunk(array, size=1):
-    call         Complete the call:\\nvalue = chunk                 value = chunk(array)
+    opening      Quote the first line of:\\nlists.py                lists.py\\ndef chunk(array, size=1):
+    call         Complete the call:\\nvalue = zip_all               value = zip_all(first, second)
+    file         Name the file that defines:\\ndef chunk            lists.py
     namesake     Complete the definition in lists.py:\\ndef chunk   as `signature`, where another file defines one too
 
 A document is an excerpt of a file: one or two short functions under the file's path. The other documents of a sample
@@ -22,8 +23,8 @@ from pathlib import Path
 from etude.corpus.filters import Function, functions, keep_file, keep_function, parse
 from etude.corpus.sources import Source, files
 
-KINDS: Mapping[str, float] = {"file": 0.35, "signature": 0.4, "call": 0.25}  # of symbols that only one file defines
-NAMESAKE = "namesake"
+KINDS: Mapping[str, float] = {"signature": 0.35, "opening": 0.25, "call": 0.2, "file": 0.2}
+NAMESAKE = "namesake"  # asked about symbols that several documents define, and never about others
 # Never sources of the bundled models' training data (models/nano/README.md).
 HELD_OUT = ("boltons==26.2.0", "funcy==2.1", "pydash==8.1.0", "toolz==1.2.0")
 _HEADER = re.compile(r"(?:async )?def \w+\(.*\)(?: -> .+)?:")
@@ -140,8 +141,13 @@ class Repository:
         for function in [first, *others]:
             if len(questions) == self.options.questions:
                 break
-            kind = rng.choices(kinds, weights)[0] if len(named[function.name]) == 1 else NAMESAKE
-            question = _ask(function, kind, titles[function.path])
+            kind, title = rng.choices(kinds, weights)[0], titles[function.path]
+            opens = chosen[function.path][0] is function
+            if len(named[function.name]) > 1:
+                kind = NAMESAKE
+            elif (kind == "opening" and not opens) or (kind == "call" and not _arguments(function)):
+                kind = "signature"
+            question = _ask(function, kind, title)
             if question is not None:
                 questions.setdefault(function.name, question)
         return tuple(rng.sample(list(questions.values()), len(questions)))
@@ -192,31 +198,31 @@ def _ask(function: Function, kind: str, title: str) -> Question | None:
     name = function.name
     header = function.source.split("\n", 1)[0]
     match kind:
-        case "file":
-            text, answer = f"Name the file that defines:\ndef {name}", title
         case "signature":
             text, answer = f"Complete the definition:\ndef {name}", header
+        case "opening":
+            text, answer = f"Quote the first line of:\n{title}", f"{title}\n{header}"
+        case "call":
+            text, answer = f"Complete the call:\nvalue = {name}", f"value = {name}({_arguments(function)})"
+        case "file":
+            text, answer = f"Name the file that defines:\ndef {name}", title
         case "namesake":
             text, answer = f"Complete the definition in {title}:\ndef {name}", header
-        case "call":
-            text, answer = f"Complete the call:\nvalue = {name}", f"value = {name}({', '.join(_required(function))})"
         case _:
             raise ValueError(f"unknown kind of question {kind!r}; known: {', '.join((*KINDS, NAMESAKE))}")
     return Question(kind, text, answer, title) if len(answer) <= _LONGEST else None
 
 
-def _required(function: Function) -> list[str]:
-    """What a call must give: parameters without a default, keyword-only ones by name, `self` and `cls` left out."""
+def _arguments(function: Function) -> str:
+    """What a call gives, where the definition says so plainly: parameters of which none has a default, a star or an
+    annotation, and the first is not `self` or `cls`; "" for other functions."""
     tree = parse(function.source)
     assert tree is not None
     assert isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef)
-    arguments = tree.body[0].args
-    positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-    required = positional[: len(positional) - len(arguments.defaults)]
-    if required[:1] in (["self"], ["cls"]):
-        required = required[1:]
-    by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return required + [f"{a.arg}={a.arg}" for a, default in by_name if default is None]
+    given = tree.body[0].args
+    names = [a.arg for a in given.args]
+    text = ", ".join(names)
+    return text if ast.unparse(given) == text and names[:1] not in (["self"], ["cls"]) else ""
 
 
 def _titles(paths: Sequence[str]) -> list[str]:

@@ -138,18 +138,17 @@ class Batch:
     teacher_M: Tensor  # positions in the teacher's row
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], own: Sequence[bool], length: int = 0, *, taught: bool = True) -> Batch:
+    def of(cls, samples: Sequence[Sample], own: Sequence[bool], length: int = 0) -> Batch:
+        """Padded to `length` tokens, if they are fewer."""
         index_K, targets_K, of_K = predicting(samples)
-        own_M = np.flatnonzero(np.array(own)[of_K])
-        teacher, teacher_M = None, np.zeros(0, np.int64)
-        alone = [sample for sample, is_own in zip(samples, own, strict=True) if is_own and sample.documents]
-        if taught and alone:
-            whole = sum(map(len, alone))
-            teacher = graph_of(alone, [False] * len(alone), -(-whole // _TEACHER) * _TEACHER)
-            teacher_M = predicting(alone)[0]
-        own_M = own_M if teacher else np.zeros(0, np.int64)
-        arrays = (torch.from_numpy(x) for x in (index_K, targets_K, own_M))
-        return cls(graph_of(samples, own, length), *arrays, teacher, torch.from_numpy(teacher_M))
+        own = [alone and bool(sample.documents) for alone, sample in zip(own, samples, strict=True)]
+        own_M, teacher, teacher_M = np.flatnonzero(np.array(own)[of_K]), None, np.zeros(0, np.int64)
+        taught = [sample for sample, alone in zip(samples, own, strict=True) if alone]
+        if taught:
+            rounded = -(-sum(map(len, taught)) // _TEACHER) * _TEACHER
+            teacher, teacher_M = graph_of(taught, [False] * len(taught), rounded), predicting(taught)[0]
+        index_K, targets_K, own_M, teacher_M = map(torch.from_numpy, (index_K, targets_K, own_M, teacher_M))
+        return cls(graph_of(samples, own, length), index_K, targets_K, own_M, teacher, teacher_M)
 
 
 @dataclass(frozen=True)
@@ -174,9 +173,8 @@ class Batches:
 
     def __getitem__(self, index: int) -> tuple[Batch]:
         members = [self.samples[i] for i in self.rows[index]]
-        drawn = np.random.default_rng([self.seed, index]).random(len(members)) < self.own
-        own = [bool(yes) and bool(sample.documents) for yes, sample in zip(drawn, members, strict=True)]
-        return (Batch.of(members, own, self.length),)
+        own = np.random.default_rng([self.seed, index]).random(len(members)) < self.own
+        return (Batch.of(members, own.tolist(), self.length),)
 
 
 def logits_of(model: PreTrainedModel, graph: Graph, index_K: Tensor) -> Tensor:
