@@ -99,7 +99,7 @@ def measure(model: Path, asked: Sequence[Sample], masks: Sequence[str], orders: 
     loaded, renderer, tokenizer = load_model(model), renderer_for(model), load_tokenizer(model)
     encoder = tokenizer.backend_tokenizer
     encoder.encode_special_tokens = True  # text that spells a special token is text
-    engine = Engine(loaded, limits=Limits(rows=64))
+    engine = Engine(loaded, limits=Limits(rows=64, document_bytes=2**30))
     engine.start()
     try:
         measured = []
