@@ -231,5 +231,6 @@ def _titles(paths: Sequence[str]) -> list[str]:
     return [path[len(common) + 1 :] if common else path for path in paths]
 
 
-def _words(name: str) -> set[str]:
-    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name) if len(word) > 2}
+def _words(name: str) -> list[str]:
+    """Sorted: a set of strings has another order in every process, and samples follow their seed."""
+    return sorted({word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name) if len(word) > 2})
