@@ -8,15 +8,22 @@ reorder/hit-rate  document tokens that a new order of 10 found computed, over al
                   cache keeps of the same prompts sent plain
 logits/max-abs    largest difference from one masked forward pass (`models/segments.py`), every token of the tail
 
-The model has the sizes of the bundled one, a longer context and random weights: speed does not depend on them. What
-answers are worth (`quality/...`) does, and is not measured here: no model is trained on documents yet.
+quality/full      share of exact answers to questions of cross-file retrieval (`etude eval --suite retrieval`) that a
+                  model trained on documents gives to plain prompts
+quality/trained   the same model, each document seeing itself only
+quality/untrained a model trained under the full mask only, each document seeing itself only
+
+The model has the sizes of the bundled one, a longer context and random weights: speed does not depend on them.
+Quality does: its rows need folders of trained models, named by ETUDE_DOCUMENTS_MODEL and ETUDE_DOCUMENTS_CONTROL, and
+are `absent` with a reason without them.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -26,6 +33,7 @@ import torch
 from benchmarks.threads import one_thread
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from etude.corpus.retrieval import Sample
 from etude.inference.cache import NO_MATCH
 from etude.inference.engine import Engine, Limits, Request
 from etude.inference.forward import logits_of
@@ -35,20 +43,25 @@ from etude.models.attention import SegmentLayout
 from etude.models.kernels import BLOCK
 from etude.models.segments import Graph, Node
 from etude.records import Generation
+from etude.retrieval import measure, questions
 
 MODEL = Path(__file__).parent.parent / "models" / "nano"
 CONTEXT, LENGTH, TAIL = 8192, 200, 64
 TARGETS = {10: 15.0, 20: 20.0, 30: 25.0}
 LIMIT = 5e-5  # of logits, in float32
+QUALITY = (
+    (("quality/full", "quality/trained"), ("full", "own"), "ETUDE_DOCUMENTS_MODEL"),
+    (("quality/untrained",), ("own",), "ETUDE_DOCUMENTS_CONTROL"),
+)
 
 
 def run(quick: bool) -> dict[str, Any]:
     """Rows and checks; a minute or two on an idle core. `quick`: one full prefill each instead of three."""
     with one_thread():
-        return _run(*((1, 3, 2) if quick else (3, 9, 10)))
+        return _run(*((1, 3, 2, 25) if quick else (3, 9, 10, 150)))
 
 
-def _run(fulls: int, repeats: int, orders: int) -> dict[str, Any]:
+def _run(fulls: int, repeats: int, orders: int, samples: int) -> dict[str, Any]:
     model = _model()
     engine = Engine(model, limits=Limits(speculate=False))
     rng = np.random.default_rng(0)
@@ -76,7 +89,28 @@ def _run(fulls: int, repeats: int, orders: int) -> dict[str, Any]:
     checks["logits are those of one masked pass"] = difference <= LIMIT
     checks["the first token is that of one masked pass"] = same
     checks["a new order computes no document again"] = ours == 1.0
-    return {"bench": "documents", "rows": rows, "checks": checks}
+    return {"bench": "documents", "rows": rows, "checks": checks, "absent": _quality(add, checks, samples)}
+
+
+def _quality(add: Callable[[str, float, str, str], None], checks: dict[str, bool], samples: int) -> dict[str, str]:
+    """Adds the rows of the trained models that there are; the others, and why they are not."""
+    absent: dict[str, str] = {}
+    asked: list[Sample] = []
+    full = None
+    for cases, masks, variable in QUALITY:
+        folder = os.environ.get(variable)
+        if not folder:
+            absent |= dict.fromkeys(cases, f"{variable} names no model folder; docs/documents.md says how to train one")
+            continue
+        asked = asked or questions((), samples, 0)
+        for case, one in zip(cases, measure(Path(folder), asked, masks, 1, 0), strict=True):
+            share = one.result.exact
+            what = f"{one.result.questions} questions, 95 %: {share.low:.3f} to {share.high:.3f}"
+            add(case, share.mean, "share", what)
+            full = share.mean if case == "quality/full" else full
+            if case == "quality/trained" and full is not None:
+                checks["trained answers are 97 % of those with all documents visible"] = share.mean >= 0.97 * full
+    return absent
 
 
 def _model() -> PreTrainedModel:

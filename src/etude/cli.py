@@ -69,13 +69,19 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = command("eval", _eval, "measure a model on a task dataset")
     evaluate.add_argument("model", type=Path, help="HF folder")
-    evaluate.add_argument("--suite", type=Path, required=True, help="task dataset made by `etude tasks build`")
+    evaluate.add_argument(
+        "--suite", type=Path, required=True, help='task dataset made by `etude tasks build`, or "retrieval"'
+    )
     evaluate.add_argument("--split", choices=("heldout", "train"), default="heldout")
     evaluate.add_argument("--samples", type=int, default=4, help="episodes per task")
     evaluate.add_argument("--max-tasks", type=int)
     evaluate.add_argument("--seed", type=int, default=0)
     evaluate.add_argument("--against", type=Path, help="a second model: paired difference, second minus first")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    files = evaluate.add_argument_group("retrieval", "questions about files of a repository (docs/documents.md)")
+    files.add_argument("--documents", choices=("full", "own", "both"), help="which see each other; default: both")
+    files.add_argument("--repository", type=Path, nargs="+", help="folders; default: libraries kept out of training")
+    files.add_argument("--orders", type=int, help="random orders of the documents, the first included; default: 1")
 
     serve = command("serve", _serve, "serve a model over an OpenAI-compatible HTTP API")
     serve.add_argument("model", type=Path, help="HF folder")
@@ -213,10 +219,25 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _eval(arguments: argparse.Namespace, _: list[str]) -> None:
+    models = [arguments.model, *([arguments.against] if arguments.against else [])]
+    if arguments.suite == Path("retrieval"):
+        from etude.retrieval import MASKS, evaluate_retrieval
+
+        return evaluate_retrieval(
+            models,
+            masks=[mask for mask in MASKS if arguments.documents in (None, "both", mask)],
+            repositories=arguments.repository or (),
+            samples=100 if arguments.max_tasks is None else arguments.max_tasks,
+            orders=1 if arguments.orders is None else arguments.orders,
+            seed=arguments.seed,
+            as_json=arguments.json,
+        )
+    if arguments.documents or arguments.repository or arguments.orders is not None:
+        raise UserError("--documents, --repository and --orders belong to --suite retrieval")
     from etude.evaluate import evaluate_models
 
     evaluate_models(
-        [arguments.model, *([arguments.against] if arguments.against else [])],
+        models,
         arguments.suite,
         split=arguments.split,
         samples=arguments.samples,

@@ -15,10 +15,11 @@ from test_loop import WIDE, Routed, play
 
 from etude import processes
 from etude.environments.base import TestReport
-from etude.harness.documents import document_text, open_file, pieces
+from etude.harness.documents import open_file, pieces
 from etude.harness.ledger import TokenLedgerError
 from etude.harness.loop import Draft, Sampling, run_episode, turn_seed
 from etude.harness.renderers import Renderer, renderer_for
+from etude.harness.text import document_text
 from etude.inference.client import EngineClient
 from etude.records import Budget, Focus, Generation, StopReason, Task, token_digest
 

@@ -140,7 +140,7 @@ def test_loss_counts_only_labelled_targets(tmp_path: Path) -> None:
         generator.integers(32, 320, (4, 24)).astype(np.uint16), generator.integers(0, 2, (4, 24)).astype(np.uint8)
     )
     batch = pretrain._Batches.of(rows, 4)[0]
-    loss, balance, load_LE = pretrain.loss_function(model)(*batch)
+    loss, balance, load_LE, _ = pretrain.loss_function(model)(*batch)
     ids_BT = torch.from_numpy(rows.ids.astype(np.int64))
     targets_BT = torch.where(torch.from_numpy(rows.mask) > 0, ids_BT, -100)[:, 1:]
     logits_BTV = model(input_ids=ids_BT).logits[:, :-1]

@@ -43,19 +43,7 @@ def pack(documents: Sequence[Encoded], length: int, *, pad: int, separator: int,
         if len(ids) == length:  # fits without its separator
             end_ids, end_mask = ids, mask
         cut += [(end_ids[i : i + length], end_mask[i : i + length]) for i in range(0, len(end_ids), length)]
-    order = sorted(range(len(cut)), key=lambda i: -len(cut[i][0]))
-    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
-    rows: list[list[int]] = []
-    for index in order:
-        size = len(cut[index][0])
-        place = bisect.bisect_left(room, (size, -1))
-        if place == len(room):
-            rows.append([index])
-            bisect.insort(room, (length - size, len(rows) - 1))
-        else:
-            free, row = room.pop(place)
-            rows[row].append(index)
-            bisect.insort(room, (free - size, row))
+    rows = best_fit([len(ids) for ids, _ in cut], length)
     ids_RT = np.full((len(rows), length), pad, dtype=np.uint16)
     mask_RT = np.zeros((len(rows), length), dtype=np.uint8)
     for row, members in enumerate(rows):
@@ -66,6 +54,23 @@ def pack(documents: Sequence[Encoded], length: int, *, pad: int, separator: int,
             mask_RT[row, at : at + len(ids)] = mask
             at += len(ids)
     return Rows(ids_RT, mask_RT)
+
+
+def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Rows of indices whose sizes add up to at most `length`: longest first into the fullest row that has room."""
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    rows: list[list[int]] = []
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[index]
+        place = bisect.bisect_left(room, (size, -1))
+        if place == len(room):
+            rows.append([index])
+            bisect.insort(room, (length - size, len(rows) - 1))
+        else:
+            free, row = room.pop(place)
+            rows[row].append(index)
+            bisect.insort(room, (free - size, row))
+    return rows
 
 
 def shuffled(rows: Rows, seed: int) -> Rows:

@@ -16,17 +16,11 @@ from etude.harness.text import one_line
 from etude.records import Focus, ToolCall
 
 MIN_RESULT = 64  # tokens; a shorter result costs less as text than as a new segment
-_TITLE = 200  # characters
 _CHARACTERS = 12  # of a token at most, as a rule: pieces that cannot fit are not encoded
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")  # as Python counts lines
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 Encode = Callable[[str, str], list[int]]  # title, text -> ids of the document
-
-
-def document_text(title: str, text: str) -> str:
-    """A document as the model reads it. The header line is its own, so that attention has something to rest on."""
-    return f"<document>{one_line(title, _TITLE)}\n{text}\n</document>\n"
 
 
 @dataclass(frozen=True)

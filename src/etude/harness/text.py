@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_TITLE = 200  # characters
+
 
 def one_line(text: str, limit: int) -> str:
     """`text` as one line of at most `limit` characters."""
@@ -11,3 +13,8 @@ def one_line(text: str, limit: int) -> str:
 def printable(text: str) -> str:
     """`text` with bytes that were not UTF-8 replaced, as tokenizers and records hold proper text only."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def document_text(title: str, text: str) -> str:
+    """A document as the model reads it. The header line is its own, so that attention has something to rest on."""
+    return f"<document>{one_line(title, _TITLE)}\n{text}\n</document>\n"

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from etude.harness.documents import document_text
+from etude.harness.text import document_text
 
 
 class Part(msgspec.Struct, tag_field="type", tag="text"):

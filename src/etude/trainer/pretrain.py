@@ -25,12 +25,23 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from etude.corpus import build, packing
+from etude.corpus import build, packing, retrieval
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS
 from etude.corpus.mutations import WEIGHTS
+from etude.models.loading import load_model
+from etude.trainer import documents
 from etude.trainer.optimizer import MasterAdamW, Settings
-from etude.trainer.pretrain_config import CorpusConfig, MidtrainConfig, ModelConfig, OptimConfig, SftConfig, load
+from etude.trainer.pretrain_config import (
+    CorpusConfig,
+    DocumentsConfig,
+    MidtrainConfig,
+    ModelConfig,
+    OptimConfig,
+    SftConfig,
+    load,
+)
+from etude.trainer.routers import Routers
 
 log = logging.getLogger(__name__)
 
@@ -64,36 +75,24 @@ def new_model(config: ModelConfig, seed: int) -> PreTrainedModel:
     return model.to(torch.bfloat16)
 
 
-def loss_function(model: PreTrainedModel) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """A function (ids_BT, index_K, targets_K, weights_K) -> (token loss, router balance, expert load [L, E]).
+Loss = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def loss_function(model: PreTrainedModel) -> Callable[..., Loss]:
+    """A function (ids_BT, index_K, targets_K, weights_K) -> (token loss, router balance, expert load [L, E], {}).
 
     Logits are computed only at the flat positions `index_K`, which are those that predict a labelled token; `weights_K`
-    is 0 on padding. The balance term is Switch Transformers' (Fedus et al. 2021): E times the dot product of the share
-    of tokens an expert gets and its mean router probability, averaged over sparse layers.
+    is 0 on padding.
     """
-    sparse = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-    experts, top_k = model.config.num_experts, model.config.num_experts_per_tok
-    caught: list[torch.Tensor] = []
-    for gate in sparse:
-        gate.register_forward_hook(lambda _module, _args, output: caught.append(output[0]))
+    routers = Routers.of(model)
 
-    def compute(
-        ids_BT: torch.Tensor, index_K: torch.Tensor, targets_K: torch.Tensor, weights_K: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        caught.clear()
+    def compute(ids_BT: torch.Tensor, index_K: torch.Tensor, targets_K: torch.Tensor, weights_K: torch.Tensor) -> Loss:
+        routers.clear()
         hidden_BTD = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state
         logits_KV = model.lm_head(hidden_BTD.flatten(0, 1)[index_K])
         losses_K = F.cross_entropy(logits_KV.float(), targets_K, reduction="none")
         loss = (losses_K * weights_K).sum() / weights_K.sum().clamp_min(1)
-        if not caught:
-            return loss, loss.new_zeros(()), loss.new_zeros((0, 0))
-        balances, loads = [], []
-        for router_TE in caught:
-            chosen_TK = router_TE.detach().topk(top_k, dim=-1).indices
-            load_E = F.one_hot(chosen_TK, experts).float().mean(dim=(0, 1))
-            balances.append(experts * (load_E * router_TE.float().softmax(-1).mean(0)).sum())
-            loads.append(load_E)
-        return loss, torch.stack(balances).mean(), torch.stack(loads)
+        return loss, *routers.balance(loss), {}
 
     return compute
 
@@ -175,7 +174,7 @@ def _load_state(output: Path, optimizer: MasterAdamW) -> tuple[int, float]:
 
 
 @torch.no_grad()
-def evaluate_loss(compute: Callable[..., tuple[torch.Tensor, ...]], batches: _Batches) -> float:
+def evaluate_loss(compute: Callable[..., Loss], batches: _Batches) -> float:
     """Mean token loss over all batches, weighted by labelled tokens."""
     total = count = 0.0
     for index in range(len(batches)):
@@ -184,6 +183,17 @@ def evaluate_loss(compute: Callable[..., tuple[torch.Tensor, ...]], batches: _Ba
         total += float(compute(*batch)[0]) * labelled
         count += labelled
     return total / max(count, 1.0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a stage trains on: `batches[i]` are the arguments of `compute`, each of `tokens` tokens; `evaluate` gives
+    the figures of a checkpoint."""
+
+    batches: _Batches | documents.Batches
+    tokens: int
+    compute: Callable[..., Loss]
+    evaluate: Callable[[], dict[str, float]]
 
 
 def train(
@@ -197,7 +207,30 @@ def train(
     resume: bool = False,
     stop_after: int | None = None,
 ) -> PreTrainedModel:
-    """Train on all rows once, in order, or until the token target or the time budget is reached.
+    """Train on all rows once, in order. See `fit`."""
+    torch.set_num_threads(config.threads)
+    tests = _Batches.of(held_out, config.batch) if held_out is not None else None
+    eager = loss_function(model)
+    work = Work(
+        _Batches.of(rows, config.batch),
+        config.batch * rows.ids.shape[1],
+        torch.compile(eager) if config.compile else eager,
+        lambda: {} if tests is None else {"eval/heldout/loss": evaluate_loss(eager, tests)},
+    )
+    return fit(model, work, config, output, tokenizer_dir, resume=resume, stop_after=stop_after)
+
+
+def fit(
+    model: PreTrainedModel,
+    work: Work,
+    config: OptimConfig,
+    output: Path,
+    tokenizer_dir: Path,
+    *,
+    resume: bool = False,
+    stop_after: int | None = None,
+) -> PreTrainedModel:
+    """Train on all batches once, in order, or until the token target or the time budget is reached.
 
     Writes output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/state.safetensors (for `resume`).
     `stop_after` ends after that many steps in all, with the state saved and the schedule unfinished, as a preempted run
@@ -207,11 +240,7 @@ def train(
     model.train()
     optimizer = optimizer_of(model, config)
     steps, before = _load_state(output, optimizer) if resume else (0, 0.0)
-    batches = _Batches.of(rows, config.batch)
-    tests = _Batches.of(held_out, config.batch) if held_out is not None else None
-    per_step = config.batch * rows.ids.shape[1]
-    eager = loss_function(model)
-    compute = torch.compile(eager) if config.compile else eager
+    batches, per_step = work.batches, work.tokens
     started = time.monotonic() - before
     saved = logged = time.monotonic()
     logged_steps = steps
@@ -220,9 +249,7 @@ def train(
     def checkpoint() -> None:
         elapsed = time.monotonic() - started
         model.eval()
-        row = {"step": steps, "time": elapsed}
-        if tests is not None:
-            row["eval/heldout/loss"] = evaluate_loss(eager, tests)
+        row = {"step": steps, "time": elapsed} | work.evaluate()
         model.train()
         metrics.write(json.dumps(row) + "\n")
         metrics.flush()
@@ -238,7 +265,7 @@ def train(
         if progress >= 1:
             break
         lr = learning_rate(config, progress)
-        loss, balance, load_LE = compute(*batches[steps])
+        loss, balance, load_LE, parts = work.compute(*batches[steps])
         (loss + config.router_aux * balance).backward()
         norm = optimizer.collect()
         if not math.isfinite(norm):
@@ -252,6 +279,7 @@ def train(
                 "time": round(now - started, 2),
                 "tokens": steps * per_step,
                 "loss/token": float(loss.detach()),
+                **{name: float(value) for name, value in parts.items()},
                 "loss/aux": float(balance.detach()),
                 "optim/lr": lr,
                 "optim/grad_norm": norm,
@@ -337,7 +365,8 @@ def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | 
 
 
 def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
-    """Fine-tune a mid-trained model on repair episodes in its tool dialect; returns its Hugging Face folder."""
+    """Fine-tune a mid-trained model on repair episodes in its tool dialect, or on prompts with documents; returns its
+    Hugging Face folder."""
     output = config.output
     if not (config.model / "tokenizer.json").is_file():
         raise ValueError(f"{config.model} is not a model folder; run mid-training first")
@@ -346,6 +375,11 @@ def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = Non
     (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
     tokenizer = bpe.load(config.model)
     optim, shapes = config.optim, config.shapes.model_dump()
+    if config.documents is not None:
+        model = load_model(config.model, dtype=torch.bfloat16)
+        work = _document_work(model, config, config.documents, corpus, tokenizer)
+        fit(model, work, optim, output, config.model, resume=resume, stop_after=stop_after)
+        return output / "checkpoint"
     if not (output / "rows.safetensors").is_file():
         short = [function for function in corpus.train if function.lines <= config.max_lines]
         rows = build.sft_rows(short, tokenizer, shapes, config.operators, optim.tokens, optim.length, config.seed + 1)
@@ -358,6 +392,31 @@ def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = Non
     held_out = _held_out_rows(corpus, tokenizer, optim, shapes, config.operators)
     train(model, rows, held_out, optim, output, config.model, resume=resume, stop_after=stop_after)
     return output / "checkpoint"
+
+
+def _document_work(
+    model: PreTrainedModel, config: SftConfig, chosen: DocumentsConfig, corpus: build.Corpus, tokenizer: Tokenizer
+) -> Work:
+    """Samples of cross-file retrieval, and for the share of tokens without documents, repair episodes."""
+    optim, options, seed = config.optim, chosen.options(), chosen.seed
+    length, asked = optim.batch * optim.length, int(chosen.share * optim.tokens)
+    samples = documents.take(retrieval.samples(corpus.train, options, seed), tokenizer, asked, length)
+    if asked < optim.tokens:
+        short = [function for function in corpus.train if function.lines <= config.max_lines]
+        episodes = build.repair_documents(short, config.shapes.model_dump(), config.operators, random.Random(seed))
+        plain = build.take(episodes, tokenizer, optim.tokens - asked, optim.length)
+        samples += [documents.Sample((), (encoded,)) for encoded in plain]
+    batches = documents.Batches.of(samples, length, chosen.own, seed)
+    log.info("%d samples in %d rows of %d tokens", len(samples), len(batches), length)
+    tests: list[documents.Sample] = []
+    if corpus.evaluation:
+        tests = documents.take(retrieval.samples(corpus.evaluation, options, 7), tokenizer, HELD_OUT_TOKENS, length)
+
+    def evaluate() -> dict[str, float]:
+        figures = {own: documents.measure(model, tests, own == "own", length) for own in ("full", "own") if tests}
+        return {f"eval/{own}/{name}": value for own, row in figures.items() for name, value in row.items()}
+
+    return Work(batches, length, documents.loss_function(model, chosen.kl), evaluate)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from etude.corpus.mutations import WEIGHTS
+from etude.corpus.retrieval import KINDS, Options
 
 
 class _Section(BaseModel):
@@ -76,6 +77,38 @@ class ShapesConfig(_Section):
         return self
 
 
+class DocumentsConfig(_Section):
+    """Prompts with documents instead of repair episodes, for a `share` of the tokens: cross-file retrieval, with from
+    `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them.
+
+    In a share `own` of the samples each document sees itself only, as the engine's documents do; there the loss has, by
+    weight `kl`, the divergence from what the same weights say with all documents visible to each other.
+    """
+
+    least: int = Field(4, ge=2)
+    most: int = Field(10, le=30)
+    chars: int = Field(320, ge=80)
+    questions: int = Field(4, gt=0)
+    kinds: dict[str, float] = Field(dict(KINDS), description="weights of the kinds of questions")
+    own: float = Field(0.5, ge=0, le=1)
+    kl: float = Field(1.0, ge=0)
+    share: float = Field(1.0, gt=0, le=1)
+    seed: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _possible(self) -> DocumentsConfig:
+        if self.least > self.most:
+            raise ValueError(f"documents.least = {self.least} is more than documents.most = {self.most}")
+        if unknown := sorted(self.kinds.keys() - KINDS.keys()):
+            raise ValueError(f"unknown kind of question {unknown[0]!r}; known: {', '.join(KINDS)}")
+        if not sum(self.kinds.values()) > 0 or min(self.kinds.values()) < 0:
+            raise ValueError("the weights in documents.kinds must not be negative, and one of them above 0")
+        return self
+
+    def options(self) -> Options:
+        return Options(self.least, self.most, self.chars, self.questions, self.kinds)
+
+
 class OptimConfig(_Section):
     """AdamW with decoupled weight decay; the schedule is linear warm-up, a plateau, and a decay to zero.
 
@@ -114,7 +147,8 @@ class MidtrainConfig(_Stage):
 
 
 class SftConfig(_Stage):
-    """`model` is the folder of the model to start from; functions of more than `max_lines` lines are left out."""
+    """`model` is the folder of the model to start from; functions of more than `max_lines` lines are left out of
+    episodes. With `documents`, rows of batch * length tokens hold prompts with documents, too."""
 
     stage: Literal["sft"] = "sft"
     model: Path
@@ -123,6 +157,7 @@ class SftConfig(_Stage):
         WEIGHTS, description="weights of the mutation operators; absent ones are unused"
     )
     max_lines: int = Field(30, ge=3)
+    documents: DocumentsConfig | None = None
 
     @field_validator("operators")
     @classmethod
@@ -130,6 +165,13 @@ class SftConfig(_Stage):
         if unknown := sorted(operators.keys() - WEIGHTS.keys()):
             raise ValueError(f"unknown operator {unknown[0]!r}; known: {', '.join(WEIGHTS)}")
         return operators
+
+    @model_validator(mode="after")
+    def _eager(self) -> SftConfig:
+        # Every row has a mask of its own, and each would be compiled.
+        if self.documents is not None and self.optim.compile:
+            raise ValueError("prompts with documents are trained without compilation: set optim.compile to false")
+        return self
 
 
 def load(path: Path) -> MidtrainConfig | SftConfig:

@@ -14,8 +14,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from etude.errors import UserError
-from etude.harness.documents import document_text
-from etude.harness.text import one_line, printable
+from etude.harness.text import document_text, one_line, printable
 from etude.records import ToolCall
 
 Message = Mapping[str, Any]  # OpenAI chat format: role, content, tool_calls, tool_call_id

@@ -1,0 +1,236 @@
+"""Cross-file retrieval: some files of a repository, and questions whose answers stand in one of them. No judge.
+
+    signature    Complete the definition:\\ndef chunk               def chunk(array, size=1):
+    opening      Quote the first line of:\\nlists.py                lists.py\\ndef chunk(array, size=1):
+    call         Complete the call:\\nvalue = zip_all               value = zip_all(first, second)
+    file         Name the file that defines:\\ndef chunk            lists.py
+    namesake     Complete the definition in lists.py:\\ndef chunk   as `signature`, where another file defines one too
+
+A document is an excerpt of a file: one or two short functions under the file's path. The other documents of a sample
+define symbols that share words with one that is asked for, or its name, or were drawn by chance; their order is random.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from etude.corpus.filters import Function, functions, keep_file, keep_function, parse
+from etude.corpus.sources import Source, files
+
+KINDS: Mapping[str, float] = {"signature": 0.35, "opening": 0.25, "call": 0.2, "file": 0.2}
+NAMESAKE = "namesake"  # asked about symbols that several documents define, and never about others
+# Never sources of the bundled models' training data (models/nano/README.md).
+HELD_OUT = ("boltons==26.2.0", "funcy==2.1", "pydash==8.1.0", "toolz==1.2.0")
+_HEADER = re.compile(r"(?:async )?def \w+\(.*\)(?: -> .+)?:")
+_LONGEST = 72  # characters of an answer
+_TRIES = 20  # draws per document before a sample is given up
+_NAMESAKES = 0.15  # share of samples built around a name that several files define, where there is one
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes of samples: from `least` to `most` documents of at most `chars` characters; up to `questions` of them."""
+
+    least: int = 4
+    most: int = 10
+    chars: int = 320
+    questions: int = 4
+    kinds: Mapping[str, float] = field(default_factory=lambda: dict(KINDS))
+
+
+@dataclass(frozen=True)
+class Question:
+    """`title` is that of the document in which the answer stands."""
+
+    kind: str
+    text: str
+    answer: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Documents as (title, text), and questions of which each is asked after all of them."""
+
+    repository: str
+    documents: tuple[tuple[str, str], ...]
+    questions: tuple[Question, ...]
+
+    def reordered(self, rng: random.Random) -> Sample:
+        return replace(self, documents=tuple(rng.sample(self.documents, len(self.documents))))
+
+
+class Repository:
+    """The functions of one package from which samples can be made."""
+
+    def __init__(self, found: Sequence[Function], options: Options) -> None:
+        self.options = options
+        self.functions = [function for function in found if _askable(function, options.chars)]
+        self._by_path: dict[str, list[Function]] = {}
+        self._by_name: dict[str, list[Function]] = {}
+        self._by_word: dict[str, list[Function]] = {}
+        for function in self.functions:
+            self._by_path.setdefault(function.path, []).append(function)
+            self._by_name.setdefault(function.name, []).append(function)
+            for word in _words(function.name):
+                self._by_word.setdefault(word, []).append(function)
+        self._repeated = [
+            function
+            for name, same in self._by_name.items()
+            for function in same
+            if not name.startswith("__") and len({other.path for other in same}) > 1
+        ]
+
+    @property
+    def usable(self) -> bool:
+        return len(self._by_path) >= self.options.least
+
+    def sample(self, rng: random.Random) -> Sample | None:
+        """None if this draw found no `least` files, or nothing to ask."""
+        least, most = self.options.least, self.options.most
+        about_namesakes = bool(self._repeated) and rng.random() < _NAMESAKES
+        first = rng.choice(self._repeated if about_namesakes else self.functions)
+        chosen = {first.path: self._excerpt(first, rng)}
+        if about_namesakes:
+            other = rng.choice([f for f in self._by_name[first.name] if f.path != first.path])
+            chosen[other.path] = self._excerpt(other, rng)
+        alike = [f for word in _words(first.name) for f in self._by_word[word] if f.path != first.path]
+        count = rng.randint(least, most)
+        for _ in range(_TRIES * count):
+            if len(chosen) >= count:
+                break
+            other = rng.choice(alike if alike and rng.random() < 0.5 else self.functions)
+            if other.path not in chosen:
+                chosen[other.path] = self._excerpt(other, rng)
+        if len(chosen) < least:
+            return None
+        titles = dict(zip(chosen, _titles(list(chosen)), strict=True))
+        questions = self._questions(first, chosen, titles, rng)
+        documents = [(titles[path], "\n\n".join(f.source for f in excerpt)) for path, excerpt in chosen.items()]
+        rng.shuffle(documents)
+        return Sample(first.package, tuple(documents), questions) if questions else None
+
+    def _excerpt(self, function: Function, rng: random.Random) -> list[Function]:
+        """The function, and in half of the cases another short one of its file, in file order."""
+        others = [f for f in self._by_path[function.path] if f.name != function.name]
+        if not others or rng.random() < 0.5:
+            return [function]
+        other = rng.choice(others)
+        if len(function.source) + len(other.source) > self.options.chars:
+            return [function]
+        pair = [function, other]
+        return sorted(pair, key=self._by_path[function.path].index)
+
+    def _questions(
+        self, first: Function, chosen: Mapping[str, list[Function]], titles: Mapping[str, str], rng: random.Random
+    ) -> tuple[Question, ...]:
+        """About `first` and, for the rest, about others; at most one for each name."""
+        defined = [f for excerpt in chosen.values() for f in excerpt]
+        named: dict[str, list[Function]] = {}
+        for function in defined:
+            named.setdefault(function.name, []).append(function)
+        others = rng.sample(defined, len(defined))
+        kinds, weights = list(self.options.kinds), list(self.options.kinds.values())
+        questions: dict[str, Question] = {}
+        for function in [first, *others]:
+            if len(questions) == self.options.questions:
+                break
+            kind, title = rng.choices(kinds, weights)[0], titles[function.path]
+            opens = chosen[function.path][0] is function
+            if len(named[function.name]) > 1:
+                kind = NAMESAKE
+            elif (kind == "opening" and not opens) or (kind == "call" and not _arguments(function)):
+                kind = "signature"
+            question = _ask(function, kind, title)
+            if question is not None:
+                questions.setdefault(function.name, question)
+        return tuple(rng.sample(list(questions.values()), len(questions)))
+
+
+def repositories(found: Sequence[Function], options: Options) -> list[Repository]:
+    """One for each package that has enough files; the largest packages have no more samples than small ones."""
+    by_package: dict[str, list[Function]] = {}
+    for function in found:
+        by_package.setdefault(function.package, []).append(function)
+    every = [Repository(members, options) for members in by_package.values()]
+    return [repository for repository in every if repository.usable]
+
+
+def samples(found: Sequence[Function], options: Options, seed: int) -> Iterator[Sample]:
+    """Endless samples, each from one package, drawn by the square root of its size.
+
+    Raises ValueError if no package has enough files, or none of them gives a sample.
+    """
+    rng, usable = random.Random(seed), repositories(found, options)
+    if not usable:
+        raise ValueError(f"no package has short functions in at least {options.least} files; give the corpus more code")
+    weights = [len(repository.functions) ** 0.5 for repository in usable]
+    missed = 0
+    while True:
+        sample = rng.choices(usable, weights)[0].sample(rng)
+        missed = 0 if sample else missed + 1
+        if missed == 1000:
+            raise ValueError("the corpus gives no question about its functions; give it more code")
+        if sample is not None:
+            yield sample
+
+
+def read_folder(folder: Path) -> list[Function]:
+    """The functions of any folder of Python files, tests left out."""
+    source = Source(folder.resolve().name, "", "", folder)
+    kept = (file for file in files(source) if keep_file(file))
+    return [f for file in kept for f in functions(file) if keep_function(f, min_lines=2)]
+
+
+def _askable(function: Function, chars: int) -> bool:
+    header = function.source.split("\n", 1)[0]
+    return len(function.source) <= chars and len(header) <= _LONGEST and _HEADER.fullmatch(header) is not None
+
+
+def _ask(function: Function, kind: str, title: str) -> Question | None:
+    """None if the answer would be too long."""
+    name = function.name
+    header = function.source.split("\n", 1)[0]
+    match kind:
+        case "signature":
+            text, answer = f"Complete the definition:\ndef {name}", header
+        case "opening":
+            text, answer = f"Quote the first line of:\n{title}", f"{title}\n{header}"
+        case "call":
+            text, answer = f"Complete the call:\nvalue = {name}", f"value = {name}({_arguments(function)})"
+        case "file":
+            text, answer = f"Name the file that defines:\ndef {name}", title
+        case "namesake":
+            text, answer = f"Complete the definition in {title}:\ndef {name}", header
+        case _:
+            raise ValueError(f"unknown kind of question {kind!r}; known: {', '.join((*KINDS, NAMESAKE))}")
+    return Question(kind, text, answer, title) if len(answer) <= _LONGEST else None
+
+
+def _arguments(function: Function) -> str:
+    """What a call gives, where the definition says so plainly: parameters of which none has a default, a star or an
+    annotation, and the first is not `self` or `cls`; "" for other functions."""
+    tree = parse(function.source)
+    assert tree is not None
+    assert isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef)
+    given = tree.body[0].args
+    names = [a.arg for a in given.args]
+    text = ", ".join(names)
+    return text if ast.unparse(given) == text and names[:1] not in (["self"], ["cls"]) else ""
+
+
+def _titles(paths: Sequence[str]) -> list[str]:
+    """The paths below the folder that they have in common."""
+    common = posixpath.commonpath([posixpath.dirname(path) for path in paths])
+    return [path[len(common) + 1 :] if common else path for path in paths]
+
+
+def _words(name: str) -> list[str]:
+    """Sorted: a set of strings has another order in every process, and samples follow their seed."""
+    return sorted({word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", name) if len(word) > 2})

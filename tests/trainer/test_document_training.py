@@ -1,0 +1,296 @@
+"""Training on documents: its forward is the engine's, its loss and gradients those of a plain loop, and it learns.
+
+Tolerance of logits 1e-5 (float32 on both sides, logits of size 2; what differs is the order of sums), of gradients
+1e-5 relative L2.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from tiny import random_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from etude.corpus import build
+from etude.corpus.filters import Function, functions
+from etude.corpus.retrieval import Options, samples
+from etude.corpus.sources import File
+from etude.corpus.tokenizer import save
+from etude.corpus.tokenizer import train as train_tokenizer
+from etude.harness.renderers import renderer_for
+from etude.harness.text import document_text
+from etude.inference.cache import PagedCache
+from etude.inference.documents import Documents
+from etude.inference.forward import logits_of as engine_logits
+from etude.inference.rows import Request, Row
+from etude.models import attention, experts
+from etude.models.kernels import BLOCK
+from etude.trainer import documents, pretrain
+from etude.trainer.documents import Batch, Batches, Sample, graph_of, logits_of, predicting
+from etude.trainer.pretrain_config import CorpusConfig, DocumentsConfig, ModelConfig, OptimConfig, SftConfig
+
+TOLERANCE = 1e-5
+MODEL = ModelConfig(
+    vocab_size=400, hidden_size=32, intermediate_size=48, layers=2, heads=2, kv_heads=1, head_dim=64, expert_size=16,
+    experts=4, max_positions=2048,
+)  # fmt: skip
+WORDS = ("chunk", "merge", "split", "count", "group")
+CODE = {
+    word: f"def {word}_items(items, size={n}):\n    return [item for item in items if item > size]\n\n\n"
+    f"def {word}_all(first, key_{n}):\n    total = key_{n}(first)\n    return total\n"
+    for n, word in enumerate(WORDS)
+}
+
+
+def ours(kind: str = "moe") -> PreTrainedModel:
+    model = random_model(kind, 0, initializer_range=0.1)
+    model.set_attn_implementation(attention.NAME)
+    model.set_experts_implementation(experts.NAME)
+    return model
+
+
+def made(sizes: tuple[int, ...], tails: tuple[int, ...], seed: int) -> Sample:
+    """Random tokens; the last third of each tail is learned."""
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(32, 97, size).astype(np.uint16) for size in (*sizes, *tails)]
+    learned = [(np.arange(n) >= n - max(1, n // 3)).astype(np.uint8) for n in tails]
+    return Sample(tuple(ids[: len(sizes)]), tuple(zip(ids[len(sizes) :], learned, strict=True)))
+
+
+SAMPLES = [made((40, 5, 33), (12, 9), 1), made((), (20,), 2), made((17, 64), (7,), 3)]
+
+
+@torch.inference_mode()
+def from_the_engine(model: PreTrainedModel, sample: Sample, tail: np.ndarray) -> Tensor:
+    """Logits [T, V] of a tail on cached documents, assembled in another order before and then in the sample's."""
+    cache = PagedCache(model.config, num_bytes=2**22, max_length=512, dtype=torch.float32, device=torch.device("cpu"))
+    store = Documents(model, cache, 2**26, routes=False)
+    for order in (sample.documents[::-1], sample.documents):
+        request = Request(ids=tail.tolist(), max_tokens=1, documents=tuple(ids.tolist() for ids in order))
+        row = Row(request, None, None)
+        while not store.gather(row, 0, 0):
+            assert store.compute(50, 0, alone=False)
+        row.pages = list(range(-(-len(request.prompt) // BLOCK)))
+        store.assemble(row, 0)
+    every = np.arange(len(tail))
+    table = np.array([row.pages], dtype=np.int32)
+    return engine_logits(model, cache, table, tail.astype(np.int64), 0 * every, request.document_tokens + every, every)
+
+
+def places(tails: list[int], before: int) -> list[Tensor]:
+    starts = list(accumulate(tails, initial=before))
+    return [torch.arange(start, start + n) for start, n in zip(starts, tails, strict=False)]
+
+
+def test_the_masked_forward_of_training_is_that_of_the_engine() -> None:
+    model = ours()
+    graph = graph_of(SAMPLES, [True] * 3, length=512)
+    assert graph.length == 512
+    at = 0
+    for sample in SAMPLES:
+        at += sum(map(len, sample.documents))
+        for (tail, _), index in zip(sample.tails, places([len(ids) for ids, _ in sample.tails], at), strict=True):
+            with torch.no_grad():
+                trained = logits_of(model, graph, index)
+            at += len(tail)
+            if not sample.documents:
+                continue
+            served = from_the_engine(model, sample, tail)
+            assert (trained - served).abs().max() <= TOLERANCE
+            # The test can fail: the other mask is another function.
+            with torch.no_grad():
+                full = logits_of(model, graph_of(SAMPLES, [False] * 3, length=512), index)
+            assert (full - served).abs().max() > 100 * TOLERANCE
+
+
+def plain_logits(model: PreTrainedModel, sample: Sample, tail: np.ndarray) -> Tensor:
+    """Logits [T, V] of a tail in an ordinary row of all documents and itself, by the model alone."""
+    ids = np.concatenate([*sample.documents, tail]).astype(np.int64)
+    return model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0, -len(tail) :]
+
+
+def masked_logits(model: PreTrainedModel, sample: Sample, tail: np.ndarray) -> Tensor:
+    """The same with every document seeing itself only, as one row of its own."""
+    one = Sample(sample.documents, ((tail, np.ones(len(tail), np.uint8)),))
+    before = sum(map(len, sample.documents))
+    return logits_of(model, graph_of([one], [True]), torch.arange(before, before + len(tail)))
+
+
+def test_under_the_full_mask_a_tail_is_an_ordinary_row() -> None:
+    model = ours()
+    with torch.no_grad():
+        index_K, targets_K, of_K = predicting(SAMPLES)
+        ours_KV = logits_of(model, graph_of(SAMPLES, [False] * 3, length=512), torch.from_numpy(index_K))
+        expected = []
+        for sample in SAMPLES:
+            for tail, mask in sample.tails:
+                expected.append(plain_logits(model, sample, tail)[np.flatnonzero(mask) - 1])
+    assert (ours_KV - torch.cat(expected)).abs().max() <= TOLERANCE
+    assert targets_K.tolist() == [int(t) for s in SAMPLES for ids, mask in s.tails for t in ids[mask > 0]]
+    assert of_K.tolist() == [i for i, s in enumerate(SAMPLES) for _, mask in s.tails for _ in range(int(mask.sum()))]
+
+
+def by_a_loop(model: PreTrainedModel, own: list[bool], kl: float, *, taught: bool) -> Tensor:
+    """The loss of the module's docstring, one row per tail. `taught`: the teacher has a gradient, as it must not."""
+    entropy, divergence, count = torch.zeros(()), torch.zeros(()), 0
+    for sample, alone in zip(SAMPLES, own, strict=True):
+        for tail, mask in sample.tails:
+            learned = np.flatnonzero(mask)
+            targets = torch.from_numpy(tail[learned].astype(np.int64))
+            full = plain_logits(model, sample, tail)[learned - 1].log_softmax(-1)
+            said = masked_logits(model, sample, tail)[learned - 1].log_softmax(-1) if alone else full
+            entropy = entropy - said.gather(1, targets[:, None]).sum()
+            if alone:
+                full = full if taught else full.detach()
+                divergence = divergence + (full.exp() * (full - said)).sum()
+            count += len(learned)
+    return (entropy + kl * divergence) / count
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("own", [[True, False, True], [True, False, False], [False, False, False]])
+def test_loss_and_gradients_are_those_of_a_plain_loop(own: list[bool]) -> None:
+    model, kl = ours(), 0.7
+    loss, _, load_LE, parts = documents.loss_function(model, kl)(Batch.of(SAMPLES, own, 512))
+    expected = by_a_loop(model, own, kl, taught=False)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert (parts["loss/kl"].item() > 0.01) == any(own)
+    assert load_LE.sum(-1) == pytest.approx([1.0] * len(load_LE))
+    mine, theirs = gradients(model, loss), gradients(model, expected)
+    assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+    if any(own):  # The test can fail: a teacher that learns gives another gradient.
+        taught = gradients(model, by_a_loop(model, own, kl, taught=True))
+        assert (taught - theirs).norm() > 1e-2 * theirs.norm()
+
+
+def test_the_divergence_has_the_slope_of_its_differences() -> None:
+    """Along a random direction of the embeddings, in steps that float32 resolves; the teacher stands still. Dense: a
+    router that changes its mind has no slope."""
+    model = ours("qwen3")
+    batch = Batch.of(SAMPLES, [True, False, True], 512)
+    compute = [documents.loss_function(model, kl) for kl in (0.0, 1.0)]
+    teacher_MV = logits_of(model, batch.teacher, batch.teacher_M).detach().log_softmax(-1)
+    weight = model.get_input_embeddings().weight
+    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    slopes = []
+    for one in compute:
+        model.zero_grad()
+        one(batch)[0].backward()
+        slopes.append((weight.grad * direction).sum().item())
+
+    @torch.no_grad()
+    def divergence(step: float) -> float:
+        weight.add_(step * direction)
+        student_MV = logits_of(model, batch.graph, batch.index_K)[batch.own_M].log_softmax(-1)
+        weight.sub_(step * direction)
+        return (F.kl_div(student_MV, teacher_MV, reduction="sum", log_target=True) / len(batch.index_K)).item()
+
+    step = 3e-4
+    expected = (divergence(step) - divergence(-step)) / (2 * step)
+    assert slopes[1] - slopes[0] == pytest.approx(expected, rel=0.02)
+
+
+def test_half_of_the_samples_see_themselves_only_and_rows_repeat() -> None:
+    many = [made((20, 20, 9), (8,), seed) for seed in range(400)] + [made((), (30,), seed) for seed in range(40)]
+    batches = Batches.of(many, 256, 0.5, seed=3)
+    assert sorted(i for row in batches.rows for i in row) == list(range(len(many))), "each sample once"
+    drawn = [batches[i][0] for i in range(len(batches))]
+    assert all(batch.graph.length == 256 for batch in drawn)
+    own = sum(len(batch.own_M) for batch in drawn) / sum(int(s.tails[0][1].sum()) for s in many[:400])
+    assert 0.4 < own < 0.6
+    again = Batches.of(many, 256, 0.5, seed=3)[5][0]
+    assert again.own_M.tolist() == drawn[5].own_M.tolist()
+    assert again.graph.ids_T.tolist() == drawn[5].graph.ids_T.tolist()
+
+
+@pytest.fixture
+def corpus(monkeypatch: pytest.MonkeyPatch) -> build.Corpus:
+    found: list[Function] = [f for word, code in CODE.items() for f in functions(File("demo", f"{word}.py", code))]
+    assert len(found) == 2 * len(WORDS)
+    corpus = build.Corpus(tuple(found), tuple(found), {})
+    monkeypatch.setattr(build, "build_corpus", lambda *args, **kwargs: corpus)
+    return corpus
+
+
+@pytest.fixture
+def base(tmp_path: Path, corpus: build.Corpus) -> Path:
+    model = pretrain.new_model(MODEL, 0)
+    model.save_pretrained(tmp_path / "base")
+    text = [f"Complete the definition: Name the file that defines value {code}" for code in CODE.values()]
+    save(train_tokenizer(text * 4, 400), tmp_path / "base", 2048)
+    return tmp_path / "base"
+
+
+def config(base: Path, output: Path, tokens: int, **chosen: object) -> SftConfig:
+    optim = OptimConfig(tokens=tokens, batch=2, length=512, lr=1e-2, compile=False, threads=1, log_every=1, warmup=0.05)
+    return SftConfig(output=output, model=base, optim=optim, corpus=CorpusConfig(), documents=DocumentsConfig(**chosen))
+
+
+def test_samples_are_encoded_as_the_engine_encodes_chats(base: Path, corpus: build.Corpus) -> None:
+    sample = next(samples(corpus.train, Options(), 0))
+    tokenizer, renderer = pretrain.bpe.load(base), renderer_for(base)
+    [encoded] = documents.encode(tokenizer, [sample])
+    tokenizer.encode_special_tokens = True
+    texts = [document_text(title, text) for title, text in sample.documents]
+    assert [ids.tolist() for ids in encoded.documents] == [tokenizer.encode(text).ids for text in texts]
+    for (ids, mask), question in zip(encoded.tails, sample.questions, strict=True):
+        prompt = renderer.prompt([{"role": "user", "content": question.text}])
+        assert ids[: len(prompt)].tolist() == prompt
+        assert not mask[: len(prompt)].any()
+        assert mask[len(prompt) :].all()
+        assert tokenizer.decode(ids[len(prompt) : -1].tolist()) == question.answer
+        assert ids[-1] in renderer.stop_ids
+
+
+def test_fine_tuning_on_documents_learns_and_resumes_bit_for_bit(base: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    folder = pretrain.sft(config(base, whole, 40_000, share=0.8))
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss/token"] for row in rows if "loss/token" in row]
+    assert np.mean(losses[-5:]) < 0.8 * losses[0]
+    assert {"eval/full/nll", "eval/full/exact", "eval/own/nll", "eval/own/exact"} <= rows[-1].keys()
+    assert (folder / "tokenizer.json").is_file()
+    pretrain.sft(config(base, parts, 40_000, share=0.8), stop_after=7)
+    pretrain.sft(config(base, parts, 40_000, share=0.8), resume=True)
+    one, two = load_file(whole / "state.safetensors"), load_file(parts / "state.safetensors")
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"least": 9, "most": 8}, "more than documents.most"),
+        ({"kinds": {"colour": 1.0}}, "unknown kind of question 'colour'; known: signature"),
+        ({"kinds": {"file": 0.0, "call": 0.0}}, "above 0"),
+        ({"own": 1.5}, "less than or equal to 1"),
+    ],
+)
+def test_impossible_configurations_are_refused(chosen: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        DocumentsConfig.model_validate(chosen)
+
+
+def test_compilation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="without compilation"):
+        SftConfig(output=tmp_path, model=tmp_path, documents=DocumentsConfig())
+
+
+def test_the_recipe_loads() -> None:
+    recipe = pretrain.load(Path(__file__).parents[2] / "recipes" / "nano-documents.toml")
+    assert isinstance(recipe, SftConfig)
+    assert recipe.documents is not None
+    assert recipe.documents.own == 0.5
