@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from etude.harness.text import one_line
+from etude.harness.text import TITLE, one_line
 from etude.records import Focus, ToolCall
 
 MIN_RESULT = 64  # tokens; a shorter result costs less as text than as a new segment
@@ -94,8 +94,8 @@ def title_of(call: ToolCall, focus: Focus) -> str | None:
     path = arguments.get("path", focus.path if call.name == "read" else "")
     if call.name == "read":
         offset = arguments.get("offset", 1)
-        return one_line(f"{path}" if offset == 1 else f"{path} from line {offset}", _TITLE)
-    return one_line(f"search for {arguments.get('pattern')}" + (f" in {path}" if path else ""), _TITLE)
+        return one_line(f"{path}" if offset == 1 else f"{path} from line {offset}", TITLE)
+    return one_line(f"search for {arguments.get('pattern')}" + (f" in {path}" if path else ""), TITLE)
 
 
 def pointer(title: str) -> str:

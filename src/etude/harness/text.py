@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_TITLE = 200  # characters
+TITLE = 200  # characters of a title at most
 
 
 def one_line(text: str, limit: int) -> str:
@@ -17,4 +17,4 @@ def printable(text: str) -> str:
 
 def document_text(title: str, text: str) -> str:
     """A document as the model reads it. The header line is its own, so that attention has something to rest on."""
-    return f"<document>{one_line(title, _TITLE)}\n{text}\n</document>\n"
+    return f"<document>{one_line(title, TITLE)}\n{text}\n</document>\n"
