@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,8 @@ import torch
 import uvicorn
 from runs import admit, answer, canaries, engine_of, new_run, play, prompt, sampled
 
-from etude import runfolder
+from etude import controller, runfolder
+from etude.errors import RunFailed
 from etude.harness.renderers import renderer_for
 from etude.inference import cache
 from etude.inference.client import EngineClient, EngineError
@@ -94,9 +95,9 @@ def test_scores_neither_read_nor_leave_keys_and_rows_go_on(tmp_path, monkeypatch
 
 
 @contextmanager
-def serving(config, tensors, version):
+def serving(config, tensors, version, **limits):
     """An inference server of these tensors on a thread: its URL, engine and follower."""
-    engine = engine_of(config, tensors, version)
+    engine = Engine(engine_of(config, tensors, version).model, version=version, limits=Limits(**limits))
     follower = Follower(engine, engine.model, None)
     server = uvicorn.Server(
         uvicorn.Config(build_app(engine, follower, engine.model, Path(config.model.path)), port=0, log_level="error")
@@ -160,6 +161,40 @@ def test_a_wrong_server_is_named_and_the_run_goes_on_without_answers(tmp_path, c
     assert event["sentence"] in capsys.readouterr().err
     assert first["time/canary"] > 0
     assert "canary/answers" not in second, "nothing has arrived: nothing is judged, and nothing waits"
+
+
+def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_path, capsys):
+    """One look of the watch loop at two servers: one of them has fewer rows, and then says it has other tensors."""
+    run, config = new_run(tmp_path)
+    sequences = canaries(run)
+    Trainer(run)
+    weights, answers = open_store(str(run / "weights")), open_store(str(run / "canary"))
+    tensors = load(weights, 0)[1]
+
+    async def look(engines, follower):
+        asks = canary.Sequences(ids=tuple(sequences))
+        async with EngineClient(engines) as client, aclosing(canary.Asker(answers, asks, client, engines)) as asker:
+            parts = dict.fromkeys(("dataset", "ledger", "rollouts", "sandbox", "renderer", "concurrency"))
+            watched = controller.Run(
+                folder=run, config=config, weights=weights, canaries=asker, client=client, engines=engines, children=[],
+                **parts,
+            )  # fmt: skip
+            for _ in range(3):
+                await controller._observe_versions(watched)
+            await asyncio.gather(*asker._asking.values())
+            follower.served = Served(0, "0" * 64)
+            with pytest.raises(RunFailed, match="serves other tensors than version 0 has"):
+                await controller._observe_versions(watched)
+        return watched
+
+    with serving(config, tensors, 0) as (url, one, _), serving(config, tensors, 0, rows=4) as (other, two, follower):
+        one.start()
+        two.start()
+        watched = asyncio.run(look([url, other], follower))
+    sentence = f"the engine at {other} is not configured as that at {url}: rows is 4, not 128"
+    assert watched.complaints == {sentence}
+    assert capsys.readouterr().err.count(sentence) == 1
+    assert [(a.engine, a.scored.version) for a in canary.take_answers(answers)] == [(url, 0), (other, 0)]
 
 
 def test_a_version_that_comes_while_a_server_scores_and_a_bad_question(tmp_path):
