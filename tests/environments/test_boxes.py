@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from boxlibrary import BROKEN, CORE, DOCTEST, PATH, Place
 
-from etude.environments import doctor
+from etude.environments import doctor, persona
 from etude.environments.base import (
     Box,
     BoxDead,
@@ -187,12 +187,18 @@ def test_lost_shells_are_replaced(shell: Callable[..., ExecResult]) -> None:
     assert (done.rc, done.output) == (0, "/workspace\n")
 
 
+OWN = {
+    *("HOME", "LANG", "LOGNAME", "PATH", "PWD", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "PYTHONPATH", "SHELL"),
+    *("SHLVL", "TERM", "USER", "_", "EDITOR"),
+}
+
+
 def test_a_box_sees_little(shell: Callable[..., ExecResult]) -> None:
     """C15, D1, D2, D4, D7: the probes of the doctor print nothing."""
     assert {name: shell(line).output for name, line in doctor.PROBES.items()} == dict.fromkeys(doctor.PROBES, "")
     names = shell("env | cut -d= -f1 | sort | tr '\\n' ' '").output.split()
     assert not {"HOSTNAME", "SSH_AUTH_SOCK", "AWS_ACCESS_KEY_ID"} & set(names)
-    assert len(names) < 20
+    assert not set(names) - {*OWN, *persona._VALUES, *persona._MORE}
     assert shell("cat /proc/net/unix | tail -n +2").output == ""
 
 

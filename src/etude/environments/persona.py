@@ -80,27 +80,26 @@ _FOLDERS = frozenset(
     | {".pyenv", ".ssh", ".vim", ".vscode", ".vscode-server"}
 )
 _HOME = ("Desktop", "Documents", "Downloads", "bin", "code", "notes.md", "src", "todo.txt", "tmp", "work", "Pictures")
-_VALUES = {
+_VALUES = {  # a pager with these options does not wait for a key where a screen is enough
     "COLORTERM": "truecolor", "DBUS_SESSION_BUS_ADDRESS": "unix:path=/run/user/1000/bus", "DISPLAY": ":0",
-    "GIT_EDITOR": "vim", "HISTCONTROL": "ignoreboth", "HISTSIZE": "1000", "LANGUAGE": "en_US:en", "LESS": "-R",
-    "LESSOPEN": "| /usr/bin/lesspipe %s", "LS_COLORS": "di=01;34:ln=01;36:ex=01;32", "PAGER": "less",
+    "GIT_EDITOR": "vim", "HISTCONTROL": "ignoreboth", "HISTSIZE": "1000", "LANGUAGE": "en_US:en", "LESS": "-FRX",
+    "LS_COLORS": "di=01;34:ln=01;36:ex=01;32", "PAGER": "less",
     "SSH_TTY": "/dev/pts/0", "TERM_PROGRAM": "vscode", "TZ": "Europe/Berlin", "VISUAL": "vim",
     "XDG_DATA_DIRS": "/usr/local/share:/usr/share", "XDG_RUNTIME_DIR": "/run/user/1000", "XDG_SESSION_ID": "2",
     "XDG_SESSION_TYPE": "wayland",
 }  # fmt: skip
-_MORE = (
-    *("CARGO_HOME", "DENO_INSTALL", "GOPATH", "GPG_AGENT_INFO", "GTK_MODULES", "INFOPATH", "JAVA_HOME", "KUBE_EDITOR"),
+_MORE = (  # of a desktop session: no tool of a repository looks at them
+    *("DESKTOP_SESSION", "GDMSESSION", "GJS_DEBUG_TOPICS", "GNOME_TERMINAL_SCREEN", "GPG_AGENT_INFO", "GTK_MODULES"),
     *(
-        "MANPATH",
-        "NODE_ENV",
+        "IM_CONFIG_PHASE",
+        "MEMORY_PRESSURE_WATCH",
         "NO_AT_BRIDGE",
-        "PNPM_HOME",
-        "PYENV_ROOT",
         "QT_ACCESSIBILITY",
         "QT_IM_MODULE",
-        "RUSTUP_HOME",
+        "SESSION_MANAGER",
     ),
-    *("SDKMAN_DIR", "VTE_VERSION", "WINDOWPATH", "XAUTHORITY", "XDG_CONFIG_DIRS", "XDG_CURRENT_DESKTOP", "XMODIFIERS"),
+    *("USERNAME", "VTE_VERSION", "WINDOWPATH", "XDG_CURRENT_DESKTOP", "XDG_MENU_PREFIX", "XDG_SEAT", "XDG_VTNR"),
+    *("XDG_SESSION_CLASS", "XDG_SESSION_DESKTOP", "XMODIFIERS"),
 )
 _PATH = ("{home}/.local/bin", "{home}/bin", "{home}/.cargo/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/games",
          "/usr/local/games", "/snap/bin", "/opt/bin", "{home}/go/bin", "{home}/.npm/bin")  # fmt: skip
