@@ -2,7 +2,7 @@
 
 Reads the folder of a finished run (recipes/long.toml), prints one JSON object, and draws the figure of docs/async.md.
 
-growth/PROCESS     resident bytes over the run's last tenth / over its second tenth, medians, less one
+growth/PROCESS     resident bytes in the last tenth of the steps / at the middle of the run, medians, less one
 groups             admitted, trained on once, and whether the ledger's conservation holds against the manifests
 reward             mean reward of the steps of each quarter
 """
@@ -24,13 +24,13 @@ from etude.rollout.ledger import Ledger
 from etude.store import open_store
 from etude.weights.manifest import manifests
 
-MB = 1e6
+GB = 1e9
 
 
 def growth(points: Sequence[Point]) -> float:
-    """Of the last tenth over the second, by steps: the first is warm-up."""
+    """Over the second half: in the first, remembered verdicts and the allocators' arenas fill up."""
     last = points[-1].step
-    early = [p.value for p in points if 0.1 * last <= p.step < 0.2 * last]
+    early = [p.value for p in points if 0.5 * last <= p.step < 0.6 * last]
     late = [p.value for p in points if p.step >= 0.9 * last]
     return median(late) / median(early) - 1
 
@@ -63,7 +63,7 @@ def draw(run: Path) -> str:
     def curve(name: str, reach: int = 50) -> list[tuple[float, float]]:
         return smoothed([(p.step, p.value) for p in view.series(name)], reach)
 
-    held = {name: [(float(p.step), p.value / MB) for p in points] for name, points in view.held().items()}
+    held = {name: [(float(p.step), p.value / GB) for p in points] for name, points in view.held().items()}
     return svg(
         [
             Panel("Pass rate of the episodes trained on, mean of 50 steps", {"pass rate": curve("rollout/pass_rate")}),
@@ -74,7 +74,7 @@ def draw(run: Path) -> str:
                 {"same version": curve("mismatch/k2"), "all": curve("off_policy/k2")},
                 log=True,
             ),
-            Panel("Resident memory, MB", held),
+            Panel("Resident memory, GB", held),
         ]
     )
 

@@ -44,7 +44,7 @@ from etude.harness.episode import play
 from etude.harness.loop import Sampling
 from etude.harness.renderers import Renderer
 from etude.inference.client import EngineClient, EngineError
-from etude.records import Episode, Outcome, PolicyVersion, Task, encode
+from etude.records import Episode, Outcome, Task, encode
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.canary import Asker
 from etude.rollout.concurrency import Concurrency
@@ -101,7 +101,7 @@ class Run:
     concurrency: Concurrency
     twins: Dataset | None = None  # the impossible ones
     progress: Progress = field(default_factory=Progress)
-    manifests: dict[int, PolicyVersion] = field(default_factory=dict[int, PolicyVersion])
+    digests: dict[int, str] = field(default_factory=dict[int, str])  # of the versions that engines have served
     digests_checked: int = 0
     complaints: set[str] = field(default_factory=set[str])  # of engines that are not configured alike
     pauses: dict[int, float] = field(default_factory=dict[int, float])  # ms that engines stood still, by version
@@ -255,19 +255,19 @@ async def _observe_versions(run: Run) -> None:
         if health["status"] == "failed":
             raise RunFailed(f"the engine at {url} failed: {health['error']}; continue with --resume {run.folder}")
         version = int(health["version"])
-        if version not in run.manifests and (found := read(run.weights, version)) is not None:
-            run.manifests[version] = found
-        manifest = run.manifests.get(version)
-        if manifest is not None and health["digest"] != manifest.digest:
+        if version not in run.digests and (found := read(run.weights, version)) is not None:
+            run.digests[version] = found.digest
+        digest = run.digests.get(version)
+        if digest is not None and health["digest"] != digest:
             raise RunFailed(
                 f"{url} serves other tensors than version {version} has (digest {health['digest'][:12]}, published "
-                f"{manifest.digest[:12]}); admission stopped"
+                f"{digest[:12]}); admission stopped"
             )
-        run.digests_checked += manifest is not None
+        run.digests_checked += digest is not None
         run.pauses[version] = max(run.pauses.get(version, 0.0), float(health["last_pause_ms"]))
         told.append(health)
         served.append(version)
-        if manifest is not None:
+        if digest is not None:
             run.canaries.served(url, version)
     configured = {url: health["configuration"] for url, health in zip(run.engines, told, strict=True)}
     for complaint in complaints(configured):
