@@ -219,8 +219,8 @@ def test_three_versions_at_a_learning_rate_of_zero_are_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_with_documents_trains_on_what_its_engine_computed(tmp_path):
-    """Deterministic: not one bit of a log-probability differs. Random models call few tools; files are open anyway."""
-    overrides = ["--rollout.documents", "true", "--rollout.context", "1024"]
+    """Deterministic: not one bit of a log-probability differs. Rewards differ at least by the cost of length."""
+    overrides = ["--rollout.documents", "true", "--rollout.context", "1024", "--reward.length.weight", "0.1"]
     code, output = finished(start(tmp_path, *overrides))
     assert code == 0, output
     run = tmp_path / "outputs/run"
