@@ -301,8 +301,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ARMS:
         with contextlib.redirect_stdout(sys.stderr):
             result["arms"][name] = measure(Arm(name, opened), arguments.output / name, arguments)
-    (arguments.output / "cheating.json").write_text(json.dumps(result, indent=1) + "\n")
-    (arguments.output / "cheating.svg").write_text(figure(result["arms"]))
+        (arguments.output / "cheating.json").write_text(json.dumps(result, indent=1) + "\n")
+        (arguments.output / "cheating.svg").write_text(figure(result["arms"]))
     print(json.dumps(result))
     return 0
 
