@@ -9,16 +9,29 @@ import tempfile
 from pathlib import Path
 
 from etude.errors import UserError
-from etude.inference.edit import Edit, read_text
+from etude.inference.edit import DoesNotFit, Edit, read_text
 
 _SECONDS = 600.0
 _COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}
 
 
+BUNDLED = Path("models/nano-apply")
+
+
 def apply(
-    path: Path, sketch: str | None, sketch_file: Path | None, *, instruction: str, model: Path | None, check: bool
+    path: Path,
+    sketch: str | None,
+    sketch_file: Path | None,
+    *,
+    instruction: str,
+    model: Path | None,
+    check: bool,
+    merge_if_large: bool = False,
 ) -> int:
-    """Edit `path`; `model` None merges without a model, `check` only prints. Raises UserError, the file untouched."""
+    """Edit `path`; `model` None merges without a model, `check` only prints. Raises UserError, the file untouched.
+
+    With `merge_if_large` an edit that does not fit the model's context is merged without it, and that is said.
+    """
     if (sketch is None) == (sketch_file is None):
         raise UserError("give the sketch of the edit with --edit TEXT or --edit-file FILE, one of the two")
     if sketch is None:
@@ -26,7 +39,16 @@ def apply(
         sketch = read_text(sketch_file)
     before = read_text(path)
     edit = Edit(before, sketch, instruction)
-    after = edit.merged() if model is None else _rewritten(edit, model)
+    if model is None:
+        after = edit.merged()
+    else:
+        try:
+            after = _rewritten(edit, model)
+        except DoesNotFit as e:
+            if not merge_if_large:
+                raise
+            print(f"etude: merged without a model: {e}", file=sys.stderr)
+            after = edit.merged()
     show(path, before, after)
     if not check and after != before:
         write(path, before, after)

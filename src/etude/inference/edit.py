@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import UserError
-from etude.inference.merge import NoPlace, merge
+from etude.edits.merge import NoPlace, merge
 
 MAX_BYTES = 1 << 20
 MAX_LINES = 10_000
 _MAX_SKETCH = 1 << 18
+
+
+class DoesNotFit(UserError):
+    """The edit is too large for a model's context."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Mid-training and supervised fine-tuning of a small mixture-of-experts model on a CPU.
 
-Both stages are one loop over packed rows of fixed shape, so that the compiled step is compiled once. Weights and
+The stages (fine-tuning on edits is in `apply.py`) are one loop over packed rows of fixed shape, so that the compiled step is compiled once. Weights and
 gradients are bfloat16; AdamW (Loshchilov & Hutter 2019) keeps float32 master weights and copies them down after each
 step, because updates smaller than a bfloat16 rounding step would otherwise be lost.
 """
@@ -30,7 +30,7 @@ from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS
 from etude.corpus.mutations import WEIGHTS
 from etude.trainer.optimizer import MasterAdamW, Settings
-from etude.trainer.pretrain_config import CorpusConfig, MidtrainConfig, ModelConfig, OptimConfig, SftConfig, load
+from etude.trainer.pretrain_config import ApplyConfig, CorpusConfig, MidtrainConfig, ModelConfig, OptimConfig, SftConfig, load
 
 log = logging.getLogger(__name__)
 
@@ -196,12 +196,13 @@ def train(
     *,
     resume: bool = False,
     stop_after: int | None = None,
+    measure: Callable[[PreTrainedModel], dict[str, float]] | None = None,
 ) -> PreTrainedModel:
     """Train on all rows once, in order, or until the token target or the time budget is reached.
 
     Writes output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/state.safetensors (for `resume`).
     `stop_after` ends after that many steps in all, with the state saved and the schedule unfinished, as a preempted run
-    would. Returns the model in evaluation mode.
+    would. `measure` adds its figures to every checkpoint's line. Returns the model in evaluation mode.
     """
     torch.set_num_threads(config.threads)
     model.train()
@@ -223,6 +224,8 @@ def train(
         row = {"step": steps, "time": elapsed}
         if tests is not None:
             row["eval/heldout/loss"] = evaluate_loss(eager, tests)
+        if measure is not None:
+            row |= measure(model)
         model.train()
         metrics.write(json.dumps(row) + "\n")
         metrics.flush()
@@ -284,7 +287,7 @@ def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
     )
 
 
-def _prepare(output: Path, config: MidtrainConfig | SftConfig, resume: bool) -> None:
+def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
     """Make the run folder and record its configuration; an existing run is continued only when asked."""
     if (output / "config.json").exists() and not resume:
         raise ValueError(f"{output} already holds a run; choose another output or resume it")
@@ -310,7 +313,7 @@ def _held_out_rows(
 def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
     """Train a new model on code, fill-in-the-middle and repair episodes; returns its Hugging Face folder."""
     output = config.output
-    _prepare(output, config, resume)
+    prepare(output, config, resume)
     corpus = _corpus(config.corpus, config.seed)
     (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
     folder = output / "tokenizer"
@@ -341,7 +344,7 @@ def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = Non
     output = config.output
     if not (config.model / "tokenizer.json").is_file():
         raise ValueError(f"{config.model} is not a model folder; run mid-training first")
-    _prepare(output, config, resume)
+    prepare(output, config, resume)
     corpus = _corpus(config.corpus, config.seed)
     (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
     tokenizer = bpe.load(config.model)
@@ -367,8 +370,10 @@ def main(arguments: Sequence[str]) -> None:
     resume = "--resume" in arguments[1:]
     if isinstance(config, MidtrainConfig):
         midtrain(config, resume=resume)
-    else:
+    elif isinstance(config, SftConfig):
         sft(config, resume=resume)
+    else:
+        raise ValueError("run the stage apply with `etude train`")
 
 
 if __name__ == "__main__":
