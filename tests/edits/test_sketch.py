@@ -38,8 +38,8 @@ def test_a_deletion_is_visible():
 @pytest.mark.parametrize("kind", list(sketch.NOISE))
 def test_every_kind_of_noise_occurs_and_leaves_one_place_for_each_block(kind, monkeypatch):
     monkeypatch.setattr(sketch, "NOISE", {kind: sketch.NOISE[kind]})
-    before = "".join(module(i, False) for i in (3, 4, 5))
-    after = re.sub(r"( +)raise ValueError\('(\w+) is", r"\1print(1)\n\1raise ValueError('\2 was", before)
+    before = "".join(module(i, False) for i in (3, 4, 5, 6))
+    after = re.sub(r"( +)raise ValueError\('(\w+) is", r"\1print(1)\n\1raise ValueError('\2 was", before, count=3)
     clean = {sketch.draw(before, after, "python", random.Random(seed), kinds=0).text for seed in range(40)}
     noisy = [sketch.draw(before, after, "python", random.Random(seed), kinds=1) for seed in range(40)]
     seen = [s for s in noisy if s is not None and s.noise == (kind,)]

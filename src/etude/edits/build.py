@@ -142,7 +142,7 @@ def _drawn(
 ) -> list[Example]:  # fmt: skip
     """Real edits first, then invented ones in their ratio, then sketches that change nothing."""
     rng = random.Random(f"{options.seed}/{most}/{wanted}")
-    found: dict[str, Example] = {}
+    found: dict[tuple[str, str], Example] = {}
     paths = Counter[str]()
 
     def take(make: Callable[..., Example | None], repository: Repository, of: Text | Change, limit: int, *more) -> bool:
@@ -151,9 +151,9 @@ def _drawn(
             return False
         counter["tried"] += 1
         example = make(repository, of, *more, most, rng)
-        if example is None or example.id in found:
+        if example is None or (edit := (example.file, example.result)) in found:
             return False
-        found[example.id] = example
+        found[edit] = example
         paths[key] += 1
         counter["kept"] += 1
         return True
@@ -192,7 +192,7 @@ def _in_turns(repositories: Sequence[Repository], rng: random.Random) -> Iterato
     for repository in repositories:
         changes = [c for c in repository.changes if _usable(c.language)]
         # Several hunks of one file are several edits.
-        yield repository, [c for _ in range(_TRIES) for c in rng.sample(changes, len(changes))]
+        yield repository, [c for c in rng.sample(changes, len(changes)) for _ in range(_TRIES)]
 
 
 def _lines_of(texts: Sequence[tuple[Repository, Text]]) -> dict[str, list[str]]:

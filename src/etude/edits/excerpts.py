@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from functools import lru_cache
 
 from etude.edits.languages import parses
 
@@ -39,10 +40,7 @@ def parts(before: str, after: str, language: str, most: int, rng: random.Random)
         return (before, after) if parses(before, language) and parses(after, language) else None
     if language == "json":
         return None
-    codes = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-    changes = [code[1:] for code in codes if code[0] != "equal"]
-    same = [(i + k, j + k) for tag, i, end, j, _ in codes if tag == "equal" for k in range(end - i)]
-    both = [(0, 0), *((i, j) for i, j in same if _begins(old, i) and _begins(new, j)), (len(old), len(new))]
+    changes, both = _aligned(before, after)
     for first, last, low, high in rng.sample(changes, min(len(changes), _TRIES)):
         above = [(i, j) for i, j in both if i <= first and j <= low][-_REACH:]
         below = [(i, j) for i, j in both if i >= last and j >= high][:_REACH]
@@ -57,6 +55,16 @@ def parts(before: str, after: str, language: str, most: int, rng: random.Random)
                 if parses(one, language) and parses(other, language):
                     return one, other
     return None
+
+
+@lru_cache(maxsize=4)  # a file is asked about several times in a row
+def _aligned(before: str, after: str) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:
+    """The changed stretches, and the (old, new) lines at which a part may begin or end in both texts."""
+    old, new = before.splitlines(), after.splitlines()
+    codes = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    changes = [code[1:] for code in codes if code[0] != "equal"]
+    same = [(i + k, j + k) for tag, i, end, j, _ in codes if tag == "equal" for k in range(end - i)]
+    return changes, [(0, 0), *((i, j) for i, j in same if _begins(old, i) and _begins(new, j)), (len(old), len(new))]
 
 
 def _begins(lines: Sequence[str], i: int) -> bool:
