@@ -81,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = command("eval", _eval, "measure a model on a task dataset")
     evaluate.add_argument("model", type=Path, help="HF folder")
-    evaluate.add_argument("--suite", type=Path, required=True,
-                          help="task dataset made by `etude tasks build`; `fast-apply`, or a table of edits")  # fmt: skip
+    suites = "task dataset made by `etude tasks build`, or `fast-apply`, or a table of edits"
+    evaluate.add_argument("--suite", type=Path, required=True, help=suites)
     evaluate.add_argument("--split", choices=("heldout", "train"), default="heldout")
     evaluate.add_argument("--samples", type=int, default=4, help="episodes per task")
     evaluate.add_argument("--max-tasks", type=int)

@@ -56,7 +56,7 @@ def evaluate_edits(models: Sequence[Path], suite: Path, *, way: str, max_edits: 
         _show(name, applied, seconds, way if name != "merge" else "no model")
     report = {
         "suite": str(suite), "format": way, "edits": len(examples),
-        "results": [{"model": name, "seconds": round(seconds, 1), **summary(applied)} for name, applied, seconds in named],
+        "results": [{"model": n, "seconds": round(seconds, 1), **summary(applied)} for n, applied, seconds in named],
     }  # fmt: skip
     if len(results) == 2:
         sides = [[[a.grade == Grade.EXACT] for a in applied] for applied, _ in results]
@@ -137,7 +137,8 @@ def summary(applied: Sequence[Applied]) -> dict[str, object]:
     """Shares of all edits as JSON, and the exact share by group, with intervals over files."""
     count = len(applied)
     groups = {
-        name: {key: _group(part) for key, part in sorted(_split(applied, keys).items())} for name, keys in _GROUPS.items()
+        name: {key: _group(part) for key, part in sorted(_split(applied, keys).items())}
+        for name, keys in _GROUPS.items()
     }
     return {
         "exact": _plain(_rate(applied, lambda a: a.grade == Grade.EXACT)),

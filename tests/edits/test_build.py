@@ -1,6 +1,7 @@
 """Tables of edits from clones and releases: labels, limits, splits, refusals; and a build that repeats."""
 
 import pytest
+from libraries import write
 
 from etude import cli
 from etude.edits import data
@@ -8,7 +9,6 @@ from etude.edits.build import Options, build
 from etude.edits.merge import merge
 from etude.edits.repositories import read
 from etude.errors import UserError
-from libraries import write
 
 
 def test_a_build_splits_by_repository_and_repeats(releases, clone, tmp_path):

@@ -4,10 +4,10 @@ import random
 import re
 
 import pytest
+from libraries import module
 
 from etude.edits import sketch
 from etude.edits.merge import NoPlace, merge
-from libraries import module
 
 BEFORE, AFTER = module(3, False), module(3, True)
 

@@ -40,7 +40,9 @@ class Options:
         if not 8 <= self.max_lines <= 2500:
             raise UserError(f"--max-lines must lie between 8 and 2500, got {self.max_lines}")
         if min(self.per_path, self.per_repository, self.held_out) < 1 or self.synthetic < 0:
-            raise UserError("--per-path, --per-repository and --held-out-edits must be at least 1, --synthetic not below 0")
+            raise UserError(
+                "--per-path, --per-repository and --held-out-edits must be at least 1, --synthetic not below 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,9 @@ def _drawn(
                 break
             made += take(data.real, repository, change, options.per_path)
     reals = len(found)
-    goal = round(max(reals, 1) * options.synthetic) if wanted is None else wanted - reals - round(wanted * options.no_ops)
+    goal = (
+        round(max(reals, 1) * options.synthetic) if wanted is None else wanted - reals - round(wanted * options.no_ops)
+    )
     texts = [(r, text) for r in repositories for text in r.texts if _usable(text.language)]
     others = _lines_of(texts)
     limits = options.per_path * (1 + max(1, round(options.synthetic)))  # of one file, real ones counted

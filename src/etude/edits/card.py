@@ -25,17 +25,17 @@ def card(train: Sequence[Example], tested: Sequence[Example], options: Options, 
     missing = ", ".join(f"{name} ({count} files)" for name, count in sorted(history.without_syntax.items()))
     sections = [
         "# Applied edits\n",
-        f"(file, sketch, result) triples made by `etude tasks fast-apply` with seed {options.seed}: {len(train)} to train "
-        f"on, {len(tested)} held out by repository.\n",
+        f"(file, sketch, result) triples made by `etude tasks fast-apply` with seed {options.seed}: {len(train)} to "
+        f"train on, {len(tested)} held out by repository.\n",
         "## Where they come from\n",
         _table(
             ("repository", "licence", "stated in", "origin", "files", "changed files", "used for", "edits"),
             [(*row, "evaluation" if row[0] in history.held_out else "training",
               sum(e.repository == row[0] for e in every)) for row in sorted(history.repositories)],
         ),
-        "`commits`: files that a commit changed. `releases`: files that differ between two releases of a package, edits "
-        "that people made, several commits in one. `files`: no history, so its edits are invented. Repositories without "
-        "a permissive licence are refused.\n",
+        "`commits`: files that a commit changed. `releases`: files that differ between two releases of a package, "
+        "edits that people made, several commits in one. `files`: no history, so its edits are invented. Repositories "
+        "without a permissive licence are refused.\n",
         "## What they are\n",
         _counts("kind", train, tested, lambda e: [e.kind]),
         _counts("language", train, tested, lambda e: [e.language]),
@@ -43,16 +43,16 @@ def card(train: Sequence[Example], tested: Sequence[Example], options: Options, 
         _counts("lines", train, tested, lambda e: [_length(e.lines)]),
         _counts("noise in the sketch", train, tested, lambda e: e.noise or ("none",)),
         _counts("the merge of the sketch is the result", train, tested, lambda e: ["yes" if e.merges else "no"]),
-        "Texts are whole files, or parts of them (whole definitions between blank lines, their indentation taken away). "
-        "Both sides parse. A clean sketch of every edit determines the result: the deterministic merge finds one place "
+        "Texts are whole files, or parts of them (whole definitions between blank lines, their indentation taken "
+        "away). Both sides parse. A clean sketch of every edit determines the result: the deterministic merge finds one place "
         "for each block and gives the result byte for byte. Noise is kept as long as no block then fits equally well "
         "elsewhere.\n",
         f"At most {options.per_path} real edits of one file and {options.per_repository} of one repository, "
         f"{options.synthetic:g} invented ones for each real one, at most {options.no_ops:.0%} that change nothing. "
         "Weights: files of fewer than 100 lines count a quarter, bins of the changed share have equal mass.\n",
         "## What was left out\n",
-        f"Near copies of other files: {history.near_duplicates} (MinHash over 5-token shingles, Jaccard from about 0.8). "
-        f"Draws that gave no edit (nothing parses, no determined sketch, a limit): {history.tried - history.kept} of "
+        f"Near copies of other files: {history.near_duplicates} (MinHash over 5-token shingles, Jaccard from about "
+        f"0.8). Draws that gave no edit (nothing parses, no determined sketch, a limit): {history.tried - history.kept} of "
         f"{history.tried}. Training edits that share a tenth of their 12-token shingles with a held-out repository: "
         f"{history.contaminated}; the largest share left is {history.worst_overlap:.1%}. "
         + (f"Languages that nothing parses here: {missing}.\n" if missing else "Every language was parsed.\n"),

@@ -18,13 +18,17 @@ _OPERATORS = {"==": "!=", "!=": "==", "<=": "<", ">=": ">", "<": "<=", ">": ">="
               " and ": " or ", " or ": " and ", "&&": "||", "||": "&&"}  # fmt: skip
 _OPERATOR = re.compile("|".join(re.escape(o) for o in sorted(_OPERATORS, key=len, reverse=True)))
 _WORDS = frozenset(keyword.kwlist) | frozenset(
-    "var let const function return this new null undefined true false typeof instanceof export default import from class "
-    "extends async await public private protected static final void int char long double float boolean string package "
-    "throws throw try catch finally switch case break continue struct typedef unsigned sizeof func type interface map "
-    "range defer chan nil self cls super None True False print include define ifdef endif".split()
-)
-_PARTS = ("value", "item", "index", "count", "result", "options", "name", "state", "buffer", "entry", "offset", "limit",
-          "handler", "target", "context", "config", "data", "key", "node", "length", "total", "source", "message")  # fmt: skip
+    ("var", "let", "const", "function", "return", "this", "new", "null", "undefined", "true", "false", "typeof",
+     "instanceof", "export", "default", "import", "from", "class", "extends", "async", "await", "public", "private",
+     "protected", "static", "final", "void", "int", "char", "long", "double", "float", "boolean", "string", "package",
+     "throws", "throw", "try", "catch", "finally", "switch", "case", "break", "continue", "struct", "typedef",
+     "unsigned", "sizeof", "func", "type", "interface", "map", "range", "defer", "chan", "nil", "self", "cls", "super",
+     "print", "include", "define", "ifdef", "endif")
+)  # fmt: skip
+_PARTS = (
+    "value", "item", "index", "count", "result", "options", "name", "state", "buffer", "entry", "offset", "limit",
+    "handler", "target", "context", "config", "data", "key", "node", "length", "total", "source", "message",
+)  # fmt: skip
 
 Lines = list[str]
 _Change = Callable[[Lines, Sequence[str], random.Random], Lines | None]

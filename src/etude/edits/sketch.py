@@ -26,8 +26,16 @@ _PROSE = (
     "Here is the updated code:", "I changed the following:", "Update the file like this:", "Apply this edit:",
     "Here's the change:", "The fix is below.", "Edit:",
 )  # fmt: skip
-_AFTERWARDS = ("", "", "The rest stays as it is.", "Everything else is unchanged.", "Let me know if anything else is needed.")
-_DEFINITION = re.compile(r"^\s*(?:async\s+def|def|class|function|export\s|func|public|private|protected|static|struct)\b")
+_AFTERWARDS = (
+    "",
+    "",
+    "The rest stays as it is.",
+    "Everything else is unchanged.",
+    "Let me know if anything else is needed.",
+)
+_DEFINITION = re.compile(
+    r"^\s*(?:async\s+def|def|class|function|export\s|func|public|private|protected|static|struct)\b"
+)
 MAX_CONTEXT = 3
 
 
@@ -99,7 +107,7 @@ def draw(before: str, after: str, language: str, rng: random.Random, kinds: int 
     changes = hunks(file, result)
     if not changes:
         return None
-    sizes = [rng.choices((1, 2, 3), (3, 4, 3))[0]] + [3, 6, 12]
+    sizes = [rng.choices((1, 2, 3), (3, 4, 3))[0], 3, 6, 12]
     for size in sizes:
         regions = _regions(changes, result, size)
         draft = _draft(regions, result, language)

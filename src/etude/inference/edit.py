@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.errors import UserError
 from etude.edits.merge import NoPlace, merge
+from etude.errors import UserError
 
 MAX_BYTES = 1 << 20
 MAX_LINES = 10_000

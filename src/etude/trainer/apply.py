@@ -39,7 +39,9 @@ def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | Non
         raise UserError(f"{config.model} is not a model folder: give one with a config.json and a tokenizer.json")
     train, held_out = data.load(config.data), data.load(config.held_out)
     if shared := {e.repository for e in train} & {e.repository for e in held_out}:
-        raise UserError(f"{min(shared)} is both trained on and held out: make the tables with one `etude tasks fast-apply`")
+        raise UserError(
+            f"{min(shared)} is both trained on and held out: make the tables with one `etude tasks fast-apply`"
+        )
     pretrain.prepare(output, config, resume)
     tokenizer = bpe.load(config.model)
     if not (output / "rows.safetensors").is_file():
@@ -123,9 +125,7 @@ class Likelihood:
     tokens: int
 
 
-def measured(
-    examples: Sequence[Example], tokenizer: Tokenizer, count: int, longest: int, seed: int
-) -> list[Measured]:
+def measured(examples: Sequence[Example], tokenizer: Tokenizer, count: int, longest: int, seed: int) -> list[Measured]:
     """Up to `count` of the examples that have at most `longest` tokens."""
     chosen = random.Random(seed).sample(list(examples), len(examples))
     found: list[Measured] = []

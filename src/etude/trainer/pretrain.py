@@ -1,8 +1,8 @@
 """Mid-training and supervised fine-tuning of a small mixture-of-experts model on a CPU.
 
-The stages (fine-tuning on edits is in `apply.py`) are one loop over packed rows of fixed shape, so that the compiled step is compiled once. Weights and
-gradients are bfloat16; AdamW (Loshchilov & Hutter 2019) keeps float32 master weights and copies them down after each
-step, because updates smaller than a bfloat16 rounding step would otherwise be lost.
+The stages (fine-tuning on edits is in `apply.py`) are one loop over packed rows of fixed shape, so that the compiled
+step is compiled once. Weights and gradients are bfloat16; AdamW (Loshchilov & Hutter 2019) keeps float32 master weights
+and copies them down after each step, because updates smaller than a bfloat16 rounding step would otherwise be lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS
 from etude.corpus.mutations import WEIGHTS
 from etude.trainer.optimizer import MasterAdamW, Settings
-from etude.trainer.pretrain_config import ApplyConfig, CorpusConfig, MidtrainConfig, ModelConfig, OptimConfig, SftConfig, load
+from etude.trainer.pretrain_config import (
+    ApplyConfig,
+    CorpusConfig,
+    MidtrainConfig,
+    ModelConfig,
+    OptimConfig,
+    SftConfig,
+    load,
+)
 
 log = logging.getLogger(__name__)
 
