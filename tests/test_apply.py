@@ -155,3 +155,25 @@ def test_the_documented_benchmark():
     names = {"large-small-edit/speedup", "large-small-edit/end-to-end", "large-small-edit/vs-tuned-lookup",
              "suite/speedup-median", "suite/speedup-p10", "fp32/mismatches", "unrelated-prediction/cost"}  # fmt: skip
     assert names <= {row["case"] for row in result["rows"]}
+
+
+def test_training_text_is_what_the_model_is_asked_later():
+    from tokenizers import Tokenizer
+
+    from etude.corpus import tokenizer as bpe
+    from etude.edits.data import Example
+    from etude.harness.renderers import renderer_for
+    from etude.inference.apply import Applier
+    from etude.trainer.apply import encode
+
+    folder = ROOT / "models/nano"
+    example = Example(
+        id="", repository="", licence="", origin="files", path="", language="python", kind="synthetic", noise=(),
+        merges=True, instruction="pop <|end|>", file=FILE, sketch=SKETCH, result=RESULT, lines=9, fraction=0.1,
+    )  # fmt: skip
+    ((ids, mask),) = encode([example], bpe.load(folder))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    applier = Applier(tokenizer, renderer_for(folder))
+    request, close = applier.request(Edit(FILE, SKETCH, "pop <|end|>"), 4096)
+    assert ids[mask == 0].tolist() == request.ids
+    assert ids[mask > 0].tolist()[:-1] == applier.encode_answer(RESULT + close)

@@ -80,6 +80,7 @@ def build(
         raise UserError(f"{', '.join(sorted(clash))} is both trained on and held out: name it on one side")
     missing = Counter(t.language for r in [*read_all, *tests] for t in r.texts if not _usable(t.language))
     unique, duplicates = _without_duplicates(read_all)
+    tests, copies = _without_duplicates(tests)
     counter = Counter[str]()
     train = _drawn(unique, options, options.max_lines, None, counter, tell)
     clean, flagged, worst = _decontaminated(train, tests)
@@ -90,7 +91,7 @@ def build(
     history = History(
         repositories=tuple((r.name, r.licence, r.licence_source, r.origin, len(r.texts), len(r.changes)) for r in
                            [*read_all, *tests]),
-        held_out=tuple(r.name for r in tests), without_syntax=dict(missing), near_duplicates=duplicates,
+        held_out=tuple(r.name for r in tests), without_syntax=dict(missing), near_duplicates=duplicates + copies,
         contaminated=flagged, worst_overlap=worst, tried=counter["tried"], kept=counter["kept"],
     )  # fmt: skip
     _write(output, clean, tested, card(clean, tested, options, history))
@@ -211,13 +212,13 @@ def _lines_of(texts: Sequence[tuple[Repository, Text]]) -> dict[str, list[str]]:
 def _balanced(
     texts: Sequence[tuple[Repository, Text]], rng: random.Random, rounds: int
 ) -> Iterator[tuple[Repository, Text]]:
-    """Files in random order, round after round; in each one the languages come in proportion to the roots of their
-    numbers of files, for Python would drown the others."""
+    """Files in random order, round after round; in each one the languages come in proportion to the cube
+    roots of their numbers of files, for Python would drown the others."""
     by: dict[str, list[tuple[Repository, Text]]] = defaultdict(list)
     for entry in texts:
         by[entry[1].language].append(entry)
     languages = sorted(by)
-    weights = [len(by[name]) ** 0.5 for name in languages]
+    weights = [len(by[name]) ** (1 / 3) for name in languages]
     queues = {name: [e for _ in range(rounds) for e in rng.sample(by[name], len(by[name]))] for name in languages}
     while any(queues.values()):
         name = rng.choices(languages, [w if queues[n] else 0.0 for n, w in zip(languages, weights, strict=True)])[0]
