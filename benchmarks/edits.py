@@ -1,9 +1,9 @@
 """Speculative edits, against plain decoding and transformers' tuned prompt lookup.
 
 The bundled apply model has learned short files only, and it errs. So what long files gain is taken with its
-architecture, random weights, and *forced answers*: a hook on the last norm adds to the hidden state what makes the right
-token win, for every system alike and at the full cost of the model. These figures say what the loop gains when the model
-agrees with the edit, and nothing of a model's accuracy. All others are of what a bundled model says by itself.
+architecture, random weights, and *forced answers*: a hook on the last norm adds to the hidden state what makes the
+right token win, for every system alike and at the full cost of the model. These figures say what the loop gains when
+the model agrees with the edit, and nothing of a model's accuracy. All others are what a bundled model says by itself.
 
 suite                 held-out edits that fit the bundled apply model (`edits_trained.py`)
 large-small-edit      a file of 200 lines and more, at most 2 % of its tokens changed, forced answers

@@ -161,11 +161,12 @@ def _drawn(
         counter["kept"] += 1
         return True
 
-    share = None if wanted is None else max(1, round(wanted / (1 + options.synthetic)))
+    cap = options.per_repository
+    if wanted is not None:  # an evaluation wants real edits: half of them, if there are so many
+        cap = -(-wanted // 2 // max(1, sum(bool(r.changes) for r in repositories)))
     for i, (repository, changes) in enumerate(_in_turns(repositories, rng)):
         tell("real edits", i, len(repositories))
         made = 0
-        cap = options.per_repository if share is None else -(-share // len(repositories))
         for change in changes:
             if made >= cap:
                 break

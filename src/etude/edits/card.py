@@ -44,15 +44,16 @@ def card(train: Sequence[Example], tested: Sequence[Example], options: Options, 
         _counts("noise in the sketch", train, tested, lambda e: e.noise or ("none",)),
         _counts("the merge of the sketch is the result", train, tested, lambda e: ["yes" if e.merges else "no"]),
         "Texts are whole files, or parts of them (whole definitions between blank lines, their indentation taken "
-        "away). Both sides parse. A clean sketch of every edit determines the result: the deterministic merge finds one "
-        "place for each block and gives the result byte for byte. Noise is kept as long as no block then fits equally well "
-        "elsewhere.\n",
-        f"At most {options.per_path} real edits of one file and {options.per_repository} of one repository, "
-        f"{options.synthetic:g} invented ones for each real one, at most {options.no_ops:.0%} that change nothing. "
-        "Weights: files of fewer than 100 lines count a quarter, bins of the changed share have equal mass.\n",
+        "away). Both sides parse. A clean sketch of every edit determines the result: the deterministic merge finds "
+        "one place for each block and gives the result byte for byte. Noise is kept as long as no block then fits "
+        "equally well elsewhere.\n",
+        f"At most {options.per_path} real edits of one file, and of one repository {options.per_repository}; for each "
+        f"real one {options.synthetic:g} invented ones in training, as far as they go; at most {options.no_ops:.0%} "
+        "that change nothing. Weights: files of fewer than 100 lines count a quarter, bins of the changed share have "
+        "equal mass.\n",
         "## What was left out\n",
         f"Near copies of other files: {history.near_duplicates} (MinHash over 5-token shingles, Jaccard from about "
-        f"0.8). Draws that gave no edit (nothing parses, no determined sketch, a limit): {history.tried - history.kept} "
+        f"0.8). Draws that gave no edit (nothing parses, no determined sketch): {history.tried - history.kept} "
         f"of {history.tried}. Training edits that share a tenth of their 12-token shingles with a held-out repository: "
         f"{history.contaminated}; the largest share left is {history.worst_overlap:.1%}. "
         + (f"Languages that nothing parses here: {missing}.\n" if missing else "Every language was parsed.\n"),
