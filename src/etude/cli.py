@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     apply.add_argument("--edit-file", type=Path, metavar="FILE", help="the same from a file")
     apply.add_argument("--instruction", default="", help="what the edit is about, for the model")
     which = apply.add_mutually_exclusive_group()
-    which.add_argument("--model", type=Path, help="HF folder of an apply model; default: the bundled one, if it fits")
+    which.add_argument("--model", type=Path, help="HF folder of an apply model; default: the bundled one, checked")
     which.add_argument("--no-model", action="store_true", help="only the deterministic merge")
     apply.add_argument("--check", action="store_true", help="print the difference and write nothing")
 
@@ -281,7 +281,7 @@ def _apply(arguments: argparse.Namespace, _: list[str]) -> int:
         instruction=arguments.instruction,
         model=None if arguments.no_model else arguments.model or BUNDLED,
         check=arguments.check,
-        merge_if_large=arguments.model is None,
+        careful=arguments.model is None,
     )
 
 

@@ -21,6 +21,7 @@ from etude.edits.grade import Grade, grade, outside
 from etude.edits.merge import NoPlace, merge
 from etude.errors import UserError
 from etude.evals.stats import Estimate, paired_difference, pass_rate
+from etude.inference.edit import DoesNotFit, Edit, NotClosed
 
 SUITE = Path(__file__).parent / "edits" / "suite" / "heldout.parquet"
 _ROWS = 8  # edits in the engine at a time
@@ -82,7 +83,6 @@ def run(folder: Path, examples: Sequence[Example], way: str) -> tuple[list[Appli
     from etude.harness.renderers import renderer_for
     from etude.harness.renderers.base import load_tokenizer
     from etude.inference.apply import Answer, Applier
-    from etude.inference.edit import DoesNotFit, Edit
     from etude.inference.engine import Engine, Limits
     from etude.inference.rows import Row
     from etude.models.loading import load_model
@@ -120,8 +120,8 @@ def _answered(example: Example, asked, way: str) -> Applied:
         text = read_answer(example.file, answer.text(), way)
     except TimeoutError:
         raise UserError(f"the model gave no answer within {_SECONDS:.0f} seconds: use a smaller one") from None
-    except UserError:
-        text = None  # it never closed its answer
+    except NotClosed:
+        text = None
     if text is None:
         return Applied(example, Grade.FAIL, 0, True, False, len(answer.ids))
     return _graded(example, text, len(answer.ids))

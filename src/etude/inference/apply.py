@@ -10,11 +10,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from etude.edits import formats
-from etude.errors import UserError
 from etude.harness.renderers import Renderer
 from etude.harness.renderers.base import PlainEncoder
 from etude.inference.drafts import Source
-from etude.inference.edit import DoesNotFit, Edit
+from etude.inference.edit import DoesNotFit, Edit, NotClosed
 from etude.inference.rows import Request, Row
 
 _SLACK = 256  # tokens that an answer may have beyond file and sketch
@@ -103,9 +102,9 @@ class Answer:
             row.abort()
 
     def text(self) -> str:
-        """The new file. Raises UserError if the model never closed its answer."""
+        """The new file. Raises NotClosed if the model never closed its answer."""
         if not self.closed:
-            raise UserError(
+            raise NotClosed(
                 f"the model wrote {len(self.ids)} tokens without ending the file: it is no apply model; give one with "
                 "--model, or merge without a model"
             )

@@ -17,6 +17,10 @@ class DoesNotFit(UserError):
     """The edit is too large for a model's context."""
 
 
+class NotClosed(UserError):
+    """The model did not end its answer."""
+
+
 @dataclass(frozen=True)
 class Edit:
     """A file's text, the sketch of an edit, and what the edit is about (may be empty)."""
