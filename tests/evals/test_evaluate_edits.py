@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
     bpe.save(bpe.train([FILE] * 3, 320), tmp_path / "model", 512)
     pretrain.new_model(MODEL, 0).save_pretrained(tmp_path / "model")
     long = FILE + "".join(f"\n\ndef f{i}(a):\n    return a + {i}\n" for i in range(40))
-    wrong = replace(example(2), result=FILE.replace("del", "print"))
+    wrong = replace(example(2), result=FILE.replace("import os", "import sys"))
     data.write([example(0), example(1, long), wrong], tmp_path / "edits.parquet")
     return tmp_path
 
