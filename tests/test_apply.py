@@ -121,6 +121,34 @@ def test_the_bundled_model_says_that_it_is_no_apply_model(file, capsys):
     assert file.read_text() == FILE
 
 
+def test_the_bundled_model_is_held_against_the_merge(file, capsys, monkeypatch):
+    """Without --model: the model's answer where it touches nothing else, the merge and a sentence where it does not."""
+    answers = {
+        "as asked": RESULT,
+        "in its own words": RESULT.replace("items.pop()", "items.pop(-1)"),
+        "more than asked": RESULT.replace("return 3", "return 4"),
+    }
+    for how, answer in answers.items():
+        file.write_text(FILE)
+        monkeypatch.setattr(apply, "_rewritten", lambda edit, folder, answer=answer: answer)
+        assert run(file, "--edit", SKETCH) == 0
+        stray = how == "more than asked"
+        assert ("1 place that the sketch leaves alone" in capsys.readouterr().err) == stray
+        assert file.read_text() == (RESULT if stray else answer)
+    monkeypatch.setattr(apply, "BUNDLED", Path("nowhere"))
+    file.write_text(FILE)
+    assert run(file, "--edit", SKETCH) == 0
+    assert "no folder nowhere here" in capsys.readouterr().err
+    assert file.read_text() == RESULT
+
+
+def test_an_edit_too_large_for_the_bundled_model_is_merged(file, capsys):
+    file.write_text(FILE + "".join(f"\n\ndef f{i}():\n    return {i}\n" for i in range(200)))
+    assert run(file, "--edit", SKETCH) == 0
+    assert "merged without a model: the edit needs" in capsys.readouterr().err
+    assert "self.items.pop()" in file.read_text()
+
+
 def test_a_request_brings_prompt_and_drafts_that_tokenise_alike():
     from tokenizers import Tokenizer
 
@@ -158,3 +186,25 @@ def test_the_documented_benchmark():
     names = {"large-small-edit/speedup", "large-small-edit/end-to-end", "large-small-edit/vs-tuned-lookup",
              "suite/speedup-median", "suite/speedup-p10", "fp32/mismatches", "unrelated-prediction/cost"}  # fmt: skip
     assert names <= {row["case"] for row in result["rows"]}
+
+
+def test_training_text_is_what_the_model_is_asked_later():
+    from tokenizers import Tokenizer
+
+    from etude.corpus import tokenizer as bpe
+    from etude.edits.data import Example
+    from etude.harness.renderers import renderer_for
+    from etude.inference.apply import Applier
+    from etude.trainer.apply import encode
+
+    folder = ROOT / "models/nano"
+    example = Example(
+        id="", repository="", licence="", origin="files", path="", language="python", kind="synthetic", noise=(),
+        merges=True, instruction="pop <|end|>", file=FILE, sketch=SKETCH, result=RESULT, lines=9, fraction=0.1,
+    )  # fmt: skip
+    ((ids, mask),) = encode([example], bpe.load(folder))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    applier = Applier(tokenizer, renderer_for(folder))
+    request, close = applier.request(Edit(FILE, SKETCH, "pop <|end|>"), 4096)
+    assert ids[mask == 0].tolist() == request.ids
+    assert ids[mask > 0].tolist()[:-1] == applier.encode_answer(RESULT + close)

@@ -28,6 +28,9 @@ def test_help_imports_nothing_heavy():
         (["eval", "none", "--suite", "also-none"], "none"),
         (["tasks", "build", "none", "-o", "out"], "none is not a folder"),
         (["tasks", "build", ".", "-o", "out", "--max-lines", "1"], "min_lines must be positive and not above"),
+        (["tasks", "fast-apply", "none", "-o", "out"], "none is not a folder"),
+        (["tasks", "fast-apply", ".", "-o", "out", "--max-lines", "1"], "--max-lines must lie between"),
+        (["eval", "none", "--suite", "none.parquet"], "none.parquet does not exist"),
         (["tasks", "check", "none"], "none is not a task dataset"),
         (["doctor", "--what"], "unexpected argument '--what'"),
         (["bench", "engine"], "run `etude bench` from the root"),
@@ -50,4 +53,4 @@ def test_an_unknown_stage(tmp_path, monkeypatch, capsys):
     (tmp_path / "x.toml").write_text('stage = "pretrain"')
     with pytest.raises(SystemExit):
         cli.main(["train", "x.toml"])
-    assert "unknown stage 'pretrain'; use midtrain, sft or rl" in capsys.readouterr().err
+    assert "unknown stage 'pretrain'; use midtrain, sft, apply or rl" in capsys.readouterr().err

@@ -61,7 +61,19 @@ def _parser() -> argparse.ArgumentParser:
     check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
     check.add_argument("dataset", type=Path)
 
-    train = command("train", _train, "run a training stage: midtrain, sft or rl", overrides=True)
+    edits = actions.add_parser("fast-apply", help="make tables of applied edits from repositories", allow_abbrev=False)
+    edits.add_argument("repositories", nargs="+", metavar="REPO",
+                       help="a git clone, a folder of files, or two releases as OLD..NEW")  # fmt: skip
+    edits.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+    edits.add_argument("--held-out", nargs="+", default=[], metavar="REPO", help="repositories for evaluation alone")
+    edits.add_argument("--held-out-edits", type=int, default=450, help="edits made of them")
+    edits.add_argument("--seed", type=int, default=1)
+    edits.add_argument("--max-lines", type=int, default=400, help="longest file to train on; longer ones give parts")
+    edits.add_argument("--per-path", type=int, default=4, help="real edits of one file at most")
+    edits.add_argument("--per-repository", type=int, default=50, help="real edits of one repository at most")
+    edits.add_argument("--synthetic", type=float, default=4.0, help="invented edits for each real one")
+
+    train = command("train", _train, "run a training stage: midtrain, sft, apply or rl", overrides=True)
     train.add_argument("config", type=Path, help="TOML configuration; with --resume also a run folder")
     train.add_argument("--resume", action="store_true", help="continue the run of this configuration where it stopped")
     train.add_argument("--deterministic", action="store_true", help="repeat bit for bit")
@@ -69,12 +81,13 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = command("eval", _eval, "measure a model on a task dataset")
     evaluate.add_argument("model", type=Path, help="HF folder")
-    evaluate.add_argument(
-        "--suite", type=Path, required=True, help='task dataset made by `etude tasks build`, or "retrieval"'
-    )
+    suites = "task dataset made by `etude tasks build`, or `retrieval`, or `fast-apply`, or a table of edits"
+    evaluate.add_argument("--suite", type=Path, required=True, help=suites)
     evaluate.add_argument("--split", choices=("heldout", "train"), default="heldout")
     evaluate.add_argument("--samples", type=int, default=4, help="episodes per task")
     evaluate.add_argument("--max-tasks", type=int)
+    evaluate.add_argument("--format", choices=("rewrite", "search-replace", "udiff"), default="rewrite",
+                          help="how edits are answered")  # fmt: skip
     evaluate.add_argument("--seed", type=int, default=0)
     evaluate.add_argument("--against", type=Path, help="a second model: paired difference, second minus first")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -100,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     apply.add_argument("--edit-file", type=Path, metavar="FILE", help="the same from a file")
     apply.add_argument("--instruction", default="", help="what the edit is about, for the model")
     which = apply.add_mutually_exclusive_group()
-    which.add_argument("--model", type=Path, default=Path("models/nano"), help="HF folder of an apply model")
+    which.add_argument("--model", type=Path, help="HF folder of an apply model; default: the bundled one, checked")
     which.add_argument("--no-model", action="store_true", help="only the deterministic merge")
     apply.add_argument("--check", action="store_true", help="print the difference and write nothing")
 
@@ -194,6 +207,20 @@ def _demo(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _tasks(arguments: argparse.Namespace, _: list[str]) -> int:
+    if arguments.action == "fast-apply":
+        from etude.edits.commands import make
+
+        return make(
+            arguments.repositories,
+            arguments.held_out,
+            arguments.output,
+            seed=arguments.seed,
+            max_lines=arguments.max_lines,
+            per_path=arguments.per_path,
+            per_repository=arguments.per_repository,
+            synthetic=arguments.synthetic,
+            held_out=arguments.held_out_edits,
+        )
     from etude.tasks import commands
 
     if arguments.action == "check":
@@ -234,6 +261,12 @@ def _eval(arguments: argparse.Namespace, _: list[str]) -> None:
         )
     if arguments.documents or arguments.repository or arguments.orders is not None:
         raise UserError("--documents, --repository and --orders belong to --suite retrieval")
+    if arguments.suite == Path("fast-apply") or arguments.suite.suffix == ".parquet":
+        from etude.evaluate_edits import evaluate_edits
+
+        return evaluate_edits(
+            models, arguments.suite, way=arguments.format, max_edits=arguments.max_tasks, as_json=arguments.json
+        )
     from etude.evaluate import evaluate_models
 
     evaluate_models(
@@ -265,15 +298,16 @@ def _weights(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _apply(arguments: argparse.Namespace, _: list[str]) -> int:
-    from etude.apply import apply
+    from etude.apply import BUNDLED, apply
 
     return apply(
         arguments.file,
         arguments.edit,
         arguments.edit_file,
         instruction=arguments.instruction,
-        model=None if arguments.no_model else arguments.model,
+        model=None if arguments.no_model else arguments.model or BUNDLED,
         check=arguments.check,
+        careful=arguments.model is None,
     )
 
 

@@ -26,21 +26,23 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) 
         if dry_run:
             return print(config.model_dump_json(indent=2))
         return _rl(config, OUTPUTS / config.name, resume=resume, toml=path)
-    from etude.trainer.pretrain_config import MidtrainConfig, SftConfig
+    from etude.trainer.pretrain_config import ApplyConfig, MidtrainConfig, SftConfig
 
-    kinds = {"midtrain": MidtrainConfig, "sft": SftConfig}
+    kinds = {"midtrain": MidtrainConfig, "sft": SftConfig, "apply": ApplyConfig}
     if stage not in kinds:
-        raise UserError(f"{path}: unknown stage {stage!r}; use midtrain, sft or rl")
+        raise UserError(f"{path}: unknown stage {stage!r}; use midtrain, sft, apply or rl")
     config = validate(kinds[stage], data, str(path))
     if dry_run:
         return print(config.model_dump_json(indent=2))
-    from etude.trainer import pretrain
+    from etude.trainer import apply, pretrain
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     if isinstance(config, MidtrainConfig):
         pretrain.midtrain(config)
-    else:
+    elif isinstance(config, SftConfig):
         pretrain.sft(config)
+    else:
+        apply.finetune(config, resume=resume)
 
 
 def _rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None) -> None:

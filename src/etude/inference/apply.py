@@ -1,23 +1,18 @@
 """Fast apply: the request that asks a model to write a whole file with a sketched edit in it, and its answer.
 
-    <instruction>...</instruction><code> FILE </code><update> SKETCH </update>  ->  <updated-code> FILE </updated-code>
-
-The answer is mostly the file, so the request brings its drafts: the deterministic merge, the file, the sketch. Bytes
-are sacred: the file follows a tag and a line end in prompt and answer alike, so both tokenise alike, and the closing
-tag ends the answer. Tags take a suffix if the texts hold one.
+How it is asked is in `etude.edits.formats`. The answer is mostly the file, so the request brings its drafts: the
+deterministic merge, the file, the sketch.
 """
 
 from __future__ import annotations
 
-import hashlib
-
 from tokenizers import Tokenizer
 
-from etude.errors import UserError
+from etude.edits import formats
 from etude.harness.renderers import Renderer
 from etude.harness.renderers.base import PlainEncoder
 from etude.inference.drafts import Source, encode_after
-from etude.inference.edit import Edit
+from etude.inference.edit import DoesNotFit, Edit, NotClosed
 from etude.inference.rows import Request, Row
 
 _SLACK = 256  # tokens that an answer may have beyond file and sketch
@@ -31,35 +26,36 @@ class Applier:
         self._renderer = renderer
         self.encoder = PlainEncoder(tokenizer)
 
-    def request(self, edit: Edit, max_length: int, *, temperature: float = 0.0, seed: int = 0) -> tuple[Request, str]:
-        """The request and the tag that closes its answer.
+    def request(
+        self, edit: Edit, max_length: int, *, temperature: float = 0.0, seed: int = 0, way: str = "rewrite"
+    ) -> tuple[Request, str]:
+        """The request and the tag that closes its answer, which is in one of `formats.FORMATS`.
 
-        Raises UserError for an edit that cannot be placed, or if file, sketch and answer do not fit into `max_length`
-        tokens.
+        Raises UserError for an edit that cannot be placed, and DoesNotFit if file, sketch and answer do not fit into
+        `max_length` tokens.
         """
         merged = edit.merged()
-        suffix = _suffix(edit)
-        opening, close = f"<updated-code{suffix}>\n", f"</updated-code{suffix}>"
-        content = (
-            f"<instruction{suffix}>{edit.instruction}</instruction{suffix}>\n"
-            f"<code{suffix}>\n{edit.text}</code{suffix}>\n<update{suffix}>\n{edit.sketch}</update{suffix}>\n"
-        )
+        asked = formats.question(edit.text, edit.sketch, edit.instruction, way)
+        opening, close = asked.opening, asked.close
         if self._renderer is not None:
-            prompt = self._renderer.prompt([{"role": "user", "content": content}])
+            prompt = self._renderer.prompt([{"role": "user", "content": asked.content}])
             stop = self._renderer.stop_ids
         else:
-            prompt, stop = self.encoder.encode(content), ()
+            prompt, stop = self.encoder.encode(asked.content), ()
         prompt = prompt + self.encoder.encode(opening)
-        texts = {"merge": merged + close, "file": edit.text + close, "sketch": edit.sketch}
+        if way == "rewrite":
+            texts = {"merge": merged + close, "file": edit.text + close, "sketch": edit.sketch}
+        else:
+            texts = {"merge": formats.answer(edit.text, merged, way) + close, "sketch": edit.sketch}
         encode = self.encoder.encode
         sources = tuple(Source(name, encode_after(encode, opening, text)) for name, text in texts.items())
         needed = max(len(source.ids) for source in sources)
         if len(prompt) + needed >= max_length:
-            raise UserError(
+            raise DoesNotFit(
                 f"the edit needs {len(prompt)} tokens of prompt and {needed} of answer, and the model has a context of "
                 f"{max_length}: use a model with a longer context, or split the file"
             )
-        limit = min(len(sources[0].ids) + len(sources[2].ids) + _SLACK, max_length - len(prompt))
+        limit = min(len(sources[0].ids) + len(sources[-1].ids) + _SLACK, max_length - len(prompt))
         request = Request(
             ids=prompt, max_tokens=limit, temperature=temperature, stop=tuple(stop), seed=seed, sources=sources
         )
@@ -100,9 +96,9 @@ class Answer:
             row.abort()
 
     def text(self) -> str:
-        """The new file. Raises UserError if the model never closed its answer."""
+        """The new file. Raises NotClosed if the model never closed its answer."""
         if not self.closed:
-            raise UserError(
+            raise NotClosed(
                 f"the model wrote {len(self.ids)} tokens without ending the file: it is no apply model; give one with "
                 "--model, or merge without a model"
             )
@@ -110,14 +106,3 @@ class Answer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _suffix(edit: Edit) -> str:
-    """Nothing, or what makes the tags differ from those that the texts hold."""
-    texts = edit.text + edit.sketch + edit.instruction
-    names = ("instruction", "code", "update", "updated-code")
-    suffix, tries = "", 0
-    while any(f"<{name}{suffix}>" in texts or f"</{name}{suffix}>" in texts for name in names):
-        suffix = "-" + hashlib.blake2b(f"{tries}{texts}".encode("utf-8", "surrogatepass"), digest_size=3).hexdigest()
-        tries += 1
-    return suffix

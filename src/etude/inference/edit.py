@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.edits.merge import NoPlace, merge
 from etude.errors import UserError
-from etude.inference.merge import NoPlace, merge
 
 MAX_BYTES = 1 << 20
 MAX_LINES = 10_000
 _MAX_SKETCH = 1 << 18
+
+
+class DoesNotFit(UserError):
+    """The edit is too large for a model's context."""
+
+
+class NotClosed(UserError):
+    """The model did not end its answer."""
 
 
 @dataclass(frozen=True)

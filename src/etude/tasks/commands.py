@@ -20,7 +20,7 @@ SHOWN_FAILURES = 20
 
 def build(repository: Path, output: Path, **options: Any) -> int:
     """Makes the dataset and says what came of it."""
-    with _bar() as progress:
+    with bar() as progress:
         dataset = build_dataset(repository, output, BuildOptions(**options), progress)
     counts = dataset.manifest.counts
     print(f"{counts['train']} train and {counts['heldout']} held-out tasks in {output}; see {output / 'DATACARD.md'}")
@@ -29,7 +29,7 @@ def build(repository: Path, output: Path, **options: Any) -> int:
 
 def check(folder: Path) -> int:
     """Runs the gates again; 1 if one does not hold."""
-    with _bar() as progress:
+    with bar() as progress:
         report = checking.check(folder, progress)
     found = [*report.problems, *(f"{task}: {why}" for task, why in sorted(report.failures.items()))]
     for line in found[:SHOWN_FAILURES]:
@@ -41,7 +41,8 @@ def check(folder: Path) -> int:
 
 
 @contextmanager
-def _bar() -> Generator[search.Progress]:
+def bar() -> Generator[search.Progress]:
+    """A progress bar on a terminal, silent elsewhere: call it with (stage, done, total)."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -1,8 +1,8 @@
 """Mid-training and supervised fine-tuning of a small mixture-of-experts model on a CPU.
 
-Both stages are one loop over packed rows of fixed shape, so that the compiled step is compiled once. Weights and
-gradients are bfloat16; AdamW (Loshchilov & Hutter 2019) keeps float32 master weights and copies them down after each
-step, because updates smaller than a bfloat16 rounding step would otherwise be lost.
+The stages (fine-tuning on edits is in `apply.py`) are one loop over packed rows of fixed shape, so that the compiled
+step is compiled once. Weights and gradients are bfloat16; AdamW (Loshchilov & Hutter 2019) keeps float32 master weights
+and copies them down after each step, because updates smaller than a bfloat16 rounding step would otherwise be lost.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from etude.models.loading import load_model
 from etude.trainer import documents
 from etude.trainer.optimizer import MasterAdamW, Settings
 from etude.trainer.pretrain_config import (
+    ApplyConfig,
     CorpusConfig,
     DocumentsConfig,
     MidtrainConfig,
@@ -206,16 +207,22 @@ def train(
     *,
     resume: bool = False,
     stop_after: int | None = None,
+    measure: Callable[[PreTrainedModel], dict[str, float]] | None = None,
 ) -> PreTrainedModel:
     """Train on all rows once, in order. See `fit`."""
     torch.set_num_threads(config.threads)
     tests = _Batches.of(held_out, config.batch) if held_out is not None else None
     eager = loss_function(model)
+
+    def evaluated() -> dict[str, float]:
+        loss = {} if tests is None else {"eval/heldout/loss": evaluate_loss(eager, tests)}
+        return loss if measure is None else loss | measure(model)
+
     work = Work(
         _Batches.of(rows, config.batch),
         config.batch * rows.ids.shape[1],
         torch.compile(eager) if config.compile else eager,
-        lambda: {} if tests is None else {"eval/heldout/loss": evaluate_loss(eager, tests)},
+        evaluated,
     )
     return fit(model, work, config, output, tokenizer_dir, resume=resume, stop_after=stop_after)
 
@@ -234,7 +241,7 @@ def fit(
 
     Writes output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/state.safetensors (for `resume`).
     `stop_after` ends after that many steps in all, with the state saved and the schedule unfinished, as a preempted run
-    would. Returns the model in evaluation mode.
+    would. `measure` adds its figures to every checkpoint's line. Returns the model in evaluation mode.
     """
     torch.set_num_threads(config.threads)
     model.train()
@@ -312,7 +319,7 @@ def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
     )
 
 
-def _prepare(output: Path, config: MidtrainConfig | SftConfig, resume: bool) -> None:
+def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
     """Make the run folder and record its configuration; an existing run is continued only when asked."""
     if (output / "config.json").exists() and not resume:
         raise ValueError(f"{output} already holds a run; choose another output or resume it")
@@ -338,7 +345,7 @@ def _held_out_rows(
 def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
     """Train a new model on code, fill-in-the-middle and repair episodes; returns its Hugging Face folder."""
     output = config.output
-    _prepare(output, config, resume)
+    prepare(output, config, resume)
     corpus = _corpus(config.corpus, config.seed)
     (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
     folder = output / "tokenizer"
@@ -370,7 +377,7 @@ def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = Non
     output = config.output
     if not (config.model / "tokenizer.json").is_file():
         raise ValueError(f"{config.model} is not a model folder; run mid-training first")
-    _prepare(output, config, resume)
+    prepare(output, config, resume)
     corpus = _corpus(config.corpus, config.seed)
     (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
     tokenizer = bpe.load(config.model)
@@ -426,8 +433,10 @@ def main(arguments: Sequence[str]) -> None:
     resume = "--resume" in arguments[1:]
     if isinstance(config, MidtrainConfig):
         midtrain(config, resume=resume)
-    else:
+    elif isinstance(config, SftConfig):
         sft(config, resume=resume)
+    else:
+        raise ValueError("run the stage apply with `etude train`")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Configuration of the two stages that come before reinforcement learning. No torch here."""
+"""Configuration of the stages that come before reinforcement learning. No torch here."""
 
 from __future__ import annotations
 
@@ -174,10 +174,40 @@ class SftConfig(_Stage):
         return self
 
 
-def load(path: Path) -> MidtrainConfig | SftConfig:
+class PhaseConfig(_Section):
+    """A part of a run: its share of the tokens, and the most tokens that an example in it may have."""
+
+    share: float = Field(gt=0, le=1)
+    longest: int = Field(gt=0)
+
+
+class ApplyConfig(_Section):
+    """Fine-tuning on applied edits. `model` is the folder to start from, `data` and `held_out` are tables that
+    `etude tasks fast-apply` made; the phases follow each other, and their shares sum to 1."""
+
+    stage: Literal["apply"] = "apply"
+    output: Path
+    seed: int = 0
+    model: Path
+    data: Path
+    held_out: Path
+    measured: int = Field(64, gt=0, description="held-out edits that are measured with every checkpoint")
+    phases: tuple[PhaseConfig, ...]
+    optim: OptimConfig = OptimConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> ApplyConfig:
+        if abs(sum(phase.share for phase in self.phases) - 1) > 1e-6:
+            raise ValueError("the shares of [[phases]] must sum to 1")
+        if any(phase.longest > self.optim.length for phase in self.phases):
+            raise ValueError("no phase may have longer examples than optim.length")
+        return self
+
+
+def load(path: Path) -> MidtrainConfig | SftConfig | ApplyConfig:
     """Read a stage's TOML file. Raises ValueError for an unknown stage, an unknown key or a bad value."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    kinds = {"midtrain": MidtrainConfig, "sft": SftConfig}
+    kinds = {"midtrain": MidtrainConfig, "sft": SftConfig, "apply": ApplyConfig}
     stage = table.get("stage")
     if stage not in kinds:
         raise ValueError(f"{path.name}: stage must be one of {', '.join(kinds)}, not {stage!r}")

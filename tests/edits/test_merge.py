@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from etude.inference.merge import NoPlace, is_marker, merge
+from etude.edits.merge import NoPlace, is_marker, merge
 
 FILE = '''\
 import os
@@ -159,5 +159,5 @@ def test_large_files_are_merged_in_linear_time():
 
 
 def test_it_needs_no_torch():
-    code = "import sys, etude.inference.merge, etude.inference.edit; sys.exit('torch' in sys.modules)"
+    code = "import sys, etude.edits.merge, etude.inference.edit; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

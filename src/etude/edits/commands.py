@@ -1,0 +1,19 @@
+"""`etude tasks fast-apply`: the library function with a progress bar and a summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.edits.build import Options, build
+from etude.tasks.commands import bar
+
+
+def make(training: Sequence[str], evaluation: Sequence[str], output: Path, **options: Any) -> int:
+    """Makes the tables and says what came of it; `options` are those of `Options`."""
+    settings = Options(**options)
+    with bar() as progress:
+        train, tested = build(training, evaluation, output, settings, progress)
+    print(f"{len(train)} edits to train on and {len(tested)} held-out ones in {output}; see {output / 'DATACARD.md'}")
+    return 0

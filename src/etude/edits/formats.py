@@ -1,0 +1,171 @@
+"""How a model is asked for an edit, and three ways to answer: the whole file, search/replace blocks, a unified diff.
+
+    <instruction>...</instruction><code> FILE </code><update> SKETCH </update>  ->  <updated-code> FILE </updated-code>
+
+The same question for every way; the tag that opens the answer says which. A file follows its tag and a line end in
+question and answer alike, so both tokenise alike, and the closing tag ends the answer. All tags take a suffix if the
+texts hold one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import unified_diff
+
+from etude.edits.sketch import hunks
+
+FORMATS = {
+    "rewrite": ("updated-code", ""),
+    "search-replace": (
+        "edits",
+        "Answer with blocks of <<<<<<< SEARCH, lines of the file that stand in it once, =======, what replaces them, "
+        ">>>>>>> REPLACE.\n",
+    ),
+    "udiff": ("diff", "Answer with the hunks of a unified diff.\n"),
+}
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+_BLOCK = re.compile(r"^<{7} SEARCH\n(.*?)^={7}\n(.*?)^>{7} REPLACE$", re.M | re.S)
+_HUNK = re.compile(r"^@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
+_NO_NEWLINE = "\\ No newline at end of file"
+
+
+@dataclass(frozen=True)
+class Question:
+    """`content` is the user's message, `opening` what the answer begins with (given to the model), `close` its end."""
+
+    content: str
+    opening: str
+    close: str
+
+
+def question(file: str, sketch: str, instruction: str = "", way: str = "rewrite") -> Question:
+    """What a model is asked. `way` is one of FORMATS."""
+    suffix = _suffix(file + sketch + instruction)
+    tag, sentence = FORMATS[way]
+    content = (
+        f"<instruction{suffix}>{instruction}</instruction{suffix}>\n"
+        f"<code{suffix}>\n{file}</code{suffix}>\n<update{suffix}>\n{sketch}</update{suffix}>\n{sentence}"
+    )
+    return Question(content, f"<{tag}{suffix}>\n", f"</{tag}{suffix}>")
+
+
+def answer(file: str, result: str, way: str = "rewrite") -> str:
+    """The right answer, without its tags."""
+    if way == "rewrite":
+        return result
+    if way == "search-replace":
+        return _blocks(_LINE.findall(file), _LINE.findall(result))
+    lines = unified_diff(_LINE.findall(file), _LINE.findall(result), n=3)
+    shown = [line for line in lines if not line.startswith(("--- ", "+++ "))]
+    return "".join(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}\n" for line in shown)
+
+
+def read_answer(file: str, text: str, way: str = "rewrite") -> str | None:
+    """The file that an answer means; None for one that cannot be laid over `file` in exactly one way."""
+    if way == "rewrite":
+        return text
+    return _replaced(file, text) if way == "search-replace" else _patched(file, text)
+
+
+def _suffix(texts: str) -> str:
+    """Nothing, or what makes the tags differ from those that the texts hold."""
+    names = ("instruction", "code", "update", *(tag for tag, _ in FORMATS.values()))
+    suffix, tries = "", 0
+    while any(f"<{name}{suffix}>" in texts or f"</{name}{suffix}>" in texts for name in names):
+        suffix = "-" + hashlib.blake2b(f"{tries}{texts}".encode("utf-8", "surrogatepass"), digest_size=3).hexdigest()
+        tries += 1
+    return suffix
+
+
+# --- search and replace ---------------------------------------------------------------------------------------------
+
+
+def _blocks(file: Sequence[str], result: Sequence[str]) -> str:
+    """One block per hunk, with as many lines around it as make its text stand once in the file."""
+    whole, blocks = "".join(file), list[str]()
+    done = 0  # lines of the file that an earlier block has changed
+    for hunk in hunks(file, result):
+        size = 0
+        while True:
+            top, bottom = max(done, hunk.start - size), min(len(file), hunk.end + size)
+            old = "".join(file[top:bottom])
+            if _once(whole, old) or (top == done and bottom == len(file)):
+                break
+            size += 1
+        new = "".join([*file[top : hunk.start], *result[hunk.low : hunk.high], *file[hunk.end : bottom]])
+        blocks.append(f"<<<<<<< SEARCH\n{_ended(old)}=======\n{_ended(new)}>>>>>>> REPLACE\n")
+        whole = whole.replace(old, new, 1) if old else new
+        done = hunk.end
+    return "".join(blocks)
+
+
+def _ended(text: str) -> str:
+    return text if not text or text.endswith("\n") else text + "\n"
+
+
+def _once(text: str, old: str) -> bool:
+    first = text.find(old) if old else -1
+    return first >= 0 and text.find(old, first + 1) < 0 and (first == 0 or text[first - 1] == "\n")
+
+
+def _replaced(file: str, text: str) -> str | None:
+    found = _BLOCK.findall(text)
+    if not found and text.strip():
+        return None
+    for old, new in found:
+        if not old and not file:
+            file = new
+        elif _once(file, old):
+            file = file.replace(old, new)
+        elif not file.endswith("\n") and _once(file + "\n", old):
+            file = (file + "\n").replace(old, new).removesuffix("\n")
+        else:
+            return None
+    return file
+
+
+# --- unified diffs --------------------------------------------------------------------------------------------------
+
+
+def _patched(file: str, text: str) -> str | None:
+    """Hunks laid where their old lines stand: at the line they name, else where they stand once after the last hunk."""
+    lines, out, at = _LINE.findall(file), list[str](), 0
+    for start, old, new in _parsed(text) or ():
+        places = [i for i in range(at, len(lines) - len(old) + 1) if lines[i : i + len(old)] == old]
+        named = start - 1 if old else start
+        place = named if named in places else places[0] if len(places) == 1 else None
+        if place is None:
+            return None
+        out += lines[at:place] + new
+        at = place + len(old)
+    if _parsed(text) is None:
+        return None
+    return "".join(out + lines[at:])
+
+
+def _parsed(text: str) -> list[tuple[int, list[str], list[str]]] | None:
+    """(first old line, old lines, new lines) of every hunk; None for what is no diff."""
+    found: list[tuple[int, list[str], list[str]]] = []
+    last: list[list[str]] = []  # the sides that the line before belongs to
+    for line in text.splitlines(keepends=True):
+        if head := _HUNK.match(line):
+            found.append((int(head[1]), [], []))
+            continue
+        if not found:
+            return None
+        _, old, new = found[-1]
+        if line.startswith("\\"):
+            for side in last:
+                side[-1] = side[-1].removesuffix("\n")
+            continue
+        sides = {" ": [old, new], "\n": [old, new], "-": [old], "+": [new]}.get(line[0])
+        if sides is None:
+            return None
+        body = line if line == "\n" else line[1:]
+        for side in sides:
+            side.append(body)
+        last = sides
+    return found

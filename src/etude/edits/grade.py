@@ -1,0 +1,49 @@
+"""How right an applied edit is, without a judge: exact, up to white space, the same syntax, or wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from enum import StrEnum
+
+from etude.edits.languages import same_syntax
+
+
+class Grade(StrEnum):
+    """In the order in which they are tried; the first that holds counts."""
+
+    EXACT = "exact"  # every byte
+    WHITESPACE = "whitespace"  # up to blanks at line ends and final newlines
+    SYNTAX = "syntax"  # equal syntax trees and comments
+    FAIL = "fail"
+
+
+def grade(result: str, given: str | None, language: str) -> Grade:
+    """How `given` (None: no usable answer) compares with the `result` that is asked for."""
+    if given is None:
+        return Grade.FAIL
+    if given == result:
+        return Grade.EXACT
+    if _trimmed(given) == _trimmed(result):
+        return Grade.WHITESPACE
+    return Grade.SYNTAX if same_syntax(given, result, language) else Grade.FAIL
+
+
+def outside(file: str, result: str, given: str) -> int:
+    """Changes of `given` outside the edit's hunks: lines of the file lost or changed, and runs of lines put in."""
+    before = file.splitlines()
+    asked, made = _touched(before, result.splitlines()), _touched(before, given.splitlines())
+    allowed = {line for start, end in asked for line in range(start - 1, end + 1)}
+    lines = {line for start, end in made for line in range(start, end)}
+    inserted = {start for start, end in made if start == end}
+    # What is put in beside a hunk belongs to it: an equal line may be taken for either.
+    return len(lines - allowed) + len({at for at in inserted if at not in allowed and at - 1 not in allowed})
+
+
+def _touched(before: Sequence[str], after: Sequence[str]) -> list[tuple[int, int]]:
+    codes = SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    return [(start, end) for tag, start, end, _, _ in codes if tag != "equal"]
+
+
+def _trimmed(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

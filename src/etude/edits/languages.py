@@ -1,0 +1,125 @@
+"""Languages by file ending: their comments, whether a text parses, and whether two texts mean the same to a parser.
+
+Python and JSON are parsed by the standard library. The others need the tree-sitter packages of the extra `apply`;
+without these they have no syntax here, so no data is made of them and no answer of theirs is graded by its syntax.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import io
+import json
+import tokenize
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import PurePosixPath
+from typing import Any
+
+SUFFIXES = {
+    ".py": "python", ".pyi": "python", ".js": "javascript", ".mjs": "javascript", ".cjs": "javascript",
+    ".jsx": "javascript", ".ts": "typescript", ".tsx": "tsx", ".go": "go", ".java": "java", ".c": "c", ".h": "c",
+    ".md": "markdown", ".json": "json",
+}  # fmt: skip
+_GRAMMARS = {
+    "javascript": ("tree_sitter_javascript", "language"),
+    "typescript": ("tree_sitter_typescript", "language_typescript"),
+    "tsx": ("tree_sitter_typescript", "language_tsx"),
+    "go": ("tree_sitter_go", "language"),
+    "java": ("tree_sitter_java", "language"),
+    "c": ("tree_sitter_c", "language"),
+}
+_COMMENTS = {"python": ("#", ""), "markdown": ("<!--", " -->")}
+_MAX_LEAVES = 200_000
+
+
+def language_of(path: str) -> str | None:
+    """The language of a file by its ending, or None."""
+    return SUFFIXES.get(PurePosixPath(path).suffix.lower())
+
+
+def comment(language: str, text: str) -> str:
+    """`text` as a line comment; JSON has none and borrows JavaScript's, as people do in sketches."""
+    opening, closing = _COMMENTS.get(language, ("//", ""))
+    return f"{opening} {text}{closing}"
+
+
+def has_syntax(language: str) -> bool:
+    """Whether texts of the language can be parsed here. Markdown has no errors, so it has no syntax to compare."""
+    return language in ("python", "json") or _parser(language) is not None
+
+
+def parses(text: str, language: str) -> bool:
+    """Whether the text is free of syntax errors; always true for Markdown.
+
+    Raises ValueError for a language whose parser is not installed.
+    """
+    if language == "markdown":
+        return True
+    return _meaning(text, language) is not None
+
+
+def same_syntax(one: str, other: str, language: str) -> bool:
+    """Whether both texts parse to equal trees with equal comments; false for Markdown and without a parser."""
+    if not has_syntax(language):
+        return False
+    meaning = _meaning(one, language)
+    return meaning is not None and meaning == _meaning(other, language)
+
+
+def _meaning(text: str, language: str) -> object:
+    """What two texts must share to have one syntax; None for a text that does not parse."""
+    if language == "python":
+        return _python(text)
+    if language == "json":
+        try:
+            return ("json", json.loads(text.removeprefix("\ufeff"), object_pairs_hook=lambda pairs: ("object", pairs)))
+        except (ValueError, RecursionError):
+            return None
+    parser = _parser(language)
+    if parser is None:
+        raise ValueError(f"there is no parser for {language}: install the extra `apply`")
+    tree = parser.parse(text.encode("utf-8", "surrogatepass"))
+    if tree.root_node.has_error:
+        return None
+    return list(_leaves(tree))
+
+
+def _python(text: str) -> object:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other people's invalid escapes are not this program's warnings
+            tree = ast.parse(text.removeprefix("\ufeff"))
+            tokens = list(tokenize.generate_tokens(io.StringIO(text.removeprefix("\ufeff")).readline))
+    except (SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError):
+        return None
+    return ast.dump(tree), [token.string.strip() for token in tokens if token.type == tokenize.COMMENT]
+
+
+def _leaves(tree: Any) -> Iterator[tuple[int, str, bytes]]:
+    """(depth, kind, text) of every leaf, comments among them, and (depth, kind, b"") of every inner node."""
+    cursor, depth = tree.walk(), 0
+    for _ in range(_MAX_LEAVES):
+        node = cursor.node
+        yield depth, node.type, node.text if node.child_count == 0 else b""
+        if cursor.goto_first_child():
+            depth += 1
+            continue
+        while not cursor.goto_next_sibling():
+            if not cursor.goto_parent():
+                return
+            depth -= 1
+
+
+@cache
+def _parser(language: str) -> Any:
+    """A tree-sitter parser, or None if its packages are not installed."""
+    if language not in _GRAMMARS:
+        return None
+    module, function = _GRAMMARS[language]
+    try:
+        tree_sitter, grammar = importlib.import_module("tree_sitter"), importlib.import_module(module)
+    except ImportError:
+        return None
+    return tree_sitter.Parser(tree_sitter.Language(getattr(grammar, function)()))

@@ -1,0 +1,207 @@
+"""`etude eval MODEL --suite fast-apply`: how often a model applies a sketched edit rightly, graded without a judge.
+
+The deterministic merge is graded on the same edits: a model that is no better than it is not worth its time. An edit
+that does not fit the model's context is a failure, and counted apart as well.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.edits import data
+from etude.edits.card import bin_name
+from etude.edits.data import Example
+from etude.edits.formats import read_answer
+from etude.edits.grade import Grade, grade, outside
+from etude.edits.merge import NoPlace, merge
+from etude.errors import UserError
+from etude.evals.stats import Estimate, paired_difference, pass_rate
+from etude.inference.edit import DoesNotFit, Edit, NotClosed
+
+SUITE = Path(__file__).parent / "edits" / "suite" / "heldout.parquet"
+_ROWS = 8  # edits in the engine at a time
+_SECONDS = 1800.0  # without one finished edit
+_LENGTHS = (20, 40, 100, 400)
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One edit by one applier."""
+
+    example: Example
+    grade: Grade
+    outside: int  # changes outside the edit's hunks; 0 without an answer
+    fits: bool  # the applier could be asked
+    answered: bool  # it gave an answer that means a file
+    tokens: int = 0
+
+    @property
+    def right(self) -> bool:
+        return self.grade in (Grade.EXACT, Grade.WHITESPACE, Grade.SYNTAX)
+
+
+def evaluate_edits(models: Sequence[Path], suite: Path, *, way: str, max_edits: int | None, as_json: bool) -> int:
+    """Print grades with 95 % intervals, by language, size and noise. Raises UserError."""
+    examples = data.load(SUITE if suite == Path("fast-apply") else suite)[:max_edits]
+    if not examples:
+        raise UserError("the suite holds no edits: raise --max-tasks")
+    baseline = [merged(example) for example in examples]
+    results = [run(model, examples, way) for model in models]
+    named = [("merge", baseline, 0.0), *((str(m), *r) for m, r in zip(models, results, strict=True))]
+    for name, applied, seconds in named:
+        _show(name, applied, seconds, way if name != "merge" else "no model")
+    report = {
+        "suite": str(suite), "format": way, "edits": len(examples),
+        "results": [{"model": n, "seconds": round(seconds, 1), **summary(applied)} for n, applied, seconds in named],
+    }  # fmt: skip
+    if len(results) == 2:
+        sides = [[[a.grade == Grade.EXACT] for a in applied] for applied, _ in results]
+        difference = paired_difference(*sides, _clusters(examples))
+        print(f"second minus first, exact: {_percent(difference)}")
+        report["paired_diff"] = _plain(difference)
+    if as_json:
+        print(json.dumps(report))
+    return 0
+
+
+def merged(example: Example) -> Applied:
+    """The deterministic merge, graded."""
+    try:
+        text = merge(example.file, example.sketch).text
+    except NoPlace:
+        return Applied(example, Grade.FAIL, 0, True, False)
+    return _graded(example, text, 0)
+
+
+def run(folder: Path, examples: Sequence[Example], way: str) -> tuple[list[Applied], float]:
+    """Every edit by the model of a folder, greedily and with drafts; and the seconds it took. Raises UserError."""
+    from etude.harness.renderers import renderer_for
+    from etude.harness.renderers.base import load_tokenizer
+    from etude.inference.apply import Answer, Applier
+    from etude.inference.engine import Engine, Limits
+    from etude.inference.rows import Row
+    from etude.models.loading import load_model
+
+    engine = Engine(load_model(folder), limits=Limits(rows=_ROWS))
+    has_chat = (folder / "chat_template.jinja").is_file()
+    applier = Applier(load_tokenizer(folder), renderer_for(folder) if has_chat else None)
+    asked: list[tuple[Row, Answer] | None] = []
+    start = time.monotonic()
+    for example in examples:
+        edit = Edit(example.file, example.sketch, example.instruction)
+        try:
+            request, close = applier.request(edit, engine.max_length, way=way)
+        except DoesNotFit:
+            asked.append(None)
+            continue
+        answer = applier.answer(close)
+        row = engine.submit(request, answer)
+        answer.watch(row)
+        asked.append((row, answer))
+    engine.start()
+    try:
+        found = [_answered(example, one, way) for example, one in zip(examples, asked, strict=True)]
+    finally:
+        engine.close()
+    return found, time.monotonic() - start
+
+
+def _answered(example: Example, asked, way: str) -> Applied:
+    if asked is None:
+        return Applied(example, Grade.FAIL, 0, False, False)
+    row, answer = asked
+    try:
+        row.future.result(_SECONDS)
+        text = read_answer(example.file, answer.text(), way)
+    except TimeoutError:
+        raise UserError(f"the model gave no answer within {_SECONDS:.0f} seconds: use a smaller one") from None
+    except NotClosed:
+        text = None
+    if text is None:
+        return Applied(example, Grade.FAIL, 0, True, False, len(answer.ids))
+    return _graded(example, text, len(answer.ids))
+
+
+def _graded(example: Example, text: str, tokens: int) -> Applied:
+    found = grade(example.result, text, example.language)
+    stray = 0 if found == Grade.EXACT else outside(example.file, example.result, text)
+    return Applied(example, found, stray, True, True, tokens)
+
+
+def summary(applied: Sequence[Applied]) -> dict[str, object]:
+    """Shares of all edits as JSON, and the exact share by group, with intervals over files."""
+    count = len(applied)
+    groups = {
+        name: {key: _group(part) for key, part in sorted(_split(applied, keys).items())}
+        for name, keys in _GROUPS.items()
+    }
+    return {
+        "exact": _plain(_rate(applied, lambda a: a.grade == Grade.EXACT)),
+        "right": _plain(_rate(applied, lambda a: a.right)),
+        "grades": {str(g): sum(a.grade == g for a in applied) / count for g in Grade},
+        "fits": sum(a.fits for a in applied) / count,
+        "exact_of_those_that_fit": _group([a for a in applied if a.fits]),
+        "answered": sum(a.answered for a in applied) / count,
+        "changed_outside": sum(a.outside > 0 for a in applied) / count,
+        "by": groups,
+    }
+
+
+_GROUPS: dict[str, Callable[[Example], Sequence[str]]] = {
+    "language": lambda e: [e.language],
+    "lines": lambda e: [next((f"up to {n:3}" for n in _LENGTHS if e.lines <= n), "more")],
+    "share changed": lambda e: [f"{e.size + 1}: {bin_name(e.size)}"],
+    "kind": lambda e: [e.kind],
+    "noise": lambda e: e.noise or ("none",),
+}
+
+
+def _split(applied: Sequence[Applied], keys: Callable[[Example], Sequence[str]]) -> dict[str, list[Applied]]:
+    groups: dict[str, list[Applied]] = defaultdict(list)
+    for one in applied:
+        for key in keys(one.example):
+            groups[key].append(one)
+    return groups
+
+
+def _group(part: Sequence[Applied]) -> dict[str, object]:
+    return {"edits": len(part), **(_plain(_rate(part, lambda a: a.grade == Grade.EXACT)) if part else {})}
+
+
+def _rate(applied: Sequence[Applied], right: Callable[[Applied], bool]) -> Estimate:
+    return pass_rate([[right(a)] for a in applied], _clusters([a.example for a in applied]))
+
+
+def _clusters(examples: Sequence[Example]) -> list[str]:
+    """Edits of one file are dependent."""
+    return [f"{e.repository}/{e.path}" for e in examples]
+
+
+def _plain(estimate: Estimate) -> dict[str, float]:
+    return {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
+
+
+def _percent(e: Estimate) -> str:
+    return f"{100 * e.mean:.1f} % [{100 * e.low:.1f}, {100 * e.high:.1f}]"
+
+
+def _show(name: str, applied: Sequence[Applied], seconds: float, way: str) -> None:
+    count, grades = len(applied), Counter(a.grade for a in applied)
+    shares = ", ".join(f"{g} {100 * grades[g] / count:.1f} %" for g in Grade)
+    print(f"{name} ({way}), {count} edits: exact {_percent(_rate(applied, lambda a: a.grade == Grade.EXACT))}")
+    print(f"  first grade that holds: {shares}")
+    fitting = [a for a in applied if a.fits]
+    if len(fitting) < count and fitting:
+        print(f"  {len(fitting)} fit the context: {_percent(_rate(fitting, lambda a: a.grade == Grade.EXACT))} exact")
+    stray = sum(a.outside > 0 for a in applied)
+    print(f"  changes outside the hunks: {stray} answers; no usable answer: {sum(not a.answered for a in applied)}")
+    if seconds:
+        print(f"  {sum(a.tokens for a in applied)} tokens in {seconds:.0f} s")
+    for title, keys in _GROUPS.items():
+        for key, part in sorted(_split(applied, keys).items()):
+            print(f"  {title:14} {key:18} {len(part):4} {_percent(_rate(part, lambda a: a.grade == Grade.EXACT))}")

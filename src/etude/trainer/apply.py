@@ -1,0 +1,184 @@
+"""Fine-tuning on applied edits: the model is asked for the whole new file, and learns the answer only.
+
+The hard part for a small model is to copy without a slip, so short files come first. With every checkpoint some
+held-out edits are measured by their likelihood: an answer is right under greedy decoding exactly if each of its tokens
+is the most likely one after those before it, so one pass decides it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from etude.corpus import dialect, packing
+from etude.corpus import tokenizer as bpe
+from etude.corpus.dialect import IDS, Document, Piece, message, special
+from etude.edits import data
+from etude.edits.data import Example
+from etude.edits.formats import question
+from etude.errors import UserError
+from etude.trainer import pretrain
+from etude.trainer.pretrain_config import ApplyConfig
+
+log = logging.getLogger(__name__)
+
+
+def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
+    """Fine-tune a model on applied edits; returns its Hugging Face folder. Raises UserError for bad input."""
+    output, optim = config.output, config.optim
+    if not (config.model / "tokenizer.json").is_file():
+        raise UserError(f"{config.model} is not a model folder: give one with a config.json and a tokenizer.json")
+    train, held_out = data.load(config.data), data.load(config.held_out)
+    if shared := {e.repository for e in train} & {e.repository for e in held_out}:
+        raise UserError(
+            f"{min(shared)} is both trained on and held out: make the tables with one `etude tasks fast-apply`"
+        )
+    pretrain.prepare(output, config, resume)
+    tokenizer = bpe.load(config.model)
+    if not (output / "rows.safetensors").is_file():
+        rows = rows_of(encode(train, tokenizer), [e.weight for e in train], config)
+        log.info("rows: %s, %d labelled tokens", rows.ids.shape, rows.labelled)
+        packing.save(rows, output / "rows.safetensors")
+    rows = packing.load(output / "rows.safetensors")
+    tests = measured(held_out, tokenizer, config.measured, optim.length, config.seed)
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.bfloat16)
+    model.config.max_position_embeddings = optim.length  # a longer context has not been learned
+    if optim.compile:
+        model.set_experts_implementation("grouped_mm")
+    pretrain.train(
+        model, rows, None, optim, output, config.model, resume=resume, stop_after=stop_after,
+        measure=lambda current: summary(likelihoods(current, tests)),
+    )  # fmt: skip
+    return output / "checkpoint"
+
+
+def document(example: Example) -> Document:
+    """The example as training text; the answer, its closing tag and the end of the turn are labelled."""
+    asked = question(example.file, example.sketch, example.instruction)
+    return (
+        *message("user", asked.content), special("<|assistant|>", False), Piece(asked.opening, False),
+        Piece(example.result + asked.close), special("<|end|>"),
+    )  # fmt: skip
+
+
+def encode(examples: Sequence[Example], tokenizer: Tokenizer) -> list[packing.Encoded]:
+    """Ids and labels of every example."""
+    return dialect.encode(tokenizer, [document(example) for example in examples])
+
+
+def rows_of(encoded: Sequence[packing.Encoded], weights: Sequence[float], config: ApplyConfig) -> packing.Rows:
+    """Packed rows, phase after phase. In each phase examples come by weight, those not seen yet before the others.
+
+    Raises UserError if a phase has no example short enough.
+    """
+    rng = random.Random(config.seed)
+    used = [0] * len(encoded)
+    parts: list[packing.Rows] = []
+    for number, phase in enumerate(config.phases):
+        pool = [i for i, (ids, _) in enumerate(encoded) if len(ids) <= phase.longest]
+        if not pool:
+            raise UserError(f"no edit has at most {phase.longest} tokens: raise phases.longest or give shorter files")
+        budget, chosen = phase.share * config.optim.tokens, list[packing.Encoded]()
+        while budget > 0:
+            # Exponential keys divided by weights order a weighted sample without replacement.
+            keys = {i: (used[i], rng.expovariate(1.0) / weights[i]) for i in pool}
+            for i in sorted(pool, key=keys.__getitem__):
+                if budget <= 0:
+                    break
+                chosen.append(encoded[i])
+                used[i] += 1
+                budget -= len(encoded[i][0])
+        rows = packing.pack(
+            chosen, config.optim.length, pad=IDS["<|pad|>"], separator=IDS["<|endoftext|>"], label_separator=False
+        )
+        parts.append(packing.shuffled(rows, config.seed + number))
+    return packing.Rows(np.concatenate([p.ids for p in parts]), np.concatenate([p.mask for p in parts]))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A held-out edit, encoded; `changed_T` marks the answer's tokens that are not the file's at their place."""
+
+    ids_T: np.ndarray
+    label_T: np.ndarray
+    changed_T: np.ndarray
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Whether greedy decoding gives the answer, how many of its tokens come before the first slip, and the losses."""
+
+    exact: bool
+    right: float  # share of the answer's tokens that are the most likely ones
+    loss: float  # per token of the answer
+    changed_loss: float  # per changed token; 0 if there is none
+    changed: int
+    tokens: int
+
+
+def measured(examples: Sequence[Example], tokenizer: Tokenizer, count: int, longest: int, seed: int) -> list[Measured]:
+    """Up to `count` of the examples that have at most `longest` tokens."""
+    chosen = random.Random(seed).sample(list(examples), len(examples))
+    found: list[Measured] = []
+    for example in chosen:
+        if len(found) == count:
+            break
+        ((ids, mask),) = encode([example], tokenizer)
+        if len(ids) > longest:
+            continue
+        file = tokenizer.encode(example.file, add_special_tokens=False).ids
+        answer = ids[mask > 0].tolist()
+        same = np.zeros(len(answer), dtype=bool)
+        for block in SequenceMatcher(None, file, answer, autojunk=False).get_matching_blocks():
+            same[block.b : block.b + block.size] = True
+        changed = np.zeros(len(ids), dtype=bool)
+        changed[mask > 0] = ~same
+        found.append(Measured(ids.astype(np.int64), mask > 0, changed))
+    return found
+
+
+@torch.no_grad()
+def likelihoods(model: PreTrainedModel, tests: Sequence[Measured]) -> list[Likelihood]:
+    """One pass per edit."""
+    found = []
+    for test in tests:
+        ids_T = torch.from_numpy(test.ids_T).to(model.device)
+        # The token at t is predicted at t - 1.
+        index_K = torch.from_numpy(np.flatnonzero(test.label_T) - 1).to(model.device)
+        hidden_KD = model.model(input_ids=ids_T[None], use_cache=False).last_hidden_state[0, index_K]
+        logits_KV = model.lm_head(hidden_KD).float()
+        target_K = ids_T[index_K + 1]
+        loss_K = torch.nn.functional.cross_entropy(logits_KV, target_K, reduction="none").cpu().numpy()
+        right_K = (logits_KV.argmax(-1) == target_K).cpu().numpy()
+        changed_K = test.changed_T[test.label_T]
+        found.append(
+            Likelihood(
+                exact=bool(right_K.all()), right=float(right_K.mean()), loss=float(loss_K.mean()),
+                changed_loss=float(loss_K[changed_K].mean()) if changed_K.any() else 0.0,
+                changed=int(changed_K.sum()), tokens=len(loss_K),
+            )
+        )  # fmt: skip
+    return found
+
+
+def summary(results: Sequence[Likelihood]) -> dict[str, float]:
+    """Means over edits (`exact`) and over tokens (the rest), named as in metrics.jsonl."""
+    if not results:
+        return {}
+    tokens, changed = sum(r.tokens for r in results), sum(r.changed for r in results)
+    return {
+        "eval/heldout/edits": float(len(results)),
+        "eval/heldout/exact": sum(r.exact for r in results) / len(results),
+        "eval/heldout/tokens_right": sum(r.right * r.tokens for r in results) / tokens,
+        "eval/heldout/loss": sum(r.loss * r.tokens for r in results) / tokens,
+        "eval/heldout/loss_changed": sum(r.changed_loss * r.changed for r in results) / max(changed, 1),
+    }

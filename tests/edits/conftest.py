@@ -1,0 +1,7 @@
+"""The libraries of this folder's tests as fixtures."""
+
+from __future__ import annotations
+
+from libraries import clone, releases
+
+__all__ = ["clone", "releases"]

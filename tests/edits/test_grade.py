@@ -1,0 +1,79 @@
+"""Grades, in their order, and changes outside the hunks."""
+
+import importlib.util
+
+import pytest
+
+from etude.edits.grade import Grade, grade, outside
+from etude.edits.languages import has_syntax, language_of, parses, same_syntax
+
+CODE = "def f(a):\n    # note\n    return a + 1\n"
+TREE_SITTER = importlib.util.find_spec("tree_sitter") is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (CODE, Grade.EXACT),
+        (CODE.replace("return a + 1", "return a + 1  "), Grade.WHITESPACE),
+        (CODE + "\n\n", Grade.WHITESPACE),
+        (CODE.rstrip("\n"), Grade.WHITESPACE),
+        (CODE.replace("a + 1", "(a + 1)"), Grade.SYNTAX),
+        (CODE.replace("    ", "  "), Grade.SYNTAX),
+        (CODE.replace("# note", "# other"), Grade.FAIL),
+        (CODE.replace("    # note\n", ""), Grade.FAIL),
+        (CODE.replace("+ 1", "+ 2"), Grade.FAIL),
+        ("def f(:\n", Grade.FAIL),
+        (None, Grade.FAIL),
+    ],
+)
+def test_the_first_grade_that_holds(given, expected):
+    assert grade(CODE, given, "python") == expected
+
+
+def test_json_is_compared_by_its_values_in_order():
+    assert grade('{"a": 1, "b": [2]}\n', '{ "a": 1,\n"b": [2] }\n', "json") == Grade.SYNTAX
+    assert grade('{"a": 1, "b": 2}\n', '{"b": 2, "a": 1}\n', "json") == Grade.FAIL
+
+
+def test_markdown_has_no_syntax_to_compare():
+    assert grade("# a\n\nb\n", "# a\nb\n", "markdown") == Grade.FAIL
+    assert parses("``` *", "markdown")
+
+
+@pytest.mark.skipif(not TREE_SITTER, reason="needs the extra `apply`")
+@pytest.mark.parametrize(
+    ("path", "code", "alike", "other"),
+    [
+        ("a.js", "f(1); // x\n", "f( 1 );  // x\n", "f(1); // y\n"),
+        ("a.ts", "let a: number = 1;\n", "let a : number=1;\n", "let a: string = 1;\n"),
+        ("a.go", "package a\nfunc f() int { return 1 }\n", "package a\n\nfunc f() int {\n\treturn 1\n}\n",
+         "package a\nfunc f() int { return 2 }\n"),
+        ("A.java", "class A { int a; }\n", "class A {\n  int a;\n}\n", "class A { int b; }\n"),
+        ("a.c", "int f(void) { return 1; }\n", "int f(void)\n{\n  return 1;\n}\n", "int f(int a) { return 1; }\n"),
+    ],
+)  # fmt: skip
+def test_trees_of_other_languages(path, code, alike, other):
+    language = language_of(path)
+    assert parses(code, language)
+    assert not parses(code + "((", language)
+    assert same_syntax(code, alike, language)
+    assert not same_syntax(code, other, language)
+
+
+@pytest.mark.skipif(TREE_SITTER, reason="the extra `apply` is installed")
+def test_without_a_parser_nothing_is_claimed():
+    assert not has_syntax("go")
+    assert not same_syntax("a", "a ", "go")
+    with pytest.raises(ValueError, match="extra `apply`"):
+        parses("a", "go")
+
+
+def test_changes_outside_the_hunks_are_counted():
+    file = "".join(f"line {i}\n" for i in range(20))
+    result = file.replace("line 5\n", "five\n")
+    assert outside(file, result, result) == 0
+    assert outside(file, result, result.replace("line 5", "six").replace("five", "six")) == 0
+    assert outside(file, result, result.replace("line 12\n", "")) == 1
+    assert outside(file, result, result.replace("line 12\n", "line 12\nextra\n")) == 1
+    assert outside(file, result, result.replace("five\n", "five\nsix\n")) == 0

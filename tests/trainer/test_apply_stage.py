@@ -1,0 +1,152 @@
+"""The stage `apply` on a model of a few thousand parameters and a handful of edits."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from etude.corpus import tokenizer as bpe
+from etude.corpus.dialect import IDS
+from etude.edits import data
+from etude.edits.data import Example
+from etude.edits.formats import question
+from etude.edits.sketch import draw
+from etude.errors import UserError
+from etude.trainer import apply, pretrain
+from etude.trainer.pretrain_config import ApplyConfig, ModelConfig, PhaseConfig
+
+MODEL = ModelConfig(
+    vocab_size=360, hidden_size=48, intermediate_size=64, layers=2, heads=2, kv_heads=1, head_dim=24, expert_size=32,
+    experts=4, max_positions=512,
+)  # fmt: skip
+
+
+def example(number: int, repository: str = "lib-1.0") -> Example:
+    """The value of one of four lines changes."""
+    rng = random.Random(number)
+    lines = [f"{name} = {rng.randrange(10)}" for name in rng.sample("abcdefgh", 6)]
+    changed = [*lines[:2], f"{lines[2][0]} = {rng.randrange(10, 100)}", *lines[3:]]
+    before, after = ("\n".join(x) + "\n" for x in (lines, changed))
+    drawn = draw(before, after, "python", random.Random(0), kinds=0)
+    assert drawn is not None
+    return Example(
+        id=str(number), repository=repository, licence="MIT", origin="files", path="a.py", language="python",
+        kind="synthetic", noise=(), merges=True, instruction="", file=before, sketch=drawn.text, result=after, lines=6,
+        fraction=0.2,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A fresh model with a tokenizer, and tables of edits, in one folder."""
+    train = [example(i) for i in range(40)]
+    texts = [question(e.file, e.sketch).content + "<updated-code>\n" + e.result + "</updated-code>" for e in train]
+    bpe.save(bpe.train(texts, 360), tmp_path / "model", 512)
+    pretrain.new_model(MODEL, 0).save_pretrained(tmp_path / "model")
+    data.write(train, tmp_path / "train.parquet")
+    data.write([example(i, "other-1.0") for i in range(100, 108)], tmp_path / "heldout.parquet")
+    return tmp_path
+
+
+def config(folder: Path, **changes: object) -> ApplyConfig:
+    optim = {"tokens": 60_000, "batch": 4, "length": 256, "lr": 4e-3, "compile": False, "threads": 1, "log_every": 1}
+    values = {"output": folder / "run", "model": folder / "model", "data": folder / "train.parquet",
+              "held_out": folder / "heldout.parquet", "phases": ({"share": 0.5, "longest": 180},
+              {"share": 0.5, "longest": 256}), "optim": optim | changes}  # fmt: skip
+    return ApplyConfig.model_validate(values)
+
+
+def test_the_loss_falls_and_held_out_edits_are_measured(folder: Path) -> None:
+    checkpoint = apply.finetune(config(folder))
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss/token"] for row in rows if "loss/token" in row]
+    assert np.mean(losses[-5:]) < 0.6 * losses[0]
+    last = rows[-1]
+    assert last["eval/heldout/edits"] == 8
+    assert 0 <= last["eval/heldout/exact"] <= 1
+    assert 0.2 < last["eval/heldout/tokens_right"] <= 1
+    assert last["eval/heldout/loss_changed"] > 0
+    assert json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"] == 256
+
+
+def test_only_the_answer_is_labelled(folder: Path) -> None:
+    tokenizer = bpe.load(folder / "model")
+    ((ids, mask),) = apply.encode([example(1)], tokenizer)
+    said = tokenizer.decode(ids[mask > 0].tolist(), skip_special_tokens=False)
+    assert said == example(1).result + "</updated-code><|end|>"
+    asked = tokenizer.decode(ids[mask == 0].tolist(), skip_special_tokens=False)
+    assert asked.startswith("<|user|><instruction>")
+    assert asked.endswith("<|end|><|assistant|><updated-code>\n")
+
+
+def test_short_examples_come_first_and_unseen_ones_before_the_others(folder: Path) -> None:
+    encoded = [(np.full(n, 40, np.uint16), np.ones(n, np.uint8)) for n in (60, 60, 200)]
+    encoded[2][0][:] = 41
+    setting = config(folder, tokens=1000)
+    rows = apply.rows_of(encoded, [1.0, 1.0, 1.0], setting)
+    half = len(rows.ids) // 2
+    assert not (rows.ids[:half] == 41).any()
+    assert (rows.ids[half:] == 41).any()
+    # 60 + 60 + ... reach 500 tokens by turns; every example was used before one came again.
+    assert (rows.ids == 41).sum() % 200 == 0
+    short = config(folder).model_copy(update={"phases": (PhaseConfig(share=1.0, longest=10),)})
+    with pytest.raises(UserError, match="at most 10 tokens"):
+        apply.rows_of(encoded, [1.0] * 3, short)
+
+
+def test_exact_by_likelihood_is_exact_by_greedy_decoding(folder: Path) -> None:
+    """A model taught a few edits: where all its likeliest tokens are the answer's, it says the answer."""
+    tokenizer = bpe.load(folder / "model")
+    examples = [example(i) for i in range(6)]
+    tests = apply.measured(examples, tokenizer, 6, 256, seed=0)
+    model = pretrain.new_model(MODEL, 0).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(500):
+        test = tests[step % 2]
+        ids = torch.from_numpy(test.ids_T)[None]
+        labels = torch.where(torch.from_numpy(test.label_T)[None], ids, -100)
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    found = apply.likelihoods(model, tests)
+    said = []
+    for test in tests:
+        start = int(np.argmax(test.label_T))
+        ids = torch.from_numpy(test.ids_T[:start])[None]
+        out = model.generate(input_ids=ids, max_new_tokens=len(test.ids_T) - start, do_sample=False, pad_token_id=1)
+        said.append(out[0].tolist() == test.ids_T.tolist())
+    assert [r.exact for r in found] == said
+    assert any(said)
+    assert not all(said)
+    assert all(test.ids_T[-1] == IDS["<|end|>"] for test in tests)
+    assert all(0 < test.changed_T.sum() < test.label_T.sum() for test in tests)
+
+
+def test_a_killed_run_goes_on(folder: Path) -> None:
+    setting = config(folder, tokens=6_000)
+    apply.finetune(setting, stop_after=2)
+    apply.finetune(setting, resume=True)
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "loss/token" in row]
+    assert steps == sorted(set(steps))
+    assert steps[-1] > 2
+
+
+def test_bad_input_is_one_sentence(folder: Path) -> None:
+    data.write([example(1)], folder / "heldout.parquet")
+    with pytest.raises(UserError, match="both trained on and held out"):
+        apply.finetune(config(folder))
+    with pytest.raises(UserError, match="does not exist"):
+        apply.finetune(config(folder).model_copy(update={"data": folder / "none.parquet"}))
+    with pytest.raises(UserError, match="not a model folder"):
+        apply.finetune(config(folder).model_copy(update={"model": folder}))
+    (folder / "broken.parquet").write_text("no table")
+    with pytest.raises(UserError, match="no table of edits"):
+        apply.finetune(config(folder).model_copy(update={"data": folder / "broken.parquet"}))
+    assert not (folder / "run").exists()
