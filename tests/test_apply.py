@@ -121,32 +121,17 @@ def test_the_bundled_model_says_that_it_is_no_apply_model(file, capsys):
     assert file.read_text() == FILE
 
 
-def test_the_bundled_model_is_held_against_the_merge(file, capsys, monkeypatch):
-    """Without --model: the model's answer where it touches nothing else, the merge and a sentence where it does not."""
-    answers = {
-        "as asked": RESULT,
-        "in its own words": RESULT.replace("items.pop()", "items.pop(-1)"),
-        "more than asked": RESULT.replace("return 3", "return 4"),
-    }
-    for how, answer in answers.items():
-        file.write_text(FILE)
-        monkeypatch.setattr(apply, "_rewritten", lambda edit, folder, answer=answer: answer)
-        assert run(file, "--edit", SKETCH) == 0
-        stray = how == "more than asked"
-        assert ("1 place that the sketch leaves alone" in capsys.readouterr().err) == stray
-        assert file.read_text() == (RESULT if stray else answer)
-    monkeypatch.setattr(apply, "BUNDLED", Path("nowhere"))
-    file.write_text(FILE)
+def test_without_a_model_named_the_edit_is_merged(file, capsys):
     assert run(file, "--edit", SKETCH) == 0
-    assert "no folder nowhere here" in capsys.readouterr().err
     assert file.read_text() == RESULT
 
 
-def test_an_edit_too_large_for_the_bundled_model_is_merged(file, capsys):
-    file.write_text(FILE + "".join(f"\n\ndef f{i}():\n    return {i}\n" for i in range(200)))
-    assert run(file, "--edit", SKETCH) == 0
-    assert "merged without a model: the edit needs" in capsys.readouterr().err
-    assert "self.items.pop()" in file.read_text()
+def test_an_edit_too_large_for_the_bundled_apply_model_is_refused(file, capsys):
+    text = FILE + "".join(f"\n\ndef f{i}():\n    return {i}\n" for i in range(200))
+    file.write_text(text)
+    assert run(file, "--edit", SKETCH, "--model", ROOT / "models/nano-apply") == 2
+    assert "the model has a context of 512" in capsys.readouterr().err
+    assert file.read_text() == text
 
 
 def test_a_request_brings_prompt_and_drafts_that_tokenise_alike():

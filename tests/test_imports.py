@@ -22,6 +22,7 @@ TORCH_FREE = (
     "records",
     "evals",
     "dashboard",
+    "edits",
     "errors",
 )
 HEAVY = {"torch", "transformers"}

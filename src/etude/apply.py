@@ -8,32 +8,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from etude.edits.grade import outside
 from etude.errors import UserError
-from etude.inference.edit import DoesNotFit, Edit, NotClosed, read_text
+from etude.inference.edit import Edit, read_text
 
 _SECONDS = 600.0
 _COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}
 
 
-BUNDLED = Path("models/nano-apply")
-
-
 def apply(
-    path: Path,
-    sketch: str | None,
-    sketch_file: Path | None,
-    *,
-    instruction: str,
-    model: Path | None,
-    check: bool,
-    careful: bool = False,
+    path: Path, sketch: str | None, sketch_file: Path | None, *, instruction: str, model: Path | None, check: bool
 ) -> int:
-    """Edit `path`; `model` None merges without a model, `check` only prints. Raises UserError, the file untouched.
-
-    With `careful` the merge is taken, and that is said, where the edit does not fit the model's context or the model
-    changes lines that the sketch does not speak of.
-    """
+    """Edit `path`; `model` None merges without a model, `check` only prints. Raises UserError, the file untouched."""
     if (sketch is None) == (sketch_file is None):
         raise UserError("give the sketch of the edit with --edit TEXT or --edit-file FILE, one of the two")
     if sketch is None:
@@ -41,32 +26,11 @@ def apply(
         sketch = read_text(sketch_file)
     before = read_text(path)
     edit = Edit(before, sketch, instruction)
-    if model is None:
-        after = edit.merged()
-    else:
-        after = _checked(edit, model) if careful else _rewritten(edit, model)
+    after = edit.merged() if model is None else _rewritten(edit, model)
     show(path, before, after)
     if not check and after != before:
         write(path, before, after)
     return 0
-
-
-def _checked(edit: Edit, folder: Path) -> str:
-    """What the model makes of the edit, or the merge where that is safer; the reason goes to standard error."""
-    merged = edit.merged()
-    if not folder.is_dir():
-        print(f"etude: merged without a model: there is no folder {folder} here", file=sys.stderr)
-        return merged
-    try:
-        after = _rewritten(edit, folder)
-    except (DoesNotFit, NotClosed) as e:
-        print(f"etude: merged without a model: {e}", file=sys.stderr)
-        return merged
-    stray = outside(edit.text, merged, after)
-    if stray:
-        places = "1 place" if stray == 1 else f"{stray} places"
-        print(f"etude: merged without a model: it changed {places} that the sketch leaves alone", file=sys.stderr)
-    return merged if stray else after
 
 
 def _rewritten(edit: Edit, folder: Path) -> str:

@@ -113,8 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     apply.add_argument("--edit-file", type=Path, metavar="FILE", help="the same from a file")
     apply.add_argument("--instruction", default="", help="what the edit is about, for the model")
     which = apply.add_mutually_exclusive_group()
-    which.add_argument("--model", type=Path, help="HF folder of an apply model; default: the bundled one, checked")
-    which.add_argument("--no-model", action="store_true", help="only the deterministic merge")
+    which.add_argument("--model", type=Path, help="HF folder of an apply model, e.g. models/nano-apply")
+    which.add_argument("--no-model", action="store_true", help="only the deterministic merge (the default)")
     apply.add_argument("--check", action="store_true", help="print the difference and write nothing")
 
     doctor = command("doctor", _doctor, "what this machine can do, and what it refuses")
@@ -298,16 +298,15 @@ def _weights(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _apply(arguments: argparse.Namespace, _: list[str]) -> int:
-    from etude.apply import BUNDLED, apply
+    from etude.apply import apply
 
     return apply(
         arguments.file,
         arguments.edit,
         arguments.edit_file,
         instruction=arguments.instruction,
-        model=None if arguments.no_model else arguments.model or BUNDLED,
+        model=arguments.model,
         check=arguments.check,
-        careful=arguments.model is None,
     )
 
 
