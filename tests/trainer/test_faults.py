@@ -4,7 +4,6 @@ Every case trains two healthy steps, then plays the episodes of the third with a
 trainer, and lets the real trainer step on them. The same table is in docs/parity.md.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -269,7 +268,6 @@ def test_a_fault_is_caught_at_its_first_step_and_named(start, monkeypatch, name)
     with monkeypatch.context() as patch:
         episodes, engine = fault.inject(case, patch)
         found = case.step(episodes, engine)
-    print(name, json.dumps(found.events, indent=1), found.halted, found.complaints, found.metrics.get("canary/k2"))
     assert set(fault.guards) <= set(found.events), found
     assert found.halted.startswith(fault.halts)
     assert bool(found.halted) == bool(fault.halts)

@@ -274,5 +274,4 @@ def test_guards_are_silent_on_two_hundred_steps_of_a_healthy_run(tmp_path, dtype
     assert newest(store).digest != manifests(store)[0].digest, "nothing was learned: the silence is void"
     assert all(line["mismatch/tokens"] >= 64 and line["canary/k2"] >= 0 for line in lines), "all of it was judged"
     loud = {line["step"]: line["guard/events"] for line in lines if "guard/events" in line}
-    print(dtype, max(line["canary/k2"] for line in lines), max(line["mismatch/k2"] for line in lines), loud)
     assert loud == {}
