@@ -28,7 +28,8 @@ from etude.tasks import dataset
 from etude.trainer.canary import Canaries
 from etude.trainer.process import Trainer
 from etude.trainer.rescoring import set_weights
-from etude.weights.receiver import load
+from etude.weights.manifest import manifests
+from etude.weights.receiver import Receiver, load
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60.0
@@ -281,3 +282,27 @@ def test_limits_of_an_engine_are_in_its_configuration(tmp_path):
     assert said == "the engine at http://c is not configured as that at http://a: rows is 8, not 4"
     (said,) = complaints({"http://a": one | {"head": "narrower than float32"}})
     assert said.startswith("the engine at http://a is not float32 where log-probabilities are made: head is narrower")
+
+
+def test_versions_at_a_learning_rate_of_zero_are_one(tmp_path):
+    """G10: three steps with real gradients, each published, received by an engine over deltas and measured there."""
+    run, config = new_run(tmp_path, trainer={"lr": 0.0, "warmup_steps": 0}, guards={"min_tokens": 16})
+    canaries(run)
+    trainer, store = Trainer(run), open_store(str(run / "weights"))
+    engine = Engine(load_model(config.model.path), version=-1)
+    receiver = Receiver(store, named_tensors(engine.model))
+    for version in range(3):
+        receiver.poll().apply()
+        engine.version = receiver.version
+        answer(run, engine)
+        admit(run, config, version, version, play(engine, version))
+        trainer.step(trainer.ledger.ready_groups(1, in_order=True), 0.0, 0.0, 0.0)
+        trainer.settle(wait=True)
+    assert len({m.digest for m in manifests(store)}) == 1
+    lines = runfolder.read_jsonl(run / "metrics.jsonl")
+    assert all(line["optim/grad_norm"] > 0 and line["optim/updates"] == 1 for line in lines), "else nothing was tried"
+    assert [a["version"] for line in lines for a in line["canary/answers"]] == [0, 1, 2]
+    # The same sequences, weights and passes: the same rounding of float32, to the bit.
+    assert len({line["canary/k2"] for line in lines}) == 1
+    assert max(line["mismatch/k2"] for line in lines) < 1e-9
+    assert not any("guard/events" in line for line in lines)
