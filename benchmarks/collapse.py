@@ -1,6 +1,6 @@
 """The same RL run twice at a rate that is too high: without and with what guards numerics.
 
-    python -m benchmarks.collapse FOLDER [--steps 300] [--lr 1e-3] [--figure FILE.svg]
+    python -m benchmarks.collapse FOLDER [--steps 300] [--lr 4e-4] [--figure FILE.svg]
 
 plain      no router replay, no correction of staleness, no mask; guards watch and do not act
 guarded    router replay, importance weights outside [.5, 2] zeroed, `ipo` masks, guards act
@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the run folders go")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--dataset", type=Path, help="tasks that were built before; default: those of the demo")
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
