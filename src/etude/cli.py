@@ -47,31 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = command("demo", _demo, "train the bundled nano model on a real library, on two CPU cores", overrides=True)
     demo.add_argument("--seed", type=int, default=1)
 
-    tasks = command("tasks", _tasks, "make and check tasks from a repository")
-    actions = tasks.add_subparsers(dest="action", required=True, metavar="ACTION")
-    build = actions.add_parser("build", help="make gated tasks from a repository", allow_abbrev=False)
-    build.add_argument("repository", type=Path, help="folder of a Python repository with tests that run under pytest")
-    build.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
-    build.add_argument("--seed", type=int, default=1)
-    build.add_argument("--max-tasks", type=int, default=600)
-    build.add_argument("--min-lines", type=int, default=3, help="shortest function that is broken")
-    build.add_argument("--max-lines", type=int, default=30, help="longest function that is broken")
-    build.add_argument("--kinds", nargs="+", choices=("mutation", "removal"), default=["mutation", "removal"])
-    build.add_argument("--heldout-fraction", type=float, default=0.25, help="share of functions kept for evaluation")
-    check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
-    check.add_argument("dataset", type=Path)
-
-    edits = actions.add_parser("fast-apply", help="make tables of applied edits from repositories", allow_abbrev=False)
-    edits.add_argument("repositories", nargs="+", metavar="REPO",
-                       help="a git clone, a folder of files, or two releases as OLD..NEW")  # fmt: skip
-    edits.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
-    edits.add_argument("--held-out", nargs="+", default=[], metavar="REPO", help="repositories for evaluation alone")
-    edits.add_argument("--held-out-edits", type=int, default=450, help="edits made of them")
-    edits.add_argument("--seed", type=int, default=1)
-    edits.add_argument("--max-lines", type=int, default=400, help="longest file to train on; longer ones give parts")
-    edits.add_argument("--per-path", type=int, default=4, help="real edits of one file at most")
-    edits.add_argument("--per-repository", type=int, default=50, help="real edits of one repository at most")
-    edits.add_argument("--synthetic", type=float, default=4.0, help="invented edits for each real one")
+    _tasks_arguments(command("tasks", _tasks, "make and check tasks from a repository"))
 
     train = command("train", _train, "run a training stage: midtrain, sft, apply or rl", overrides=True)
     train.add_argument("config", type=Path, help="TOML configuration; with --resume also a run folder")
@@ -117,7 +93,44 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--no-model", action="store_true", help="only the deterministic merge (the default)")
     apply.add_argument("--check", action="store_true", help="print the difference and write nothing")
 
-    doctor = command("doctor", _doctor, "what this machine can do, and what it refuses")
+    _doctor_arguments(command("doctor", _doctor, "what this machine can do, and what it refuses"))
+
+    bench = command("bench", _bench, "run a benchmark")
+    names = ("async", "documents", "edits", "engine", "mismatch", "sandbox", "shared-prompt", "weights")
+    bench.add_argument("name", choices=names)
+    bench.add_argument("--quick", action="store_true")
+    bench.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    return parser
+
+
+def _tasks_arguments(tasks: argparse.ArgumentParser) -> None:
+    actions = tasks.add_subparsers(dest="action", required=True, metavar="ACTION")
+    build = actions.add_parser("build", help="make gated tasks from a repository", allow_abbrev=False)
+    build.add_argument("repository", type=Path, help="folder of a Python repository with tests that run under pytest")
+    build.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+    build.add_argument("--seed", type=int, default=1)
+    build.add_argument("--max-tasks", type=int, default=600)
+    build.add_argument("--min-lines", type=int, default=3, help="shortest function that is broken")
+    build.add_argument("--max-lines", type=int, default=30, help="longest function that is broken")
+    build.add_argument("--kinds", nargs="+", choices=("mutation", "removal"), default=["mutation", "removal"])
+    build.add_argument("--heldout-fraction", type=float, default=0.25, help="share of functions kept for evaluation")
+    check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
+    check.add_argument("dataset", type=Path)
+
+    edits = actions.add_parser("fast-apply", help="make tables of applied edits from repositories", allow_abbrev=False)
+    edits.add_argument("repositories", nargs="+", metavar="REPO",
+                       help="a git clone, a folder of files, or two releases as OLD..NEW")  # fmt: skip
+    edits.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+    edits.add_argument("--held-out", nargs="+", default=[], metavar="REPO", help="repositories for evaluation alone")
+    edits.add_argument("--held-out-edits", type=int, default=450, help="edits made of them")
+    edits.add_argument("--seed", type=int, default=1)
+    edits.add_argument("--max-lines", type=int, default=400, help="longest file to train on; longer ones give parts")
+    edits.add_argument("--per-path", type=int, default=4, help="real edits of one file at most")
+    edits.add_argument("--per-repository", type=int, default=50, help="real edits of one repository at most")
+    edits.add_argument("--synthetic", type=float, default=4.0, help="invented edits for each real one")
+
+
+def _doctor_arguments(doctor: argparse.ArgumentParser) -> None:
     doctor.add_argument("--json", action="store_true")
     checks = doctor.add_subparsers(dest="check", metavar="CHECK")
     mismatch = checks.add_parser("mismatch", help="why trainer and engine disagree in a run", allow_abbrev=False)
@@ -134,13 +147,6 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--script", action="store_true", help="print the script that takes them, for other machines")
     parity.add_argument("--samples", type=int, default=20, help="fingerprints to record")
     parity.add_argument("--boxes", type=int, default=200, help="boxes to compare with")
-
-    bench = command("bench", _bench, "run a benchmark")
-    names = ("async", "documents", "edits", "engine", "mismatch", "sandbox", "shared-prompt", "weights")
-    bench.add_argument("name", choices=names)
-    bench.add_argument("--quick", action="store_true")
-    bench.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    return parser
 
 
 def _weights_arguments(weights: argparse.ArgumentParser) -> None:
