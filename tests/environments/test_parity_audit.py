@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -205,9 +206,11 @@ def test_boxes_are_told_from_this_machine_and_not_from_each_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     boxes = asyncio.run(audit.box_samples(40, personas=()))
-    halves = audit.compare(boxes[::2], boxes[1::2])
-    assert halves.whole.mean < 0.8, "forty samples: two standard errors are 0.18"
-    assert halves.whole.low < 0.6
+    splits = [random.Random(seed).sample(boxes, len(boxes)) for seed in range(8)]
+    chance = [audit.compare(split[:20], split[20:]).whole.mean for split in splits]
+    # Of two classifiers the better one counts, and twenty against twenty say little: 0.33 to 0.71 were seen, 0.53 on
+    # average, which has a standard error of 0.05.
+    assert sum(chance) / len(chance) < 0.68, chance
     path = tmp_path / "f.jsonl"
     audit.record(path, 20)
     assert audit.show([path], 10, as_json=True) == 1
