@@ -1,7 +1,8 @@
 """Trainer against engine on a mixture of experts: what router replay saves, and the price of equal bits. One thread.
 
 replay/k3-gain              k3 of the trainer without replay, over that with it; bfloat16 on both sides
-replay/flips                tokens for which trainer and engine choose other experts in some layer, without replay
+replay/flips                share of recorded experts that did not run, with replay
+replay/flips-without        tokens for which the trainer's own routers choose other experts in some layer
 replay/cost, record/cost    seconds of forward and backward with replay over without; of sampling, likewise
 deterministic/max-abs-dlogp largest difference of a log-probability between engine and trainer, float32
 deterministic/cost          seconds of the engine in deterministic mode, over those of its default mode; same batch
@@ -63,9 +64,11 @@ def _run(quick: bool) -> dict[str, Any]:
         found = _replay(model, groups, tokens, repeats)
         add(f"replay/{name}k3-gain", found["off"] / found["on"], "x", "k3 of the same tokens without replay")
         add(f"replay/{name}k3", found["on"], "nats", f"{found['off']:.2g} without replay")
-        add(f"replay/{name}flips", found["flips"], "share of tokens", "the engine's experts, bfloat16 on both sides")
-        add(f"replay/{name}refused", found["refused"], "share of experts", "recorded ones, too implausible to run")
-        whole &= found["refused"] == found["missing"] == 0
+        # Not run are those of tokens without a record, and those that are implausible.
+        flips = found["missing"] + found["refused"]
+        add(f"replay/{name}flips", flips, "share of experts", "the engine's experts, bfloat16 on both sides")
+        add(f"replay/{name}flips-without", found["flips"], "share of tokens", "the same, the trainer's own experts")
+        whole &= flips == 0
         if not name:
             add("replay/cost", found["cost"], "x", "forward and backward without replay")
             add(
