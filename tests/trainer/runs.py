@@ -54,6 +54,7 @@ def publish_versions(run: Path, config: RLConfig, count: int, groups: dict[int, 
                 tensor += 0.01 * torch.randn(tensor.shape, generator=noise)
         rounded = {name: t.to(torch.bfloat16) for name, t in tensors.items()}
         publisher.publish(version, rounded, groups.get(version, ()), {})
+    publisher.finish_anchor()  # else it is still being written while a test copies the run
 
 
 def sampled(engine: Engine, requests: list[Request]) -> list[Generation]:
