@@ -51,8 +51,8 @@ def test_a_twin_that_is_passed_is_an_alarm_and_belongs_to_no_group(tmp_path: Pat
             run = Run(
                 folder=tmp_path, config=config, dataset=tiny, ledger=Ledger.open(f"sqlite:///{tmp_path}/l.db"),
                 weights=open_store(f"{tmp_path}/weights"), rollouts=open_store(f"{tmp_path}/rollouts"), sandbox=sandbox,
-                renderer=renderer_for(ROOT / "models/nano", "compact"), client=Finishes(), canaries=None, engines=(), children=(),
-                concurrency=concurrency(4, rows=4, staleness=0, prompts=1, group=2),
+                renderer=renderer_for(ROOT / "models/nano", "compact"), client=Finishes(), canaries=None,
+                engines=(), children=(), concurrency=concurrency(4, rows=4, staleness=0, prompts=1, group=2),
                 twins=twins.make(tiny, tmp_path / "twins"),
             )  # type: ignore[arg-type]  # fmt: skip
             player = controller._Twins(run)

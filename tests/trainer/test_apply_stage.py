@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,10 @@ import torch
 
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS
-from etude.edits import data
+from etude.edits import data, names
 from etude.edits.data import Example
 from etude.edits.formats import question
+from etude.edits.merge import merge
 from etude.edits.sketch import draw
 from etude.errors import UserError
 from etude.trainer import apply, pretrain
@@ -85,18 +88,56 @@ def test_only_the_answer_is_labelled(folder: Path) -> None:
 
 
 def test_short_examples_come_first_and_unseen_ones_before_the_others(folder: Path) -> None:
-    encoded = [(np.full(n, 40, np.uint16), np.ones(n, np.uint8)) for n in (60, 60, 200)]
-    encoded[2][0][:] = 41
-    setting = config(folder, tokens=1000)
-    rows = apply.rows_of(encoded, [1.0, 1.0, 1.0], setting)
-    half = len(rows.ids) // 2
-    assert not (rows.ids[:half] == 41).any()
-    assert (rows.ids[half:] == 41).any()
-    # 60 + 60 + ... reach 500 tokens by turns; every example was used before one came again.
-    assert (rows.ids == 41).sum() % 200 == 0
-    short = config(folder).model_copy(update={"phases": (PhaseConfig(share=1.0, longest=10),)})
+    tokenizer = bpe.load(folder / "model")
+    short, other, long = (replace(example(i), file=text, sketch=text, result=text) for i, text in enumerate(
+        ("a = 1\n", "b = 2\n", "c = 3\n" * 12)))  # fmt: skip
+    lengths = [len(ids) for ids, _ in apply.encode([short, other, long], tokenizer)]
+    assert max(lengths[:2]) < 90 < 110 < lengths[2] <= 256
+    phases = (PhaseConfig(share=0.5, longest=90), PhaseConfig(share=0.5, longest=256))
+    setting = config(folder, tokens=1600).model_copy(update={"phases": phases})
+    rows = apply.rows_of([short, other, long], tokenizer, setting)
+    texts = ["".join(tokenizer.decode(row.tolist(), skip_special_tokens=False)) for row in rows.ids]
+    told = "".join(texts)
+    assert "c = 3" not in "".join(texts[: len(texts) // 2])
+    assert "c = 3" in told
+    counts = [told.count(f"<updated-code>\n{name} = ") for name in "abc"]
+    # By turns until the budget is spent: in each phase no example is more than once ahead of another.
+    assert abs(counts[0] - counts[1]) <= 1
+    assert 0 < counts[2] < counts[0]
+    setting = setting.model_copy(update={"phases": (PhaseConfig(share=1.0, longest=10),)})
     with pytest.raises(UserError, match="at most 10 tokens"):
-        apply.rows_of(encoded, [1.0] * 3, short)
+        apply.rows_of([short], tokenizer, setting)
+
+
+def test_renamed_examples_are_never_the_same_twice_and_still_merge(folder: Path) -> None:
+    tokenizer = bpe.load(folder / "model")
+    before = "import json\n\ndef load_table(path):\n    return json.load(path)\n"
+    drawn = draw(before, before.replace("load(path)", "loads(path)"), "python", random.Random(0), kinds=0)
+    assert drawn is not None
+    edit = replace(example(0), file=before, sketch=drawn.text, result=before.replace("load(path)", "loads(path)"))
+    others = [example(i) for i in range(300)]
+    rare = names.rare([*others, edit])
+    assert {"json", "load_table", "path"} <= set(rare)
+    marked = [replace(e, sketch="# existing code\n" + e.sketch) for e in others]
+    assert not {"existing", "code"} & set(names.rare(marked))
+    words = (*rare, *(f"name{i}" for i in range(40)))
+    seen = set()
+    for seed in range(20):
+        other = names.renamed(edit, words, random.Random(seed))
+        assert merge(other.file, other.sketch) == other.result
+        assert "load_table" not in other.file + other.sketch + other.result
+        assert names.WORD.sub("", other.file) == names.WORD.sub("", edit.file)
+        seen.add(other.file)
+    assert len(seen) == 20
+    phases = (PhaseConfig(share=1.0, longest=256, renamed=0.5),)
+    setting = config(folder, tokens=8000).model_copy(update={"phases": phases})
+    some = [replace(edit, id=str(i), file=f"{word} = 1\n", sketch=f"{word} = 2\n", result=f"{word} = 2\n")
+            for i, word in enumerate(words[:20])]  # fmt: skip
+    rows = apply.rows_of(some, tokenizer, setting)
+    told = "".join(tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows.ids)
+    shown = re.findall(r"<code>\n(\w+) = 1", told)
+    assert len(shown) > 10
+    assert 0.2 < len(set(shown) - set(words[:20])) / len(set(shown)) < 0.9
 
 
 def test_exact_by_likelihood_is_exact_by_greedy_decoding(folder: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from etude.corpus import dialect, packing
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS, Document, Piece, message, special
-from etude.edits import data
+from etude.edits import data, names
 from etude.edits.data import Example
 from etude.edits.formats import question
 from etude.errors import UserError
@@ -45,7 +45,7 @@ def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | Non
     pretrain.prepare(output, config, resume)
     tokenizer = bpe.load(config.model)
     if not (output / "rows.safetensors").is_file():
-        rows = rows_of(encode(train, tokenizer), [e.weight for e in train], config)
+        rows = rows_of(train, tokenizer, config)
         log.info("rows: %s, %d labelled tokens", rows.ids.shape, rows.labelled)
         packing.save(rows, output / "rows.safetensors")
     rows = packing.load(output / "rows.safetensors")
@@ -75,28 +75,36 @@ def encode(examples: Sequence[Example], tokenizer: Tokenizer) -> list[packing.En
     return dialect.encode(tokenizer, [document(example) for example in examples])
 
 
-def rows_of(encoded: Sequence[packing.Encoded], weights: Sequence[float], config: ApplyConfig) -> packing.Rows:
-    """Packed rows, phase after phase. In each phase examples come by weight, those not seen yet before the others.
+def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, config: ApplyConfig) -> packing.Rows:
+    """Packed rows, phase after phase. In each phase examples come by weight, those not seen yet before the others, and
+    a share of them under other names.
 
     Raises UserError if a phase has no example short enough.
     """
     rng = random.Random(config.seed)
-    used = [0] * len(encoded)
+    words = names.rare(examples)
+    lengths = [len(ids) for ids, _ in encode(examples, tokenizer)]
+    used = [0] * len(examples)
     parts: list[packing.Rows] = []
     for number, phase in enumerate(config.phases):
-        pool = [i for i, (ids, _) in enumerate(encoded) if len(ids) <= phase.longest]
+        pool = [i for i, length in enumerate(lengths) if length <= phase.longest]
         if not pool:
             raise UserError(f"no edit has at most {phase.longest} tokens: raise phases.longest or give shorter files")
         budget, chosen = phase.share * config.optim.tokens, list[packing.Encoded]()
         while budget > 0:
             # Exponential keys divided by weights order a weighted sample without replacement.
-            keys = {i: (used[i], rng.expovariate(1.0) / weights[i]) for i in pool}
-            for i in sorted(pool, key=keys.__getitem__):
+            keys = {i: (used[i], rng.expovariate(1.0) / examples[i].weight) for i in pool}
+            order = sorted(pool, key=keys.__getitem__)
+            shown = [
+                names.renamed(examples[i], words, rng) if rng.random() < phase.renamed else examples[i] for i in order
+            ]
+            for i, (ids, mask) in zip(order, encode(shown, tokenizer), strict=True):
                 if budget <= 0:
                     break
-                chosen.append(encoded[i])
                 used[i] += 1
-                budget -= len(encoded[i][0])
+                if len(ids) <= phase.longest:  # other names may be longer
+                    chosen.append((ids, mask))
+                    budget -= len(ids)
         rows = packing.pack(
             chosen, config.optim.length, pad=IDS["<|pad|>"], separator=IDS["<|endoftext|>"], label_separator=False
         )

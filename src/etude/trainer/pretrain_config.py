@@ -175,10 +175,12 @@ class SftConfig(_Stage):
 
 
 class PhaseConfig(_Section):
-    """A part of a run: its share of the tokens, and the most tokens that an example in it may have."""
+    """A part of a run: its share of the tokens, the most tokens that an example in it may have, and the share of the
+    examples whose names are replaced by others, so that they can't be known by heart."""
 
     share: float = Field(gt=0, le=1)
     longest: int = Field(gt=0)
+    renamed: float = Field(0.0, ge=0, le=1)
 
 
 class ApplyConfig(_Section):
