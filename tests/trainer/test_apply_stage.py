@@ -124,7 +124,7 @@ def test_renamed_examples_are_never_the_same_twice_and_still_merge(folder: Path)
     seen = set()
     for seed in range(20):
         other = names.renamed(edit, words, random.Random(seed))
-        assert merge(other.file, other.sketch) == other.result
+        assert merge(other.file, other.sketch).text == other.result
         assert "load_table" not in other.file + other.sketch + other.result
         assert names.WORD.sub("", other.file) == names.WORD.sub("", edit.file)
         seen.add(other.file)
