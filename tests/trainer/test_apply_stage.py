@@ -130,10 +130,10 @@ def test_renamed_examples_are_never_the_same_twice_and_still_merge(folder: Path)
         seen.add(other.file)
     assert len(seen) == 20
     phases = (PhaseConfig(share=1.0, longest=256, renamed=0.5),)
-    setting = config(folder, tokens=8000).model_copy(update={"phases": phases})
+    setting = config(folder, tokens=80_000).model_copy(update={"phases": phases})
     some = [replace(edit, id=str(i), file=f"{word} = 1\n", sketch=f"{word} = 2\n", result=f"{word} = 2\n")
             for i, word in enumerate(words[:20])]  # fmt: skip
-    rows = apply.rows_of(some, tokenizer, setting)
+    rows = apply.rows_of([*some, *others], tokenizer, setting)
     told = "".join(tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows.ids)
     shown = re.findall(r"<code>\n(\w+) = 1", told)
     assert len(shown) > 10
