@@ -9,6 +9,7 @@ suite                 held-out edits that fit the bundled apply model (`edits_tr
 large-small-edit      a file of 200 lines and more, at most 2 % of its tokens changed, forced answers
 forced-suite          files of 20 to 120 lines with one to six edits, forced answers
 unrelated-prediction  greedy answers of the bundled model, with another text as the draft
+rollouts              turns of repair episodes as the bundled model samples them (`rollout_drafts.py`)
 vllm/...              the same drafts inside vLLM, where ETUDE_VLLM_PYTHON is set (edits_vllm.py)
 """
 
@@ -27,6 +28,7 @@ import torch
 from benchmarks import edits_vllm
 from benchmarks.edit_cases import MODEL, Case, large_cases, random_model, suite_cases
 from benchmarks.edits_trained import trained
+from benchmarks.rollout_drafts import rollouts
 from benchmarks.threads import one_thread
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
@@ -59,7 +61,9 @@ def _run(quick: bool) -> dict[str, Any]:
     _suite(model, suite_cases(applier, 8 if quick else 450), 16 if quick else 64, add)
     different = trained(16 if quick else 450, add)
     mismatches, explained = _bundled(24 if quick else 450, 24 if quick else 64, add)
+    alone = rollouts(quick, add)
     checks = {"greedy answers in float32 are those of plain decoding": mismatches + different == 0,
+              "single rollouts in float32 are those of plain decoding": alone == 0,
               "mismatches in bfloat16 lie within its rounding": explained}  # fmt: skip
     absent, more = edits_vllm.measure(quick, add)
     return {"bench": "edits", "rows": rows, "checks": checks | more, "absent": absent}

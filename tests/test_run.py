@@ -182,6 +182,7 @@ def test_two_servers_share_the_episodes_of_a_run_that_replays_their_experts(tmp_
             ready = logs / f"inference-{number}.json"
             if ready.exists():
                 health = httpx2.get(f"{json.loads(ready.read_text())['url']}/health", timeout=SECONDS).json()
+                assert health["configuration"]["speculate"]
                 idle -= {number} if health["generated_tokens"] else set()
         time.sleep(0.05)
     code, output = finished(process)

@@ -243,6 +243,7 @@ class InferenceConfig(Section):
         default="float32", description="compute; log-probabilities are float32"
     )
     device: str = "cpu"
+    speculate: bool = Field(default=True, description="draft what answers repeat; never in deterministic mode")
     documents_mb: int = Field(default=256, ge=1, description="memory of a server for keys and values of documents")
 
 

@@ -432,6 +432,7 @@ def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[proc
     argv += ["--relay", config.weights.relay] if config.weights.relay else []
     argv += ["--documents-mb", str(inference.documents_mb)]
     argv += ["--deterministic"] if config.deterministic else []
+    argv += [] if inference.speculate else ["--no-speculate"]
     argv += ["--routes"] if config.trainer.router_replay else []
     key = config.weights.signing_key
     argv += ["--public-key", f"{key}.pub"] if key else []

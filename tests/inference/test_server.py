@@ -45,7 +45,7 @@ def start(folder, *options):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    child, url = start(folder, "--weights", str(folder / "weights"), "--parent-death", "--speculate", "--routes")
+    child, url = start(folder, "--weights", str(folder / "weights"), "--parent-death", "--routes")
     yield folder, child, url
     child.stop(20)
     assert child.exit_code == 0, child.log.read_text()

@@ -70,7 +70,7 @@ class Options:
     cache_mb: int = 512
     documents_mb: int = 256
     deterministic: bool = False
-    speculate: bool = False  # in training it has not been shown to pay
+    speculate: bool = True
     routes: bool = False
     ready_file: Path | None = None
 
@@ -84,16 +84,7 @@ def serve(
     weights: Origin | None = None,
 ) -> None:
     """Serve a Hugging Face model folder until interrupted. Raises UserError for a bad folder or a taken port."""
-    run(
-        Options(
-            model=Path(model),
-            host=host,
-            port=port,
-            threads=threads,
-            weights=weights,
-            speculate=True,
-        )
-    )
+    run(Options(model=Path(model), host=host, port=port, threads=threads, weights=weights))
 
 
 def run(options: Options) -> None:
@@ -342,7 +333,9 @@ def _arguments(argv: list[str] | None) -> tuple[Options, bool]:
     parser.add_argument("--cache-mb", type=int, default=512, help="memory for keys and values")
     parser.add_argument("--documents-mb", type=int, default=256, help="memory for keys and values of documents")
     parser.add_argument("--deterministic", action="store_true", help="reproducible in every bit, whatever runs beside")
-    parser.add_argument("--speculate", action="store_true", help="draft text that answers repeat, and verify it")
+    parser.add_argument(
+        "--no-speculate", dest="speculate", action="store_false", help="draft no text that answers may repeat"
+    )
     parser.add_argument("--routes", action="store_true", help="keep the experts of every token for those who ask")
     parser.add_argument("--ready-file", type=Path, help="written with url and pid once the server answers")
     parser.add_argument("--parent-death", action="store_true", help="die with the process that started this one")
