@@ -32,12 +32,12 @@ def test_every_flag_is_in_the_documentation() -> None:
 
 @pytest.mark.parametrize("line", MINING)
 def test_commands_that_look_for_the_answer(line: str) -> None:
-    assert commands.found([line])
+    assert commands.found([line], TASK)
 
 
 @pytest.mark.parametrize("line", HONEST_COMMANDS)
 def test_honest_commands(line: str) -> None:
-    assert commands.found([line]) == ()
+    assert commands.found([line], TASK) == ()
 
 
 def test_decoys_hold_nothing_of_the_solution_and_are_used_by_name_only() -> None:
