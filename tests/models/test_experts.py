@@ -24,3 +24,22 @@ def test_padding_the_experts_changes_nothing(tokens, chosen):
             padded = experts.etude_experts(module, hidden_TD, index_TK, weight_TK)
     torch.testing.assert_close(padded, plain, rtol=1e-4, atol=1e-4)
     assert torch.equal(choices.stacked()[:, 0], index_TK.to(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_alone_goes_through_the_same_experts(dtype):
+    """Without gradients one token takes a path of its own; it may round otherwise, by a unit of the type or so."""
+    model = random_model("moe").to(dtype)
+    model.set_experts_implementation(experts.NAME)
+    module = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts")
+    torch.manual_seed(0)
+    for _ in range(20):
+        hidden_1D = torch.randn(1, module.hidden_dim, dtype=dtype)
+        index_1K, weight_1K = torch.rand(1, module.num_experts).topk(2).indices, torch.rand(1, 2, dtype=dtype)
+        grouped = experts.etude_experts(module, hidden_1D, index_1K, weight_1K).detach()
+        with torch.no_grad(), experts.observe() as choices:
+            alone = experts.etude_experts(module, hidden_1D, index_1K, weight_1K)
+        assert alone.dtype == dtype
+        size = float(grouped.float().abs().max())
+        torch.testing.assert_close(alone, grouped, rtol=0, atol=4 * torch.finfo(dtype).eps * max(size, 1e-3))
+        assert torch.equal(choices.stacked()[:, 0], index_1K.to(torch.uint8))

@@ -47,8 +47,8 @@ def logits_of(
     padding = (0, -len(ids_N) % ROUND if few else exact.padding(len(ids_N)))
     with few_shapes() if few else nullcontext(), observe() if routes else nullcontext() as choices:
         hidden_1ND = model.get_decoder()(
-            input_ids=torch.from_numpy(np.pad(ids_N, padding)).to(device)[None],
-            position_ids=torch.from_numpy(np.pad(position_N, padding)).to(device)[None],
+            input_ids=torch.from_numpy(_padded(ids_N, padding)).to(device)[None],
+            position_ids=torch.from_numpy(_padded(position_N, padding)).to(device)[None],
             layout=batch,
             use_cache=False,
         ).last_hidden_state
@@ -61,6 +61,10 @@ def logits_of(
         pages_N = torch.from_numpy(table[slot_N, position_N // BLOCK]).to(device).long()
         cache.experts[pages_N, torch.from_numpy(position_N % BLOCK).to(device)] = experts_NLK[: len(ids_N)]
     return logits_SV
+
+
+def _padded(x_N: np.ndarray, padding: tuple[int, int]) -> np.ndarray:
+    return np.pad(x_N, padding) if any(padding) else x_N
 
 
 def score(model: PreTrainedModel, like: PagedCache, ids: Sequence[int], *, alone: bool = False) -> np.ndarray:

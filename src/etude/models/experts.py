@@ -85,6 +85,8 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
     if not exact.is_plain(module):
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_TD, index_TK, weight_TK)
     T, K = index_TK.shape
+    if T == 1 and hidden_TD.device.type == "cpu" and not torch.is_grad_enabled():
+        return _one_token(module, hidden_TD, index_TK[0].tolist(), weight_TK)
     flat = index_TK.reshape(-1)
     order = flat.argsort(stable=True)
     count_E = flat.bincount(minlength=module.num_experts)
@@ -107,6 +109,15 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
     back[order] = place
     # Combined in the router's order, so a token's sum does not depend on the other tokens of the batch.
     return (out[back].view(T, K, -1) * weight_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
+
+
+def _one_token(module: nn.Module, hidden_1D: Tensor, experts: list[int], weight_1K: Tensor) -> Tensor:
+    """A row that decodes alone: sorting it for a grouped GEMM would take longer than the experts do."""
+    outs = []
+    for expert in experts:
+        gate, up = F.linear(hidden_1D, module.gate_up_proj[expert]).chunk(2, dim=-1)
+        outs.append(F.linear(module.act_fn(gate) * up, module.down_proj[expert]))
+    return (torch.stack(outs, dim=1) * weight_1K.unsqueeze(-1)).sum(dim=1).to(hidden_1D.dtype)
 
 
 ExpertsInterface.register(NAME, etude_experts)
