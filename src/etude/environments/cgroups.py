@@ -114,7 +114,7 @@ class Groups:
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         self.hierarchy = hierarchy
-        self._tops: dict[Path, Path] = {}  # by the folder that it lies in
+        self.tops: dict[Path, Path] = {}  # by the folder that it lies in
         self._locks: list[int] = []
         self._free: dict[Limits, list[Group]] = {}  # of test runs
         self._count = 0
@@ -124,7 +124,7 @@ class Groups:
                 if hierarchy.kind == "v2":
                     hand_down(folder, frozenset(hierarchy.folders))
                 sweep(folder)
-                self._tops[folder] = folder / name
+                self.tops[folder] = folder / name
                 self._locks.append(_locked(folder / name))
                 if hierarchy.kind == "v2":
                     hand_down(folder / name, frozenset(hierarchy.folders))
@@ -139,7 +139,7 @@ class Groups:
         descriptors: list[int] = []
         try:
             for controller, folder in self.hierarchy.folders.items():
-                place = folders[controller] = self._tops[folder] / f"box-{self._count}"
+                place = folders[controller] = self.tops[folder] / f"box-{self._count}"
                 place.mkdir(exist_ok=True)  # one folder may have several controllers
                 for file, value, optional in _settings(self.hierarchy.kind, controller, limits):
                     with contextlib.suppress(FileNotFoundError) if optional else contextlib.nullcontext():
@@ -179,14 +179,14 @@ class Groups:
             _released(group)
         self._free.clear()
         deadline = time.monotonic() + REMOVE_SECONDS
-        for top in self._tops.values():
+        for top in self.tops.values():
             while not _emptied(top) and time.monotonic() < deadline:
                 for folder in _below(top):
                     _kill(folder)
                 time.sleep(0.005)
         for fd in self._locks:
             os.close(fd)
-        self._tops.clear()
+        self.tops.clear()
         self._locks.clear()
 
 
