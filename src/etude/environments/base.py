@@ -173,8 +173,8 @@ class Box(Protocol):
         """Files that differ from the image; None is a deletion. Raises TooLarge, payer agent."""
         ...
 
-    def requests(self) -> Sequence[Request]:
-        """What the box has asked of the outside; of a closed box, all of it."""
+    def requests(self) -> Sequence[Request] | None:
+        """What the box has asked of the outside, all of it once it is closed; None if it has no way out."""
         ...
 
     async def fork(self, count: int) -> Sequence[Box]:

@@ -140,7 +140,9 @@ class ValueBox:
         current = self._changes if self._shell is None else await self._shell.changes()
         return {path: data for path, data in current.items() if data != self._original(path)}
 
-    def requests(self) -> Sequence[Request]:
+    def requests(self) -> Sequence[Request] | None:
+        if not self._sandbox.gated:
+            return None
         return [] if self._shell is None else self._shell.requests()
 
     async def fork(self, count: int) -> list[ValueBox]:

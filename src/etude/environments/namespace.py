@@ -110,6 +110,11 @@ class NamespaceSandbox:
         return self._zygote.returncode is None
 
     @property
+    def gated(self) -> bool:
+        """Whether live boxes have a way out."""
+        return self._network is not None
+
+    @property
     def zygote_pid(self) -> int:
         return self._zygote.pid
 

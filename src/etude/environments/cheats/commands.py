@@ -32,10 +32,14 @@ RULES: dict[str, re.Pattern[str]] = {
 }
 
 
-def found(commands: Iterable[str]) -> tuple[str, ...]:
-    """The rules that any of the commands breaks, in the order of RULES."""
+def found(commands: Iterable[str], gated: bool = False) -> tuple[str, ...]:
+    """The rules that any of the commands breaks, in the order of RULES.
+
+    A box with a way out may install packages and fetch what the allow-list holds: its gate withholds the rest.
+    """
     lines = list(commands)
-    return tuple(name for name, rule in RULES.items() if any(rule.search(line) for line in lines))
+    rules = {name: rule for name, rule in RULES.items() if not (gated and name == "upstream")}
+    return tuple(name for name, rule in rules.items() if any(rule.search(line) for line in lines))
 
 
 def of(turns: Sequence[Turn]) -> list[str]:

@@ -130,13 +130,14 @@ class Gate:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: _Seen) -> None:
         seen.head = head = wire.parse(await reader.readuntil(b"\r\n\r\n"))
-        if head.method != "CONNECT":
-            wire.check_plain(head)
         packages = self._network.mirror
         if packages is not None and (head.host, head.port) == (mirror.HOST, 80) and head.path is not None:
+            wire.check_plain(head)
             await _packages(packages, head.method, head.path, writer, seen)
             return
         host = self._network.egress.find(head.host, head.port)
+        if head.method != "CONNECT":
+            wire.check_plain(head)
         addresses = await resolve(host, head.host, head.port)
         there, onward = await _connect(addresses, head.port)
         try:

@@ -18,7 +18,6 @@ PORTS = (80, 443)
 RESOLVE_SECONDS = 10.0
 _NAME = re.compile(r"(?=.{1,253}\Z)(?:[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 _NUMBERS = re.compile(r"(?:0x[0-9a-f]*|[0-9]+)(?:\.(?:0x[0-9a-f]*|[0-9]+))*")  # what inet_aton takes for an address
-_PROJECT = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -89,8 +88,8 @@ def _parse(entry: str) -> Host:
     return Host(name, (int(port),) if colon else PORTS, found)
 
 
-def index_of(url: str, before: date, without: Iterable[str]) -> Index:
-    """Raises UserError."""
+def check_index(url: str) -> str:
+    """The URL with a slash at its end. Raises UserError."""
     try:
         parts = urlsplit(url)
         right = parts.scheme in ("http", "https") and parts.hostname and not parts.query
@@ -98,10 +97,18 @@ def index_of(url: str, before: date, without: Iterable[str]) -> Index:
         right = False
     if not right:
         raise UserError(f"sandbox.index: {url!r} is not the URL of a simple index, such as https://pypi.org/simple/.")
+    return url.rstrip("/") + "/"
+
+
+def index_of(url: str, before: date, without: Iterable[str]) -> Index:
+    """An index as it was when `before` began, in UTC. Raises UserError."""
     names = frozenset(normal(name) for name in without)
-    if not names or not all(_PROJECT.fullmatch(name) for name in names):
-        raise UserError("sandbox.index needs the name of the package under test, which it must not serve.")
-    return Index(url.rstrip("/") + "/", datetime.combine(before, time(), UTC), names)
+    return Index(check_index(url), datetime.combine(before, time(), UTC), names)
+
+
+def project_of(name: str) -> str:
+    """The project in "pydash-8.1.0"."""
+    return re.sub(r"-v?\d.*", "", name)
 
 
 def normal(project: str) -> str:
