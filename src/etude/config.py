@@ -325,6 +325,8 @@ class RLConfig(Section):
             raise ValueError("deterministic = true computes rows one by one: drop trainer.execution")
         if self.deterministic and self.rollout.max_in_flight == "auto":
             raise ValueError("deterministic = true needs a number for rollout.max_in_flight")
+        if self.deterministic and (self.sandbox.egress or self.sandbox.index is not None):
+            raise ValueError("deterministic = true cannot ask the network: drop sandbox.egress and sandbox.index")
         if self.deterministic and self.trainer.minutes is not None:
             raise ValueError("deterministic = true cannot stop by the clock: drop trainer.minutes")
         return self

@@ -151,6 +151,24 @@ def test_processor_time_is_shared_out(groups: Groups) -> None:
     assert int(counts["nr_throttled"]) > 0
 
 
+@needs_groups
+def test_boxes_are_as_nice_as_their_owner() -> None:
+    """A group counts as one thread of no niceness, unless it is told otherwise."""
+    program = (
+        "import os; from etude.environments.cgroups import *; os.nice(20); groups = Groups(detect())\n"
+        "print(groups.hierarchy.kind, (groups.tops[groups.hierarchy.folders['cpu']] / sys.argv[1]).read_text())\n"
+        "groups.close()"
+    )
+    assert HERE is not None
+    if "cpu" not in HERE.folders:
+        pytest.skip("no control group for processor time here")
+    file, whole = ("cpu.weight", 100) if HERE.kind == "v2" else ("cpu.shares", 1024)
+    command = [sys.executable, "-c", f"import sys; {program}", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    expected = max(2, round(whole * (os.cpu_count() or 1) * 1.25**-19))  # 19 is the most
+    assert done.stdout.split() == [HERE.kind, str(expected)]
+
+
 MEMFDS = """import os
 for i in range(6):
     fd = os.memfd_create("x")

@@ -128,6 +128,8 @@ class Groups:
                 self._locks.append(_locked(folder / name))
                 if hierarchy.kind == "v2":
                     hand_down(folder / name, frozenset(hierarchy.folders))
+            if "cpu" in hierarchy.folders:
+                _weigh(hierarchy.folders["cpu"] / name, hierarchy.kind)
         except OSError:
             self.close()
             raise
@@ -211,6 +213,16 @@ def _locked(top: Path) -> int:
         if top.exists():  # nobody has swept it away in between
             return fd
         os.close(fd)
+
+
+def _weigh(top: Path, kind: str) -> None:
+    """All boxes together weigh as much as one thread per processor of this process's niceness: the kernel counts a
+    group as one thread, whatever its own are (sched(7); a step of niceness is a factor of 1.25)."""
+    threads = (os.cpu_count() or 1) * 1.25 ** -os.getpriority(os.PRIO_PROCESS, 0)
+    if kind == "v2":
+        (top / "cpu.weight").write_text(str(min(10_000, max(1, round(100 * threads)))))
+    else:
+        (top / "cpu.shares").write_text(str(min(262_144, max(2, round(1024 * threads)))))
 
 
 def _settings(kind: str, controller: str, limits: Limits) -> list[tuple[str, int | str, bool]]:

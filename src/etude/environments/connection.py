@@ -31,7 +31,7 @@ class Connection:
 
     def _receive(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self.sock, 1 << 18, 4)
+            data, descriptors, _, _ = socket.recv_fds(self.sock, 1 << 18, 4, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError:
