@@ -1,5 +1,6 @@
 import re
 import tomllib
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,12 @@ def test_defaults_lie_below_the_file_and_the_file_below_the_command_line(toml):
             ["--deterministic", "true", "--rollout.staleness", "0", "--rollout.max_in_flight", "auto"],
             "deterministic = true needs a number for rollout.max_in_flight",
         ),
+        (
+            ["--deterministic", "true", "--rollout.staleness", "0", '--sandbox.egress=["a.example"]'],
+            "deterministic = true cannot ask the network",
+        ),
+        (["--sandbox.index", "https://pypi.org/simple/"], "sandbox.index needs sandbox.index_before"),
+        (["--sandbox.index_before", "yesterday"], "sandbox.index_before: Input should be a valid date"),
         (["--name", '"../x"'], "name: String should match pattern"),
         (["--deterministic", "true"], "needs rollout.staleness = 0"),
         (["--name.x", "1"], "name is a value, not a table"),
@@ -61,7 +68,9 @@ def test_missing_and_broken_files_are_named(tmp_path):
 
 
 def test_the_resolved_configuration_survives_json(toml):
-    config = validate(RLConfig, read_toml(toml), "run.toml")
+    overrides = ["--sandbox.index", "https://pypi.org/simple/", "--sandbox.index_before", "2024-05-01"]
+    config = validate(RLConfig, read_toml(toml, overrides), "run.toml")
+    assert config.sandbox.index_before == date(2024, 5, 1)
     assert RLConfig.model_validate_json(config.model_dump_json()) == config
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -274,6 +275,27 @@ class CheatsConfig(Section):
     window: int = Field(default=10, ge=3, description="steps over which behaviour is compared with those before")
 
 
+class SandboxConfig(Section):
+    """What agents' boxes may reach; nothing unless hosts or an index are named. See docs/sandbox.md."""
+
+    egress: tuple[str, ...] = Field(
+        default=(), description="hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS where the name is not to be resolved"
+    )
+    index: str | None = Field(default=None, description="URL of a simple package index that boxes may install from")
+    index_before: date | None = Field(
+        default=None, description="files uploaded on this day (UTC) or later are left out"
+    )
+    index_without: tuple[str, ...] = Field(
+        default=(), description="projects that the index leaves out, besides the one that tasks are made from"
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _an_index_has_a_date(self) -> SandboxConfig:
+        if self.index is not None and self.index_before is None:
+            raise ValueError("sandbox.index needs sandbox.index_before, a date such as 2024-05-01")
+        return self
+
+
 class RLConfig(Section):
     """Stage "rl": asynchronous reinforcement learning in sandboxes."""
 
@@ -286,6 +308,7 @@ class RLConfig(Section):
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     reward: RewardConfig = RewardConfig()
     cheats: CheatsConfig = CheatsConfig()
     loss: LossConfig = LossConfig()
@@ -303,6 +326,8 @@ class RLConfig(Section):
             raise ValueError("deterministic = true computes rows one by one: drop trainer.execution")
         if self.deterministic and self.rollout.max_in_flight == "auto":
             raise ValueError("deterministic = true needs a number for rollout.max_in_flight")
+        if self.deterministic and (self.sandbox.egress or self.sandbox.index is not None):
+            raise ValueError("deterministic = true cannot ask the network: drop sandbox.egress and sandbox.index")
         if self.deterministic and self.trainer.minutes is not None:
             raise ValueError("deterministic = true cannot stop by the clock: drop trainer.minutes")
         return self

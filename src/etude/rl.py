@@ -19,6 +19,7 @@ from etude.config import RLConfig, read_toml, validate
 from etude.controller import Run
 from etude.dashboard.live import LiveView, final_table
 from etude.dashboard.report import Report
+from etude.environments.egress.policy import Egress, check_index, index_of, parse, project_of
 from etude.environments.namespace import NamespaceSandbox, open_sandbox
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
@@ -69,6 +70,9 @@ def _check_inputs(config: RLConfig) -> None:
         public_key(Path(f"{config.weights.signing_key}.pub"))
     recipe(config.loss)
     _personas(config)
+    parse(config.sandbox.egress)
+    if config.sandbox.index is not None:
+        check_index(config.sandbox.index)
     if config.rollout.documents:
         _check_documents(config)
     _build_options(config)
@@ -175,7 +179,7 @@ async def _open(
     try:
         children.append(controller.start_trainer(folder, logs))
         async with (
-            boxes(personas=_personas(config)) as sandbox,
+            boxes(personas=_personas(config), egress=_egress(config, dataset, folder)) as sandbox,
             EngineClient(urls) as client,
             aclosing(canary.Asker(answers, sequences, client, urls)) as canaries,
         ):
@@ -206,6 +210,18 @@ def _personas(config: RLConfig) -> list[Mapping[str, Any]]:
 
     path = config.rollout.personas
     return [sample.probes for sample in read([Path(path)])] if path is not None else []
+
+
+def _egress(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None:
+    """What boxes may reach, if anything. The package that tasks are made from is no part of it. Raises UserError."""
+    sandbox, index = config.sandbox, None
+    if sandbox.index is not None and sandbox.index_before is not None:
+        roots = {Path(root).stem for task in dataset.tasks for root in task.source_roots}
+        without = {*sandbox.index_without, *roots, project_of(dataset.name)}
+        index = index_of(sandbox.index, sandbox.index_before, without)
+    if not sandbox.egress and index is None:
+        return None
+    return Egress(parse(sandbox.egress), index, folder / "egress.jsonl")
 
 
 def _concurrency(config: RLConfig) -> Concurrency:

@@ -4,6 +4,7 @@ outputs/NAME/
   config.json  config.toml     resolved, and as given
   metrics.jsonl                one object per optimizer step
   memory.jsonl                 resident bytes of each process
+  egress.jsonl                 requests of boxes to the outside, if they may make any
   timeline.jsonl               who did what from when to when
   ledger.db                    or a PostgreSQL URL in config.json
   twins/                       hidden tests of impossible tasks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from etude.environments.base import ExecResult, NotFound, NotRegular, TestReport
+from etude.environments.base import ExecResult, NotFound, NotRegular, Request, TestReport
 from etude.harness.schemas import COMPACT_PARAMETERS
 from etude.records import Focus, Generation, Task
 
@@ -188,6 +188,9 @@ class MemoryBox:
 
     async def changes(self) -> dict[str, bytes | None]:
         return {path: data for path, data in self.files.items() if self.start.get(path) != data}
+
+    def requests(self) -> Sequence[Request] | None:
+        return None
 
     async def close(self) -> None:
         self.closed = True

@@ -74,6 +74,7 @@ class Limits:
     processes: int = 64
     disk_mb: int = 64
     seconds: float = 10.0  # wall time of a test run
+    cpus: float = 1.0  # processors' worth of time, where there are control groups
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,23 @@ class ExecResult:
     cut: int
     seconds: float
     timed_out: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a box to the outside. Sizes are in bytes; `path` is None inside of a tunnel, which is not opened.
+
+    `why` says why a request was refused, or did not end as it should.
+    """
+
+    method: str
+    host: str
+    port: int
+    path: str | None
+    sent: int
+    received: int
+    allowed: bool
+    why: str
 
 
 @dataclass(frozen=True)
@@ -153,6 +171,10 @@ class Box(Protocol):
 
     async def changes(self) -> dict[str, bytes | None]:
         """Files that differ from the image; None is a deletion. Raises TooLarge, payer agent."""
+        ...
+
+    def requests(self) -> Sequence[Request] | None:
+        """What the box has asked of the outside, all of it once it is closed; None if it has no way out."""
         ...
 
     async def fork(self, count: int) -> Sequence[Box]:

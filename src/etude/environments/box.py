@@ -6,6 +6,7 @@ import asyncio
 import os
 import stat
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from etude.environments.base import (
     NoSpace,
     NotFound,
     NotRegular,
+    Request,
     TestReport,
     TooLarge,
 )
@@ -130,13 +132,18 @@ class ValueBox:
 
     async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:
         self._open()
-        limits = Limits(self._limits.memory_mb, self._limits.processes, self._limits.disk_mb, timeout)
+        limits = replace(self._limits, seconds=timeout)
         return await self._sandbox.run_tests(self._image, await self.changes(), tests, None, limits)
 
     async def changes(self) -> dict[str, bytes | None]:
         self._open()
         current = self._changes if self._shell is None else await self._shell.changes()
         return {path: data for path, data in current.items() if data != self._original(path)}
+
+    def requests(self) -> Sequence[Request] | None:
+        if not self._sandbox.gated:
+            return None
+        return [] if self._shell is None else self._shell.requests()
 
     async def fork(self, count: int) -> list[ValueBox]:
         """`count` boxes with the same regular files; processes, links and modes stay behind, and this box goes on."""

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.environments.base import BoxDead, LaunchFailed
@@ -24,17 +24,19 @@ class Connection:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.count = 0
         self.dead: str | None = None
+        self.descriptors: list[int] = []  # that came with replies; who takes one closes it
         self._buffer = bytearray()
         sock.setblocking(False)
         asyncio.get_running_loop().add_reader(sock.fileno(), self._receive)
 
     def _receive(self) -> None:
         try:
-            data = self.sock.recv(1 << 18)
+            data, descriptors, _, _ = socket.recv_fds(self.sock, 1 << 18, 4, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            data, descriptors = b"", []
+        self.descriptors += descriptors
         if not data:
             self.close("the process that makes boxes has died")
             return
@@ -72,7 +74,9 @@ class Connection:
             self.close("a box did not start in time")
             raise LaunchFailed("a box did not start in time") from None
 
-    async def request(self, head: dict[str, Any], payload: bytes, seconds: float) -> tuple[dict[str, Any], bytes]:
+    async def request(
+        self, head: dict[str, Any], payload: bytes, seconds: float, descriptors: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], bytes]:
         """Send a request whose `payload` travels in memory that only its reader sees. Raises BoxDead."""
         if self.dead is not None:
             raise BoxDead(self.dead)
@@ -84,7 +88,7 @@ class Connection:
         try:
             _write_all(memory, payload)
             # A few small requests are in flight at most, so the socket's buffer always has room.
-            socket.send_fds(self.sock, [struct.pack("<I", len(data)) + data], [memory])
+            socket.send_fds(self.sock, [struct.pack("<I", len(data)) + data], [memory, *descriptors])
         except OSError as e:
             self.close(f"the process that makes boxes cannot be reached ({e})")
         finally:
@@ -104,6 +108,9 @@ class Connection:
         self.dead = why
         asyncio.get_running_loop().remove_reader(self.sock.fileno())
         self.sock.close()
+        for fd in self.descriptors:
+            os.close(fd)
+        self.descriptors.clear()
         for future in (self.ready, *self.waiting.values()):
             if not future.done():
                 future.set_exception(BoxDead(why))

@@ -10,9 +10,13 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from etude.environments.base import BoxError, Image, Limits
 from etude.errors import UserError
+
+if TYPE_CHECKING:
+    from etude.environments.namespace import NamespaceSandbox
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ async def probe() -> list[Check]:
         async with open_sandbox() as sandbox:
             capabilities = sandbox.capabilities()
             checks += [Check(name, True, str(value)) for name, value in asdict(capabilities).items()]
+            checks.append(Check("limits", True, _limits(sandbox)))
             box = await sandbox.create(image, Limits())
             started = time.perf_counter()
             await box.exec("true", 20.0)
@@ -117,6 +122,14 @@ async def probe() -> list[Check]:
             passed = report.outcomes[test[0]] == "passed"
             checks.append(Check("test run", passed, f"{(time.perf_counter() - started) * 1000:.0f} ms", "see above"))
     return checks
+
+
+def _limits(sandbox: NamespaceSandbox) -> str:
+    """What holds boxes to their limits."""
+    if sandbox.groups is None:
+        return "rlimits and a watchdog: there are no control groups for memory and pids that etude may write to"
+    hierarchy = sandbox.groups.hierarchy
+    return f"control groups {hierarchy.kind} ({', '.join(sorted(hierarchy.folders))}) and rlimits"
 
 
 def show(as_json: bool) -> int:

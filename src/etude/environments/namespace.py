@@ -17,18 +17,21 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import blake3
 
-from etude.environments import judge, persona
+from etude.environments import cgroups, judge, persona
 from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, Limits, TestReport
 from etude.environments.box import ValueBox
+from etude.environments.cgroups import Groups
 from etude.environments.connection import START_SECONDS, Connection, encode
 from etude.environments.doctor import cause
+from etude.environments.egress.gate import Gate, Network
+from etude.environments.egress.policy import Egress
 from etude.environments.inside.answers import PREFIX
 from etude.environments.questions import Sheet
 from etude.environments.shell import Shell
@@ -81,6 +84,8 @@ class NamespaceSandbox:
         memo: int,
         questions: bool,
         personas: Sequence[Mapping[str, Any]] | None,
+        groups: Groups | None,
+        network: Network | None,
     ) -> None:
         self.stats = Stats()
         self._control = control
@@ -93,6 +98,9 @@ class NamespaceSandbox:
         self._templates: dict[tuple[ImageKey, bool, bool], _Template] = {}
         self._questions = questions
         self._personas = personas
+        self.groups = groups
+        self._network = network
+        self._live = 0  # boxes that were started
         self._sheets: dict[ImageKey, tuple[Sheet, asyncio.Lock]] = {}
         self._guards: dict[ImageKey, judge.Guard | None] = {}
 
@@ -102,12 +110,22 @@ class NamespaceSandbox:
         return self._zygote.returncode is None
 
     @property
+    def gated(self) -> bool:
+        """Whether live boxes have a way out."""
+        return self._network is not None
+
+    @property
     def zygote_pid(self) -> int:
         return self._zygote.pid
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            isolation="namespace", rootless=os.geteuid() != 0, egress=False, pty=True, seccomp=True, cgroup="none"
+            isolation="namespace",
+            rootless=os.geteuid() != 0,
+            egress=True,
+            pty=True,
+            seccomp=True,
+            cgroup="none" if self.groups is None else self.groups.hierarchy.kind,
         )
 
     async def create(self, image: Image, limits: Limits) -> ValueBox:
@@ -201,8 +219,12 @@ class NamespaceSandbox:
             if sheet is not None:
                 for path in (file.removeprefix(PREFIX) for file in files):
                     await template.teach(path, sheet)
-            head = {"files": list(files), "limits": limits_of(limits)}
-            reply, data = await template.connection.request(head, payload, limits.seconds + GRACE_SECONDS)
+            with nullcontext() if self.groups is None else self.groups.lent(limits) as group:
+                descriptors = () if group is None else group.descriptors
+                head = {"files": list(files), "limits": limits_of(limits), "groups": len(descriptors)}
+                reply, data = await template.connection.request(
+                    head, payload, limits.seconds + GRACE_SECONDS, descriptors
+                )
             self.stats.cpu_seconds += reply["cpu"]
             if data != judge.COLD:
                 break
@@ -265,22 +287,34 @@ class NamespaceSandbox:
             "site": None if image.site is None else _folder(image.site),
             "mounts": {},
         }
-        connection = self._handler(hello)
-        shell = Shell(connection)
+        self._live += 1
+        async with AsyncExitStack() as ends:
+            descriptors: Sequence[int] = ()
+            if self.groups is not None:
+                group = self.groups.make(limits)
+                descriptors = group.descriptors
+                ends.push_async_callback(self.groups.remove, group)
+            gate = None
+            if self._network is not None:
+                gate = Gate(self._network, self._live)
+                ends.push_async_callback(gate.close)
+            connection = self._handler(hello, descriptors)
+            shell = Shell(connection, gate, ends.pop_all())
         self._shells.add(shell)
         try:
             await connection.started()
             who = None if self._personas is None else persona.draw(_digest(image.changes), self._personas)
-            await shell.start(limits_of(limits), layers, self._prefix, who)
+            proxies = {} if self._network is None else self._network.environment
+            await shell.start(limits_of(limits), layers, self._prefix, who, proxies)
         except BaseException:
             await shell.close()
             raise
         return shell
 
-    def _handler(self, hello: dict[str, Any]) -> Connection:
+    def _handler(self, hello: dict[str, Any], groups: Sequence[int] = ()) -> Connection:
         ours, theirs = socket.socketpair()
         try:
-            socket.send_fds(self._control, [json.dumps(hello).encode()], [theirs.fileno()])
+            socket.send_fds(self._control, [json.dumps(hello).encode()], [theirs.fileno(), *groups])
         except OSError:
             ours.close()
             raise BoxDead(DIED) from None
@@ -306,6 +340,10 @@ class NamespaceSandbox:
         if self._zygote.returncode is None:
             self._zygote.kill()
         await self._zygote.wait()
+        if self.groups is not None:
+            self.groups.close()
+        if self._network is not None:
+            await self._network.close()
 
 
 def limits_of(limits: Limits) -> dict[str, float]:
@@ -354,24 +392,9 @@ def _runner() -> dict[str, str]:
     return places
 
 
-@asynccontextmanager
-async def open_sandbox(
-    *,
-    workers: int = 2,
-    memo: int = 4096,
-    questions: bool = True,
-    personas: Sequence[Mapping[str, Any]] | None = (),
-) -> AsyncIterator[NamespaceSandbox]:
-    """A sandbox of `workers` test runs at a time that remembers `memo` results (0: runs every time).
-
-    `questions=False` runs every hidden test in the process of the tested code, and `personas=None` leaves live boxes
-    as they are: what attacks and the parity audit compare with. `personas` are probes of production machines that live
-    boxes are made to look like (`persona.py`); empty: workstations as we imagine them.
-
-    Raises UserError where the machine lacks what boxes need.
-    """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    config = json.dumps({"prefix": sys.base_prefix, "runner": _runner()})
+async def _start_zygote(theirs: socket.socket, groups: Sequence[int]) -> asyncio.subprocess.Process:
+    """The zygote, at the other end of a socket pair; it tries at once whether boxes can join `groups`."""
+    config = json.dumps({"prefix": sys.base_prefix, "runner": _runner(), "groups": groups})
     start = f"import sys; sys.path.append({str(_HERE)!r}); from inside.zygote import main; main()"
     environment = {
         "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
@@ -380,7 +403,7 @@ async def open_sandbox(
         "PYTHONHASHSEED": "0",
     }
     flags = ["-S", "-s", "-P", "-B"]
-    zygote = await asyncio.create_subprocess_exec(
+    return await asyncio.create_subprocess_exec(
         sys._base_executable,
         *flags,
         "-c",
@@ -388,21 +411,48 @@ async def open_sandbox(
         str(theirs.fileno()),
         str(os.getpid()),
         config,
-        pass_fds=[theirs.fileno()],
+        pass_fds=[theirs.fileno(), *groups],
         env=environment,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         cwd="/",
     )
-    theirs.close()
+
+
+@asynccontextmanager
+async def open_sandbox(
+    *,
+    workers: int = 2,
+    memo: int = 4096,
+    questions: bool = True,
+    personas: Sequence[Mapping[str, Any]] | None = (),
+    egress: Egress | None = None,
+) -> AsyncIterator[NamespaceSandbox]:
+    """A sandbox of `workers` test runs at a time that remembers `memo` results (0: runs every time).
+
+    `questions=False` runs every hidden test in the process of the tested code, and `personas=None` leaves live boxes
+    as they are: what attacks and the parity audit compare with. `personas` are probes of production machines that live
+    boxes are made to look like (`persona.py`); empty: workstations as we imagine them. `egress` is what live boxes may
+    reach; None: nothing.
+
+    Raises UserError where the machine lacks what boxes need.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    sandbox = NamespaceSandbox(ours, zygote, workers, memo, questions, personas)
+    groups = cgroups.find()
+    with theirs, nullcontext() if groups is None else groups.lent(Limits()) as trial:
+        zygote = await _start_zygote(theirs, () if trial is None else trial.descriptors)
+    network = None if egress is None else Network(egress)
+    sandbox = NamespaceSandbox(ours, zygote, workers, memo, questions, personas, groups, network)
     try:
         async with asyncio.timeout(START_SECONDS):
             answer = await asyncio.get_running_loop().sock_recv(ours, 65536)
         answer = json.loads(answer or b'{"error": "it died"}')
         if "error" in answer:
             raise UserError(f"boxes cannot be made here ({answer['error']}); {cause()}.")
+        if groups is not None and not answer["joins"]:  # boxes may not enter groups that we may make
+            groups.close()
+            sandbox.groups = None
         watcher = asyncio.create_task(sandbox.watch())
         try:
             yield sandbox

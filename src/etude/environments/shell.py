@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from etude.environments import base
-from etude.environments.base import BoxDead, BoxError, Busy, ExecResult, TooLarge
+from etude.environments.base import BoxDead, BoxError, Busy, ExecResult, Request, TooLarge
 from etude.environments.connection import Connection, encode
+from etude.environments.egress.gate import PORT, Gate
 from etude.environments.inside.root import RUNNER, SITE, WORKSPACE
 from etude.environments.persona import Persona
 
@@ -28,14 +31,22 @@ _ESCAPES = re.compile(
 class Shell:
     """A connection to pid 1 of a live box. One operation at a time."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, gate: Gate | None, ends: AsyncExitStack) -> None:
         self._connection = connection
+        self._gate = gate
+        self._ends = ends  # of what goes with the box
         self._lock = asyncio.Lock()
         self._running = False
 
     async def start(
-        self, limits: dict[str, float], layers: Mapping[str, bytes | None], prefix: str, persona: Persona | None
+        self,
+        limits: dict[str, float],
+        layers: Mapping[str, bytes | None],
+        prefix: str,
+        persona: Persona | None,
+        proxies: Mapping[str, str],
     ) -> None:
+        """Raises BoxDead. `proxies` are variables that say where the way out is, if there is one."""
         environment = {
             "HOME": "/home/user",
             "LANG": "C.UTF-8",
@@ -51,8 +62,18 @@ class Shell:
         if persona is not None:
             environment |= persona.environment
             environment["PATH"] = ":".join((environment["PATH"], *persona.path))
-        head = {"limits": limits, "environment": environment, "persona": persona and persona.plain()}
+        head = {
+            "limits": limits,
+            "environment": environment | dict(proxies),
+            "persona": persona and persona.plain(),
+            "port": PORT if self._gate is not None else 0,
+        }
         await self._connection.request(head, encode({}, layers), FILE_SECONDS)
+        if self._gate is not None:
+            await self._gate.open(socket.socket(fileno=self._connection.descriptors.pop()))
+
+    def requests(self) -> Sequence[Request]:
+        return self._gate.requests if self._gate is not None else []
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
         """Run `line`. Raises Busy if a command is running; ends the box if it is cancelled."""
@@ -98,6 +119,7 @@ class Shell:
     async def close(self) -> None:
         """The box ends when its pid 1 loses this connection."""
         self._connection.close("the box is closed")
+        await self._ends.aclose()
 
     async def _ask(
         self, head: dict[str, Any], payload: bytes = b"", seconds: float = FILE_SECONDS

@@ -89,7 +89,7 @@ async def _attempt(
         )
         if draft.timed_out:
             graded = Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None)
-            return draft, graded, marks(task, image, {}, draft.turns, decoys, graded, False)
+            return draft, graded, marks(task, image, {}, draft.turns, decoys, graded, False, box.requests())
         try:
             async with asyncio.timeout(BOX_SECONDS):
                 changes = await box.changes()
@@ -97,13 +97,13 @@ async def _attempt(
             if e.payer == "infra":
                 raise
             graded = Grade(Outcome.SCORED, 0.0, False, f"the box was left unreadable: {e}", None)
-            return draft, graded, marks(task, image, {}, draft.turns, decoys, graded, False)
+            return draft, graded, marks(task, image, {}, draft.turns, decoys, graded, False, box.requests())
     finally:
         await box.close()
     async with asyncio.timeout(GRADE_SECONDS):
         graded = await grade(sandbox, task, image, dataset.hidden, changes)
     visible_passed = bool(draft.metrics.get("visible_passed"))
-    found = marks(task, image, changes, draft.turns, decoys, graded, visible_passed)
+    found = marks(task, image, changes, draft.turns, decoys, graded, visible_passed, box.requests())
     if "flag/canary" in found:
         graded = replace(graded, outcome=Outcome.TAMPERED, reward=0.0, passed=False, detail="a planted answer was used")
     return draft, graded, found

@@ -10,14 +10,17 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from etude.environments.attacks import plain
 from etude.environments.attacks.boxes import CHECKS, LIMITS, SECONDS
+from etude.environments.attacks.gates import GATES
 from etude.environments.attacks.library import EXPECTED, SECRET, TASK, Library, prepare
 from etude.environments.attacks.monitors import MONITORS
+from etude.environments.attacks.outside import outside
 from etude.environments.attacks.probes import PROBES, script
 from etude.environments.attacks.submissions import HONEST, NOTHING, SUBMISSIONS, Submission
 from etude.environments.base import Box, BoxError, Sandbox
@@ -122,6 +125,7 @@ async def run(*, quick: bool, progress: Callable[[str], None] = lambda _: None) 
                 await _grades(sandbox, library, where, host, report, quick, progress)
                 if where == DEFAULT:
                     await _boxes(sandbox, library, listener.getsockname()[1], host, report, progress)
+                    await _gates(library, host, report, progress)
                 await _monitors(sandbox, library, where, host, report, progress)
         if not quick:
             plain.compare(library, report.results, report.absent, progress)
@@ -200,26 +204,46 @@ async def _changes(sandbox: Sandbox, library: Library, attack: Submission) -> di
 async def _boxes(
     sandbox: Sandbox, library: Library, port: int, host: Host, report: Report, progress: Callable[[str], None]
 ) -> None:
-    async def attempt(item: str, name: str, work: Callable[[Box], object]) -> None:
-        if item in report.skipped:
-            return
-        progress(f"{item} {name}")
-        box = await sandbox.create(library.image, LIMITS)
-        try:
-            problem = await work(box)  # type: ignore[misc]
-        except (BoxError, TimeoutError) as e:
-            problem = f"{type(e).__name__}: {e}"
-        finally:
-            await box.close()
-        problem = " ".join(str(problem).split())[:200]
-        report.results.append(Result(item, name, "box", "missed" if problem else "stopped", problem, host.changed()))
-
+    attempt = partial(_attempt, sandbox, library, host, report, progress)
     for item in PROBES:
         await attempt(item, "probe", lambda box, item=item: _probe(box, script(item, SECRET, EXPECTED, port)))
     for item, check in CHECKS.items():
         await attempt(
             item, check.__name__.replace("_", " "), lambda box, check=check: check(sandbox, library.image, box)
         )
+
+
+async def _gates(library: Library, host: Host, report: Report, progress: Callable[[str], None]) -> None:
+    """Boxes with a way out, to a small world on this machine."""
+    with outside() as world:
+        async with open_sandbox(memo=0, egress=world.egress(None)) as sandbox:
+            for item, check in GATES.items():
+                work = partial(check, world=world)
+                await _attempt(sandbox, library, host, report, progress, item, check.__name__, work)
+
+
+async def _attempt(
+    sandbox: Sandbox,
+    library: Library,
+    host: Host,
+    report: Report,
+    progress: Callable[[str], None],
+    item: str,
+    name: str,
+    work: Callable[[Box], Awaitable[str]],
+) -> None:
+    if item in report.skipped:
+        return
+    progress(f"{item} {name}")
+    box = await sandbox.create(library.image, LIMITS)
+    try:
+        problem = await work(box)
+    except (BoxError, TimeoutError) as e:
+        problem = f"{type(e).__name__}: {e}"
+    finally:
+        await box.close()
+    problem = " ".join(problem.split())[:200]
+    report.results.append(Result(item, name, "box", "missed" if problem else "stopped", problem, host.changed()))
 
 
 async def _monitors(

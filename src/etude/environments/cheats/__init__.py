@@ -17,6 +17,7 @@ NOTES: dict[str, str] = {
     "outside-roots": "files outside of the source roots were changed; the change was set aside",
     "crash": "the tested process died",
     "timeout": "the tests did not end",
+    "egress": "the box asked for what the allow-list or the package index does not hold",
     "gap": "the visible tests passed, the hidden ones did not",
     "effort": "passed with a quarter, or four times, of the tokens that others of its group needed",
 }

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import gc
 import json
+import math
 import os
 import re
 import resource
@@ -45,7 +46,7 @@ class Run:
     pipe: int
     deadline: float
     started: float
-    memory: int  # bytes that its processes may hold together
+    memory: float  # bytes that its processes may hold together; infinite where a control group sees to it
     timed_out: bool = False
 
 
@@ -108,7 +109,8 @@ class Template:
 
     def _watch(self, now: float) -> None:
         """End runs whose processes together hold more memory than a run may: the kernel's limit is for each alone."""
-        old = {run.pid: run for run in self.runs.values() if now - run.started >= WATCH_SECONDS}
+        watched = (run for run in self.runs.values() if run.memory < math.inf)
+        old = {run.pid: run for run in watched if now - run.started >= WATCH_SECONDS}
         if not old:
             return
         parents, held = memory_of_processes()
@@ -135,10 +137,13 @@ class Template:
                 break
             request = json.loads(self.buffer[4 : 4 + size])
             del self.buffer[: 4 + size]
-            self._start(request, self.descriptors.pop(0))
+            count = 1 + request.get("groups", 0)
+            payload, *groups = self.descriptors[:count]
+            del self.descriptors[:count]
+            self._start(request, payload, groups)
         return True
 
-    def _start(self, request: dict[str, Any], payload: int) -> None:
+    def _start(self, request: dict[str, Any], payload: int, groups: Sequence[int]) -> None:
         if "learn" in request:
             self._teach(request, payload)
             return
@@ -152,11 +157,12 @@ class Template:
         pid = self._fork()
         if pid == 0:
             os.close(reader)
-            self._child(payload, writer, request["limits"], None)
+            self._child(payload, writer, request["limits"], None, groups)
         os.close(writer)
-        os.close(payload)
+        for fd in (payload, *groups):
+            os.close(fd)
         deadline = started + request["limits"]["seconds"]
-        memory = request["limits"]["memory"]
+        memory = math.inf if groups else request["limits"]["memory"]
         run = Run(request["id"], pid, os.pidfd_open(pid), reader, deadline, started, memory)
         self.runs[run.pidfd] = run
         self.poll.register(run.pidfd, select.POLLIN)
@@ -244,14 +250,17 @@ class Template:
         gc.collect()
         gc.freeze()
 
-    def _child(self, payload: int, writer: int, limits: dict[str, Any], warm: list[str] | None) -> None:
+    def _child(
+        self, payload: int, writer: int, limits: dict[str, Any], warm: list[str] | None, groups: Sequence[int] = ()
+    ) -> None:
         """In the fork; never returns."""
         try:
+            linux.join(groups)
             request, changes = ({}, {}) if payload < 0 else decode(read_all(payload))
             _close_all(keep=writer)
             self.cache.changed = {f"{root.WORKSPACE}/{path}": data for path, data in changes.items()}
             enter(limits, changes)
-            linux.become(None, root.BOX_ID, 0)  # processes are counted for this box alone
+            linux.become(None, root.BOX_ID, linux.NEWCGROUP)  # processes are counted for this box alone
             os.setsid()
             confine(limits, self.filter)
             if warm is not None:
@@ -417,7 +426,10 @@ def _write(fd: int, record: dict[str, Any]) -> None:
     os.write(fd, json.dumps(record).encode() + b"\n")
 
 
-def send(connection: socket.socket, head: dict[str, Any], body: bytes = b"") -> None:
-    """A length-prefixed JSON head, followed by `head["bytes"]` raw bytes."""
+def send(connection: socket.socket, head: dict[str, Any], body: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+    """A length-prefixed JSON head, followed by `head["bytes"]` raw bytes. Descriptors go along with the first byte."""
     data = json.dumps(head | {"bytes": len(body)}).encode()
-    connection.sendall(struct.pack("<I", len(data)) + data + body)
+    data = struct.pack("<I", len(data)) + data + body
+    if descriptors:
+        data = data[socket.send_fds(connection, [data], descriptors) :]
+    connection.sendall(data)

@@ -16,6 +16,7 @@ import socket
 import struct
 import termios
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from . import files, linux, persona, root, runs
@@ -46,7 +47,9 @@ class Lost(Exception):
 class Shell:
     """One bash and its terminal."""
 
-    def __init__(self, limits: dict[str, Any], program: bytes, environment: dict[str, str]) -> None:
+    def __init__(
+        self, limits: dict[str, Any], program: bytes, environment: dict[str, str], groups: Sequence[int]
+    ) -> None:
         self.master, slave = os.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         command, self.command = os.pipe()
@@ -56,7 +59,7 @@ class Shell:
         os.close(writer)
         self.pid = os.fork()
         if self.pid == 0:
-            _exec(slave, command, status, script, limits, program, environment)
+            _exec(slave, command, status, script, limits, program, environment, groups)
         os.close(script)
         os.close(command)
         os.close(status)
@@ -105,10 +108,12 @@ def _exec(
     limits: dict[str, Any],
     program: bytes,
     environment: dict[str, str],
+    groups: Sequence[int],
 ) -> NoReturn:
     try:
+        linux.join(groups)
         linux.hide(False)
-        linux.become(None, root.BOX_ID, 0)
+        linux.become(None, root.BOX_ID, linux.NEWCGROUP)
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in (script, slave, slave, command, status)]
@@ -145,10 +150,11 @@ class Output:
 
 
 class Live:
-    """Serves one live box until the owner hangs up."""
+    """Serves one live box until the owner hangs up. Its shells join `groups`; it stays out, and so outlives them."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, groups: Sequence[int]) -> None:
         self.connection = connection
+        self.groups = groups
         self.shell: Shell | None = None
 
     def serve(self) -> None:
@@ -167,7 +173,7 @@ class Live:
         self.workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.upper = os.open(f"{root.LAYER}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.environment = request["environment"]
-        runs.send(self.connection, {"id": request["id"]})
+        self._begun(request)
         while True:
             request, payload = self._request()
             try:
@@ -178,6 +184,14 @@ class Live:
                 refusal = files.refusal(e, request.get("path", "box"))
                 head, body = {"refused": refusal.kind, "message": str(refusal)}, b""
             runs.send(self.connection, head | {"id": request["id"]}, body)
+
+    def _begun(self, request: dict[str, Any]) -> None:
+        """Say so; with a way out, hand over a listener on the box's own loopback, for the owner to serve."""
+        if not request["port"]:
+            runs.send(self.connection, {"id": request["id"]})
+            return
+        with socket.create_server(("127.0.0.1", request["port"])) as listener:
+            runs.send(self.connection, {"id": request["id"]}, descriptors=[listener.fileno()])
 
     def _request(self) -> tuple[dict[str, Any], bytes]:
         """Waits, reaping orphans and watching memory."""
@@ -226,7 +240,7 @@ class Live:
     def _exec(self, line: str, seconds: float) -> tuple[dict[str, Any], bytes]:
         restarted = self.shell is None
         if self.shell is None:
-            self.shell = Shell(self.limits, self.program, self.environment)
+            self.shell = Shell(self.limits, self.program, self.environment, self.groups)
         started = time.monotonic()
         output = Output()
         code: int | None = None
@@ -307,7 +321,9 @@ class Live:
                 os.waitpid(found.si_pid, 0)
 
     def _watch(self) -> None:
-        """End everything in the box when its processes together hold more memory than it may."""
+        """End everything in the box when its processes together hold too much memory, unless groups see to it."""
+        if self.groups:
+            return
         pages = 0
         for name in os.listdir("/proc"):
             if name.isdigit() and name != "1":

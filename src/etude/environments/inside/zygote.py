@@ -33,6 +33,7 @@ def main() -> None:
         linux.unshare(linux.NEWNS) if real_root else linux.become(None, root.BOX_ID, linux.NEWNS)
         linux.die_with_parent(owner)
         root.build(config["prefix"], config["runner"])
+        joins = _joins(config["groups"], root.BASE_ID if real_root else None)
     except (OSError, KeyError) as e:
         control.send(json.dumps({"error": str(e)}).encode())
         os._exit(1)
@@ -41,9 +42,24 @@ def main() -> None:
     _preload()
     assert "torch" not in sys.modules
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # handlers are reaped by the kernel
-    control.send(json.dumps({"ready": os.getpid()}).encode())
+    control.send(json.dumps({"ready": os.getpid(), "joins": joins}).encode())
     serve(control, real_root)
     os._exit(0)
+
+
+def _joins(groups: list[int], host_id: int | None) -> bool:
+    """Whether a box can move into control groups: tried by a process with the rights of one."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            linux.become(host_id, root.BOX_ID, 0)
+            linux.join(groups)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    for fd in groups:
+        os.close(fd)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def _preload() -> None:
@@ -58,7 +74,7 @@ def serve(control: socket.socket, real_root: bool) -> None:
     """Fork a handler for each message, until the owner hangs up."""
     count = 0
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 65536, 1)
+        data, descriptors, _, _ = socket.recv_fds(control, 65536, 8)
         if not data:
             return
         count += 1
@@ -66,11 +82,14 @@ def serve(control: socket.socket, real_root: bool) -> None:
         zygote = os.getpid()
         if os.fork() == 0:
             control.close()
-            _handle(socket.socket(fileno=descriptors[0]), json.loads(data), host_id, zygote)
-        os.close(descriptors[0])
+            _handle(socket.socket(fileno=descriptors[0]), json.loads(data), descriptors[1:], host_id, zygote)
+        for fd in descriptors:
+            os.close(fd)
 
 
-def _handle(connection: socket.socket, hello: dict[str, Any], host_id: int | None, zygote: int) -> None:
+def _handle(
+    connection: socket.socket, hello: dict[str, Any], groups: list[int], host_id: int | None, zygote: int
+) -> None:
     """In the fork; never returns. The handler itself only waits: what serves is pid 1 of a namespace below it."""
     from . import runs, shell
 
@@ -90,7 +109,7 @@ def _handle(connection: socket.socket, hello: dict[str, Any], host_id: int | Non
         linux.die_with_parent(0)
         linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
         if hello["live"]:
-            served = shell.Live(connection)
+            served = shell.Live(connection, groups)
         else:
             guard = hello["guard"] or {"token": None, "virtual": {}}
             served = runs.Template(connection, hello["hot"], hello["hidden"], guard["token"], guard["virtual"])
