@@ -10,11 +10,11 @@ CALL = """
 import hashlib, numpy as np
 from etude.models.kernels import paged_attention
 rng, f = np.random.default_rng(0), np.float32
-query, key, value = (rng.standard_normal((9, heads, 64)).astype(f) for heads in (4, 2, 2))
+query = rng.standard_normal((9, 4, 64)).astype(f)
 keys, values = (rng.standard_normal((8, 2, 32, 64)).astype(f) for _ in range(2))
 table, rows = np.arange(8, dtype=np.int32)[None].repeat(9, 0), np.arange(9, dtype=np.int32)
 out, positions = np.empty_like(query), np.arange(200, 209, dtype=np.int32)
-paged_attention(64)(query, key, value, keys, values, table, rows, positions, f(0.125), out)
+paged_attention(64)(query, keys, values, table, rows, positions, f(0.125), out)
 print(hashlib.sha256(out.tobytes()).hexdigest())
 """
 

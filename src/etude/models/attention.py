@@ -155,24 +155,26 @@ def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: floa
 
     With fewer queries than keys, the queries are those of the last keys. In exact mode, in the engine's bits.
     """
+    count, end = query_BHTD.shape[2], key_BKTD.shape[2]
+    blocks = [Block(0, count, end - count, end, True), Block(0, count, 0, end - count, False)]
     if exact.is_on():
-        count, end = query_BHTD.shape[2], key_BKTD.shape[2]
-        blocks = [Block(0, count, end - count, end, True), Block(0, count, 0, end - count, False)]
         return _BlockAttention.apply(
             query_BHTD, key_BKTD, value_BKTD, blocks[: 1 + (count < end)], scale, exact.attention
         )
+    # The engine's CPU kernel computes attention in float32 whatever the weights' type; so does this one, to agree.
+    on_cpu = query_BHTD.device.type == "cpu"
+    dtype = torch.float32 if on_cpu else query_BHTD.dtype
+    query, key, value = (x.to(dtype) for x in (query_BHTD, key_BKTD, value_BKTD))
+    if on_cpu and 1 < count < end and key.shape[3] == value.shape[3]:
+        return _BlockAttention.apply(query, key, value, blocks, scale).to(query_BHTD.dtype)
     repeats = query_BHTD.shape[1] // key_BKTD.shape[1]
     if repeats > 1:
-        key_BKTD, value_BKTD = (x.repeat_interleave(repeats, dim=1) for x in (key_BKTD, value_BKTD))
-    # The engine's CPU kernel computes attention in float32 whatever the weights' type; so does this one, to agree.
-    dtype = torch.float32 if query_BHTD.device.type == "cpu" else query_BHTD.dtype
-    query, key, value = (x.to(dtype) for x in (query_BHTD, key_BKTD, value_BKTD))
-    queries, keys = query.shape[2], key.shape[2]
-    if 1 < queries < keys:
-        mask_TT = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    if 1 < count < end:
+        mask_TT = torch.ones(count, end, dtype=torch.bool, device=query.device).tril(end - count)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_TT, scale=scale)
     else:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=queries > 1, scale=scale)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=count > 1, scale=scale)
     return out.to(query_BHTD.dtype)
 
 
