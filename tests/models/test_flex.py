@@ -85,6 +85,7 @@ def results(attend, query, key, value, out_weight):
     return [out.detach(), *torch.autograd.grad((out * out_weight).sum(), leaves)]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @given(graphs(), ABOVE, st.sampled_from([(4, 2), (2, 2), (3, 1), (8, 1)]), st.integers(0, 1000))
 @settings(max_examples=15, deadline=None)
 def test_values_and_gradients_are_those_of_the_cpu(graph, above, heads, seed):

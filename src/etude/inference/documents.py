@@ -206,24 +206,22 @@ class Documents:
 
     def _place(self, row: Row, start: int, document: Document, first: int) -> None:
         """The document's tokens from `first` on; its first one stands at position `start` of the row."""
-        cache, end = self._cache, start + len(document)
-        assert self._rotation is not None
+        cache, rotation, length = self._cache, self._rotation, len(document)
+        assert rotation is not None
         if self._placeable:
-            cos_TD, sin_TD = self._rotation.angles(end)[:, 0].numpy()
-            arrays = (x.numpy() for x in (document.keys_LKnD, document.values_LKnD))
-            pages = np.array(row.pages, np.int32), cache.keys.numpy(), cache.values.numpy()
-            place(*arrays, cos_TD, sin_TD, first, start, *pages)
-        if self._placeable and document.experts_nEK is None:
-            return
-        page_T, offset_T = cache.places(row.pages, start + first, len(document) - first)
-        if not self._placeable:
-            angles = self._rotation.angles(end)[:, :, start + first :]
-            keys_LKTD = self._rotation(document.keys_LKnD[:, :, first:], angles)
+            cos_TD, sin_TD = rotation.angles(start + length)[:, 0].numpy()
+            pages_P, keys, values = np.array(row.pages, np.int32), cache.keys.numpy(), cache.values.numpy()
+            ours = document.keys_LKnD.numpy(), document.values_LKnD.numpy()
+            place(*ours, cos_TD, sin_TD, first, start, pages_P, keys, values)
+        else:
+            page_T, offset_T = cache.places(row.pages, start + first, length - first)
+            angles = rotation.angles(start + length)[:, :, start + first :]
+            keys_LKTD = rotation(document.keys_LKnD[:, :, first:], angles)
             for to, x_LKTD in ((cache.keys, keys_LKTD), (cache.values, document.values_LKnD[:, :, first:])):
                 to[:, page_T, :, offset_T] = x_LKTD.permute(2, 0, 1, 3).to(to.dtype)
         if document.experts_nEK is not None:
             cache.hold_experts(document.experts_nEK)
-            cache.experts[page_T, offset_T] = document.experts_nEK[first:]
+            cache.experts[cache.places(row.pages, start + first, length - first)] = document.experts_nEK[first:]
 
     def release(self, row: Row, *, stale: bool = False) -> None:
         """Let go of what the row holds, if anything. What nobody waits for any more is not computed, and what is

@@ -45,6 +45,7 @@ class Rotation:
         self._table = decoder.rotary_emb
         self._apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
         self._like = next(model.parameters()).new_empty(0, dtype=model.dtype)
+        self._head_dim = key_shape(model.config)[1]
         self._angles = self._computed(exact.TILE)
 
     def angles(self, length: int) -> Tensor:
@@ -63,15 +64,13 @@ class Rotation:
     def placeable(self) -> bool:
         """Whether `kernels.place` rotates in the same bits: in halves, on the CPU in float32. Tried on random keys."""
         cos_1TD, sin_1TD = self.angles(_PROBED)
-        if cos_1TD.device.type != "cpu" or cos_1TD.dtype != torch.float32:
+        if cos_1TD.device.type != "cpu" or cos_1TD.dtype != torch.float32 or cos_1TD.shape[2] != self._head_dim:
             return False
-        noise = torch.Generator().manual_seed(0)
-        keys, values = torch.randn(2, 1, 1, _PROBED, cos_1TD.shape[2], generator=noise)
-        pages, value_pages = np.zeros((2, 1, 1, 1, BLOCK, keys.shape[3]), np.float32)
+        keys, values = torch.randn(2, 1, 1, _PROBED, self._head_dim, generator=torch.Generator().manual_seed(0))
+        pages = np.zeros((2, 1, 1, 1, BLOCK, self._head_dim), np.float32)
         angles = cos_1TD[0].numpy(), sin_1TD[0].numpy()
-        place(keys.numpy(), values.numpy(), *angles, 0, 0, np.zeros(1, np.int32), pages, value_pages)
-        expected = self(keys, self.angles(_PROBED))
-        return bool((expected == torch.from_numpy(pages[:, 0, :, :_PROBED])).all())
+        place(keys.numpy(), values.numpy(), *angles, 0, 0, np.zeros(1, np.int32), *pages)
+        return torch.equal(self(keys, self.angles(_PROBED)), torch.from_numpy(pages[0, 0, :, :, :_PROBED]))
 
     def __call__(self, x_BHTD: Tensor, angles: Tensor) -> Tensor:
         """`x_BHTD` rotated by the angles of its T positions."""
