@@ -2,6 +2,7 @@
 
 ttft/N            seconds to the first token of the same tokens as a plain prompt, nothing cached / of N documents that
                   are in the document cache, in a new order, before a new tail; medians of runs in turns
+tail/N            seconds to that first token / of the tail alone, as a prompt of its own: 1 would be free documents
 assembly/N        share of the seconds to the first token that goes into rotating and copying documents
 cold/N            the first request, documents not yet computed: full prefill / it
 reorder/hit-rate  document tokens that a new order of 10 found computed, over all; and, for comparison, what the prefix
@@ -73,10 +74,11 @@ def _run(fulls: int, repeats: int, orders: int, samples: int) -> dict[str, Any]:
         rows.append({"case": case, "value": value, "unit": unit, "baseline": baseline})
 
     for count, target in TARGETS.items():
-        full, warm, cold, assembly = _times(engine, rng, count, fulls, repeats)
+        full, warm, tail, cold, assembly = _times(engine, rng, count, fulls, repeats)
         tokens = count * LENGTH + TAIL
         what = f"plain prompt of the same {tokens} tokens, full prefill, {full:.3f} s"
         add(f"ttft/{count}", full / warm, "x", what)
+        add(f"tail/{count}", warm / tail, "x", f"a plain prompt of {TAIL} tokens, {tail * 1e3:.1f} ms")
         add(f"assembly/{count}", assembly / warm, "x", f"time to the first token, {warm * 1e3:.1f} ms")
         add(f"cold/{count}", full / cold, "x", what)
         checks[f"ttft/{count} at least {target:.0f}x"] = full / warm >= target
@@ -139,13 +141,13 @@ def _first(engine: Engine, request: Request) -> tuple[float, Generation]:
 
 def _times(
     engine: Engine, rng: np.random.Generator, count: int, fulls: int, repeats: int
-) -> tuple[float, float, float, float]:
-    """Median seconds of a full prefill, of cached documents, of documents not yet computed, and of assembly."""
+) -> tuple[float, float, float, float, float]:
+    """Median seconds of a full prefill, with cached documents, of a tail alone, with new documents, of assembly."""
     documents = [_ids(rng, LENGTH) for _ in range(count)]
     counters = engine.documents.counters
     cold, generation = _first(engine, Request(ids=_ids(rng, TAIL), documents=tuple(documents), max_tokens=1))
     assert generation.cached_document_tokens == 0
-    full, warm, assembly = [], [], []
+    full, warm, tail, assembly = [], [], [], []
     for i in range(max(fulls, repeats)):
         if i < fulls:
             plain = [token for document in documents for token in document] + _ids(rng, TAIL)
@@ -156,7 +158,8 @@ def _times(
             assert generation.cached_tokens == count * LENGTH
             warm.append(seconds)
             assembly.append(counters.assembly_seconds - before)
-    return statistics.median(full), statistics.median(warm), cold, statistics.median(assembly)
+            tail.append(_first(engine, Request(ids=_ids(rng, TAIL), max_tokens=1))[0])
+    return statistics.median(full), statistics.median(warm), statistics.median(tail), cold, statistics.median(assembly)
 
 
 def _hit_rate(engine: Engine, count: int, documents: Sequence[list[int]], plain: bool) -> float:

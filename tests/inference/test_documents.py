@@ -12,7 +12,14 @@ import pytest
 import torch
 from test_engine import run, scale
 from tiny import random_model
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
+from transformers import (
+    GlmConfig,
+    GlmForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 from etude.inference.cache import PagedCache
 from etude.inference.documents import Documents
@@ -132,6 +139,47 @@ def test_keys_are_rotated_once_and_as_the_model_does():
         count = sum(map(len, DOCUMENTS))
         pages = bench.cache.keys[0, : -(-count // BLOCK)].transpose(1, 2).flatten(0, 1)[:count]
         assert torch.equal(pages, layout.kept[0][0][0].transpose(0, 1)[:count].float())
+
+
+@pytest.mark.parametrize("kind", ["moe", "llama"])
+def test_one_kernel_places_documents_in_the_bits_of_the_models_function(kind):
+    """Also where the prefix cache holds the first of them and a part of the second."""
+    model = model_of(kind)
+    pages = []
+    for placeable in (True, False):
+        bench = Bench(model)
+        assert bench.documents._placeable
+        bench.documents._placeable = placeable
+        bench.logits(DOCUMENTS, TAIL)
+        bench.cache.keys[:] = bench.cache.values[:] = 0.0
+        row = Row(Request(ids=TAIL, max_tokens=1, documents=tuple(DOCUMENTS)), None, None)
+        assert bench.documents.gather(row, 50, 0)
+        row.pages = list(range(9, 0, -1))
+        bench.documents.assemble(row, 50)
+        pages.append((bench.cache.keys.clone(), bench.cache.values.clone()))
+    for ours, theirs in zip(*pages, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.abs().sum() > 0
+
+
+def test_other_rotations_and_types_are_placed_by_the_models_function():
+    """GLM rotates half of a key, in neighbouring pairs; the kernel rotates in halves, in float32."""
+    glm = ours(
+        GlmForCausalLM(
+            GlmConfig(
+                vocab_size=97, hidden_size=48, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=64, max_position_embeddings=512, pad_token_id=0, eos_token_id=6,
+            )
+        )
+    )  # fmt: skip
+    narrow = Bench(model_of("qwen3").bfloat16())
+    assert not narrow.documents.refusal
+    assert not narrow.documents._placeable
+    bench = Bench(glm)
+    assert not bench.documents.refusal
+    assert not bench.documents._placeable
+    for order in (DOCUMENTS, DOCUMENTS[::-1]):
+        assert (bench.logits(order, TAIL)[0] - masked(glm, order, TAIL)[1]).abs().max() <= TOLERANCE
 
 
 def assert_greedy(model, documents, tail, generation):

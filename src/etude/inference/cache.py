@@ -192,22 +192,10 @@ class PagedCache:
         for node in held:
             self._release(node)
 
-    def write(
-        self, pages: Sequence[int], position: int, keys_LKTD: Tensor, values_LKTD: Tensor, experts_TEK: Tensor | None
-    ) -> None:
-        """Keys (rotated), values and expert ids of the T tokens of a row that begin at `position`, into its `pages`."""
-        if experts_TEK is not None:
-            self.hold_experts(experts_TEK)
-        at, length = 0, keys_LKTD.shape[2]
-        while at < length:
-            page, offset = pages[(position + at) // BLOCK], (position + at) % BLOCK
-            count = min(BLOCK - offset, length - at)
-            there, here = slice(offset, offset + count), slice(at, at + count)
-            self.keys[:, page, :, there] = keys_LKTD[:, :, here]
-            self.values[:, page, :, there] = values_LKTD[:, :, here]
-            if experts_TEK is not None:
-                self.experts[page, there] = experts_TEK[here]
-            at += count
+    def places(self, pages: Sequence[int], position: int, count: int) -> tuple[Tensor, Tensor]:
+        """Page and offset, [count] each, of the tokens of a row that begin at `position`."""
+        position_T = torch.arange(position, position + count, device=self.keys.device)
+        return torch.tensor(pages, device=self.keys.device)[position_T // BLOCK], position_T % BLOCK
 
     def hold_experts(self, like_TEK: Tensor) -> None:
         """Make room for expert ids of tokens like these, if there is none yet."""

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from etude.inference.cache import PagedCache
 from etude.inference.rows import Request, Row
 from etude.models.documents import RECIPE, Document, Rotation, compute, empty_document, refusal, token_bytes
+from etude.models.kernels import place
 from etude.records import token_digest
 
 
@@ -81,6 +83,7 @@ class Documents:
         self.refusal = refusal(model)
         self._model, self._cache, self._routes = model, cache, routes
         self._rotation = None if self.refusal else Rotation(model)
+        self._placeable = self._rotation is not None and self._rotation.placeable()
         self._token_bytes = token_bytes(model.config, model.dtype.itemsize)
         # Part of the key, so that a cache that outlives its engine could not be read by another recipe.
         self.recipe = f"{RECIPE}, {model.dtype}"
@@ -195,16 +198,30 @@ class Documents:
         if held is None:
             return 0
         start_time = time.perf_counter()
-        assert self._rotation is not None
-        angles = self._rotation.angles(total)
         for start, entry in held.places:
-            document, first = entry.document, max(begin - start, 0)
-            keys = self._rotation(document.keys_LKnD[:, :, first:], angles[:, :, start + first : start + len(document)])
-            experts = None if document.experts_nEK is None else document.experts_nEK[first:]
-            self._cache.write(row.pages, start + first, keys, document.values_LKnD[:, :, first:], experts)
+            self._place(row, start, entry.document, max(begin - start, 0))
         self.release(row)
         self.counters.assembly_seconds += time.perf_counter() - start_time
         return total - held.missed_tokens
+
+    def _place(self, row: Row, start: int, document: Document, first: int) -> None:
+        """The document's tokens from `first` on; its first one stands at position `start` of the row."""
+        cache, rotation, length = self._cache, self._rotation, len(document)
+        assert rotation is not None
+        if self._placeable:
+            cos_TD, sin_TD = rotation.angles(start + length)[:, 0].numpy()
+            pages_P, keys, values = np.array(row.pages, np.int32), cache.keys.numpy(), cache.values.numpy()
+            ours = document.keys_LKnD.numpy(), document.values_LKnD.numpy()
+            place(*ours, cos_TD, sin_TD, first, start, pages_P, keys, values)
+        else:
+            page_T, offset_T = cache.places(row.pages, start + first, length - first)
+            angles = rotation.angles(start + length)[:, :, start + first :]
+            keys_LKTD = rotation(document.keys_LKnD[:, :, first:], angles)
+            for to, x_LKTD in ((cache.keys, keys_LKTD), (cache.values, document.values_LKnD[:, :, first:])):
+                to[:, page_T, :, offset_T] = x_LKTD.permute(2, 0, 1, 3).to(to.dtype)
+        if document.experts_nEK is not None:
+            cache.hold_experts(document.experts_nEK)
+            cache.experts[cache.places(row.pages, start + first, length - first)] = document.experts_nEK[first:]
 
     def release(self, row: Row, *, stale: bool = False) -> None:
         """Let go of what the row holds, if anything. What nobody waits for any more is not computed, and what is

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from etude.inference.cache import PagedCache
-from etude.models.kernels import BLOCK, paged_attention
+from etude.models import exact
+from etude.models.attention import causal
+from etude.models.kernels import BLOCK, collect, paged_attention, store
+
+_LONG = 16  # tokens of one row in a pass from which PyTorch's kernel over a copy of the row's pages is faster than ours
 
 
 class PagedBatch:
@@ -16,8 +22,8 @@ class PagedBatch:
 
     On the CPU the pass may hold more tokens than that; those see nothing, and nothing is kept of them.
 
-    `table` holds the pages of every row. Tokens of a row are in order. Rows that share pages should be neighbours: the
-    kernel then reads those pages once.
+    `table` holds the pages of every row. Tokens of a row are neighbours, one position after the other. Rows that share
+    pages should be neighbours: the kernel then reads those pages once.
     """
 
     def __init__(self, cache: PagedCache, table: np.ndarray, row_N: np.ndarray, position_N: np.ndarray) -> None:
@@ -25,25 +31,53 @@ class PagedBatch:
         self.table = table
         self.row_N = row_N
         self.position_N = position_N
-        self._gather: _Gather | None = None
+        self._inner: _Paged | _Gather | None = None
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        if keys.device.type == "cpu" and keys.dtype == torch.float32:
-            n = len(self.row_N)
-            out = torch.empty(query.shape, dtype=torch.float32)
-            out[n:] = 0.0
-            paged_attention(query.shape[-1])(
-                _array(query[:n]), _array(key[:n]), _array(value[:n]), keys.numpy(), values.numpy(),
-                self.table, self.row_N, self.position_N, np.float32(scale), out[:n].numpy(),
-            )  # fmt: skip
-            out = out.to(query.dtype)
-        else:
-            if self._gather is None:
-                self._gather = _Gather(self, keys.device)
-            out = self._gather.attend(query, key, value, keys, values, scale)
+        if self._inner is None:
+            ours = keys.device.type == "cpu" and keys.dtype == torch.float32
+            self._inner = _Paged(self) if ours else _Gather(self, keys.device)
+        out = self._inner.attend(query, key, value, keys, values, scale)
         return out.transpose(0, 1).unsqueeze(0)
+
+
+class _Paged:
+    """The attention on the CPU: our kernel, and for many tokens of one row PyTorch's, but not in exact mode."""
+
+    def __init__(self, batch: PagedBatch) -> None:
+        self.table, self.row_N, self.position_N = batch.table, batch.row_N, batch.position_N
+        cuts = np.flatnonzero(np.diff(self.row_N)) + 1
+        runs = pairwise([0, *cuts.tolist(), len(self.row_N)])
+        self.long = [] if exact.is_on() else [(a, b) for a, b in runs if b - a >= _LONG]
+        short_N = np.ones(len(self.row_N), bool)
+        for a, b in self.long:
+            short_N[a:b] = False
+        self.short = np.flatnonzero(short_N) if self.long else slice(None)
+        longest = max((int(self.position_N[b - 1]) // BLOCK + 1 for _, b in self.long), default=0)
+        cache = batch.cache.keys
+        self.copied = torch.empty((2, cache.shape[2], longest * BLOCK, cache.shape[4]))  # one for all layers
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        count = len(self.row_N)
+        out = torch.empty(query.shape, dtype=torch.float32)
+        out[count:] = 0.0
+        pages = keys.numpy(), values.numpy()
+        store(_array(key[:count]), _array(value[:count]), *pages, self.table, self.row_N, self.position_N)
+        for a, b in self.long:
+            end = int(self.position_N[b - 1]) + 1
+            collect(self.table[self.row_N[a], : -(-end // BLOCK)], *pages, *self.copied.numpy())
+            key_1KTD, value_1KTD = self.copied[:, None, :, :end]
+            out[a:b] = causal(query[a:b].float().transpose(0, 1)[None], key_1KTD, value_1KTD, scale)[0].transpose(0, 1)
+        query_SHD = query[:count][self.short]
+        if len(query_SHD):
+            out_SHD = torch.empty(query_SHD.shape)
+            row_S, position_S = self.row_N[self.short], self.position_N[self.short]
+            attend = paged_attention(query.shape[-1])
+            attend(_array(query_SHD), *pages, self.table, row_S, position_S, np.float32(scale), out_SHD.numpy())
+            out[:count][self.short] = out_SHD
+        return out.to(query.dtype)
 
 
 def _array(x: Tensor) -> np.ndarray:
@@ -51,7 +85,7 @@ def _array(x: Tensor) -> np.ndarray:
 
 
 class _Gather:
-    """The same attention in torch operations, for accelerators: rows padded to the longest, pages gathered."""
+    """The same in torch operations, for accelerators: rows padded to the longest, pages gathered."""
 
     def __init__(self, batch: PagedBatch, device: torch.device) -> None:
         rows, local_N = np.unique(batch.row_N, return_inverse=True)

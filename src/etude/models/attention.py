@@ -14,16 +14,15 @@ Shapes inside: query_BHTD, key_BKTD, value_BKTD with H query heads and K key/val
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
-from etude.models import exact
+from etude.models import exact, flex
 from etude.models.segments import Block, Graph
 
 NAME = "etude"
@@ -52,7 +51,7 @@ class SegmentLayout:
         shifted = [Block(b.q0, b.q1, b.k0 + self.above, b.k1 + self.above, b.causal) for b in graph.blocks]
         whole = [Block(0, graph.length, 0, self.above, False)] if self.above and graph.length else []
         self._blocks = (*shifted, *whole)
-        self._block_mask: Any = None
+        self._block_mask: BlockMask | None = None
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
         if query_BHTD.shape[0] != 1 or query_BHTD.shape[2] != self.graph.length:
@@ -71,12 +70,11 @@ class SegmentLayout:
             if query_BHTD.shape[3] != value.shape[3]:
                 raise ValueError('keys and values differ in size: set trainer.execution = "rows" on the CPU')
             return _BlockAttention.apply(query_BHTD.to(dtype), key, value, self._blocks, scale).to(query_BHTD.dtype)
+        if self.graph.length == 1:  # it sees every key, and the kernel would be compiled once more for it
+            return causal(query_BHTD, key, value, scale)
         if self._block_mask is None:
-            seen, length = visible(self.graph, self.above, query_BHTD.device), self.graph.length
-            self._block_mask = create_block_mask(
-                seen, None, None, length, self.above + length, device=query_BHTD.device
-            )
-        return _flex()(query_BHTD, key, value, block_mask=self._block_mask, scale=scale, enable_gqa=True)
+            self._block_mask = flex.block_mask(self.graph, self.above, query_BHTD.device)
+        return flex.attend(query_BHTD, key, value, self._block_mask, scale)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -131,48 +129,31 @@ class _BlockAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None, None
 
 
-def visible(graph: Graph, above: int, device: torch.device | str) -> Callable[..., Tensor]:
-    """The rule of the segment graph as flex_attention's `mask_mod`; `above` keys that all queries see come first."""
-    node_T = torch.from_numpy(graph.node_T).to(device)
-    sees_NN = torch.from_numpy(graph.sees_NN).to(device)
-
-    def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = (key - above).clamp_min(0)
-        inside = (node_T[query] == node_T[own]) & (query >= own) | sees_NN[node_T[query], node_T[own]]
-        return (key < above) | inside
-
-    return seen
-
-
-@cache
-def _flex() -> Callable[..., Tensor]:
-    """Compiled at the first use, for any length: uncompiled it would write out the whole matrix of scores."""
-    return torch.compile(flex_attention, dynamic=True)
-
-
 def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
     """Causal attention of whole rows; padding on the right needs no mask, for no real token sees it.
 
     With fewer queries than keys, the queries are those of the last keys. In exact mode, in the engine's bits.
     """
+    count, end = query_BHTD.shape[2], key_BKTD.shape[2]
+    blocks = [Block(0, count, end - count, end, True), Block(0, count, 0, end - count, False)]
     if exact.is_on():
-        count, end = query_BHTD.shape[2], key_BKTD.shape[2]
-        blocks = [Block(0, count, end - count, end, True), Block(0, count, 0, end - count, False)]
         return _BlockAttention.apply(
             query_BHTD, key_BKTD, value_BKTD, blocks[: 1 + (count < end)], scale, exact.attention
         )
+    # The engine's CPU kernel computes attention in float32 whatever the weights' type; so does this one, to agree.
+    on_cpu = query_BHTD.device.type == "cpu"
+    dtype = torch.float32 if on_cpu else query_BHTD.dtype
+    query, key, value = (x.to(dtype) for x in (query_BHTD, key_BKTD, value_BKTD))
+    if on_cpu and 1 < count < end and key.shape[3] == value.shape[3]:
+        return _BlockAttention.apply(query, key, value, blocks, scale).to(query_BHTD.dtype)
     repeats = query_BHTD.shape[1] // key_BKTD.shape[1]
     if repeats > 1:
-        key_BKTD, value_BKTD = (x.repeat_interleave(repeats, dim=1) for x in (key_BKTD, value_BKTD))
-    # The engine's CPU kernel computes attention in float32 whatever the weights' type; so does this one, to agree.
-    dtype = torch.float32 if query_BHTD.device.type == "cpu" else query_BHTD.dtype
-    query, key, value = (x.to(dtype) for x in (query_BHTD, key_BKTD, value_BKTD))
-    queries, keys = query.shape[2], key.shape[2]
-    if 1 < queries < keys:
-        mask_TT = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    if 1 < count < end:
+        mask_TT = torch.ones(count, end, dtype=torch.bool, device=query.device).tril(end - count)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_TT, scale=scale)
     else:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=queries > 1, scale=scale)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=count > 1, scale=scale)
     return out.to(query_BHTD.dtype)
 
 

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from etude.models import exact
 from etude.models.attention import KeyValues, causal
 from etude.models.experts import ROUND, few_shapes, observe
+from etude.models.kernels import BLOCK, place
 from etude.models.segments import Graph
 
 RECIPE = "own sink, no repair"
@@ -44,12 +45,32 @@ class Rotation:
         self._table = decoder.rotary_emb
         self._apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
         self._like = next(model.parameters()).new_empty(0, dtype=model.dtype)
+        self._head_dim = key_shape(model.config)[1]
+        self._angles = self._computed(exact.TILE)
 
     def angles(self, length: int) -> Tensor:
         """Cosines and sines of positions 0 to `length` - 1: [2, 1, length, D]."""
-        position_1T = torch.arange(length + exact.padding(length), device=self._like.device)[None]
+        if length > self._angles.shape[2]:
+            # A power of two: computed a few times at most, and a multiple of the tile that exact mode needs.
+            self._angles = self._computed(1 << (length - 1).bit_length())
+        return self._angles[:, :, :length]
+
+    def _computed(self, length: int) -> Tensor:
+        position_1T = torch.arange(length, device=self._like.device)[None]
         # Where a model scales them (YaRN, arXiv:2309.00071), what it gave us at position 0 is scaled already.
-        return (torch.stack(self._table(self._like, position_1T)) / self._table.attention_scaling)[:, :, :length]
+        return torch.stack(self._table(self._like, position_1T)) / self._table.attention_scaling
+
+    @torch.inference_mode()
+    def placeable(self) -> bool:
+        """Whether `kernels.place` rotates in the same bits: in halves, on the CPU in float32. Tried on random keys."""
+        cos_1TD, sin_1TD = self.angles(_PROBED)
+        if cos_1TD.device.type != "cpu" or cos_1TD.dtype != torch.float32 or cos_1TD.shape[2] != self._head_dim:
+            return False
+        keys, values = torch.randn(2, 1, 1, _PROBED, self._head_dim, generator=torch.Generator().manual_seed(0))
+        pages = np.zeros((2, 1, 1, 1, BLOCK, self._head_dim), np.float32)
+        angles = cos_1TD[0].numpy(), sin_1TD[0].numpy()
+        place(keys.numpy(), values.numpy(), *angles, 0, 0, np.zeros(1, np.int32), *pages)
+        return torch.equal(self(keys, self.angles(_PROBED)), torch.from_numpy(pages[0, 0, :, :, :_PROBED]))
 
     def __call__(self, x_BHTD: Tensor, angles: Tensor) -> Tensor:
         """`x_BHTD` rotated by the angles of its T positions."""

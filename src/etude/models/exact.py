@@ -125,16 +125,10 @@ def attention(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: f
     above, blocks = key_BKTD.shape[2] - T, -(-key_BKTD.shape[2] // BLOCK)
     keys, values = (_pages(x, blocks) for x in (key_BKTD, value_BKTD))
     out_NHD = np.empty((B * T, H, D), np.float32)
-    query_NHD, key_NKD, value_NKD = (
-        x.transpose(1, 2).reshape(B * T, -1, D).contiguous().numpy()
-        for x in (query_BHTD, key_BKTD[:, :, above:], value_BKTD[:, :, above:])
-    )
+    query_NHD = query_BHTD.transpose(1, 2).reshape(B * T, H, D).contiguous().numpy()
     table = np.arange(B * blocks, dtype=np.int32).reshape(B, blocks)
     row_N, position_N = (x.ravel().astype(np.int32) for x in np.indices((B, T)))
-    paged_attention(D)(
-        query_NHD, key_NKD, value_NKD, keys, values, table, row_N, position_N + np.int32(above), np.float32(scale),
-        out_NHD,
-    )  # fmt: skip
+    paged_attention(D)(query_NHD, keys, values, table, row_N, position_N + np.int32(above), np.float32(scale), out_NHD)
     return torch.from_numpy(out_NHD).view(B, T, H, D).transpose(1, 2)
 
 

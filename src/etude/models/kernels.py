@@ -1,4 +1,5 @@
-"""The engine's CPU kernel: attention over the paged KV cache. Compiled by numba at first use.
+"""The engine's CPU kernels: attention over the paged KV cache, and what moves keys and values there. Compiled by numba
+at first use.
 
 Attention is bound by memory when rows are alone and by arithmetic when they share a prompt. Queries are taken in runs
 of `RUN` with the blocks in the outer loop, so a block that several queries of a run look at is read from memory once;
@@ -57,9 +58,9 @@ def paged_attention(head_dim: int) -> Callable[..., None]:
 
     @numba.njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
     def attend(  # type: ignore[no-untyped-def]
-        query_NHD, key_NKD, value_NKD, keys, values, table, row_N, position_N, scale, out_NHD
+        query_NHD, keys, values, table, row_N, position_N, scale, out_NHD
     ) -> None:
-        """Store the keys and values of N tokens, then let each attend to its row up to itself.
+        """Let each of N tokens attend to its row up to itself.
 
         keys, values: [blocks, K, BLOCK, D]; table: int32 [rows, blocks of a row]; all else float32 and contiguous.
         """
@@ -68,11 +69,7 @@ def paged_attention(head_dim: int) -> Callable[..., None]:
         group = H // K
         longest = 0
         for n in range(N):
-            p = position_N[n]
-            page, offset = table[row_N[n], p // BLOCK], p % BLOCK
-            keys[page, :, offset] = key_NKD[n]
-            values[page, :, offset] = value_NKD[n]
-            longest = max(longest, p + 1)
+            longest = max(longest, position_N[n] + 1)
         width = (longest + BLOCK - 1) // BLOCK * BLOCK
         scores = np.empty((RUN, group + 1, width), np.float32)
         exponents = np.empty(width, np.int32)
@@ -128,3 +125,46 @@ def paged_attention(head_dim: int) -> Callable[..., None]:
                                     o1[i] += b0 * x + b1 * y + b2 * z + b3 * w
 
     return attend
+
+
+@numba.njit(nogil=True, cache=True)
+def store(key_NKD, value_NKD, keys, values, table, row_N, position_N) -> None:  # type: ignore[no-untyped-def]
+    """The keys and values of N tokens into their pages; shapes as in `paged_attention`."""
+    for n in range(len(row_N)):
+        page, offset = table[row_N[n], position_N[n] // BLOCK], position_N[n] % BLOCK
+        keys[page, :, offset] = key_NKD[n]
+        values[page, :, offset] = value_NKD[n]
+
+
+@numba.njit(nogil=True, cache=True)
+def collect(pages_P, keys, values, keys_KTD, values_KTD) -> None:  # type: ignore[no-untyped-def]
+    """The keys and values of P pages, side by side; T is at least P * BLOCK."""
+    for h in range(keys.shape[1]):
+        for b in range(len(pages_P)):
+            keys_KTD[h, b * BLOCK : (b + 1) * BLOCK] = keys[pages_P[b], h]
+            values_KTD[h, b * BLOCK : (b + 1) * BLOCK] = values[pages_P[b], h]
+
+
+# Not fastmath: the products and their sum are rounded as PyTorch rounds them.
+@numba.njit(nogil=True, error_model="numpy", cache=True)
+def place(  # type: ignore[no-untyped-def]
+    keys_LKnD, values_LKnD, cos_TD, sin_TD, first, start, pages_P, keys, values
+) -> None:
+    """Tokens from `first` on of a run that begins at position `start` of a row into the row's pages, keys rotated.
+
+    Token n is rotated by the angles of position start + n, in halves: a pair is (i, i + D/2). keys, values: of all
+    layers, [L, blocks, K, BLOCK, D].
+    """
+    layers, heads, length, size = keys_LKnD.shape
+    half = size // 2
+    for layer in range(layers):
+        for h in range(heads):
+            for n in range(first, length):
+                p = start + n
+                cos, sin, key = cos_TD[p], sin_TD[p], keys_LKnD[layer, h, n]
+                page, offset = pages_P[p // BLOCK], p % BLOCK
+                to = keys[layer, page, h, offset]
+                for i in range(half):
+                    to[i] = key[i] * cos[i] - key[i + half] * sin[i]
+                    to[i + half] = key[i + half] * cos[i + half] + key[i] * sin[i + half]
+                values[layer, page, h, offset] = values_LKnD[layer, h, n]

@@ -1,0 +1,124 @@
+"""Attention over the segment graph on an accelerator: `flex_attention` under the graph's rule.
+
+The kernel skips tiles of `TILE` x `TILE` pairs in which nothing is seen, asks no mask in those that are seen wholly,
+and asks the rule, pair by pair, in the others. Which tile is which follows from the graph's blocks: PyTorch's own
+`create_block_mask` would write out every pair.
+
+Suffixes: Q and S tiles of queries and keys, T queries, C keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._dynamo import maybe_mark_dynamic
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from etude.models.segments import Block, Graph
+
+TILE = 128
+
+
+class Tiles(NamedTuple):
+    """bool [Q, S] each: tiles seen in part, and wholly."""
+
+    part: np.ndarray
+    whole: np.ndarray
+
+
+def visible(graph: Graph, above: int, device: torch.device | str) -> Callable[..., Tensor]:
+    """The rule of the segment graph as a `mask_mod`; `above` keys that all queries see come first.
+
+    It holds tensors only: a number would be compiled in, and every graph compiled for itself.
+    """
+    nodes = len(graph.nodes)
+    # The keys above are of a node more, which all see; it stands also for a second one where the graph has a single.
+    sees_NN = np.pad(graph.sees_NN, ((0, 1), (0, 1)))
+    sees_NN[:, nodes] = True
+    key_node = np.concatenate([np.full(above, nodes), graph.node_T])
+    order = np.concatenate([np.zeros(above, np.int64), np.arange(graph.length)])
+    node_T, node_C, order_C = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (graph.node_T, key_node, order))
+    sees = torch.from_numpy(sees_NN).to(device)
+
+    def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = (node_T[query] == node_C[key]) & (query >= order_C[key])
+        return own | sees[node_T[query], node_C[key]]
+
+    return seen
+
+
+def tiles(graph: Graph, above: int) -> Tiles:
+    """The tiles of a graph's queries and keys, `above` keys that all queries see first; at least two each way.
+
+    Pairs are counted, none is written out.
+    """
+    pairs_QS = np.zeros([max(2, -(-count // TILE)) for count in (graph.length, above + graph.length)], np.int64)
+    whole = [Block(0, graph.length, -above, 0, False)] if above else []
+    for block in (*graph.blocks, *whole):
+        q, at = (
+            slice(block.q0 // TILE, -(-block.q1 // TILE)),
+            slice((block.k0 + above) // TILE, -(-(block.k1 + above) // TILE)),
+        )
+        first, last = _ends(q, block.q0, block.q1, 0)
+        begin, end = _ends(at, block.k0, block.k1, above)
+        if block.causal:
+            # Pairs with key <= query: the sum over a tile's queries of how many of the tile's keys are not later.
+            width = end - begin
+            pairs_QS[q, at] += _below(last[:, None] - begin, width) - _below(first[:, None] - begin, width)
+        else:
+            pairs_QS[q, at] += (last - first)[:, None] * (end - begin)
+    return Tiles((pairs_QS > 0) & (pairs_QS < TILE**2), pairs_QS == TILE**2)
+
+
+def _ends(tile: slice, begin: int, end: int, above: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last + 1 of the tokens of [begin, end) in each tile, which hold `above` tokens before token 0."""
+    start = np.arange(tile.start, tile.stop) * TILE - above
+    return start.clip(begin, end), (start + TILE).clip(begin, end)
+
+
+def _below(count: np.ndarray, width: np.ndarray) -> np.ndarray:
+    """The sum of clip(t, 0, width) over t = 1 to `count`."""
+    inside = count.clip(0, width)
+    return inside * (inside + 1) // 2 + (count - width).clip(0) * width
+
+
+def block_mask(graph: Graph, above: int, device: torch.device | str) -> BlockMask:
+    """What the kernel needs for any number of layers and their backward pass."""
+    (parts, part), (wholes, whole) = (_ordered(table_QS, device) for table_QS in tiles(graph, above))
+    mask = BlockMask.from_kv_blocks(
+        parts, part, wholes, whole, TILE, visible(graph, above, device), (graph.length, above + graph.length)
+    )
+    # Else the numbers of tiles of the first graph would be compiled in, and the single tile of a short one again:
+    # after eight compilations PyTorch gives up, and writes the scores out.
+    for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+        for table in (getattr(mask, name), getattr(mask, f"full_{name}")):
+            for dim in range(2, table.ndim):
+                maybe_mark_dynamic(table, dim)
+    return mask
+
+
+def _ordered(table_QS: np.ndarray, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """How many tiles of each row are true, [1, 1, Q], and which, those first, [1, 1, Q, S]."""
+    count_Q, index_QS = table_QS.sum(axis=1), np.argsort(~table_QS, axis=1, kind="stable")
+    count, index = (torch.from_numpy(x.astype(np.int32)).to(device)[None, None] for x in (count_Q, index_QS))
+    return count, index
+
+
+def attend(query_BHTD: Tensor, key_BKCD: Tensor, value_BKCD: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    """Attention output, [B, H, T, D]. Compiled on an accelerator; on the CPU written out, for tests of the rule."""
+    repeats = query_BHTD.shape[1] // key_BKCD.shape[1]
+    if repeats & (repeats - 1):  # for few queries the kernel knows powers of two only
+        key_BKCD, value_BKCD = (x.repeat_interleave(repeats, dim=1) for x in (key_BKCD, value_BKCD))
+    run = flex_attention if query_BHTD.device.type == "cpu" else _compiled()
+    return run(query_BHTD, key_BKCD, value_BKCD, block_mask=mask, scale=scale, enable_gqa=True)
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    """Compiled at the first use, for any length: uncompiled it would write out the whole matrix of scores."""
+    return torch.compile(flex_attention, dynamic=True)
