@@ -51,11 +51,13 @@ samples = 1
 """
 
 
-def edit(letter: str, number: int, repository: str) -> Example:
-    before, after = f"{letter} = 1\n", f"{letter} = {number}\n"
+def edit(letter: str, repository: str) -> Example:
+    """Every letter has a number of its own, so a tiny model can know the answers by heart."""
+    before, after = f"{letter} = 1\n", f"{letter} = {'abcdefgh'.index(letter) + 2}\n"
     return Example(
-        id=f"{letter}{number}", repository=repository, licence="MIT", origin="files", path="a.py", language="python",
-        kind="synthetic", noise=(), merges=True, instruction="", file=before, sketch=after, result=after, lines=1,
+        id=f"{letter}-{repository}", repository=repository, licence="MIT", origin="files", path="a.py",
+        language="python", kind="synthetic", noise=(), merges=True, instruction="", file=before, sketch=after,
+        result=after, lines=1,
         fraction=1.0,
     )  # fmt: skip
 
@@ -69,14 +71,14 @@ def etude(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def prepare(folder: Path) -> None:
     """A model that has half learned to apply edits of one line, and tables of them."""
-    train = [edit(letter, number, "lib-1.0") for letter in "abcd" for number in range(2, 6)]
+    train = [edit(letter, "lib-1.0") for letter in "abcdefgh"]
     (folder / "edits").mkdir()
     data.write(train, folder / "edits/train.parquet")
-    data.write([edit(letter, 6, "other-1.0") for letter in "abcd"], folder / "edits/heldout.parquet")
+    data.write([edit(letter, "other-1.0") for letter in "abcd"], folder / "edits/heldout.parquet")
     texts = [question(e.file, e.sketch).content + "<updated-code>\n" + e.result + "</updated-code>" for e in train]
     bpe.save(bpe.train(texts, 360), folder / "model", 128)
     pretrain.new_model(SHAPE, 0).save_pretrained(folder / "model")
-    optim = {"tokens": 100_000, "batch": 4, "length": 128, "lr": 5e-3, "compile": False, "threads": 1}
+    optim = {"tokens": 110_000, "batch": 4, "length": 128, "lr": 5e-3, "compile": False, "threads": 1}
     values = {"output": folder / "sft", "model": folder / "model", "data": folder / "edits/train.parquet",
               "held_out": folder / "edits/heldout.parquet", "phases": ({"share": 1.0, "longest": 128},),
               "optim": optim}  # fmt: skip
