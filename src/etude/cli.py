@@ -64,6 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--max-tasks", type=int)
     evaluate.add_argument("--format", choices=("rewrite", "search-replace", "udiff"), default="rewrite",
                           help="how edits are answered")  # fmt: skip
+    tested = "for fast-apply: a task dataset; the edits undo its mutations, and answers that differ are tested"
+    evaluate.add_argument("--tests", type=Path, metavar="DIR", help=tested)
+    evaluate.add_argument("--judge", metavar="URL", help="OpenAI API of a model that is asked about failed edits")
+    evaluate.add_argument("--judge-model", metavar="NAME", help="its name there")
     evaluate.add_argument("--seed", type=int, default=0)
     evaluate.add_argument("--against", type=Path, help="a second model: paired difference, second minus first")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -268,11 +272,25 @@ def _eval(arguments: argparse.Namespace, _: list[str]) -> None:
     if arguments.documents or arguments.repository or arguments.orders is not None:
         raise UserError("--documents, --repository and --orders belong to --suite retrieval")
     if arguments.suite == Path("fast-apply") or arguments.suite.suffix == ".parquet":
+        from etude.edits.judge import Judge
         from etude.evaluate_edits import evaluate_edits
 
+        if (arguments.judge is None) != (arguments.judge_model is None):
+            raise UserError("--judge and --judge-model belong together: give both")
+        if arguments.tests is not None and arguments.suite != Path("fast-apply"):
+            raise UserError("--tests brings edits of its own: give it with --suite fast-apply")
         return evaluate_edits(
-            models, arguments.suite, way=arguments.format, max_edits=arguments.max_tasks, as_json=arguments.json
+            models,
+            arguments.suite,
+            way=arguments.format,
+            max_edits=arguments.max_tasks,
+            as_json=arguments.json,
+            tests=arguments.tests,
+            split=arguments.split,
+            judge=Judge(arguments.judge, arguments.judge_model) if arguments.judge else None,
         )
+    if arguments.tests or arguments.judge or arguments.judge_model:
+        raise UserError("--tests, --judge and --judge-model belong to --suite fast-apply")
     from etude.evaluate import evaluate_models
 
     evaluate_models(

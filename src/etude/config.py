@@ -34,10 +34,14 @@ class ModelConfig(Section):
 
 
 class TasksConfig(Section):
-    repository: str = Field(description="folder of a Python repository with tests, or NAME==VERSION")
+    repository: str = Field(default="", description="folder of a Python repository with tests, or NAME==VERSION")
     sha256: str | None = Field(default=None, description="digest of the source package; required with NAME==VERSION")
     dataset: str | None = Field(
         default=None, description="an existing task dataset; built from `repository` when absent"
+    )
+    edits: str | None = Field(
+        default=None,
+        description="instead: a folder of `etude tasks fast-apply`; episodes apply edits, without boxes",
     )
     max_tasks: int = Field(default=600, ge=2)
     kinds: tuple[Literal["mutation", "removal"], ...] = ("mutation",)
@@ -47,6 +51,12 @@ class TasksConfig(Section):
     max_lines: int = Field(default=30, ge=2, description="longest function that is broken, docstring left out")
     visible_failure: bool = Field(default=False, description="only tasks in which a test fails that the agent may run")
     heldout_fraction: float = Field(default=0.25, gt=0, lt=1, description="share of functions kept for evaluation")
+
+    @pydantic.model_validator(mode="after")
+    def _given(self) -> TasksConfig:
+        if not (self.repository or self.dataset or self.edits):
+            raise ValueError("give tasks.repository, tasks.dataset or tasks.edits")
+        return self
 
 
 class RolloutConfig(Section):
@@ -317,6 +327,12 @@ class RLConfig(Section):
     inference: InferenceConfig = InferenceConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _edits_have_no_documents(self) -> RLConfig:
+        if self.tasks.edits is not None and self.rollout.documents:
+            raise ValueError("tasks.edits are asked without documents: set rollout.documents to false")
+        return self
 
     @pydantic.model_validator(mode="after")
     def _deterministic_is_on_policy(self) -> RLConfig:

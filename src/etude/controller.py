@@ -345,6 +345,8 @@ async def _play_one(run: Run, lease: EpisodeLease) -> None:
 def _decoys(run: Run, task: Task) -> Decoys | None:
     """Those of a task that has some in this run; its twin has the same."""
     seed = run.config.seed
+    if task.sketch is not None:
+        return None  # it has no box
     return canaries.plant(task, seed) if canaries.chosen(task.id, seed, run.config.cheats.canaries) else None
 
 

@@ -1,7 +1,8 @@
 """`etude eval MODEL --suite fast-apply`: how often a model applies a sketched edit rightly, graded without a judge.
 
 The deterministic merge is graded on the same edits: a model that is no better than it is not worth its time. An edit
-that does not fit the model's context is a failure, and counted apart as well.
+that does not fit the model's context is a failure, and counted apart as well. Edits of a task dataset have tests, and
+a language model may be asked about what has failed: its verdicts are counted apart from the grades.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from etude.edits import data
+from etude.edits import data, tested
 from etude.edits.card import bin_name
 from etude.edits.data import Example
 from etude.edits.formats import read_answer
 from etude.edits.grade import Grade, grade, outside
+from etude.edits.judge import Judge, Verdict, verdicts
 from etude.edits.merge import NoPlace, merge
+from etude.edits.tested import Tested
 from etude.errors import UserError
 from etude.evals.stats import Estimate, paired_difference, pass_rate
 from etude.inference.edit import DoesNotFit, Edit, NotClosed
@@ -37,30 +40,41 @@ class Applied:
     grade: Grade
     outside: int  # changes outside the edit's hunks; 0 without an answer
     fits: bool  # the applier could be asked
-    answered: bool  # it gave an answer that means a file
+    text: str | None = None  # that file
     tokens: int = 0
+    verdict: Verdict | None = None  # of a judge, if the grade is fail and there is a file
+
+    @property
+    def answered(self) -> bool:
+        return self.text is not None
 
     @property
     def right(self) -> bool:
-        return self.grade in (Grade.EXACT, Grade.WHITESPACE, Grade.SYNTAX)
+        return self.grade != Grade.FAIL
 
 
-def evaluate_edits(models: Sequence[Path], suite: Path, *, way: str, max_edits: int | None, as_json: bool) -> int:
-    """Print grades with 95 % intervals, by language, size and noise. Raises UserError."""
-    examples = data.load(SUITE if suite == Path("fast-apply") else suite)[:max_edits]
+def evaluate_edits(
+    models: Sequence[Path], suite: Path, *, way: str, max_edits: int | None, as_json: bool, tests: Path | None = None,
+    split: str = "heldout", judge: Judge | None = None,
+) -> int:  # fmt: skip
+    """Print grades with 95 % intervals, by language, size and noise. With `tests`, a task dataset, the edits are those
+    that undo the mutations of its split; `judge` is asked about answers that fail. Raises UserError."""
+    dataset = None if tests is None else tested.load(tests, split)
+    whole = list(dataset.examples) if dataset else data.load(SUITE if suite == Path("fast-apply") else suite)
+    examples = whole[:max_edits]
     if not examples:
         raise UserError("the suite holds no edits: raise --max-tasks")
-    baseline = [merged(example) for example in examples]
-    results = [run(model, examples, way) for model in models]
-    named = [("merge", baseline, 0.0), *((str(m), *r) for m, r in zip(models, results, strict=True))]
+    answers = [("merge", [merged(example) for example in examples], 0.0)]
+    answers += [(str(model), *run(model, examples, way)) for model in models]
+    named = [(name, judged(with_tests(applied, dataset), judge), seconds) for name, applied, seconds in answers]
     for name, applied, seconds in named:
         _show(name, applied, seconds, way if name != "merge" else "no model")
     report = {
-        "suite": str(suite), "format": way, "edits": len(examples),
+        "suite": str(tests or suite), "format": way, "edits": len(examples),
         "results": [{"model": n, "seconds": round(seconds, 1), **summary(applied)} for n, applied, seconds in named],
     }  # fmt: skip
-    if len(results) == 2:
-        sides = [[[a.grade == Grade.EXACT] for a in applied] for applied, _ in results]
+    if len(models) == 2:
+        sides = [[[a.grade == Grade.EXACT] for a in applied] for _, applied, _ in named[1:]]
         difference = paired_difference(*sides, _clusters(examples))
         print(f"second minus first, exact: {_percent(difference)}")
         report["paired_diff"] = _plain(difference)
@@ -74,8 +88,32 @@ def merged(example: Example) -> Applied:
     try:
         text = merge(example.file, example.sketch).text
     except NoPlace:
-        return Applied(example, Grade.FAIL, 0, True, False)
+        return Applied(example, Grade.FAIL, 0, True)
     return _graded(example, text, 0)
+
+
+def with_tests(applied: Sequence[Applied], dataset: Tested | None) -> list[Applied]:
+    """The same, with the grade `tests` for failed answers that pass the tests of their edit and change nothing outside
+    its hunks."""
+    result = list(applied)
+    if dataset is not None:
+        asked = [i for i, a in enumerate(applied) if a.grade == Grade.FAIL and a.answered and not a.outside]
+        passed = tested.passing(dataset, [(applied[i].example, applied[i].text or "") for i in asked])
+        for i in (i for i, good in zip(asked, passed, strict=True) if good):
+            result[i] = replace(result[i], grade=Grade.TESTS)
+    return result
+
+
+def judged(applied: Sequence[Applied], judge: Judge | None) -> list[Applied]:
+    """The same, with a verdict on every answer that failed."""
+    if judge is None:
+        return list(applied)
+    asked = [i for i, a in enumerate(applied) if a.grade == Grade.FAIL and a.answered]
+    result = list(applied)
+    found = verdicts(judge, [(applied[i].example, applied[i].text or "") for i in asked])
+    for i, verdict in zip(asked, found, strict=True):
+        result[i] = replace(result[i], verdict=verdict)
+    return result
 
 
 def run(folder: Path, examples: Sequence[Example], way: str) -> tuple[list[Applied], float]:
@@ -113,7 +151,7 @@ def run(folder: Path, examples: Sequence[Example], way: str) -> tuple[list[Appli
 
 def _answered(example: Example, asked, way: str) -> Applied:
     if asked is None:
-        return Applied(example, Grade.FAIL, 0, False, False)
+        return Applied(example, Grade.FAIL, 0, False)
     row, answer = asked
     try:
         row.future.result(_SECONDS)
@@ -123,14 +161,14 @@ def _answered(example: Example, asked, way: str) -> Applied:
     except NotClosed:
         text = None
     if text is None:
-        return Applied(example, Grade.FAIL, 0, True, False, len(answer.ids))
+        return Applied(example, Grade.FAIL, 0, True, tokens=len(answer.ids))
     return _graded(example, text, len(answer.ids))
 
 
 def _graded(example: Example, text: str, tokens: int) -> Applied:
     found = grade(example.result, text, example.language)
     stray = 0 if found == Grade.EXACT else outside(example.file, example.result, text)
-    return Applied(example, found, stray, True, True, tokens)
+    return Applied(example, found, stray, True, text, tokens)
 
 
 def summary(applied: Sequence[Applied]) -> dict[str, object]:
@@ -148,6 +186,7 @@ def summary(applied: Sequence[Applied]) -> dict[str, object]:
         "exact_of_those_that_fit": _group([a for a in applied if a.fits]),
         "answered": sum(a.answered for a in applied) / count,
         "changed_outside": sum(a.outside > 0 for a in applied) / count,
+        "judge": {str(v): n for v in Verdict if (n := sum(a.verdict == v for a in applied))},
         "by": groups,
     }
 
@@ -200,6 +239,9 @@ def _show(name: str, applied: Sequence[Applied], seconds: float, way: str) -> No
         print(f"  {len(fitting)} fit the context: {_percent(_rate(fitting, lambda a: a.grade == Grade.EXACT))} exact")
     stray = sum(a.outside > 0 for a in applied)
     print(f"  changes outside the hunks: {stray} answers; no usable answer: {sum(not a.answered for a in applied)}")
+    if asked := [a.verdict for a in applied if a.verdict is not None]:
+        counts = ", ".join(f"{v} {n}" for v, n in Counter(asked).most_common())
+        print(f"  judge, of {len(asked)} answers that failed, no part of the grades: {counts}")
     if seconds:
         print(f"  {sum(a.tokens for a in applied)} tokens in {seconds:.0f} s")
     for title, keys in _GROUPS.items():

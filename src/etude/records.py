@@ -87,6 +87,7 @@ class Task(Record, frozen=True, kw_only=True):
     difficulty: dict[str, float]  # e.g. {"lines": 9, "sites": 1, "f2p": 2}
     licence: str
     budget: Budget | None = None  # None: the run's
+    sketch: str | None = None  # of an edit to apply to the one file of `changes`: without box and tests
 
 
 class Routes(Record, frozen=True, kw_only=True):

@@ -23,7 +23,8 @@ from etude.environments.egress.policy import Egress, check_index, index_of, pars
 from etude.environments.namespace import NamespaceSandbox, open_sandbox
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
-from etude.harness.renderers import renderer_for
+from etude.harness import applied
+from etude.harness.renderers import Renderer, renderer_for
 from etude.inference.client import EngineClient
 from etude.monitor import Monitor
 from etude.records import Episode, encode
@@ -77,7 +78,9 @@ def _check_inputs(config: RLConfig) -> None:
         _check_documents(config)
     _build_options(config)
     tasks = config.tasks
-    if tasks.dataset is not None:
+    if tasks.edits is not None:
+        applied.tasks_of(Path(tasks.edits), _renderer(config), config.rollout.budget())
+    elif tasks.dataset is not None:
         datasets.load(Path(tasks.dataset))
     elif "==" in tasks.repository:
         if tasks.sha256 is None:
@@ -131,6 +134,8 @@ def _stage(folder: Path, view: LiveView, name: str):
 def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
     """The configured dataset, or one built from the repository inside the run folder."""
     tasks = config.tasks
+    if tasks.edits is not None:
+        return applied.tasks_of(Path(tasks.edits), _renderer(config), config.rollout.budget())
     if tasks.dataset is not None:
         return datasets.load(Path(tasks.dataset))
     target = folder / "tasks"
@@ -161,6 +166,10 @@ def _build_options(config: RLConfig) -> BuildOptions:
     )
 
 
+def _renderer(config: RLConfig) -> Renderer:
+    return renderer_for(Path(config.model.path), None if config.model.dialect == "auto" else config.model.dialect)
+
+
 @asynccontextmanager
 async def _open(
     config: RLConfig, folder: Path, dataset: Dataset, logs: Path, view: LiveView, boxes: Boxes
@@ -168,7 +177,7 @@ async def _open(
     """Every process of the run, started and stopped together."""
     root = config.store or str(folder)
     weights = open_store(f"{root}/weights")
-    renderer = renderer_for(Path(config.model.path), None if config.model.dialect == "auto" else config.model.dialect)
+    renderer = _renderer(config)
     answers, length = open_store(f"{root}/canary"), min(canary.TOKENS, config.rollout.context)
     sequences = canary.make(dataset.split("train"), renderer, config.guards.canary, length)
     canary.begin(answers, sequences)  # before the trainer looks for them
@@ -197,7 +206,7 @@ async def _open(
                 engines=urls,
                 children=children,
                 concurrency=_concurrency(config),
-                twins=twins.make(dataset, folder / "twins") if config.cheats.twins else None,
+                twins=twins.make(dataset, folder / "twins") if config.cheats.twins and not config.tasks.edits else None,
             )
     finally:
         for child in children:

@@ -11,57 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from apply_edits import MODEL, config, example
 
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS
 from etude.edits import data, names
-from etude.edits.data import Example
-from etude.edits.formats import question
 from etude.edits.merge import merge
 from etude.edits.sketch import draw
 from etude.errors import UserError
 from etude.trainer import apply, pretrain
-from etude.trainer.pretrain_config import ApplyConfig, ModelConfig, PhaseConfig
-
-MODEL = ModelConfig(
-    vocab_size=360, hidden_size=48, intermediate_size=64, layers=2, heads=2, kv_heads=1, head_dim=24, expert_size=32,
-    experts=4, max_positions=512,
-)  # fmt: skip
-
-
-def example(number: int, repository: str = "lib-1.0") -> Example:
-    """The value of one of four lines changes."""
-    rng = random.Random(number)
-    lines = [f"{name} = {rng.randrange(10)}" for name in rng.sample("abcdefgh", 6)]
-    changed = [*lines[:2], f"{lines[2][0]} = {rng.randrange(10, 100)}", *lines[3:]]
-    before, after = ("\n".join(x) + "\n" for x in (lines, changed))
-    drawn = draw(before, after, "python", random.Random(0), kinds=0)
-    assert drawn is not None
-    return Example(
-        id=str(number), repository=repository, licence="MIT", origin="files", path="a.py", language="python",
-        kind="synthetic", noise=(), merges=True, instruction="", file=before, sketch=drawn.text, result=after, lines=6,
-        fraction=0.2,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A fresh model with a tokenizer, and tables of edits, in one folder."""
-    train = [example(i) for i in range(40)]
-    texts = [question(e.file, e.sketch).content + "<updated-code>\n" + e.result + "</updated-code>" for e in train]
-    bpe.save(bpe.train(texts, 360), tmp_path / "model", 512)
-    pretrain.new_model(MODEL, 0).save_pretrained(tmp_path / "model")
-    data.write(train, tmp_path / "train.parquet")
-    data.write([example(i, "other-1.0") for i in range(100, 108)], tmp_path / "heldout.parquet")
-    return tmp_path
-
-
-def config(folder: Path, **changes: object) -> ApplyConfig:
-    optim = {"tokens": 60_000, "batch": 4, "length": 256, "lr": 4e-3, "compile": False, "threads": 1, "log_every": 1}
-    values = {"output": folder / "run", "model": folder / "model", "data": folder / "train.parquet",
-              "held_out": folder / "heldout.parquet", "phases": ({"share": 0.5, "longest": 180},
-              {"share": 0.5, "longest": 256}), "optim": optim | changes}  # fmt: skip
-    return ApplyConfig.model_validate(values)
+from etude.trainer.pretrain_config import PhaseConfig
 
 
 def test_the_loss_falls_and_held_out_edits_are_measured(folder: Path) -> None:

@@ -54,8 +54,8 @@ class Example:
 def real(repository: Repository, change: Change, most: int, rng: random.Random) -> Example | None:
     """An edit that people made, or the part of it that fits `most` lines."""
     sizes = [size for size in _SIZES if size <= most] or [most]
-    pair = excerpts.parts(change.before, change.after, change.language, rng.choice(sizes), rng)
-    return pair and _example(repository, change.path, change.language, "real", *pair, change.subject, rng)
+    found = excerpts.parts(change.before, change.after, change.language, rng.choice(sizes), rng)
+    return found and pair(repository, change.path, change.language, "real", *found, change.subject, rng)
 
 
 def synthetic(
@@ -68,7 +68,7 @@ def synthetic(
     result = edit(part, others, rng.choices((1, 2, 3, 5), (5, 3, 2, 1))[0], rng)
     if result is None or not excerpts.parses(result, text.language):
         return None
-    return _example(repository, text.path, text.language, "synthetic", part, result, "", rng)
+    return pair(repository, text.path, text.language, "synthetic", part, result, "", rng)
 
 
 def unchanged(repository: Repository, text: Text, most: int, rng: random.Random) -> Example | None:
@@ -82,10 +82,11 @@ def _most(most: int, rng: random.Random) -> int:
     return rng.choice([size for size in _SIZES if size <= most] or [most])
 
 
-def _example(
+def pair(
     repository: Repository, path: str, language: str, kind: str, before: str, after: str, subject: str,
     rng: random.Random,
 ) -> Example | None:  # fmt: skip
+    """An edit with a sketch drawn for it; None if no sketch determines it."""
     if not after.strip() or not before.strip():
         return None
     drawn = sketch.draw(before, after, language, rng)

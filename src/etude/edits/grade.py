@@ -1,4 +1,4 @@
-"""How right an applied edit is, without a judge: exact, up to white space, the same syntax, or wrong."""
+"""How right an applied edit is, without a judge: exact, up to white space, the same syntax, by its tests, or wrong."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ class Grade(StrEnum):
     EXACT = "exact"  # every byte
     WHITESPACE = "whitespace"  # up to blanks at line ends and final newlines
     SYNTAX = "syntax"  # equal syntax trees and comments
+    TESTS = "tests"  # the edit's tests pass, and nothing outside its hunks changed; see edits/tested.py
     FAIL = "fail"
 
 
 def grade(result: str, given: str | None, language: str) -> Grade:
-    """How `given` (None: no usable answer) compares with the `result` that is asked for."""
+    """How `given` (None: no usable answer) compares with the `result` that is asked for, no tests being run."""
     if given is None:
         return Grade.FAIL
     if given == result:

@@ -32,6 +32,8 @@ _GRAMMARS = {
 }
 _COMMENTS = {"python": ("#", ""), "markdown": ("<!--", " -->")}
 _MAX_LEAVES = 200_000
+# Reserved in all languages with a grammar; where no statement may stand, tree-sitter takes them for names.
+_RESERVED = frozenset(word.encode() for word in ["break", "case", "continue", "else", "for", "if", "return", "switch"])
 
 
 def language_of(path: str) -> str | None:
@@ -83,7 +85,10 @@ def _meaning(text: str, language: str) -> object:
     tree = parser.parse(text.encode("utf-8", "surrogatepass"))
     if tree.root_node.has_error:
         return None
-    return list(_leaves(tree))
+    leaves = list(_leaves(tree))
+    if any(text in _RESERVED and kind in ("identifier", "type_identifier") for _, kind, text in leaves):
+        return None
+    return leaves
 
 
 def _python(text: str) -> object:

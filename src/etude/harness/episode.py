@@ -9,6 +9,7 @@ from etude.environments.base import BoxError, Limits, Sandbox
 from etude.environments.cheats.canaries import Decoys
 from etude.environments.cheats.signs import marks
 from etude.environments.grading import Grade, grade
+from etude.harness import applied
 from etude.harness.loop import Aborted, Draft, Policy, Sampling, run_episode
 from etude.harness.renderers import Renderer
 from etude.inference.client import EngineError
@@ -37,13 +38,18 @@ async def play(
 ) -> Episode:
     """Plays and grades one attempt at `task`. The agent pays for everything that is not proved to be our fault.
 
-    `decoys` lie in the agent's box; an episode that uses one is tampered.
+    `decoys` lie in the agent's box; an episode that uses one is tampered. A task with a sketch has no box.
     Raises only for mistakes in etude itself, such as TokenLedgerError.
     """
     draft: Draft | None = None
     signs: dict[str, float] = {}
     try:
-        draft, graded, signs = await _attempt(task, dataset, sandbox, policy, renderer, budget, sampling, seed, decoys)
+        if task.sketch is not None:
+            draft, graded, signs = await applied.attempt(task, policy, renderer, budget, sampling, seed)
+        else:
+            draft, graded, signs = await _attempt(
+                task, dataset, sandbox, policy, renderer, budget, sampling, seed, decoys
+            )
     except (BoxError, EngineError, Aborted, TimeoutError) as e:
         graded = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None)
     lost = draft is None

@@ -102,6 +102,13 @@ async def run_episode(
 ) -> Draft:
     """Plays `task` in `box`. A spent budget ends the episode where it stands; errors that are ours are raised."""
     opening = await open_task(task, box, renderer, budget, documents=sampling.documents)
+    return await play_opened(opening, policy=policy, renderer=renderer, budget=budget, sampling=sampling, seed=seed)
+
+
+async def play_opened(
+    opening: Opening, *, policy: Policy, renderer: Renderer, budget: Budget, sampling: Sampling, seed: int
+) -> Draft:
+    """Plays on from an opening, as `run_episode` does."""
     loop = _Loop(policy, renderer, opening, budget, sampling, seed)
     try:
         async with asyncio.timeout(budget.seconds + GRACE_SECONDS):

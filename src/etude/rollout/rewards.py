@@ -31,7 +31,8 @@ def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episo
     if episode.outcome is Outcome.INFRA:
         return episode
     share = refused_share(episode.metrics) if _sound(episode) else 1.0
-    components = {"grade": float(episode.passed and _sound(episode))}
+    worth = episode.metrics.get("grade", float(episode.passed))  # applied edits have grades between 0 and 1
+    components = {"grade": worth if _sound(episode) else 0.0}
     if config.refused_edits:
         components["refused_edits"] = -config.refused_edits * share
     if config.length.weight:

@@ -1,4 +1,5 @@
-"""Fine-tuning on applied edits: the model is asked for the whole new file, and learns the answer only.
+"""Fine-tuning on applied edits: the model is asked for the new file, or for the edit in another of edits/formats.py's
+ways, and learns the answer only.
 
 The hard part for a small model is to copy without a slip, so short files come first. With every checkpoint some
 held-out edits are measured by their likelihood: an answer is right under greedy decoding exactly if each of its tokens
@@ -17,16 +18,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from etude.corpus import dialect, packing
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS, Document, Piece, message, special
-from etude.edits import data, names
+from etude.edits import data, formats, names
 from etude.edits.data import Example
-from etude.edits.formats import question
 from etude.errors import UserError
-from etude.trainer import pretrain
+from etude.trainer import distillation, pretrain
 from etude.trainer.pretrain_config import ApplyConfig
 
 log = logging.getLogger(__name__)
@@ -34,56 +34,67 @@ log = logging.getLogger(__name__)
 
 def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
     """Fine-tune a model on applied edits; returns its Hugging Face folder. Raises UserError for bad input."""
-    output, optim = config.output, config.optim
-    if not (config.model / "tokenizer.json").is_file():
-        raise UserError(f"{config.model} is not a model folder: give one with a config.json and a tokenizer.json")
+    output, optim, way = config.output, config.optim, config.format
+    folder = distillation.tokenizer_folder(config)
     train, held_out = data.load(config.data), data.load(config.held_out)
     if shared := {e.repository for e in train} & {e.repository for e in held_out}:
         raise UserError(
             f"{min(shared)} is both trained on and held out: make the tables with one `etude tasks fast-apply`"
         )
+    model = distillation.student(config)
+    teacher = distillation.teacher(config) if config.distill else None
     pretrain.prepare(output, config, resume)
-    tokenizer = bpe.load(config.model)
+    tokenizer = bpe.load(folder)
     if not (output / "rows.safetensors").is_file():
         rows = rows_of(train, tokenizer, config)
         log.info("rows: %s, %d labelled tokens", rows.ids.shape, rows.labelled)
         packing.save(rows, output / "rows.safetensors")
     rows = packing.load(output / "rows.safetensors")
-    tests = measured(held_out, tokenizer, config.measured, optim.length, config.seed)
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.bfloat16)
+    tests = measured(held_out, tokenizer, config.measured, optim.length, config.seed, way)
     model.config.max_position_embeddings = optim.length  # a longer context has not been learned
     if optim.compile:
         model.set_experts_implementation("grouped_mm")
+    compute = None
+    if teacher is not None and config.distill is not None:
+        compute = distillation.loss_function(model, teacher, config.distill.share)
     pretrain.train(
-        model, rows, None, optim, output, config.model, resume=resume, stop_after=stop_after,
+        model, rows, None, optim, output, folder, resume=resume, stop_after=stop_after, compute=compute,
         measure=lambda current: summary(likelihoods(current, tests)),
     )  # fmt: skip
     return output / "checkpoint"
 
 
-def document(example: Example) -> Document:
+def document(example: Example, way: str = "rewrite") -> Document:
     """The example as training text; the answer, its closing tag and the end of the turn are labelled."""
-    asked = question(example.file, example.sketch, example.instruction)
+    asked = formats.question(example.file, example.sketch, example.instruction, way)
+    answer = formats.answer(example.file, example.result, way)
     return (
         *message("user", asked.content), special("<|assistant|>", False), Piece(asked.opening, False),
-        Piece(example.result + asked.close), special("<|end|>"),
+        Piece(answer + asked.close), special("<|end|>"),
     )  # fmt: skip
 
 
-def encode(examples: Sequence[Example], tokenizer: Tokenizer) -> list[packing.Encoded]:
+def encode(examples: Sequence[Example], tokenizer: Tokenizer, way: str = "rewrite") -> list[packing.Encoded]:
     """Ids and labels of every example."""
-    return dialect.encode(tokenizer, [document(example) for example in examples])
+    return dialect.encode(tokenizer, [document(example, way) for example in examples])
 
 
 def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, config: ApplyConfig) -> packing.Rows:
     """Packed rows, phase after phase. In each phase examples come by weight, those not seen yet before the others, and
-    a share of them under other names.
+    a share of them under other names. An edit is as long as its whole-file answer, if not longer, so that every format
+    is taught the same edits in the same order, for as long as the tokens last.
 
     Raises UserError if a phase has no example short enough.
     """
     rng = random.Random(config.seed)
+    examples = [example for example in examples if _means_result(example, config.format)]
     words = names.rare(examples)
-    lengths = [len(ids) for ids, _ in encode(examples, tokenizer)]
+    lengths = [
+        max(len(whole), len(ids))
+        for (whole, _), (ids, _) in zip(
+            encode(examples, tokenizer), encode(examples, tokenizer, config.format), strict=True
+        )
+    ]
     used = [0] * len(examples)
     parts: list[packing.Rows] = []
     for number, phase in enumerate(config.phases):
@@ -98,7 +109,7 @@ def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, config: ApplyConf
             shown = [
                 names.renamed(examples[i], words, rng) if rng.random() < phase.renamed else examples[i] for i in order
             ]
-            for i, (ids, mask) in zip(order, encode(shown, tokenizer), strict=True):
+            for i, (ids, mask) in zip(order, encode(shown, tokenizer, config.format), strict=True):
                 if budget <= 0:
                     break
                 used[i] += 1
@@ -110,6 +121,11 @@ def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, config: ApplyConf
         )
         parts.append(packing.shuffled(rows, config.seed + number))
     return packing.Rows(np.concatenate([p.ids for p in parts]), np.concatenate([p.mask for p in parts]))
+
+
+def _means_result(example: Example, way: str) -> bool:
+    """Whether the answer in that format is read as the result: not if the file itself holds lines of the format."""
+    return formats.read_answer(example.file, formats.answer(example.file, example.result, way), way) == example.result
 
 
 @dataclass(frozen=True)
@@ -133,15 +149,17 @@ class Likelihood:
     tokens: int
 
 
-def measured(examples: Sequence[Example], tokenizer: Tokenizer, count: int, longest: int, seed: int) -> list[Measured]:
-    """Up to `count` of the examples that have at most `longest` tokens."""
+def measured(
+    examples: Sequence[Example], tokenizer: Tokenizer, count: int, longest: int, seed: int, way: str = "rewrite"
+) -> list[Measured]:
+    """Up to `count` of the examples that have at most `longest` tokens, both as `way` says and as a whole file."""
     chosen = random.Random(seed).sample(list(examples), len(examples))
     found: list[Measured] = []
     for example in chosen:
         if len(found) == count:
             break
-        ((ids, mask),) = encode([example], tokenizer)
-        if len(ids) > longest:
+        ((whole, _),), ((ids, mask),) = encode([example], tokenizer), encode([example], tokenizer, way)
+        if max(len(whole), len(ids)) > longest:
             continue
         file = tokenizer.encode(example.file, add_special_tokens=False).ids
         answer = ids[mask > 0].tolist()

@@ -208,11 +208,12 @@ def train(
     resume: bool = False,
     stop_after: int | None = None,
     measure: Callable[[PreTrainedModel], dict[str, float]] | None = None,
+    compute: Callable[..., Loss] | None = None,
 ) -> PreTrainedModel:
-    """Train on all rows once, in order. See `fit`."""
+    """Train on all rows once, in order, by `compute` if it is given, else by `loss_function`. See `fit`."""
     torch.set_num_threads(config.threads)
     tests = _Batches.of(held_out, config.batch) if held_out is not None else None
-    eager = loss_function(model)
+    eager = loss_function(model) if compute is None else compute
 
     def evaluated() -> dict[str, float]:
         loss = {} if tests is None else {"eval/heldout/loss": evaluate_loss(eager, tests)}

@@ -183,16 +183,26 @@ class PhaseConfig(_Section):
     renamed: float = Field(0.0, ge=0, le=1)
 
 
+class DistillConfig(_Section):
+    """`teacher` is a model folder of the same vocabulary; `share` of the loss is the divergence from what it says."""
+
+    teacher: Path
+    share: float = Field(0.5, gt=0, le=1)
+
+
 class ApplyConfig(_Section):
-    """Fine-tuning on applied edits. `model` is the folder to start from, `data` and `held_out` are tables that
-    `etude tasks fast-apply` made; the phases follow each other, and their shares sum to 1."""
+    """Fine-tuning on applied edits. `model` is the folder to start from, or the shape of a new model, which has the
+    teacher's tokenizer; `data` and `held_out` are tables that `etude tasks fast-apply` made; `format` is how edits are
+    answered (edits/formats.py); the phases follow each other, and their shares sum to 1."""
 
     stage: Literal["apply"] = "apply"
     output: Path
     seed: int = 0
-    model: Path
+    model: Path | ModelConfig
     data: Path
     held_out: Path
+    format: Literal["rewrite", "search-replace", "udiff"] = "rewrite"
+    distill: DistillConfig | None = None
     measured: int = Field(64, gt=0, description="held-out edits that are measured with every checkpoint")
     phases: tuple[PhaseConfig, ...]
     optim: OptimConfig = OptimConfig()
@@ -203,6 +213,8 @@ class ApplyConfig(_Section):
             raise ValueError("the shares of [[phases]] must sum to 1")
         if any(phase.longest > self.optim.length for phase in self.phases):
             raise ValueError("no phase may have longer examples than optim.length")
+        if isinstance(self.model, ModelConfig) and self.distill is None:
+            raise ValueError("a new model takes its tokenizer from a teacher: give distill.teacher, or a model folder")
         return self
 
 

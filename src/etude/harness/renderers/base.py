@@ -68,6 +68,10 @@ class Renderer(Protocol):
         """Ids from the end of a sampled turn to the start of the next one, with the tools' results in between."""
         ...
 
+    def plain(self, text: str) -> list[int]:
+        """Ids of text as it stands: ordinary tokens only."""
+        ...
+
     def document(self, title: str, text: str) -> list[int]:
         """Ids of a document, which stands before all messages: ordinary tokens only."""
         ...

@@ -89,6 +89,9 @@ class CompactRenderer:
         ids = [] if closed else [self._end]
         return [*ids, *self._message("tool", "\n".join(results)), self._role["assistant"]]
 
+    def plain(self, text: str) -> list[int]:
+        return self._encoder.encode(text)
+
     def document(self, title: str, text: str) -> list[int]:
         return self._encoder.document(title, text)
 
@@ -96,21 +99,18 @@ class CompactRenderer:
         return self._decode(ids)
 
     def _message(self, role: str, content: str, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        ids = [self._role[role], *self._text(content)]
+        ids = [self._role[role], *self.plain(content)]
         for call in calls:
             function = call.get("function", call)
-            ids += [self._call, *self._text(str(function["name"]))]
+            ids += [self._call, *self.plain(str(function["name"]))]
             arguments = function.get("arguments") or {}
             if isinstance(arguments, str):
                 arguments = json.loads(arguments)
             for value in arguments.values():
                 text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                ids += [self._arg, *self._text(text)]
+                ids += [self._arg, *self.plain(text)]
         ids.append(self._end)
         return ids
-
-    def _text(self, text: str) -> list[int]:
-        return self._encoder.encode(text)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""

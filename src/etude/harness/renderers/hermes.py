@@ -94,6 +94,9 @@ class HermesRenderer:
         shown = self._between.join(self._escape(result, mark) for result in results)
         return ([] if closed else [self._end]) + self._encode(self._before + shown + self._after, mark)
 
+    def plain(self, text: str) -> list[int]:
+        return self._encoder.encode(text)
+
     def document(self, title: str, text: str) -> list[int]:
         return self._encoder.document(title, text)
 
