@@ -25,11 +25,21 @@ from typing import Any
 import blake3
 
 from etude.environments import judge, persona
-from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, Limits, TestReport
+from etude.environments.base import (
+    DOOR_PORT,
+    TOOLS,
+    BoxDead,
+    Capabilities,
+    Image,
+    LaunchFailed,
+    Limits,
+    TestReport,
+)
 from etude.environments.box import ValueBox
 from etude.environments.connection import START_SECONDS, Connection, encode
 from etude.environments.doctor import cause
 from etude.environments.inside.answers import PREFIX
+from etude.environments.inside.root import RUN
 from etude.environments.questions import Sheet
 from etude.environments.shell import Shell
 from etude.errors import UserError
@@ -259,19 +269,24 @@ class NamespaceSandbox:
 
     async def shell(self, image: Image, layers: Mapping[str, bytes | None], limits: Limits) -> Shell:
         """A live box on `image` with `layers` over it."""
-        hello = {
+        hello: dict[str, Any] = {
             "live": True,
             "repository": _folder(image.repository),
             "site": None if image.site is None else _folder(image.site),
-            "mounts": {},
+            "mounts": {} if image.tools is None else {TOOLS: _folder(image.tools)},
         }
+        door = None
+        if image.door is not None:
+            inside = f"{RUN}/{secrets.token_hex(12)}"
+            hello["mounts"] |= {inside: _folder(image.door.parent)}
+            door = f"{inside}/{image.door.name}", DOOR_PORT
         connection = self._handler(hello)
         shell = Shell(connection)
         self._shells.add(shell)
         try:
             await connection.started()
             who = None if self._personas is None else persona.draw(_digest(image.changes), self._personas)
-            await shell.start(limits_of(limits), layers, self._prefix, who)
+            await shell.start(limits_of(limits), layers, self._prefix, who, door)
         except BaseException:
             await shell.close()
             raise

@@ -34,7 +34,12 @@ class Shell:
         self._running = False
 
     async def start(
-        self, limits: dict[str, float], layers: Mapping[str, bytes | None], prefix: str, persona: Persona | None
+        self,
+        limits: dict[str, float],
+        layers: Mapping[str, bytes | None],
+        prefix: str,
+        persona: Persona | None,
+        door: tuple[str, int] | None,
     ) -> None:
         environment = {
             "HOME": "/home/user",
@@ -51,7 +56,7 @@ class Shell:
         if persona is not None:
             environment |= persona.environment
             environment["PATH"] = ":".join((environment["PATH"], *persona.path))
-        head = {"limits": limits, "environment": environment, "persona": persona and persona.plain()}
+        head = {"limits": limits, "environment": environment, "persona": persona and persona.plain(), "door": door}
         await self._connection.request(head, encode({}, layers), FILE_SECONDS)
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
@@ -72,6 +77,11 @@ class Shell:
         first, rest = body[: head["head"]], body[head["head"] :]
         text = shown(first + rest) if not head["cut"] else f"{shown(first)}\n[{head['cut']} bytes cut]\n{shown(rest)}"
         return ExecResult(head["rc"], text, head["cut"], head["seconds"], head["timed_out"])
+
+    async def interrupt(self) -> None:
+        """End the command that runs: it is seen at once, though its own answer comes first."""
+        if self._running:
+            await self._connection.request({"op": "interrupt"}, b"", FILE_SECONDS)
 
     async def read(self, path: str, max_bytes: int) -> bytes:
         return (await self._ask({"op": "read", "path": path, "max": max_bytes}))[1]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 from etude.environments.base import BoxError, Limits, Sandbox
 from etude.environments.cheats.canaries import Decoys
 from etude.environments.cheats.signs import marks
 from etude.environments.grading import Grade, grade
+from etude.harness.agent import Agent, run_agent
 from etude.harness.loop import Aborted, Draft, Policy, Sampling, run_episode
 from etude.harness.renderers import Renderer
 from etude.inference.client import EngineError
@@ -34,16 +36,19 @@ async def play(
     member: int,
     attempt: int,
     decoys: Decoys | None = None,
+    agent: Agent | None = None,
 ) -> Episode:
     """Plays and grades one attempt at `task`. The agent pays for everything that is not proved to be our fault.
 
-    `decoys` lie in the agent's box; an episode that uses one is tampered.
-    Raises only for mistakes in etude itself, such as TokenLedgerError.
+    `decoys` lie in the agent's box; an episode that uses one is tampered. An outside `agent` takes the loop's place.
+    Raises only for mistakes in etude itself, such as TokenLedgerError, and UserError if the outside agent cannot start.
     """
     draft: Draft | None = None
     signs: dict[str, float] = {}
     try:
-        draft, graded, signs = await _attempt(task, dataset, sandbox, policy, renderer, budget, sampling, seed, decoys)
+        draft, graded, signs = await _attempt(
+            task, dataset, sandbox, policy, renderer, budget, sampling, seed, decoys, agent
+        )
     except (BoxError, EngineError, Aborted, TimeoutError) as e:
         graded = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None)
     lost = draft is None
@@ -75,18 +80,20 @@ async def _attempt(
     sampling: Sampling,
     seed: int,
     decoys: Decoys | None,
+    agent: Agent | None,
 ) -> tuple[Draft, Grade, dict[str, float]]:
     """The draft, its grade, and its marks.
 
     Raises BoxError, EngineError, Aborted or TimeoutError when the infrastructure failed.
     """
     image = dataset.image(task)
+    shown = replace(image, decoys=decoys.files) if decoys else image
     async with asyncio.timeout(BOX_SECONDS):
-        box = await sandbox.create(replace(image, decoys=decoys.files) if decoys else image, Limits())
+        box = await sandbox.create(agent.image(shown) if agent else shown, agent.limits if agent else Limits())
     try:
-        draft = await run_episode(
-            task, policy=policy, renderer=renderer, box=box, budget=budget, sampling=sampling, seed=seed
-        )
+        parts: dict[str, Any] = {"policy": policy, "renderer": renderer, "box": box, "budget": budget}
+        parts |= {"sampling": sampling, "seed": seed}
+        draft = await (run_agent(task, agent, **parts) if agent else run_episode(task, **parts))
         if draft.timed_out:
             graded = Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None)
             return draft, graded, marks(task, image, {}, draft.turns, decoys, graded, False)

@@ -64,8 +64,8 @@ class Policy(Protocol):
     ) -> Generation:
         """At most `max_tokens` tokens after `ids`, the stop token included. TimeoutError after `timeout` seconds.
 
-        `options` is empty, asks for the experts of the positions from `routes_from` on, or has the ids of `documents`
-        that stand before `ids`.
+        `options` asks for the experts of the positions from `routes_from` on, has the ids of `documents` that stand
+        before `ids`, the name of the `session`, or `on_tokens`, which is called with sampled ids as they come.
         """
         ...
 

@@ -40,5 +40,5 @@ def found(commands: Iterable[str]) -> tuple[str, ...]:
 
 def of(turns: Sequence[Turn]) -> list[str]:
     """Every command line of an episode."""
-    calls = [call for turn in turns for call in turn.calls if call.name == "run" and call.arguments]
-    return [str((call.arguments or {}).get("command", "")) for call in calls]
+    arguments = [call.arguments or {} for turn in turns for call in turn.calls]
+    return [str(found["command"]) for found in arguments if "command" in found]  # tools of outside agents too

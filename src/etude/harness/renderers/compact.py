@@ -89,6 +89,10 @@ class CompactRenderer:
         ids = [] if closed else [self._end]
         return [*ids, *self._message("tool", "\n".join(results)), self._role["assistant"]]
 
+    def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        closed = bool(sampled_ids) and sampled_ids[-1] == self._end
+        return [*([] if closed else [self._end]), *self.prompt(messages)]
+
     def document(self, title: str, text: str) -> list[int]:
         return self._encoder.document(title, text)
 
