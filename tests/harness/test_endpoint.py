@@ -1,4 +1,4 @@
-"""The interception endpoint over HTTP: dialects, streams, and that the ledger holds what was sampled and sampled from."""
+"""The interception endpoint over HTTP: dialects, streams, and ledgers that hold what was sampled, after what."""
 
 from __future__ import annotations
 

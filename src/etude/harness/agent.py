@@ -18,7 +18,7 @@ from etude.harness.loop import GRACE_SECONDS, Draft, Policy, Sampling
 from etude.harness.renderers import Renderer
 from etude.records import Budget, StopReason, Task
 
-_SHOWN = 500  # characters of an agent's last output
+_SHOWN = 300  # characters of an agent's last output
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,20 @@ async def run_agent(
         await recording.close()
     if recording.failure is not None:
         raise recording.failure
-    if done is not None and done.rc and not recording.requests and not done.timed_out:
-        raise UserError(
-            f"rollout.agent.command ended with exit code {done.rc} before its first request; it said: "
-            f"{' '.join(done.output[-_SHOWN:].split()) or 'nothing'}"
-        )
-    late = timed_out or (done is not None and done.timed_out)
+    late = done is None or done.timed_out
+    note = _note(done)
+    if note and not late and not recording.requests:
+        raise UserError(f"rollout.agent.command failed before its first request: {note}; try it in a box")
     reason = recording.stop_reason or (StopReason.SECONDS if late else StopReason.FINISHED)
-    return recording.draft(reason, timed_out)
+    return replace(recording.draft(reason, timed_out), note=note)
+
+
+def _note(done: ExecResult | None) -> str:
+    """How a command ended that did not end well, and its last words."""
+    if done is None or done.rc == 0:
+        return ""
+    how = "was ended" if done.timed_out or done.rc is None else f"ended with exit code {done.rc}"
+    return f"the agent's command {how}; it said last: {' '.join(done.output[-_SHOWN:].split()) or 'nothing'}"
 
 
 async def _run(line: str, box: Box, recording: Recording, seconds: float) -> ExecResult:

@@ -109,6 +109,8 @@ async def _attempt(
         await box.close()
     async with asyncio.timeout(GRADE_SECONDS):
         graded = await grade(sandbox, task, image, dataset.hidden, changes)
+    if draft.note:
+        graded = replace(graded, detail=f"{graded.detail}; {draft.note}")
     visible_passed = bool(draft.metrics.get("visible_passed"))
     found = marks(task, image, changes, draft.turns, decoys, graded, visible_passed)
     if "flag/canary" in found:

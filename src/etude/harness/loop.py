@@ -83,6 +83,7 @@ class Draft:
     stop_reason: StopReason
     metrics: dict[str, float]
     timed_out: bool  # a tool outlived the budget of seconds: what the agent left behind is unknown
+    note: str = ""  # one sentence for people, which the grade does not say
 
 
 def turn_seed(seed: int, turn: int) -> int:
