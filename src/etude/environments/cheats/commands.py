@@ -41,4 +41,5 @@ def found(commands: Iterable[str]) -> tuple[str, ...]:
 def of(turns: Sequence[Turn]) -> list[str]:
     """Every command line of an episode."""
     arguments = [call.arguments or {} for turn in turns for call in turn.calls]
-    return [str(found["command"]) for found in arguments if "command" in found]  # tools of outside agents too
+    # Outside agents call their shells as they like; those two names are what they give a command.
+    return [str(found[name]) for found in arguments for name in ("command", "cmd") if name in found]
