@@ -2,7 +2,7 @@ PYTHON ?= python3
 SEED ?= 1
 BIN = .venv/bin
 
-.PHONY: setup demo test test-slow test-triton lint bench
+.PHONY: setup demo test test-slow test-triton agents lint bench
 
 setup: .venv/installed
 
@@ -24,7 +24,16 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-slow: .venv/installed-dev
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	ETUDE_MINI_SWE_AGENT=$(patsubst %/installed,%,$(wildcard $(CURDIR)/.venv/agents/installed)) \
+	  $(BIN)/python -m pytest -m "slow and not gpu"
+
+# An outside agent as it is published, for the slow suite; its model library imports mcp and does not ask for it.
+agents: .venv/agents/installed
+
+.venv/agents/installed: .venv/installed
+	$(BIN)/python -m venv .venv/agents
+	.venv/agents/bin/python -m pip install --quiet "mini-swe-agent==2.4.6" "litellm==1.106.2" mcp
+	touch $@
 
 # The GPU kernels in Triton's interpreter, on the host; an installed Triton of a CUDA build of torch is kept.
 test-triton: .venv/installed-dev

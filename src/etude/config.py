@@ -59,6 +59,16 @@ class TasksConfig(Section):
         return self
 
 
+class AgentConfig(Section):
+    """An agent of others that plays the episodes (docs/harness.md)."""
+
+    command: str = Field(min_length=1, description="shell command that starts it in the box; $TASK is what it is to do")
+    folder: str | None = Field(default=None, description="its program: a folder that boxes have at /opt/agent")
+    environment: dict[str, str] = Field(default={}, description="variables besides those of the endpoint")
+    memory_mb: int = Field(default=4096, ge=64, description="memory of a box, also the address space of a process")
+    processes: int = Field(default=128, ge=1, description="processes and threads of a box")
+
+
 class RolloutConfig(Section):
     prompts: int = Field(default=16, ge=1, description="P: groups per optimizer step")
     group: int = Field(default=16, ge=2, description="G: episodes per group")
@@ -73,6 +83,9 @@ class RolloutConfig(Section):
     seconds: float = Field(default=60.0, gt=0, description="wall time of an episode")
     documents: bool = Field(
         default=False, description="show the open file, and what is read and found, as documents (docs/documents.md)"
+    )
+    agent: AgentConfig | None = Field(
+        default=None, description="an outside agent that plays the episodes instead of the built-in loop"
     )
     personas: str | None = Field(
         default=None, description="file of fingerprints of production machines that boxes are made to look like"
@@ -346,6 +359,19 @@ class RLConfig(Section):
             raise ValueError("deterministic = true cannot ask the network: drop sandbox.egress and sandbox.index")
         if self.deterministic and self.trainer.minutes is not None:
             raise ValueError("deterministic = true cannot stop by the clock: drop trainer.minutes")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _agents_of_others(self) -> RLConfig:
+        if self.rollout.agent is not None:
+            seen = {"malformed", "truncated", "unfinished"}
+            if self.rollout.documents:
+                raise ValueError("an outside agent sends no documents: drop rollout.documents")
+            if self.reward.refused_edits or set(self.reward.habits) - seen:
+                raise ValueError(
+                    "what an outside agent edits and tests is not seen: drop reward.refused_edits, and of "
+                    f"reward.habits all but {', '.join(sorted(seen))}"
+                )
         return self
 
 

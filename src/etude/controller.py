@@ -40,6 +40,7 @@ from etude.environments.cheats.canaries import Decoys
 from etude.environments.namespace import NamespaceSandbox
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
+from etude.harness.agent import Agent
 from etude.harness.episode import play
 from etude.harness.loop import Sampling
 from etude.harness.renderers import Renderer
@@ -100,6 +101,7 @@ class Run:
     children: Sequence[processes.Child]
     concurrency: Concurrency
     twins: Dataset | None = None  # the impossible ones
+    agent: Agent | None = None  # an outside one
     progress: Progress = field(default_factory=Progress)
     digests: dict[int, str] = field(default_factory=dict[int, str])  # of the versions that engines have served
     digests_checked: int = 0
@@ -335,6 +337,7 @@ async def _play_one(run: Run, lease: EpisodeLease) -> None:
         member=lease.member,
         attempt=lease.attempt,
         decoys=_decoys(run, task),
+        agent=run.agent,
     )
     if episode.outcome is Outcome.INFRA:
         await _explain(run)
@@ -357,7 +360,7 @@ async def _play_twin(run: Run, twins: Dataset, number: int) -> None:
     budget = task.budget or run.config.rollout.budget()
     episode = await play(
         task, twins, run.sandbox, run.client, run.renderer, budget, run.sampling, seed, number, member=0, attempt=0,
-        decoys=_decoys(run, task),
+        decoys=_decoys(run, task), agent=run.agent,
     )  # fmt: skip
     if episode.outcome is Outcome.INFRA:
         await _explain(run)

@@ -24,6 +24,8 @@ from etude.environments.namespace import NamespaceSandbox, open_sandbox
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
 from etude.harness import applied
+from etude.harness.agent import check as check_agent
+from etude.harness.agent import open_agent
 from etude.harness.renderers import Renderer, renderer_for
 from etude.inference.client import EngineClient
 from etude.monitor import Monitor
@@ -76,6 +78,8 @@ def _check_inputs(config: RLConfig) -> None:
         check_index(config.sandbox.index)
     if config.rollout.documents:
         _check_documents(config)
+    if config.rollout.agent is not None:
+        check_agent(config.rollout.agent)
     _build_options(config)
     tasks = config.tasks
     if tasks.edits is not None:
@@ -191,6 +195,7 @@ async def _open(
             boxes(personas=_personas(config), egress=_egress(config, dataset, folder)) as sandbox,
             EngineClient(urls) as client,
             aclosing(canary.Asker(answers, sequences, client, urls)) as canaries,
+            open_agent(config.rollout.agent) as agent,
         ):
             yield Run(
                 folder=folder,
@@ -207,6 +212,7 @@ async def _open(
                 children=children,
                 concurrency=_concurrency(config),
                 twins=twins.make(dataset, folder / "twins") if config.cheats.twins and not config.tasks.edits else None,
+                agent=agent,
             )
     finally:
         for child in children:
@@ -263,6 +269,7 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
             concurrency=run.concurrency.limit,
             progress=view.evaluated,
             on_episode=keep,
+            agent=run.agent,
         )
         result = await controller.watched(run, measure)
     path.write_bytes(msgspec.json.encode(result))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from speakers import PATH, SOURCE, Scripted, Speaker, a_box, a_task
+from speakers import PATH, Scripted, Speaker, a_box, a_task
 
 from etude.config import RewardConfig
 from etude.environments.base import BoxDead, Image, LaunchFailed, Limits, TestReport, TooLarge
@@ -23,33 +23,9 @@ from etude.harness.renderers import Renderer
 from etude.inference.client import EngineError
 from etude.records import Budget, Episode, Generation, Outcome, StopReason, decode, encode
 from etude.rollout.rewards import with_reward
-from etude.tasks.dataset import FORMAT, Dataset, Manifest
+from etude.tasks.dataset import Dataset
 
 BUDGET = Budget(turns=20, tokens=4000, context=8000, seconds=60.0)
-HIDDEN = "from shop import Shop\n\n\ndef test_price():\n    assert Shop().price(4) == 12\n"
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    root = tmp_path_factory.mktemp("dataset")
-    texts = {f"repository/{PATH}": SOURCE.replace("- 3", "* 3"), "hidden/tests/test_shop.py": HIDDEN, "site/.keep": ""}
-    for name, text in texts.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    manifest = Manifest(
-        format=FORMAT,
-        name="shop-1.0",
-        licence="MIT",
-        licence_source="pyproject.toml",
-        seed=0,
-        python_path=("src",),
-        source_roots=("src",),
-        visible="doctests",
-        options={},
-        counts={},
-        digests={},
-    )
-    return Dataset(root, "shop-1.0", root / "repository", root / "site", root / "hidden", (a_task(),), manifest)
 
 
 def turns(speaker: Speaker, *scripts: Sequence[Any]) -> list[list[int]]:

@@ -105,6 +105,35 @@ def test_client_repeats_itself_and_counts_as_one_session(url):
     assert health["generated_tokens"] >= 20
 
 
+def test_a_streamed_generation_is_told_as_it_is_sampled_and_ends_with_its_reader(url):
+    async def play():
+        async with EngineClient([url]) as client:
+            options = {"temperature": 1.0, "top_p": 0.9, "stop": [], "timeout": SECONDS}
+            told, ids = [], list(range(100, 150))
+            generation = await client.generate(ids, max_tokens=300, seed=7, on_tokens=told.append, **options)
+            whole = await client.generate(ids, max_tokens=300, seed=7, **options)
+            with pytest.raises(EngineError, match="the prompt is empty"):
+                await client.generate([], max_tokens=9, seed=0, on_tokens=told.append, **options)
+            begun = asyncio.Event()
+            left = asyncio.create_task(
+                client.generate(ids, max_tokens=3900, seed=8, on_tokens=lambda _: begun.set(), **options)
+            )
+            await asyncio.wait_for(begun.wait(), SECONDS)
+            left.cancel()
+            async with asyncio.timeout(SECONDS):  # far less than what is left would take
+                while (await client.health(url))["running"]:
+                    await asyncio.sleep(0.01)
+            sampled = (await client.health(url))["generated_tokens"]
+        return told, generation, whole, sampled
+
+    before = httpx2.get(f"{url}/health").json()["generated_tokens"]
+    told, generation, whole, sampled = asyncio.run(play())
+    assert [token for part in told for token in part] == generation.ids == whole.ids
+    assert len(told) > 1
+    assert generation.versions == [0] * 300
+    assert sampled - before < 600 + 3900
+
+
 def test_client_errors(url):
     async def fail(base, ids, timeout):
         async with EngineClient([base]) as client:

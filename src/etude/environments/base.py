@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 Payer = Literal["agent", "infra"]
+TOOLS = "/opt/agent"
+DOOR_PORT = 41414
 
 
 class BoxError(Exception):
@@ -64,6 +66,8 @@ class Image:
     site: Path | None  # its dependencies, on sys.path, read-only
     changes: Mapping[str, str]  # layer L2: path -> text over the repository
     decoys: Mapping[str, str] = field(default_factory=dict)  # files of the agent's box that no test run holds
+    tools: Path | None = None  # folder that a live box has at TOOLS, read-only: the program of an outside agent
+    door: Path | None = None  # unix socket of the host that a live box reaches at 127.0.0.1:DOOR_PORT
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,10 @@ class Box(Protocol):
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
         """Run a line in the box's shell, which keeps its folder and variables. A non-zero exit is a result."""
+        ...
+
+    async def interrupt(self) -> None:
+        """End the command that `exec` runs, as its deadline would."""
         ...
 
     async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:

@@ -130,6 +130,10 @@ class ValueBox:
                 self._shell = await self._sandbox.shell(self._image, self._layers(), self._limits)
         return await self._shell.exec(line, timeout)
 
+    async def interrupt(self) -> None:
+        if self._shell is not None:
+            await self._shell.interrupt()
+
     async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:
         self._open()
         limits = replace(self._limits, seconds=timeout)

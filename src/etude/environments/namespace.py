@@ -25,7 +25,16 @@ from typing import Any
 import blake3
 
 from etude.environments import cgroups, judge, persona
-from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, Limits, TestReport
+from etude.environments.base import (
+    DOOR_PORT,
+    TOOLS,
+    BoxDead,
+    Capabilities,
+    Image,
+    LaunchFailed,
+    Limits,
+    TestReport,
+)
 from etude.environments.box import ValueBox
 from etude.environments.cgroups import Groups
 from etude.environments.connection import START_SECONDS, Connection, encode
@@ -33,6 +42,7 @@ from etude.environments.doctor import cause
 from etude.environments.egress.gate import Gate, Network
 from etude.environments.egress.policy import Egress
 from etude.environments.inside.answers import PREFIX
+from etude.environments.inside.root import RUN
 from etude.environments.questions import Sheet
 from etude.environments.shell import Shell
 from etude.errors import UserError
@@ -281,12 +291,17 @@ class NamespaceSandbox:
 
     async def shell(self, image: Image, layers: Mapping[str, bytes | None], limits: Limits) -> Shell:
         """A live box on `image` with `layers` over it."""
-        hello = {
+        hello: dict[str, Any] = {
             "live": True,
             "repository": _folder(image.repository),
             "site": None if image.site is None else _folder(image.site),
-            "mounts": {},
+            "mounts": {} if image.tools is None else {TOOLS: _folder(image.tools)},
         }
+        door = None
+        if image.door is not None:
+            inside = f"{RUN}/{secrets.token_hex(12)}"
+            hello["mounts"] |= {inside: _folder(image.door.parent)}
+            door = f"{inside}/{image.door.name}", DOOR_PORT
         self._live += 1
         async with AsyncExitStack() as ends:
             descriptors: Sequence[int] = ()
@@ -305,7 +320,7 @@ class NamespaceSandbox:
             await connection.started()
             who = None if self._personas is None else persona.draw(_digest(image.changes), self._personas)
             proxies = {} if self._network is None else self._network.environment
-            await shell.start(limits_of(limits), layers, self._prefix, who, proxies)
+            await shell.start(limits_of(limits), layers, self._prefix, who, proxies, door)
         except BaseException:
             await shell.close()
             raise

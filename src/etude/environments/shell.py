@@ -45,6 +45,7 @@ class Shell:
         prefix: str,
         persona: Persona | None,
         proxies: Mapping[str, str],
+        door: tuple[str, int] | None,
     ) -> None:
         """Raises BoxDead. `proxies` are variables that say where the way out is, if there is one."""
         environment = {
@@ -67,6 +68,7 @@ class Shell:
             "environment": environment | dict(proxies),
             "persona": persona and persona.plain(),
             "port": PORT if self._gate is not None else 0,
+            "door": door,
         }
         await self._connection.request(head, encode({}, layers), FILE_SECONDS)
         if self._gate is not None:
@@ -93,6 +95,11 @@ class Shell:
         first, rest = body[: head["head"]], body[head["head"] :]
         text = shown(first + rest) if not head["cut"] else f"{shown(first)}\n[{head['cut']} bytes cut]\n{shown(rest)}"
         return ExecResult(head["rc"], text, head["cut"], head["seconds"], head["timed_out"])
+
+    async def interrupt(self) -> None:
+        """End the command that runs: it is seen at once, though its own answer comes first."""
+        if self._running:
+            await self._connection.request({"op": "interrupt"}, b"", FILE_SECONDS)
 
     async def read(self, path: str, max_bytes: int) -> bytes:
         return (await self._ask({"op": "read", "path": path, "max": max_bytes}))[1]

@@ -19,6 +19,7 @@ from etude.records import Budget, Episode, Outcome, Record, Task
 
 if TYPE_CHECKING:
     from etude.environments.base import Sandbox
+    from etude.harness.agent import Agent
     from etude.harness.episode import Policy, Renderer, Sampling
     from etude.tasks.dataset import Dataset
 
@@ -94,6 +95,7 @@ async def evaluate(
     concurrency: int = 64,
     progress: Progress | None = None,
     on_episode: Callable[[Episode], None] | None = None,
+    agent: Agent | None = None,
 ) -> EvalResult:
     """Play `samples` episodes of every task of `split` and sum them up. `on_episode` sees each counted episode.
 
@@ -107,7 +109,7 @@ async def evaluate(
     async def attempt(task: Task, index: int, sample: int, number: int, episode_seed: int) -> Episode:
         spent = task.budget or budget
         return await play(
-            task, dataset, sandbox, policy, renderer, spent, sampling, episode_seed, index, sample, number
+            task, dataset, sandbox, policy, renderer, spent, sampling, episode_seed, index, sample, number, agent=agent
         )
 
     return await run_suite(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 from etude.environments.base import BoxError, Limits, Sandbox
 from etude.environments.cheats.canaries import Decoys
 from etude.environments.cheats.signs import marks
 from etude.environments.grading import Grade, grade
 from etude.harness import applied
+from etude.harness.agent import Agent, run_agent
 from etude.harness.loop import Aborted, Draft, Policy, Sampling, run_episode
 from etude.harness.renderers import Renderer
 from etude.inference.client import EngineError
@@ -35,11 +37,13 @@ async def play(
     member: int,
     attempt: int,
     decoys: Decoys | None = None,
+    agent: Agent | None = None,
 ) -> Episode:
     """Plays and grades one attempt at `task`. The agent pays for everything that is not proved to be our fault.
 
-    `decoys` lie in the agent's box; an episode that uses one is tampered. A task with a sketch has no box.
-    Raises only for mistakes in etude itself, such as TokenLedgerError.
+    `decoys` lie in the agent's box; an episode that uses one is tampered. An outside `agent` takes the loop's place.
+    A task with a sketch has no box. Raises only for mistakes in etude itself, such as TokenLedgerError, and UserError
+    if the outside agent cannot start.
     """
     draft: Draft | None = None
     signs: dict[str, float] = {}
@@ -48,7 +52,7 @@ async def play(
             draft, graded, signs = await applied.attempt(task, policy, renderer, budget, sampling, seed)
         else:
             draft, graded, signs = await _attempt(
-                task, dataset, sandbox, policy, renderer, budget, sampling, seed, decoys
+                task, dataset, sandbox, policy, renderer, budget, sampling, seed, decoys, agent
             )
     except (BoxError, EngineError, Aborted, TimeoutError) as e:
         graded = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None)
@@ -81,18 +85,20 @@ async def _attempt(
     sampling: Sampling,
     seed: int,
     decoys: Decoys | None,
+    agent: Agent | None,
 ) -> tuple[Draft, Grade, dict[str, float]]:
     """The draft, its grade, and its marks.
 
     Raises BoxError, EngineError, Aborted or TimeoutError when the infrastructure failed.
     """
     image = dataset.image(task)
+    shown = replace(image, decoys=decoys.files) if decoys else image
     async with asyncio.timeout(BOX_SECONDS):
-        box = await sandbox.create(replace(image, decoys=decoys.files) if decoys else image, Limits())
+        box = await sandbox.create(agent.image(shown) if agent else shown, agent.limits if agent else Limits())
     try:
-        draft = await run_episode(
-            task, policy=policy, renderer=renderer, box=box, budget=budget, sampling=sampling, seed=seed
-        )
+        parts: dict[str, Any] = {"policy": policy, "renderer": renderer, "box": box, "budget": budget}
+        parts |= {"sampling": sampling, "seed": seed}
+        draft = await (run_agent(task, agent, **parts) if agent else run_episode(task, **parts))
         if draft.timed_out:
             graded = Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None)
             return draft, graded, marks(task, image, {}, draft.turns, decoys, graded, False, box.requests())
@@ -108,6 +114,8 @@ async def _attempt(
         await box.close()
     async with asyncio.timeout(GRADE_SECONDS):
         graded = await grade(sandbox, task, image, dataset.hidden, changes)
+    if draft.note:
+        graded = replace(graded, detail=f"{graded.detail}; {draft.note}")
     visible_passed = bool(draft.metrics.get("visible_passed"))
     found = marks(task, image, changes, draft.turns, decoys, graded, visible_passed, box.requests())
     if "flag/canary" in found:

@@ -64,8 +64,8 @@ class Policy(Protocol):
     ) -> Generation:
         """At most `max_tokens` tokens after `ids`, the stop token included. TimeoutError after `timeout` seconds.
 
-        `options` is empty, asks for the experts of the positions from `routes_from` on, or has the ids of `documents`
-        that stand before `ids`.
+        `options` asks for the experts of the positions from `routes_from` on, has the ids of `documents` that stand
+        before `ids`, the name of the `session`, or `on_tokens`, which is called with sampled ids as they come.
         """
         ...
 
@@ -83,6 +83,7 @@ class Draft:
     stop_reason: StopReason
     metrics: dict[str, float]
     timed_out: bool  # a tool outlived the budget of seconds: what the agent left behind is unknown
+    note: str = ""  # one sentence for people, which the grade does not say
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import httpx2
 import msgspec
@@ -15,8 +16,12 @@ import msgspec
 from etude.records import Generation, Record
 
 MSGPACK = "application/msgpack"
+T = TypeVar("T")
+_SESSIONS = 10_000  # whose servers are remembered; those that are tasks are forgotten with them
 _RETRY_SECONDS = 0.2  # between two attempts to reach a server that does not answer
 _CONNECT_SECONDS = 5.0
+_LIMITS = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
+_HEADERS = {"content-type": MSGPACK, "accept": MSGPACK}
 CONFLICT = 409  # another version came while a server scored
 
 
@@ -36,6 +41,13 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
     session: str | None = None
     routes_from: int | None = None
     documents: tuple[list[int], ...] = ()
+    stream: bool = False  # answer in frames, see `frame`: ids as they are sampled, the Generation last
+
+
+def frame(part: list[int] | Generation) -> bytes:
+    """One part of a streamed answer: four bytes of length, little-endian, and MessagePack."""
+    data = msgspec.msgpack.encode(part)
+    return struct.pack("<I", len(data)) + data
 
 
 class ScoreRequest(Record, frozen=True, kw_only=True):
@@ -94,28 +106,31 @@ class EngineClient:
         session: str | None = None,
         routes_from: int | None = None,
         documents: Sequence[list[int]] = (),
+        on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Generation:
         """At most `max_tokens` tokens after `ids`, the stop token included; with the experts of the positions from
         `routes_from` on, where that is given.
 
         `documents` stand before `ids`; each sees itself only and is computed once for all requests (docs/documents.md).
+        `on_tokens` is called with the sampled ids as they come.
         A server that cannot be reached is tried again until the deadline. Raises TimeoutError after `timeout` seconds,
         EngineError if no server could be reached in that time, or if one refused the request.
         """
         session = session if session is not None else self._task_session()
         request = GenerateRequest(
             ids=ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop), seed=seed,
-            session=session, routes_from=routes_from, documents=tuple(documents),
+            session=session, routes_from=routes_from, documents=tuple(documents), stream=on_tokens is not None,
         )  # fmt: skip
         body = msgspec.msgpack.encode(request)
         url = self._server(session)
         self._in_flight[url] += 1
         try:
+            if on_tokens is not None:
+                return await self._follow(url, body, timeout, on_tokens)
             response = await self._post(f"{url}/generate", body, timeout)
         finally:
             self._in_flight[url] -= 1
-        if response.status_code != 200:
-            raise EngineError(f"{url} refused a request ({response.status_code}): {_reason(response)}")
+        _accepted(url, response)
         try:
             return msgspec.msgpack.decode(response.content, type=Generation)
         except msgspec.MsgspecError as e:
@@ -150,14 +165,51 @@ class EngineClient:
             raise EngineError(f"{url} does not answer: {type(e).__name__} {e}") from None
 
     async def _post(self, route: str, body: bytes, timeout: float) -> httpx2.Response:
-        headers = {"content-type": MSGPACK, "accept": MSGPACK}
+        def attempt() -> Awaitable[httpx2.Response]:
+            return self._http.post(route, content=body, headers=_HEADERS, timeout=_LIMITS)
+
+        return await self._reached(route, attempt, timeout)
+
+    async def _follow(
+        self, url: str, body: bytes, timeout: float, on_tokens: Callable[[list[int]], None]
+    ) -> Generation:
+        """A streamed generation. Once tokens have been told, a lost server is an error: others must not follow them."""
+
+        async def attempt() -> Generation:
+            told = False
+            buffer = bytearray()
+            try:
+                async with self._http.stream(
+                    "POST", f"{url}/generate", content=body, headers=_HEADERS, timeout=_LIMITS
+                ) as response:
+                    if response.status_code != 200:
+                        await response.aread()
+                        _accepted(url, response)
+                    async for chunk in response.aiter_bytes():
+                        buffer += chunk
+                        for part in _frames(buffer):
+                            if isinstance(part, Generation):
+                                return part
+                            told = True
+                            on_tokens(part)
+            except httpx2.TransportError as e:
+                if not told:
+                    raise
+                raise EngineError(f"{url} was lost in the middle of a turn: {type(e).__name__} {e}") from None
+            except msgspec.MsgspecError as e:
+                raise EngineError(f"{url} sent an answer that is not a generation: {e}") from None
+            raise EngineError(f"{url} ended its answer in the middle of a turn")
+
+        return await self._reached(f"{url}/generate", attempt, timeout)
+
+    async def _reached(self, route: str, attempt: Callable[[], Awaitable[T]], timeout: float) -> T:
+        """What the first attempt gives that reaches the server."""
         lost: httpx2.HTTPError | None = None
         try:
             async with asyncio.timeout(timeout):
                 while True:
                     try:
-                        limits = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
-                        return await self._http.post(route, content=body, headers=headers, timeout=limits)
+                        return await attempt()
                     except httpx2.TransportError as e:
                         lost = e
                     await asyncio.sleep(_RETRY_SECONDS)
@@ -182,7 +234,23 @@ class EngineClient:
         url = self._servers.get(session or "") or min(self.base_urls, key=self._in_flight.__getitem__)
         if session is not None:
             self._servers[session] = url
+            while len(self._servers) > _SESSIONS:
+                del self._servers[next(iter(self._servers))]
         return url
+
+
+def _accepted(url: str, response: httpx2.Response) -> None:
+    if response.status_code != 200:
+        raise EngineError(f"{url} refused a request ({response.status_code}): {_reason(response)}")
+
+
+def _frames(buffer: bytearray) -> list[list[int] | Generation]:
+    """Takes the whole parts off the front of `buffer`."""
+    parts: list[list[int] | Generation] = []
+    while len(buffer) >= 4 and len(buffer) >= (end := 4 + struct.unpack_from("<I", buffer)[0]):
+        parts.append(msgspec.msgpack.decode(bytes(buffer[4:end]), type=list[int] | Generation))
+        del buffer[:end]
+    return parts
 
 
 def _reason(response: httpx2.Response) -> str:

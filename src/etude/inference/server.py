@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
@@ -34,12 +34,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.applications import Starlette
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from transformers import PreTrainedModel
 
 from etude.errors import UserError
-from etude.inference.client import CONFLICT, MSGPACK, GenerateRequest, Scored, ScoreRequest
+from etude.inference.client import CONFLICT, MSGPACK, GenerateRequest, Scored, ScoreRequest, frame
 from etude.inference.configuration import configuration, digest_of
 from etude.inference.engine import Counters, Engine, Limits
 from etude.inference.openai import OpenAI, error, finished
@@ -173,15 +173,44 @@ class _Api:
 
     async def generate(self, http: HTTPRequest) -> Response:
         try:
-            request = await _body(http, GenerateRequest)
-            row = self._engine.submit(
-                Request(**{name: getattr(request, name) for name in GenerateRequest.__struct_fields__})
+            asked = await _body(http, GenerateRequest)
+            request = Request(
+                **{name: getattr(asked, name) for name in GenerateRequest.__struct_fields__ if name != "stream"}
             )
+            if asked.stream:
+                return self._streamed(request)
+            row = self._engine.submit(request)
         except (msgspec.MsgspecError, ValueError) as e:
             return error(400, str(e))
         except RuntimeError as e:
             return error(503, str(e), "server_error")
         return _answered(http, await finished(http, row))
+
+    def _streamed(self, request: Request) -> Response:
+        """The ids as they are sampled, those of a moment in one frame, and then the generation."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[int | None] = asyncio.Queue()
+
+        def put(token: int | None) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, token)
+
+        row = self._engine.submit(request, lambda token, _: put(token))
+        row.future.add_done_callback(lambda _: put(None))
+
+        async def frames() -> AsyncIterator[bytes]:
+            try:
+                token = await events.get()
+                while token is not None:
+                    ids = [token]
+                    while not events.empty() and (token := events.get_nowait()) is not None:
+                        ids.append(token)
+                    yield frame(ids)
+                    token = token if token is None else await events.get()
+                yield frame(row.future.result())
+            finally:
+                row.abort()
+
+        return StreamingResponse(frames(), media_type="application/octet-stream")
 
     async def score(self, http: HTTPRequest) -> Response:
         """Log-probabilities under one version, which is named with its digest."""

@@ -48,5 +48,6 @@ def found(commands: Iterable[str], task: Task) -> tuple[str, ...]:
 
 def of(turns: Sequence[Turn]) -> list[str]:
     """Every command line of an episode."""
-    calls = [call for turn in turns for call in turn.calls if call.name == "run" and call.arguments]
-    return [str((call.arguments or {}).get("command", "")) for call in calls]
+    arguments = [call.arguments or {} for turn in turns for call in turn.calls]
+    # Outside agents call their shells as they like; those two names are what they give a command.
+    return [str(found[name]) for found in arguments for name in ("command", "cmd") if name in found]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import files, linux, persona, root, runs
+from . import door, files, linux, persona, root, runs
 
 KEEP = 16_000  # bytes of output kept at each end
 WATCH_SECONDS = 0.2  # between looks at the memory of the box
@@ -156,6 +156,7 @@ class Live:
         self.connection = connection
         self.groups = groups
         self.shell: Shell | None = None
+        self.door: door.Door | None = None
 
     def serve(self) -> None:
         request, payload = self._request()
@@ -170,6 +171,8 @@ class Live:
         linux.hide()
         os.chdir("/")
         self.program = linux.filter_program(os.uname().machine)
+        if request["door"] is not None:
+            self.door = door.Door(*request["door"], self.program)
         self.workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.upper = os.open(f"{root.LAYER}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.environment = request["environment"]
@@ -238,6 +241,8 @@ class Live:
         return {"files": sizes}, b"".join(data for data in found.values() if data is not None)
 
     def _exec(self, line: str, seconds: float) -> tuple[dict[str, Any], bytes]:
+        if self.door is not None:
+            self.door.open()
         restarted = self.shell is None
         if self.shell is None:
             self.shell = Shell(self.limits, self.program, self.environment, self.groups)
@@ -271,7 +276,7 @@ class Live:
         assert shell is not None
         signals = [signal.SIGTERM, signal.SIGKILL]  # INT would end bash, too
         watch = time.monotonic() + WATCH_SECONDS
-        late = False
+        late = asked = False
         while True:
             now = time.monotonic()
             if now >= watch:
@@ -282,9 +287,12 @@ class Live:
                 deadline = now + GRACE_SECONDS
                 self._interrupt(shell, signals.pop(0) if signals else None)
             wait = max(0.0, min(deadline, watch) - now)
-            ready, _, _ = select.select([shell.status, shell.master, shell.pidfd, self.connection], [], [], wait)
-            if self.connection in ready and not self.connection.recv(1, socket.MSG_PEEK):
-                os._exit(0)
+            owner = [] if asked else [self.connection]
+            ready, _, _ = select.select([shell.status, shell.master, shell.pidfd, *owner], [], [], wait)
+            if self.connection in ready:
+                if not self.connection.recv(1, socket.MSG_PEEK):
+                    os._exit(0)
+                asked, deadline = True, now  # the only request that comes now asks for the end; it is answered after
             if shell.status in ready and (code := shell.answer()) is not None:
                 self._drain(output)
                 return code, late

@@ -72,6 +72,13 @@ class Renderer(Protocol):
         """Ids of text as it stands: ordinary tokens only."""
         ...
 
+    def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Ids from the end of a sampled turn to the start of the next one, with any messages in between.
+
+        Raises ValueError for roles or an order that the dialect refuses.
+        """
+        ...
+
     def document(self, title: str, text: str) -> list[int]:
         """Ids of a document, which stands before all messages: ordinary tokens only."""
         ...

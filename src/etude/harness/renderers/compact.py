@@ -92,6 +92,10 @@ class CompactRenderer:
     def plain(self, text: str) -> list[int]:
         return self._encoder.encode(text)
 
+    def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        closed = bool(sampled_ids) and sampled_ids[-1] == self._end
+        return [*([] if closed else [self._end]), *self.prompt(messages)]
+
     def document(self, title: str, text: str) -> list[int]:
         return self._encoder.document(title, text)
 

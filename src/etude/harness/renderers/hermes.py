@@ -68,11 +68,7 @@ class HermesRenderer:
         """Ids of a conversation with these tools. Raises ValueError for roles or an order that the template refuses."""
         mark = _mark(messages, tools)
         plain = [self._escaped(message, mark) for message in messages]
-        try:
-            text = self._template.render(plain, _map_strings(list(tools), lambda s: self._escape(s, mark)))
-        except (jinja2.TemplateError, TypeError) as e:
-            raise ValueError(f"the chat template of {self._template.name} refuses these messages: {e}") from None
-        return self._encode(text, mark)
+        return self._encode(self._rendered(plain, _map_strings(list(tools), lambda s: self._escape(s, mark))), mark)
 
     def parse(self, ids: Sequence[int], finish_reason: str = "stop") -> ParsedTurn:
         """Calls of a sampled turn; one that is not closed is malformed, whatever the finish reason."""
@@ -97,11 +93,28 @@ class HermesRenderer:
     def plain(self, text: str) -> list[int]:
         return self._encoder.encode(text)
 
+    def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        closed = bool(sampled_ids) and sampled_ids[-1] == self._end
+        mark = _mark(messages)
+        turn = {"role": "assistant", "content": _TURN}
+        text = self._rendered([_USER, turn, *(self._escaped(message, mark) for message in messages)])
+        rest = text.partition(_TURN)[2]
+        end = self._names.match(rest)
+        if end is None or self._ids[end.group()] != self._end:
+            raise ValueError(f"the chat template of {self._template.name} changes a turn that others follow")
+        return ([] if closed else [self._end]) + self._encode(rest[end.end() :], mark)
+
     def document(self, title: str, text: str) -> list[int]:
         return self._encoder.document(title, text)
 
     def text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        try:
+            return self._template.render(messages, tools)
+        except (jinja2.TemplateError, TypeError) as e:
+            raise ValueError(f"the chat template of {self._template.name} refuses these messages: {e}") from None
 
     # Text to ids
 
@@ -189,6 +202,8 @@ class HermesRenderer:
                 turn = [*self._encode(call, "\0"), self._end]
                 ids += turn + self.bridge(turn, "stop", results)
                 messages += [{"role": "assistant", "content": call}, *map(_tool_message, results)]
+            ids += turn + self.follow(turn, [_USER])
+            messages += [{"role": "assistant", "content": call}, _USER]
             whole = self._template.render(messages, tools)
             own = self._tokenizer.encode(whole, add_special_tokens=False).ids
             if self._encode(whole, "\0") != own:

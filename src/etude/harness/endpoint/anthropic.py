@@ -1,0 +1,180 @@
+"""Anthropic's messages."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import blake3
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from etude.harness.endpoint.chat import sse
+from etude.harness.endpoint.conversation import Asked, Kind, Refused, arranged, call_message, function, text_of
+from etude.harness.endpoint.recording import Spoken
+from etude.harness.renderers import Message, Tool
+
+STATUS: dict[Kind, tuple[int, str]] = {
+    "invalid": (400, "invalid_request_error"),
+    "key": (401, "authentication_error"),
+    "unknown": (404, "not_found_error"),
+    "context": (400, "invalid_request_error"),  # clients know it by its text: prompt is too long
+    "large": (413, "request_too_large"),
+    "spent": (400, "invalid_request_error"),
+    "lost": (529, "overloaded_error"),
+}
+_PROVIDERS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool|mcp_toolset)")
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def asked(body: dict[str, Any]) -> Asked:
+    """The request. `model` and sampling are not taken from it, nor are tools that the provider would run."""
+    system: list[Message] = [{"role": "system", "content": text_of(body.get("system"))}] if body.get("system") else []
+    messages = [shown for message in body["messages"] for shown in _messages(message)]
+    choice = (body.get("tool_choice") or {}).get("type")
+    return Asked(
+        model=str(body.get("model") or ""),
+        messages=arranged([*system, *messages]),
+        tools=() if choice == "none" else tuple(_tools(body.get("tools") or ())),
+        stops=tuple(filter(None, body.get("stop_sequences") or ())),
+        max_tokens=body.get("max_tokens"),
+        stream=bool(body.get("stream")),
+    )
+
+
+def _messages(message: dict[str, Any]) -> Iterator[Message]:
+    """A message as those of the chat format: results of tools are messages of their own, before the user's text."""
+    role, content = message["role"], message["content"]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = [block for block in blocks if block["type"] not in ("tool_result", "tool_use", *_THOUGHTS)]
+    if role == "assistant":
+        calls = [call_message(b["id"], b["name"], b["input"]) for b in blocks if b["type"] == "tool_use"]
+        yield {"role": role, "content": text_of(texts)} | ({"tool_calls": calls} if calls else {})
+        return
+    for block in blocks:
+        if block["type"] == "tool_result":
+            yield {"role": "tool", "content": text_of(block.get("content")), "tool_call_id": block["tool_use_id"]}
+    if texts:
+        yield {"role": role, "content": text_of(texts)}
+
+
+_THOUGHTS = ("thinking", "redacted_thinking")  # they come back as they were told; the ledger has them
+
+
+def _tools(tools: Iterable[dict[str, Any]]) -> Iterator[Tool]:
+    for tool in tools:
+        kind = tool.get("type") or "custom"
+        if kind == "custom":
+            yield function(tool["name"], tool.get("description"), tool.get("input_schema"))
+        elif not _PROVIDERS.match(kind):
+            raise Refused("invalid", f"the schema of a tool of type {kind!r} is not known here: describe it", "tools")
+
+
+def refused(refusal: Refused) -> Response:
+    return JSONResponse(error(refusal), STATUS[refusal.kind][0])
+
+
+def error(refusal: Refused) -> dict[str, Any]:
+    """Anthropic's shape of an error."""
+    return {"type": "error", "error": {"type": STATUS[refusal.kind][1], "message": str(refusal)}}
+
+
+async def answered(spoken: Spoken, asked: Asked, body: dict[str, Any]) -> Response:
+    """The turn as one message, or as a stream of its parts."""
+    thinks = (body.get("thinking") or {}).get("type") in ("enabled", "adaptive")
+    head: dict[str, Any] = {
+        "id": f"msg_{uuid.uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+    if asked.stream:
+        return StreamingResponse(_parts(spoken, head, thinks), media_type="text/event-stream")
+    await spoken.whole()
+    reasoning = spoken.parsed.reasoning
+    content = [{"type": "thinking", "thinking": reasoning, "signature": _signature(reasoning)}] * (
+        thinks and bool(reasoning)
+    )
+    content += [{"type": "text", "text": spoken.text}] * bool(spoken.text)
+    for call in spoken.message.get("tool_calls", ()):
+        content.append(_tool_use(call) | {"input": json.loads(call["function"]["arguments"])})
+    return JSONResponse(head | {"content": content, "usage": _usage(spoken)} | _stopped(spoken))
+
+
+async def _parts(spoken: Spoken, head: dict[str, Any], thinks: bool) -> AsyncIterator[bytes]:
+    def part(name: str, **fields: Any) -> bytes:
+        return sse({"type": name, **fields}, name)
+
+    started = {"input_tokens": spoken.prompt_tokens, "output_tokens": 0}
+    yield part("message_start", message=head | {"usage": started})
+    number, opened, thought = -1, "", ""
+
+    def closing() -> Iterator[bytes]:
+        if opened == "reasoning":
+            delta = {"type": "signature_delta", "signature": _signature(thought)}
+            yield part("content_block_delta", index=number, delta=delta)
+        if opened:
+            yield part("content_block_stop", index=number)
+
+    try:
+        async for event in spoken.events():
+            if event[0] == "reasoning" and not thinks:
+                continue
+            if event[0] == "call" or event[0] != opened:
+                for data in closing():
+                    yield data
+                number, opened = number + 1, event[0]
+                yield part("content_block_start", index=number, content_block=_block(event[0], event[1]))
+            if event[0] == "reasoning":
+                thought += event[1]
+                delta = {"type": "thinking_delta", "thinking": event[1]}
+            elif event[0] == "text":
+                delta = {"type": "text_delta", "text": event[1]}
+            else:
+                delta = {"type": "input_json_delta", "partial_json": event[1]["function"]["arguments"]}
+            yield part("content_block_delta", index=number, delta=delta)
+    except Refused as e:
+        yield sse(error(e), "error")
+        return
+    for data in closing():
+        yield data
+    yield part("message_delta", delta=_stopped(spoken), usage=_usage(spoken))
+    yield part("message_stop")
+
+
+def _block(kind: str, value: Any) -> dict[str, Any]:
+    """A content block before anything is in it."""
+    if kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""} if kind == "text" else _tool_use(value)
+
+
+def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+
+
+def _signature(thought: str) -> str:
+    return blake3.blake3(thought.encode()).hexdigest()
+
+
+def _stopped(spoken: Spoken) -> dict[str, Any]:
+    if spoken.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": spoken.stop}
+    return {"stop_reason": _REASONS[spoken.finish_reason], "stop_sequence": None}
+
+
+def _usage(spoken: Spoken) -> dict[str, int]:
+    generation = spoken.generation
+    assert generation is not None
+    cached = generation.cached_tokens
+    return {
+        "input_tokens": spoken.prompt_tokens - cached,
+        "output_tokens": len(generation.ids),
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+    }

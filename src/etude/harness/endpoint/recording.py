@@ -1,0 +1,375 @@
+"""What an outside agent asked and was answered in one episode, on token ledgers.
+
+A conversation that goes on from a recorded turn appends only its new messages to that turn's tokens. One that leaves
+the recorded path (a summary, dropped text, a sub-agent, a second call beside the first) opens a branch: a segment of
+its own, which begins with the tokens of what it shares (mask 0, they are trained on where they were sampled) and goes
+on with what is new. So what was sampled is never tokenised again, and every sampled token is trained on once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from bisect import bisect_left
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from etude.harness.endpoint.conversation import Asked, Refused, digest, digests
+from etude.harness.ledger import TokenLedger
+from etude.harness.loop import Aborted, Draft, Policy, Sampling, turn_seed
+from etude.harness.renderers import Message, ParsedTurn, Renderer
+from etude.harness.renderers.base import content_text
+from etude.records import Budget, Generation, Segment, StopReason, Turn
+
+MAX_CHARACTERS = 64  # of a token, on average over a whole prompt: beyond, a prompt is too long without being encoded
+Event = tuple[Literal["reasoning", "text", "call"], Any]  # a piece of text, or a call of the chat format
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a branch leaves the recorded path: after turn number `turn` (-1: at the start), keeping `tokens` of it."""
+
+    turn: int
+    tokens: int
+
+
+@dataclass
+class _Branch:
+    ledger: TokenLedger
+    tools: bool
+    spoken: list[Spoken] = field(default_factory=list)
+    tip: Spoken | None = None  # what may be continued; None while a turn is sampled
+
+
+class Spoken:
+    """One turn of the model, for every request that asks for it; readers may come while it is sampled."""
+
+    def __init__(self, renderer: Renderer, number: int, branch: _Branch, chain: bytes, asked: Asked) -> None:
+        self.number = number
+        self.branch = branch
+        self.chain = chain  # digest of the conversation that it answers
+        self.stops = asked.stops
+        self.stop: str | None = None  # that of them which ended the turn
+        self.ids: list[int] = []
+        self.generation: Generation | None = None
+        self.message: dict[str, Any] = {}  # in OpenAI's chat format, once it is whole
+        self.parsed = ParsedTurn("", ())
+        self.refusal: Refused | None = None
+        self.prompt_tokens = len(branch.ledger)
+        self.end = 0  # tokens of the ledger up to the end of the turn
+        self.results: tuple[str, ...] = ()  # what came back on it first
+        self.seconds_model = self.seconds_tools = 0.0
+        self.finished = 0.0
+        self.prefix = f"call_{secrets.token_hex(8)}_"
+        self._renderer = renderer
+        self._changed = asyncio.Event()
+
+    @property
+    def done(self) -> bool:
+        return self.generation is not None or self.refusal is not None
+
+    @property
+    def finish_reason(self) -> str:
+        """stop, length or tool_calls."""
+        assert self.generation is not None
+        return "tool_calls" if self.message.get("tool_calls") else self.generation.finish_reason
+
+    @property
+    def text(self) -> str:
+        return content_text(self.message)
+
+    def grow(self, ids: list[int]) -> None:
+        self.ids += ids
+        self._wake()
+
+    def settle(self, generation: Generation) -> None:
+        """The turn is whole."""
+        self.generation = generation
+        self.ids = generation.ids
+        self.parsed = self._renderer.parse(self.ids, generation.finish_reason)
+        self.message = self.parsed.openai(self.prefix)
+        text = self._renderer.text(self.ids) if self.stops else ""
+        self.stop = next((stop for stop in self.stops if stop in text), None)
+        if self.message["content"]:
+            self.message["content"] = self._before_stop(self.message["content"])
+        self._wake()
+
+    def refuse(self, refusal: Refused) -> None:
+        self.refusal = refusal
+        self._wake()
+
+    async def whole(self) -> None:
+        """Until the turn is whole. Raises Refused if it never will be."""
+        while not self.done:
+            await self._changed.wait()
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def events(self) -> AsyncIterator[Event]:
+        """The turn as it is sampled: thoughts and text in pieces, then each call as a whole. Raises Refused."""
+        thought = said = ""
+        while not self.done:
+            changed = self._changed
+            parsed = self._renderer.parse(self.ids, "length")
+            if _extends(parsed.reasoning, thought) and not said:
+                yield "reasoning", parsed.reasoning[len(thought) :]
+                thought = parsed.reasoning
+            text = self._shown(parsed.text)
+            if _extends(text, said) and not parsed.calls:
+                yield "text", text[len(said) :]
+                said = text
+            await changed.wait()
+        await self.whole()
+        if _extends(self.parsed.reasoning, thought) and not said:
+            yield "reasoning", self.parsed.reasoning[len(thought) :]
+        if _extends(self.text, said):
+            yield "text", self.text[len(said) :]
+        for call in self.message.get("tool_calls", ()):
+            yield "call", call
+
+    def _shown(self, text: str) -> str:
+        """Without what may be half of a character, or the beginning of a stop string."""
+        text = self._before_stop(text.rstrip("\ufffd"))
+        held = max((_overlap(text, stop) for stop in self.stops), default=0)
+        return text[: len(text) - held]
+
+    def _before_stop(self, text: str) -> str:
+        return text[: min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class Recording:
+    """One episode of an outside agent. Everything but the sampling happens at once, so requests cannot interleave."""
+
+    def __init__(self, policy: Policy, renderer: Renderer, budget: Budget, sampling: Sampling, seed: int) -> None:
+        self.renderer = renderer
+        self.ended = asyncio.Event()  # nothing more is sampled
+        self.stop_reason: StopReason | None = None
+        self.failure: Exception | None = None  # ours
+        self.forks: list[Fork] = []
+        self.requests = self.repeats = 0
+        self._policy = policy
+        self._budget = budget
+        self._sampling = sampling
+        self._seed = seed
+        self._session = f"agent-{secrets.token_hex(8)}"
+        self._deadline = time.monotonic() + budget.seconds
+        self._branches: list[_Branch] = []
+        self._asked: dict[tuple[bytes, tuple[str, ...], int | None], Spoken] = {}
+        self._said: dict[bytes, Spoken] = {}  # whole turns by the digest of the conversation up to their end
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ask(self, asked: Asked) -> Spoken:
+        """The turn that answers: a recorded one if the same was asked before, else one whose sampling begins here.
+
+        Raises Refused; then nothing has changed, but for a budget that is spent, which ends the episode.
+        """
+        self.requests += 1
+        chain = digests(asked)
+        key = chain[-1], asked.stops, asked.max_tokens
+        if key in self._asked:
+            self.repeats += 1
+            return self._asked[key]
+        self._check_budget()
+        at = next((i for i in range(len(chain) - 1, -1, -1) if chain[i] in self._said), 0)
+        tip = self._said.get(chain[at])
+        if sum(len(content_text(m)) for m in asked.messages[at:]) > MAX_CHARACTERS * self._budget.context:
+            raise self._too_long()
+        try:
+            if tip is None or tip.generation is None:
+                kept, added = 0, self.renderer.prompt(asked.messages, asked.tools)
+            else:
+                kept, added = tip.end, self.renderer.follow(tip.generation.ids, asked.messages[at:])
+        except ValueError as e:
+            raise Refused("invalid", str(e), "messages") from None
+        if kept + len(added) >= self._budget.context:
+            raise self._too_long(kept + len(added))
+        branch = self._branch(tip, asked.messages[at:], bool(asked.tools))
+        branch.ledger.add_environment(added)
+        spoken = Spoken(self.renderer, len(self._asked), branch, chain[-1], asked)
+        self._asked[key] = spoken
+        task = asyncio.create_task(self._sample(spoken, asked.max_tokens))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return spoken
+
+    def count(self, asked: Asked) -> int:
+        """Tokens of a conversation as a prompt; nothing is recorded."""
+        if sum(len(content_text(m)) for m in asked.messages) > MAX_CHARACTERS * self._budget.context:
+            raise self._too_long()
+        try:
+            return len(self.renderer.prompt(asked.messages, asked.tools))
+        except ValueError as e:
+            raise Refused("invalid", str(e), "messages") from None
+
+    def end(self, reason: StopReason) -> None:
+        """Nothing more is sampled."""
+        self.stop_reason = self.stop_reason or reason
+        self.ended.set()
+
+    async def close(self) -> None:
+        """Gives up what is still being sampled."""
+        self.ended.set()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def draft(self, stop_reason: StopReason, timed_out: bool) -> Draft:
+        """The episode. Side turns (titles: asked for without tools beside a conversation with tools) are told, and are
+        in no segment, so that they are not trained on."""
+        working = [b for b in self._branches if b.tools] or self._branches
+        side = [b for b in self._branches if b not in working]
+        segments = [segment for branch in working for segment in branch.ledger.segments()]
+        turns = [self._turn(spoken) for branch in (*working, *side) for spoken in branch.spoken]
+        return Draft(tuple(segments), tuple(turns), stop_reason, self._metrics(working, side, segments), timed_out)
+
+    def _check_budget(self) -> None:
+        if not self.ended.is_set():
+            if len(self._asked) >= self._budget.turns:
+                self.end(StopReason.TURNS)
+            elif sum(branch.ledger.sampled for branch in self._branches) >= self._budget.tokens:
+                self.end(StopReason.TOKENS)
+            elif time.monotonic() >= self._deadline:
+                self.end(StopReason.SECONDS)
+        if self.ended.is_set():
+            why = "the engine was lost" if self.failure is not None else f"its budget of {self.stop_reason} is spent"
+            raise Refused("spent", f"the episode has ended: {why}")
+
+    def _too_long(self, tokens: int | None = None) -> Refused:
+        found = f"{tokens} tokens" if tokens is not None else "far more tokens"
+        return Refused("context", f"prompt is too long: {found} > {self._budget.context - 1} maximum", "messages")
+
+    def _branch(self, tip: Spoken | None, new: tuple[Message, ...], tools: bool) -> _Branch:
+        """The branch to go on with: that of `tip` if nothing follows it there yet, else a new one."""
+        if tip is not None:
+            tip.results = tip.results or tuple(map(content_text, new))
+            tip.seconds_tools = tip.seconds_tools or time.monotonic() - tip.finished
+        if tip is not None and tip.branch.tip is tip:
+            tip.branch.tip = None
+            return tip.branch
+        branch = _Branch(TokenLedger(), tools)
+        if tip is not None:
+            branch.ledger.add_environment(tip.branch.ledger.prompt()[: tip.end])
+        if self._branches:
+            self.forks.append(Fork(-1 if tip is None else tip.number, len(branch.ledger)))
+        self._branches.append(branch)
+        return branch
+
+    async def _sample(self, spoken: Spoken, max_tokens: int | None) -> None:
+        started = time.monotonic()
+        try:
+            generation = await self._generate(spoken, max_tokens, self._deadline - started)
+        except TimeoutError:
+            self.end(StopReason.SECONDS)
+            spoken.refuse(Refused("spent", "the episode has ended: its time is up"))
+            return
+        except asyncio.CancelledError:
+            spoken.refuse(Refused("spent", "the episode has ended"))
+            raise
+        except Exception as e:  # whoever waits for the episode raises it; the agent only learns that it is over
+            self.failure = self.failure or e
+            self.end(StopReason.ERROR)
+            spoken.refuse(Refused("lost", "the engine was lost"))
+            return
+        spoken.finished = time.monotonic()
+        spoken.seconds_model = spoken.finished - started
+        spoken.end = len(spoken.branch.ledger)
+        spoken.branch.spoken.append(spoken)
+        spoken.branch.tip = spoken
+        spoken.settle(generation)
+        self._said[digest(spoken.chain, spoken.message)] = spoken
+
+    async def _generate(self, spoken: Spoken, max_tokens: int | None, seconds: float) -> Generation:
+        """Samples a turn into its ledger."""
+        ledger, sampling, budget = spoken.branch.ledger, self._sampling, self._budget
+        prompt = ledger.prompt()
+        left = budget.tokens - sum(branch.ledger.sampled for branch in self._branches)
+        limits = (max_tokens or sampling.max_tokens, sampling.max_tokens, left, budget.context - len(ledger))
+        options: dict[str, Any] = {"routes_from": ledger.routed} if sampling.routes else {}
+        async with asyncio.timeout(seconds + 1.0):  # the policy keeps its own deadline
+            generation = await self._policy.generate(
+                prompt,
+                max_tokens=max(1, min(limits)),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                stop=self.renderer.stop_ids,
+                seed=turn_seed(self._seed, spoken.number),
+                timeout=seconds,
+                session=self._session,
+                on_tokens=spoken.grow,
+                **options,
+            )
+        if generation.finish_reason == "abort":
+            raise Aborted("the engine aborted a turn")
+        generation = self._cut(generation, spoken.stops, len(prompt))
+        ledger.add_turn(prompt, generation)
+        return generation
+
+    def _cut(self, generation: Generation, stops: tuple[str, ...], prompt: int) -> Generation:
+        """Up to the token that completes a stop string: nobody sees what comes after it, so it is no context."""
+        ids = generation.ids
+
+        def stopped(count: int) -> bool:
+            text = self.renderer.text(ids[:count])
+            return any(stop in text for stop in stops)
+
+        if not stops or not stopped(len(ids)):
+            return generation
+        count = bisect_left(range(len(ids)), True, key=stopped)
+        routes = generation.routes
+        if routes is not None:
+            size = routes.layers * routes.slots * (2 if routes.wide else 1)
+            routes = msgspec.structs.replace(routes, ids=routes.ids[: (prompt + count - 1 - routes.first) * size])
+        return msgspec.structs.replace(
+            generation, ids=ids[:count], logprobs=generation.logprobs[:count], versions=generation.versions[:count],
+            finish_reason="stop", routes=routes,
+        )  # fmt: skip
+
+    def _turn(self, spoken: Spoken) -> Turn:
+        return Turn(
+            text=self.renderer.text(spoken.ids),
+            calls=spoken.parsed.calls,
+            results=spoken.results,
+            seconds_model=spoken.seconds_model,
+            seconds_tools=spoken.seconds_tools,
+        )
+
+    def _metrics(self, working: list[_Branch], side: list[_Branch], segments: list[Segment]) -> dict[str, float]:
+        turns = [spoken for branch in self._branches for spoken in branch.spoken]
+        ledgers = [branch.ledger for branch in working]
+        counts = {
+            "turns": len(turns),
+            "sampled_tokens": sum(ledger.sampled for ledger in ledgers),
+            "context_tokens": max(map(len, ledgers), default=0),
+            "kv_lag": max((ledger.kv_lag for ledger in ledgers), default=0),
+            "tokens_prefix_property": sum(ledger.checks for ledger in ledgers),
+            "seconds_model": sum(turn.seconds_model for turn in turns),
+            "seconds_tools": sum(turn.seconds_tools for turn in turns),
+            "malformed": sum(call.arguments is None for turn in turns for call in turn.parsed.calls),
+            "truncated": sum(
+                turn.generation is not None and turn.generation.finish_reason == "length" for turn in turns
+            ),
+            "segments": len(segments),
+            "requests": self.requests,
+            "repeated_requests": self.repeats,
+            "forks": len(self.forks),
+            "side_turns": sum(len(branch.spoken) for branch in side),
+        }
+        return {name: float(count) for name, count in counts.items()}
+
+
+def _extends(text: str, before: str) -> bool:
+    return len(text) > len(before) and text.startswith(before)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,246 @@
+"""OpenAI's responses. What `previous_response_id` names is kept here, for as long as the episode."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import msgspec
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from etude.harness.endpoint import chat
+from etude.harness.endpoint.chat import sse
+from etude.harness.endpoint.conversation import Asked, Refused, arranged, call_message, function, text_of
+from etude.harness.endpoint.recording import Spoken
+from etude.harness.renderers import Message, Tool
+
+refused = chat.refused
+Kept = dict[str, list[Message]]  # conversations by the id of their last response, without instructions
+_FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def asked(body: dict[str, Any], kept: Kept) -> tuple[Asked, list[Message]]:
+    """The request, and its conversation without instructions, which are of this request only.
+
+    `model` and sampling are not taken from it, nor are tools that the provider would run.
+    """
+    before: list[Message] = []
+    if (previous := body.get("previous_response_id")) is not None:
+        if previous not in kept:
+            raise Refused("invalid", f"Previous response with id {previous!r} not found.", "previous_response_id")
+        before = kept[previous]
+    given = body["input"]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    conversation = list(_joined([*before, *_messages(items)]))
+    instructions = body.get("instructions")
+    system: list[Message] = [{"role": "system", "content": text_of(instructions)}] if instructions else []
+    request = Asked(
+        model=str(body.get("model") or ""),
+        messages=arranged([*system, *conversation]),
+        tools=() if body.get("tool_choice") == "none" else tuple(_tools(body.get("tools") or ())),
+        max_tokens=body.get("max_output_tokens"),
+        stream=bool(body.get("stream")),
+    )
+    return request, conversation
+
+
+def _messages(items: Iterable[dict[str, Any]]) -> Iterator[Message]:
+    for item in items:
+        match item.get("type", "message"):
+            case "message":
+                yield {"role": item["role"], "content": text_of(item["content"])}
+            case "function_call":
+                calls = [call_message(item["call_id"], item["name"], item["arguments"])]
+                yield {"role": "assistant", "content": "", "tool_calls": calls}
+            case "custom_tool_call":
+                calls = [call_message(item["call_id"], item["name"], {"input": item["input"]})]
+                yield {"role": "assistant", "content": "", "tool_calls": calls}
+            case "function_call_output" | "custom_tool_call_output":
+                yield {"role": "tool", "content": text_of(item["output"]), "tool_call_id": item["call_id"]}
+            case "reasoning":
+                pass  # the ledger has it
+            case kind:
+                raise Refused("invalid", f"input items of type {kind!r} are not known here", "input")
+
+
+def _joined(messages: Iterable[Message]) -> Iterator[Message]:
+    """The items of one turn (text, calls) as one message."""
+    last: Message | None = None
+    for message in messages:
+        if last is not None and last["role"] == message["role"] == "assistant":
+            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+            text = last["content"] + message["content"]
+            last = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+            continue
+        if last is not None:
+            yield last
+        last = message
+    if last is not None:
+        yield last
+
+
+def _tools(tools: Iterable[dict[str, Any]]) -> Iterator[Tool]:
+    for tool in tools:
+        if tool["type"] == "function":
+            yield function(tool["name"], tool.get("description"), tool.get("parameters"))
+        elif tool["type"] == "custom":  # the client runs it, with free text as its input
+            yield function(tool["name"], tool.get("description"), _FREE)
+
+
+async def answered(
+    spoken: Spoken, asked: Asked, conversation: list[Message], body: dict[str, Any], kept: Kept
+) -> Response:
+    """The turn as one response, or as a stream of its events."""
+    writer = _Writer(spoken, asked, conversation, body, kept)
+    if asked.stream:
+        return StreamingResponse(writer.events(), media_type="text/event-stream")
+    await spoken.whole()
+    return JSONResponse(writer.completed())
+
+
+class _Writer:
+    """Writes one response; `output` holds its items as they come."""
+
+    def __init__(
+        self, spoken: Spoken, asked: Asked, conversation: list[Message], body: dict[str, Any], kept: Kept
+    ) -> None:
+        self.spoken = spoken
+        self.conversation = conversation
+        self.kept = kept
+        self.custom = {tool["name"] for tool in body.get("tools") or () if tool["type"] == "custom"}
+        self.head: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": asked.model,
+            "instructions": body.get("instructions"),
+            "previous_response_id": body.get("previous_response_id"),
+            "tools": body.get("tools") or [],
+            "tool_choice": body.get("tool_choice") or "auto",
+            "parallel_tool_calls": True,
+            "temperature": None,
+            "top_p": None,
+            "metadata": {},
+            "error": None,
+            "incomplete_details": None,
+        }
+        self.number = -1
+
+    def completed(self) -> dict[str, Any]:
+        """The whole response, which `previous_response_id` may name from now on."""
+        spoken = self.spoken
+        generation = spoken.generation
+        assert generation is not None
+        self.kept[self.head["id"]] = [*self.conversation, spoken.message | {"content": spoken.text}]
+        cut = spoken.finish_reason == "length"
+        output = [_reasoning(spoken.parsed.reasoning)] * bool(spoken.parsed.reasoning)
+        output += [_said(spoken.text)] * bool(spoken.text)
+        output += map(self._call, spoken.message.get("tool_calls", ()))
+        usage = {
+            "input_tokens": spoken.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": generation.cached_tokens},
+            "output_tokens": len(generation.ids),
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": spoken.prompt_tokens + len(generation.ids),
+        }
+        ended = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
+        return self.head | {"status": "incomplete" if cut else "completed", "output": output, "usage": usage} | ended
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events, each with its number."""
+        started = self.head | {"status": "in_progress", "output": [], "usage": None}
+        yield self._event("response.created", response=started)
+        yield self._event("response.in_progress", response=started)
+        at, thought, said, item = 0, "", "", _said("")
+        try:
+            async for event in self.spoken.events():
+                if event[0] == "reasoning":
+                    thought += event[1]
+                    continue
+                if thought:
+                    for data in self._whole(_reasoning(thought), at):
+                        yield data
+                    at, thought = at + 1, ""
+                if event[0] == "text":
+                    if not said:
+                        for data in self._opened(item, at):
+                            yield data
+                    said += event[1]
+                    yield self._text("delta", item, at, delta=event[1], logprobs=[])
+                    continue
+                if said:
+                    for data in self._closed(item, at, said):
+                        yield data
+                    at, said = at + 1, ""
+                for data in self._called(self._call(event[1]), at):
+                    yield data
+                at += 1
+        except Refused as e:
+            failed = self.head | {"status": "failed", "output": [], "usage": None}
+            told = {"code": "server_error", "message": str(e)}
+            yield self._event("response.failed", response=failed | {"error": told})
+            return
+        for data in self._whole(_reasoning(thought), at) if thought else ():
+            yield data
+        for data in self._closed(item, at, said) if said else ():
+            yield data
+        whole = self.completed()
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def _opened(self, item: dict[str, Any], at: int) -> Iterator[bytes]:
+        yield self._event(
+            "response.output_item.added", output_index=at, item=item | {"status": "in_progress", "content": []}
+        )
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        yield self._event(
+            "response.content_part.added", item_id=item["id"], output_index=at, content_index=0, part=part
+        )
+
+    def _closed(self, item: dict[str, Any], at: int, text: str) -> Iterator[bytes]:
+        item = _said(text) | {"id": item["id"]}
+        part = item["content"][0]
+        yield self._text("done", item, at, text=text, logprobs=[])
+        yield self._event("response.content_part.done", item_id=item["id"], output_index=at, content_index=0, part=part)
+        yield self._event("response.output_item.done", output_index=at, item=item)
+
+    def _text(self, what: str, item: dict[str, Any], at: int, **fields: Any) -> bytes:
+        name = f"response.output_text.{what}"
+        return self._event(name, item_id=item["id"], output_index=at, content_index=0, **fields)
+
+    def _called(self, item: dict[str, Any], at: int) -> Iterator[bytes]:
+        kind, name = ("arguments", "function_call") if "arguments" in item else ("input", "custom_tool_call")
+        stem, value = f"response.{name}_{kind}", item[kind]
+        begun = item | {"status": "in_progress", kind: ""}
+        yield self._event("response.output_item.added", output_index=at, item=begun)
+        yield self._event(f"{stem}.delta", item_id=item["id"], output_index=at, delta=value)
+        yield self._event(f"{stem}.done", item_id=item["id"], output_index=at, **{kind: value})
+        yield self._event("response.output_item.done", output_index=at, item=item)
+
+    def _whole(self, item: dict[str, Any], at: int) -> Iterator[bytes]:
+        yield self._event("response.output_item.added", output_index=at, item=item)
+        yield self._event("response.output_item.done", output_index=at, item=item)
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        shown = call["function"]
+        item = {"id": f"fc_{call['id']}", "call_id": call["id"], "name": shown["name"], "status": "completed"}
+        if shown["name"] in self.custom:
+            text = msgspec.json.decode(shown["arguments"]).get("input", "")
+            return item | {"type": "custom_tool_call", "input": str(text)}
+        return item | {"type": "function_call", "arguments": shown["arguments"]}
+
+    def _event(self, name: str, **fields: Any) -> bytes:
+        self.number += 1
+        return sse({"type": name, "sequence_number": self.number, **fields}, name)
+
+
+def _said(text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    content = {"role": "assistant", "status": "completed", "content": [part]}
+    return {"id": f"msg_{uuid.uuid4().hex}", "type": "message"} | content
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    summary = [{"type": "summary_text", "text": text}]
+    return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": summary}

@@ -1,0 +1,195 @@
+"""The interception endpoint: one HTTP server for many episodes. The key of a request says whose it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from etude.harness.endpoint import anthropic, chat, responses
+from etude.harness.endpoint.conversation import Refused
+from etude.harness.endpoint.recording import Recording
+
+MODEL = "etude"
+MAX_BODY = 16 << 20  # bytes
+START_SECONDS = 30.0
+STOP_SECONDS = 5
+_BACKLOG = 1024
+Answer = Callable[["_Episode", dict[str, Any]], Awaitable[Response]]
+
+
+@dataclass
+class _Episode:
+    recording: Recording
+    kept: responses.Kept = field(default_factory=dict)
+
+
+class Endpoint:
+    """The application, and the episodes that it answers for. `socket` is the unix socket that it listens on."""
+
+    def __init__(self, path: Path) -> None:
+        self.socket = path
+        self._episodes: dict[str, _Episode] = {}
+        self.app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._route(chat, self._chat), methods=["POST"]),
+                Route("/v1/responses", self._route(responses, self._responses), methods=["POST"]),
+                Route("/v1/messages", self._route(anthropic, self._messages), methods=["POST"]),
+                Route("/v1/messages/count_tokens", self._route(anthropic, self._count), methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._models),
+            ],
+            exception_handlers={404: _missing, 405: _missing},
+        )
+
+    def open(self, recording: Recording) -> str:
+        """The key under which an agent is answered from `recording`."""
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        self._episodes[key] = _Episode(recording)
+        return key
+
+    def close(self, key: str) -> None:
+        """The key opens nothing any more."""
+        self._episodes.pop(key, None)
+
+    def _episode(self, http: Request) -> _Episode:
+        scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
+        keys = (http.headers.get("x-api-key"), bearer.strip() if scheme.lower() == "bearer" else None)
+        found = next((self._episodes[key] for key in keys if key in self._episodes), None)
+        if found is None:
+            raise Refused("key", "the API key is not that of an episode which is being played")
+        return found
+
+    def _route(self, dialect: ModuleType, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(http: Request) -> Response:
+            try:
+                episode = self._episode(http)
+                return await answer(episode, await _body(http))
+            except Refused as e:
+                return dialect.refused(e)
+
+        return handle
+
+    async def _chat(self, episode: _Episode, body: dict[str, Any]) -> Response:
+        with _understood():
+            asked = chat.asked(body)
+        return await chat.answered(episode.recording.ask(asked), asked, body)
+
+    async def _responses(self, episode: _Episode, body: dict[str, Any]) -> Response:
+        with _understood():
+            asked, conversation = responses.asked(body, episode.kept)
+        spoken = episode.recording.ask(asked)
+        return await responses.answered(spoken, asked, conversation, body, episode.kept)
+
+    async def _messages(self, episode: _Episode, body: dict[str, Any]) -> Response:
+        with _understood():
+            asked = anthropic.asked(body)
+        return await anthropic.answered(episode.recording.ask(asked), asked, body)
+
+    async def _count(self, episode: _Episode, body: dict[str, Any]) -> Response:
+        with _understood():
+            asked = anthropic.asked(body)
+        return JSONResponse({"input_tokens": episode.recording.count(asked)})
+
+    async def _models(self, http: Request) -> Response:
+        """One model, in a shape that clients of OpenAI and of Anthropic read; any name is taken for it."""
+        try:
+            self._episode(http)
+        except Refused as e:
+            return (anthropic if "x-api-key" in http.headers else chat).refused(e)
+        name = http.path_params.get("name", MODEL)
+        dates = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
+        model = {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": MODEL} | dates
+        if "name" in http.path_params:
+            return JSONResponse(model)
+        return JSONResponse({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name})
+
+
+async def _missing(http: Request, _: Exception) -> Response:
+    refusal = Refused("unknown", f"{http.method} {http.url.path} is not served here")
+    return (anthropic if http.url.path.startswith("/v1/messages") else chat).refused(refusal)
+
+
+@contextmanager
+def _understood() -> Iterator[None]:
+    """What is wrong with a request is told to its client."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as e:
+        raise Refused("invalid", f"the request is not in the API's format: {type(e).__name__} {e}") from None
+
+
+async def _body(http: Request) -> dict[str, Any]:
+    """The JSON object of a request. Raises Refused."""
+    data = bytearray()
+    async for part in http.stream():
+        data += part
+        if len(data) > MAX_BODY:
+            raise Refused("large", f"a request has at most {MAX_BODY} bytes")
+    try:
+        body = json.loads(bytes(data))
+    except (ValueError, RecursionError) as e:
+        raise Refused("invalid", f"the request is not JSON: {e}") from None
+    if not isinstance(body, dict):
+        raise Refused("invalid", "the request is not a JSON object")
+    return body
+
+
+@asynccontextmanager
+async def open_endpoint(*listeners: socket.socket) -> AsyncIterator[Endpoint]:
+    """An endpoint on a unix socket in a folder of its own, and on `listeners`. It is open to all, but for the keys."""
+    folder = Path(tempfile.mkdtemp(prefix="etude-"))
+    os.chmod(folder, 0o711)  # boxes run as other users
+    path = folder / "endpoint"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        os.chmod(path, 0o666)
+        listener.listen(_BACKLOG)
+        endpoint = Endpoint(path)
+        config = uvicorn.Config(
+            endpoint.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS
+        )
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener, *listeners]))
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await server.ready.wait()
+            yield endpoint
+        finally:
+            server.should_exit = True
+            await asyncio.wait([serving], timeout=2 * STOP_SECONDS)
+    finally:
+        listener.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Server(uvicorn.Server):
+    """Within a process that has its own handling of signals."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._serve(sockets)  # without capturing signals, which `serve` would do
