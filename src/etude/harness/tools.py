@@ -7,12 +7,14 @@ for the model. Only failures that are proved to be ours (`BoxError` with payer "
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Self
 
 import blake3
 
@@ -78,6 +80,18 @@ class Tools:
             if e.payer == "infra":
                 raise
             return printable(f"error: {e}")
+
+    def forked(self, box: Box) -> Self:
+        """The tools as they stand, over a fork of their box."""
+        new = type(self)(box, self.task)
+        for name, value in vars(self).items():
+            if name not in ("box", "task", "_handlers"):
+                setattr(new, name, copy.copy(value))
+        return new
+
+    def state(self) -> str:
+        """What an agent that has forgotten everything is told of its own doing besides its summary; "" if nothing."""
+        return ""
 
     def malformed(self, why: str) -> str:
         """What the model reads when a call has the wrong form."""
@@ -173,6 +187,15 @@ class CompactTools(Tools):
         focus = self.task.focus
         self._views = [view_of(await self.text(focus.path), focus.first_line, focus.last_line)]
         return printable(self._views[-1].source)
+
+    async def source(self) -> str:
+        """The function as it stands; "" if it was moved or removed."""
+        try:
+            return printable((await self._view()).source)
+        except (ToolError, BoxError) as e:
+            if isinstance(e, BoxError) and e.payer == "infra":
+                raise
+            return ""
 
     async def _edit(self, old: str, new: str) -> str:
         view = await self._view()
