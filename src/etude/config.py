@@ -112,8 +112,8 @@ class LengthCost(Section):
 
 
 Habit = Literal[
-    "edit_errors", "malformed", "repeats", "summary_errors", "tests_failed", "truncated", "undo", "unfinished",
-    "untested",
+    "edit_errors", "malformed", "repeats", "summary_errors", "tests_failed", "todo_open", "truncated", "undo",
+    "unfinished", "untested",
 ]  # fmt: skip
 
 
