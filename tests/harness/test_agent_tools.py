@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,10 +14,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from speakers import PATH, SOURCE, MemoryBox, Scripted, Speaker, a_box, a_task
 from test_loop import play
 
+from etude.environments import leaks
 from etude.environments.base import Image, Limits
+from etude.environments.history import rewrite
 from etude.environments.namespace import open_sandbox
 from etude.harness.chunks import chunks
 from etude.harness.loop import Sampling
@@ -159,7 +165,7 @@ def test_ties_are_broken_by_path_and_line() -> None:
 
 def in_a_box(tmp_path: Path, work: Callable[[FullTools, Callable[..., Awaitable[str]]], Awaitable[None]]) -> None:
     """Runs `work` with tools over a live box of a real sandbox."""
-    (tmp_path / "src").mkdir()
+    (tmp_path / "src").mkdir(exist_ok=True)
     (tmp_path / PATH).write_text(SOURCE)
 
     async def run() -> None:
@@ -207,7 +213,7 @@ def test_commands_in_the_background(tmp_path: Path) -> None:
         assert await call("kill", id=1) == "exit code 3"
         three = await call("run", command="(((", background=True)
         assert three == "started in terminal 3"
-        assert "syntax error" in await until(call, 3, "exit code 2")
+        assert "unexpected EOF" in await until(call, 3, "exit code 2")
         await call("run", command="head -c 50000 /dev/zero | tr '\\0' x", background=True)
         shown = await until(call, 4, "exit code 0")
         assert "bytes cut]" in shown or shown.count("x") >= 50000
@@ -325,6 +331,58 @@ def test_a_linter_of_the_box_is_asked(tmp_path: Path) -> None:
                 await tools.box.close()
 
     asyncio.run(run())
+
+
+# --- history ----------------------------------------------------------------------------------------------------------
+
+
+def git(folder: Path, *arguments: str) -> None:
+    who = {"NAME": "Ada", "EMAIL": "ada@example.org", "DATE": "2024-05-01T10:00:00Z"}
+    names = {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in who.items()}
+    subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, env={**os.environ, **names})
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_history_ends_at_the_base_and_does_not_hold_the_answer(tmp_path: Path) -> None:
+    """A repository in which the answer was committed, and taken back later; the box has what is made of it."""
+    full, repository = tmp_path / "full", tmp_path / "box"
+    (full / "src").mkdir(parents=True)
+    (repository / "src").mkdir(parents=True)
+    answer = SOURCE.replace("amount - 3", "amount * self.secret_multiplier(amount, 3)")
+    git(tmp_path, "init", "-q", "-b", "main", str(full))
+    for text, message in ((answer, "Price carts"), (SOURCE, "Simplify prices"), (answer, "Fix the price of 100%")):
+        (full / PATH).write_text(text)
+        git(full, "add", "-A")
+        git(full, "commit", "-q", "-m", message)
+    (repository / PATH).write_text(SOURCE)
+    wanted = leaks.answer(answer, SOURCE)
+    rewrite(full, "main~1", repository / ".git", {PATH: SOURCE.encode()}, wanted)
+
+    async def work(tools: FullTools, call: Callable[..., Awaitable[str]]) -> None:
+        listed = await call("history")
+        assert re.findall(r"^[0-9a-f]+ 2024-05-01 Ada: (.*)$", listed, re.MULTILINE) == [
+            "Simplify prices",
+            "Price carts",
+        ]
+        first = listed.split()[-5]
+        assert await call("history", query="PRICE c", author="ada", path="src") == listed.split("\n")[1]
+        assert await call("history", query="$(touch /tmp/x); '") == "no commits"
+        shown = await call("history", commit=first)
+        assert "amount - 3" in shown
+        assert "secret_multiplier" not in shown
+        assert await call("history", commit="HEAD~1; ls") == "error: give a commit as this tool names it"
+        assert (await call("history", commit="abcdef1")).startswith("error: git says: ")
+        assert "x" not in (await call("run", command="ls /tmp")).split()
+        assert await tools.box.changes() == {}
+
+    in_a_box(repository, work)
+
+
+def test_a_box_without_a_history_says_so(tmp_path: Path) -> None:
+    async def work(_: FullTools, call: Callable[..., Awaitable[str]]) -> None:
+        assert await call("history") == "error: this repository has no history"
+
+    in_a_box(tmp_path, work)
 
 
 def test_tools_that_compact_models_do_not_know_are_unknown_to_them(compact: Renderer, compact_folder: Path) -> None:

@@ -100,5 +100,13 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
         ["paths"],
         paths=("array", "Paths relative to the repository root."),
     ),
+    _schema(
+        "history",
+        "The commits that led to this tree, newest first, at most 20; or one of them with its changes.",
+        query=("string", "Text in the message."),
+        path=("string", "File or folder that they touch."),
+        author=("string", "Name or address of the author."),
+        commit=("string", "Id of the commit to show."),
+    ),
     _schema("finish", "End the work; the repository is graded as it is."),
 )

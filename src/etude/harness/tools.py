@@ -22,6 +22,7 @@ import blake3
 from etude.environments.base import Box, BoxError, ExecResult, NotFound, NotRegular, TestReport
 from etude.harness import grep
 from etude.harness.focus import EditError, View, edit_file, moved, view_of
+from etude.harness.history import history
 from etude.harness.lints import Lints, checked_paths
 from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.schemas import COMPACT_PARAMETERS, SCHEMAS
@@ -300,6 +301,7 @@ class FullTools(Tools):
             "test": self._test,
             "todo": self._todo,
             "lints": self._new_lints,
+            "history": self._history,
             "finish": self._finish,
         }
 
@@ -427,6 +429,9 @@ class FullTools(Tools):
     async def _new_lints(self, paths: list[object]) -> str:
         files = [(path, await self.text(path)) for path in checked_paths(paths)]
         return await self._lints.new(files, list(await self.box.changes()))
+
+    async def _history(self, query: str = "", path: str = "", author: str = "", commit: str = "") -> str:
+        return await history(self._exec, query, path, author, commit)
 
     async def _run(self, command: str, seconds: int = 30, background: bool = False) -> str:
         if background:
