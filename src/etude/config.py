@@ -79,7 +79,11 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     turns: int = Field(default=6, ge=1)
     tokens: int = Field(default=320, ge=1, description="sampled tokens of an episode")
-    context: int = Field(default=1024, ge=16, description="prompt and sampled tokens of an episode")
+    context: int = Field(default=1024, ge=16, description="prompt and sampled tokens of an episode, or of a segment")
+    summarise_at: int = Field(
+        default=0, ge=0, description="tokens of a segment at which the agent summarises and goes on anew; 0: never"
+    )
+    summary_tokens: int = Field(default=512, ge=1, description="sampled tokens of a summary, at most")
     seconds: float = Field(default=60.0, gt=0, description="wall time of an episode")
     documents: bool = Field(
         default=False, description="show the open file, and what is read and found, as documents (docs/documents.md)"
@@ -104,6 +108,15 @@ class RolloutConfig(Section):
             raise ValueError('give a number of live episodes from 1, or "auto"')
         return value
 
+    @pydantic.model_validator(mode="after")
+    def _summaries_fit(self) -> RolloutConfig:
+        if self.summarise_at and self.summarise_at + 2 * self.summary_tokens >= self.context:
+            raise ValueError(
+                f"rollout.summarise_at = {self.summarise_at} and two summaries of {self.summary_tokens} tokens do not "
+                f"fit into rollout.context = {self.context}; lower one of the first two"
+            )
+        return self
+
     def budget(self) -> Budget:
         return Budget(turns=self.turns, tokens=self.tokens, context=self.context, seconds=self.seconds)
 
@@ -122,7 +135,10 @@ class LengthCost(Section):
     turns: float = Field(default=0.0, ge=0, description="weight of a turn")
 
 
-Habit = Literal["edit_errors", "malformed", "repeats", "tests_failed", "truncated", "undo", "unfinished", "untested"]
+Habit = Literal[
+    "edit_errors", "malformed", "repeats", "summary_errors", "tests_failed", "todo_open", "truncated", "undo",
+    "unfinished", "untested",
+]  # fmt: skip
 
 
 class RewardConfig(Section):

@@ -110,7 +110,13 @@ class Run:
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(temperature=self.config.rollout.temperature, documents=self.config.rollout.documents)
+        rollout = self.config.rollout
+        return Sampling(
+            temperature=rollout.temperature,
+            documents=rollout.documents,
+            summarise_at=rollout.summarise_at,
+            summary_tokens=rollout.summary_tokens,
+        )
 
 
 def episode_seed(seed: int, group: int, member: int) -> int:

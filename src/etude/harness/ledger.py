@@ -7,6 +7,7 @@ engine's and raises TokenLedgerError; nothing is repaired.
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
 from collections.abc import Sequence
@@ -79,10 +80,32 @@ class TokenLedger:
         Documents stand before the conversation, so a new one moves every token after it, and what was sampled without
         it is trained on in the segment that ends here.
         """
-        new = TokenLedger((*self.documents, *documents), self.segments())
-        new.sampled, new.checks, new.kv_lag = self.sampled, self.checks, self.kv_lag
+        new = self.restarted((*self.documents, *documents))
         new.add_environment(self.prompt())
         return new
+
+    def restarted(self, documents: Sequence[list[int]] = ()) -> TokenLedger:
+        """A new segment of the episode that begins with these documents and nothing else: what was said is forgotten.
+
+        The trainer gives the tokens of all segments the episode's advantage.
+        """
+        new = TokenLedger(documents, self.segments())
+        new.sampled, new.checks, new.kv_lag = self.sampled, self.checks, self.kv_lag
+        return new
+
+    def fork(self) -> TokenLedger:
+        """A ledger with the same tokens that goes on by itself."""
+        new = copy.copy(self)
+        new._ids, new._mask = self._ids[:], self._mask[:]
+        new._logprobs, new._versions = self._logprobs[:], self._versions[:]
+        new._turn_starts, new._routes = self._turn_starts[:], self._routes[:]
+        new._seen = self._seen[0].copy(), self._seen[1].copy()
+        return new
+
+    @property
+    def acted(self) -> bool:
+        """Whether a turn was sampled into this segment."""
+        return bool(self._turn_starts)
 
     def add_turn(self, prompt: Sequence[int], generation: Generation) -> None:
         """Appends what was sampled from `prompt`, which must be the whole ledger after its documents."""

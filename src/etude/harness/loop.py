@@ -1,25 +1,32 @@
-"""The agent loop: sample a turn, run its calls, append their results, until the agent ends or its budget does."""
+"""The agent loop: sample a turn, run its calls, append their results, until the agent ends or its budget does.
+
+With `summarise_at` an episode is a chain of segments. Before one grows too long, between two turns, the agent is asked
+for a summary; it is sampled and trained on like any turn, and the next segment begins with the task and the summary.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import blake3
+import msgspec
 
-from etude.environments.base import Box
+from etude.environments.base import Box, BoxError
 from etude.harness.documents import MIN_RESULT, pointer, title_of
 from etude.harness.ledger import TokenLedger
-from etude.harness.prompts import Opening, open_task
+from etude.harness.prompts import AGAIN, SUMMARISE, Opening, open_task, reopen_task
 from etude.harness.renderers import Renderer
 from etude.harness.tools import READ_ONLY, Tools
 from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
 
 GRACE_SECONDS = 30.0  # what a tool may run beyond the budget of seconds; its own limit should end it before
+LEFT_OUT = "error: the result does not fit your context; ask for less"
 POLICY_GRACE_SECONDS = 1.0  # what a policy may take beyond its timeout
 _COUNTS = (
     "edits",
@@ -38,6 +45,7 @@ class Sampling:
     """How turns are sampled; `max_tokens` bounds one turn, and with `routes` the experts of every token are kept.
 
     With `documents` the open file, and what is read and found, are sent as documents (docs/documents.md).
+    A segment of `summarise_at` tokens is summarised, in at most `summary_tokens`; 0: never.
     """
 
     temperature: float = 1.0
@@ -45,6 +53,8 @@ class Sampling:
     max_tokens: int = 1024
     routes: bool = False
     documents: bool = False
+    summarise_at: int = 0
+    summary_tokens: int = 512
 
 
 class Policy(Protocol):
@@ -110,14 +120,58 @@ async def play_opened(
     opening: Opening, *, policy: Policy, renderer: Renderer, budget: Budget, sampling: Sampling, seed: int
 ) -> Draft:
     """Plays on from an opening, as `run_episode` does."""
-    loop = _Loop(policy, renderer, opening, budget, sampling, seed)
+    return await _Loop(policy, renderer, opening, budget, sampling, seed).draft()
+
+
+class Unforkable(Exception):
+    """What the agent left behind cannot be forked; `draft` is what it did."""
+
+    def __init__(self, draft: Draft, message: str) -> None:
+        super().__init__(message)
+        self.draft = draft
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One way on from a fork: `play` it once. `box` is its own, and the caller's to close."""
+
+    box: Box
+    play: Callable[[], Coroutine[Any, Any, Draft]]
+
+
+async def fork_episode(
+    task: Task,
+    *,
+    policy: Policy,
+    renderer: Renderer,
+    box: Box,
+    budget: Budget,
+    sampling: Sampling,
+    seed: int,
+    turns: int,
+    seeds: Sequence[int],
+) -> list[Branch]:
+    """Plays `turns` turns of `task` once; from there an episode per seed may go on, each in a fork of `box`.
+
+    They have their first tokens in common, log-probabilities included, and budgets count those. Running processes stay
+    behind in `box`. If the episode ends before, every branch is that one. Raises Unforkable.
+    """
+    opening = await open_task(task, box, renderer, budget, documents=sampling.documents)
+    trunk = _Loop(policy, renderer, opening, budget, sampling, seed)
+    draft = await trunk.draft(turns)
     try:
-        async with asyncio.timeout(budget.seconds + GRACE_SECONDS):
-            stop_reason = await loop.run(opening.prompt)
-            timed_out = False
-    except TimeoutError:
-        stop_reason, timed_out = StopReason.SECONDS, True
-    return Draft(loop.ledger.segments(), tuple(loop.turns), stop_reason, loop.metrics(), timed_out)
+        boxes = await box.fork(len(seeds))
+    except BoxError as e:
+        if e.payer == "infra":
+            raise
+        raise Unforkable(draft, f"the box could not be forked: {e}") from None
+
+    async def over() -> Draft:
+        return draft
+
+    ended = draft.stop_reason is not StopReason.TURNS or turns >= budget.turns
+    ways = [over if ended else trunk.fork(fork, s).draft for fork, s in zip(boxes, seeds, strict=True)]
+    return [Branch(fork, way) for fork, way in zip(boxes, ways, strict=True)]
 
 
 class _Loop:
@@ -128,49 +182,118 @@ class _Loop:
     ) -> None:
         self.ledger = TokenLedger(opening.documents)
         self.turns: list[Turn] = []
+        self._added: Sequence[int] = opening.prompt  # what the environment says next
+        self._acted = 0  # turns but summaries
+        self._summaries = 0
         self._policy = policy
         self._renderer = renderer
+        self._open = opening.documents
         self._tools = tools = opening.tools
         self._documents: Counter[str] = Counter()  # their tokens in all requests, sent and found computed
         self._budget = budget
         self._sampling = sampling
         self._seed = seed
         self._deadline = tools.deadline = time.monotonic() + budget.seconds
+        # Room for two requests and two summaries; where it is not known, what is too long is not summarised.
+        asked = len(renderer.bridge((), "stop", (), SUMMARISE + AGAIN)) if sampling.summarise_at else 0
+        self._trigger = min(sampling.summarise_at, budget.context - 2 * (asked + sampling.summary_tokens))
 
-    async def run(self, prompt: Sequence[int]) -> StopReason:
+    def fork(self, box: Box, seed: int) -> _Loop:
+        """The episode as it stands, to be gone on with in a fork of its box, under another seed."""
+        new = copy.copy(self)
+        new.ledger, new.turns, new._documents = self.ledger.fork(), self.turns[:], self._documents.copy()
+        new._tools = self._tools.forked(box)
+        new._seed = seed
+        return new
+
+    async def draft(self, turns: int | None = None) -> Draft:
+        """Plays to the end, or no more than `turns` turns in all."""
+        timed_out = False
+        try:
+            async with asyncio.timeout(self._deadline - time.monotonic() + GRACE_SECONDS):
+                stop_reason = await self._run(self._budget.turns if turns is None else turns)
+        except TimeoutError:
+            stop_reason, timed_out = StopReason.SECONDS, True
+        return Draft(self.ledger.segments(), tuple(self.turns), stop_reason, self.metrics(), timed_out)
+
+    async def _run(self, turns: int) -> StopReason:
         """Plays turns until there is a reason to stop."""
-        budget = self._budget
-        added = prompt
-        while len(self.turns) < budget.turns:
-            ledger = self.ledger
-            # A result that does not fit stays out: a segment is never longer than the budget.
-            if len(ledger) + len(added) >= budget.context or ledger.sampled >= budget.tokens:
-                return StopReason.TOKENS
-            ledger.add_environment(added)
-            started = time.monotonic()
-            generation = await self._sample(started)
-            if generation is None:
-                return StopReason.SECONDS
+        while self._acted < turns:
+            generation = await self._turn(self._sampling.max_tokens)
+            if isinstance(generation, StopReason):
+                return generation
+            self._acted += 1
             sampled = time.monotonic()
             calls = self._renderer.parse(generation.ids, generation.finish_reason).calls
             results, finished = await _run_calls(self._tools, calls)
             ended = time.monotonic()
-            text = self._renderer.text(generation.ids)
-            self.turns.append(
-                Turn(
-                    text=text,
-                    calls=calls,
-                    results=tuple(results),
-                    seconds_model=sampled - started,
-                    seconds_tools=ended - sampled,
-                )
+            self.turns[-1] = msgspec.structs.replace(
+                self.turns[-1], calls=calls, results=tuple(results), seconds_tools=ended - sampled
             )
             if finished or not calls:
                 return StopReason.FINISHED
             if ended >= self._deadline:
                 return StopReason.SECONDS
-            added = self._bridge(generation, calls, results)
+            if self._is_long(generation, results):
+                reason = await self._summarise(generation, results)
+                if reason is not None:
+                    return reason
+            else:
+                self._added = self._bridge(generation, calls, results)
         return StopReason.TURNS
+
+    async def _turn(self, max_tokens: int) -> Generation | StopReason:
+        """Appends what the environment says, and samples a turn after it, without running its calls."""
+        ledger, budget = self.ledger, self._budget
+        # A result that does not fit stays out: a segment is never longer than the budget.
+        if len(ledger) + len(self._added) >= budget.context or ledger.sampled >= budget.tokens:
+            return StopReason.TOKENS
+        ledger.add_environment(self._added)
+        started = time.monotonic()
+        generation = await self._sample(started, max_tokens)
+        if generation is None:
+            return StopReason.SECONDS
+        text, seconds = self._renderer.text(generation.ids), time.monotonic() - started
+        self.turns.append(Turn(text=text, calls=(), results=(), seconds_model=seconds, seconds_tools=0.0))
+        return generation
+
+    def _is_long(self, generation: Generation, results: Sequence[str]) -> bool:
+        if not self._sampling.summarise_at or self._acted >= self._budget.turns:
+            return False
+        added = self._renderer.bridge(generation.ids, generation.finish_reason, results)
+        return len(self.ledger) + len(added) >= self._trigger
+
+    async def _summarise(self, generation: Generation, results: Sequence[str]) -> StopReason | None:
+        """Asks for a summary behind the results, and opens a segment with it; a reason if the episode ends instead.
+
+        One that is empty or cut is asked for once more. Both are kept and trained on, and the agent goes on with what
+        it wrote last, so a bad summary costs it its memory.
+        """
+        bridge, sampling = self._renderer.bridge, self._sampling
+        self._added = bridge(generation.ids, generation.finish_reason, results, SUMMARISE)
+        if len(self.ledger) + len(self._added) + 2 * sampling.summary_tokens >= self._budget.context:
+            shown = [LEFT_OUT] * len(results)
+            self._added = bridge(generation.ids, generation.finish_reason, shown, SUMMARISE)
+        summary = ""
+        for last in (False, True):
+            said = await self._turn(sampling.summary_tokens)
+            if isinstance(said, StopReason):
+                return said
+            text = self._renderer.parse(said.ids, said.finish_reason).text.strip()
+            summary = text or summary
+            fault = "cut off" if said.finish_reason == "length" else "" if text else "empty"
+            if not fault:
+                break
+            self._tools.metrics["summary_errors"] += 1
+            if not last:
+                again = AGAIN.format(fault=fault) + SUMMARISE
+                self._added = bridge(said.ids, said.finish_reason, (), again)
+        self._summaries += 1
+        self.ledger = self.ledger.restarted(self._open)
+        self._added = await reopen_task(
+            self._tools.task, self._tools, self._renderer, summary, self._summaries, documents=sampling.documents
+        )
+        return None
 
     def _bridge(self, generation: Generation, calls: Sequence[ToolCall], results: Sequence[str]) -> list[int]:
         """What follows a turn. If long results become documents, the ledger goes on as a new segment."""
@@ -195,11 +318,13 @@ class _Loop:
             self.ledger = self.ledger.continued(new)
         return added
 
-    async def _sample(self, now: float) -> Generation | None:
+    async def _sample(self, now: float, max_tokens: int) -> Generation | None:
         """Samples a turn into the ledger; None if the time is up before it is whole."""
         budget, sampling, ledger = self._budget, self._sampling, self.ledger
         prompt = ledger.prompt()
         seconds = self._deadline - now
+        if seconds <= 0:
+            return None
         options: dict[str, Any] = {"routes_from": ledger.routed} if sampling.routes else {}
         options |= {"documents": ledger.documents} if ledger.documents else {}
         try:
@@ -207,7 +332,7 @@ class _Loop:
             async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
                 generation = await self._policy.generate(
                     prompt,
-                    max_tokens=min(sampling.max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
+                    max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
                     stop=self._renderer.stop_ids,
@@ -229,7 +354,7 @@ class _Loop:
         """Counts of the episode; a tool that was never called has no entry."""
         counted = self._tools.metrics
         figures = {
-            "turns": float(len(self.turns)),
+            "turns": float(self._acted),
             "sampled_tokens": float(self.ledger.sampled),
             "context_tokens": float(len(self.ledger)),
             "kv_lag": float(self.ledger.kv_lag),
@@ -238,8 +363,12 @@ class _Loop:
             "seconds_tools": sum(turn.seconds_tools for turn in self.turns),
         }
         if self._sampling.documents:
-            figures |= {"documents": float(len(self.ledger.documents)), "segments": float(len(self.ledger.segments()))}
+            figures["documents"] = float(len(self.ledger.documents))
             figures |= {name: float(count) for name, count in self._documents.items()}
+        if self._sampling.summarise_at:
+            figures |= {"summaries": float(self._summaries), "summary_errors": float(counted["summary_errors"])}
+        if self._sampling.documents or self._sampling.summarise_at:
+            figures["segments"] = float(len(self.ledger.segments()))
         return {name: float(counted[name]) for name in dict.fromkeys((*_COUNTS, *counted))} | figures
 
 

@@ -15,6 +15,13 @@ SYSTEM = (
     "You are a coding agent. You work in a repository with the tools you are given; paths are relative to its root. "
     "Find what is wrong, change the code with `edit`, check it with `test`, and call `finish` when you are done."
 )
+SUMMARISE = (
+    "Your context is almost full, and all of it but the task will be dropped. Please summarise your work for yourself: "
+    "what you found out and where it stands, what you changed and why, what the tests say, and what to do next. "
+    "Call no tool. Think first if you need to; only what follows your thoughts is kept."
+)
+AGAIN = "That was {fault}. It must be there whole, in fewer words. "
+MEMORY = "Your context was full, so this is all you keep of your work so far (summary {count}):\n{summary}"
 DOCUMENTS = (
     " Documents before this message show the file that is open, as it was at the start, and later what you read and "
     "found, as it was then."
@@ -38,16 +45,8 @@ async def open_task(task: Task, box: Box, renderer: Renderer, budget: Budget, *,
     """
     focus, compact = task.focus, renderer.dialect == "compact"
     tools = CompactTools(box, task) if compact else FullTools(box, task)
-    if isinstance(tools, CompactTools):
-        source = await tools.open()
-        prompt = renderer.prompt([{"role": "user", "content": f"{task.instruction}\n{source}"}])
-    else:
-        request = (
-            f"{task.instruction}\n\nOpen in the editor: {focus.path}, lines {focus.first_line} to {focus.last_line}."
-        )
-        system = SYSTEM + DOCUMENTS if documents else SYSTEM
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": request}]
-        prompt = renderer.prompt(messages, SCHEMAS)
+    source = await tools.open() if isinstance(tools, CompactTools) else ""
+    prompt = _prompt(task, renderer, source, documents)
     room = min(budget.context // 2, budget.context - budget.tokens - len(prompt)) if documents else 0
     if room <= 0:
         return Opening(tools, prompt, ())
@@ -56,3 +55,23 @@ async def open_task(task: Task, box: Box, renderer: Renderer, budget: Budget, *,
     except ToolError:
         return Opening(tools, prompt, ())  # a binary file is no document
     return Opening(tools, prompt, tuple(open_file(text, focus, renderer.document, room, shown=compact)))
+
+
+async def reopen_task(
+    task: Task, tools: Tools, renderer: Renderer, summary: str, count: int, *, documents: bool
+) -> list[int]:
+    """The first tokens after the agent's `count`-th summary: the task, the summary, and the state of the tools."""
+    source = await tools.source() if isinstance(tools, CompactTools) else ""
+    parts = (MEMORY.format(count=count, summary=summary or "(nothing)"), tools.state())
+    return _prompt(task, renderer, source, documents, "\n\n".join(filter(None, parts)))
+
+
+def _prompt(task: Task, renderer: Renderer, source: str, documents: bool, memory: str = "") -> list[int]:
+    memory = f"\n\n{memory}" if memory else ""
+    if renderer.dialect == "compact":
+        return renderer.prompt([{"role": "user", "content": f"{task.instruction}\n{source}{memory}"}])
+    focus = task.focus
+    request = f"{task.instruction}\n\nOpen in the editor: {focus.path}, lines {focus.first_line} to {focus.last_line}."
+    system = SYSTEM + DOCUMENTS if documents else SYSTEM
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": request + memory}]
+    return renderer.prompt(messages, SCHEMAS)

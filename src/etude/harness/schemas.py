@@ -18,8 +18,19 @@ COMPACT_PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 
 
+_WORK = {
+    "task": {"type": "string", "description": "What is to be done."},
+    "status": {"type": "string", "enum": ["open", "doing", "done"]},
+}
+_ITEMS = {  # of arrays, by name
+    "items": {"type": "object", "properties": _WORK, "required": ["task", "status"]},
+    "paths": {"type": "string"},
+}
+
+
 def _schema(name: str, description: str, required: Sequence[str] = (), **properties: tuple[str, str]) -> dict[str, Any]:
     shown = {key: {"type": kind, "description": text} for key, (kind, text) in properties.items()}
+    shown |= {key: shown[key] | {"items": items} for key, items in _ITEMS.items() if key in shown}
     parameters = {"type": "object", "properties": shown, "required": list(required)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
@@ -45,6 +56,14 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
         ignore_case=("boolean", "Ignore upper and lower case."),
     ),
     _schema(
+        "search",
+        "Find the code that a question is about: the ten best places, by words and structure. "
+        "Use grep for an exact name.",
+        ["question"],
+        question=("string", "What you look for, in words."),
+        folder=("string", "Folder to search, the repository root by default."),
+    ),
+    _schema(
         "edit",
         "Replace a text that occurs exactly once in a file. With an empty old text, create a new file.",
         ["path", "old", "new"],
@@ -59,7 +78,35 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
         ["command"],
         command=("string", "Shell command."),
         seconds=("integer", "Time limit, 30 by default, at most 120."),
+        background=("boolean", "Go on at once, with the command in a terminal of its own; the result is its id."),
     ),
+    _schema(
+        "output",
+        "What a background command has printed since you last looked, and whether it still runs.",
+        ["id"],
+        id=("integer", "Id of its terminal."),
+    ),
+    _schema("kill", "End a background command.", ["id"], id=("integer", "Id of its terminal.")),
     _schema("test", "Run the visible tests of the task."),
+    _schema(
+        "todo",
+        "Write down the whole list of your work; it outlives your context. What is open at the end counts against you.",
+        ["items"],
+        items=("array", "All items, in order, at most 50."),
+    ),
+    _schema(
+        "lints",
+        "Errors and warnings in Python files that were not there when you began.",
+        ["paths"],
+        paths=("array", "Paths relative to the repository root."),
+    ),
+    _schema(
+        "history",
+        "The commits that led to this tree, newest first, at most 20; or one of them with its changes.",
+        query=("string", "Text in the message."),
+        path=("string", "File or folder that they touch."),
+        author=("string", "Name or address of the author."),
+        commit=("string", "Id of the commit to show."),
+    ),
     _schema("finish", "End the work; the repository is graded as it is."),
 )

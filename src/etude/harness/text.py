@@ -5,6 +5,10 @@ from __future__ import annotations
 TITLE = 200  # characters of a title at most
 
 
+class ToolError(Exception):
+    """A call that cannot be done; the message is for the model."""
+
+
 def one_line(text: str, limit: int) -> str:
     """`text` as one line of at most `limit` characters."""
     return " ".join(printable(text[: 4 * limit]).split())[:limit]

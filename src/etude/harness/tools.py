@@ -7,32 +7,37 @@ for the model. Only failures that are proved to be ours (`BoxError` with payer "
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Self
 
 import blake3
 
 from etude.environments.base import Box, BoxError, ExecResult, NotFound, NotRegular, TestReport
 from etude.harness import grep
 from etude.harness.focus import EditError, View, edit_file, moved, view_of
+from etude.harness.history import history
+from etude.harness.lints import Lints, checked_paths
+from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.schemas import COMPACT_PARAMETERS, SCHEMAS
-from etude.harness.text import one_line, printable
+from etude.harness.terminals import Terminals
+from etude.harness.text import ToolError, one_line, printable
+from etude.harness.todo import todo
 from etude.records import Task, ToolCall
 
-READ_ONLY = frozenset({"list", "read", "grep"})  # calls that may run at the same time
+READ_ONLY = frozenset({"list", "read", "grep", "search"})  # calls that may run at the same time
 TEST_SECONDS = 10.0
 RUN_SECONDS = 120.0
 MAX_FILE = 1 << 20  # bytes of a file that a tool reads or writes
 GREP_SECONDS = 1.0
 GREP_FILES = 500
-
-
-class ToolError(Exception):
-    """A call that cannot be done; the message is for the model."""
+SEARCH_FILES = 2000
 
 
 class Tools:
@@ -79,6 +84,18 @@ class Tools:
                 raise
             return printable(f"error: {e}")
 
+    def forked(self, box: Box) -> Self:
+        """The tools as they stand, over a fork of their box."""
+        new = type(self)(box, self.task)
+        for name, value in vars(self).items():
+            if name not in ("box", "task", "_handlers"):
+                setattr(new, name, copy.copy(value))
+        return new
+
+    def state(self) -> str:
+        """What an agent that has forgotten everything is told of its own doing besides its summary; "" if nothing."""
+        return ""
+
     def malformed(self, why: str) -> str:
         """What the model reads when a call has the wrong form."""
         return "error: malformed call"
@@ -116,8 +133,14 @@ class Tools:
 
     async def _grep(self, pattern: str, roots: Sequence[str], ignore_case: bool, limit: int) -> tuple[list[str], bool]:
         grep.compile_pattern(pattern, ignore_case)  # before any file is read
+        files = await self._texts(roots, GREP_FILES)
+        hits, cut = grep.search(files, pattern, ignore_case=ignore_case, limit=limit, seconds=GREP_SECONDS)
+        return hits, cut or len(files) == GREP_FILES
+
+    async def _texts(self, roots: Sequence[str], limit: int) -> list[tuple[str, str]]:
+        """Paths and texts of at most `limit` files below `roots`, as they are now; binary ones are left out."""
         files: list[tuple[str, str]] = []
-        for path in await self._walk(roots):
+        for path in await self._walk(roots, limit):
             try:
                 files.append((path, await self.text(path)))
             except ToolError:
@@ -125,14 +148,13 @@ class Tools:
             except BoxError as e:
                 if e.payer == "infra":
                     raise
-        hits, cut = grep.search(files, pattern, ignore_case=ignore_case, limit=limit, seconds=GREP_SECONDS)
-        return hits, cut or len(files) == GREP_FILES
+        return files
 
-    async def _walk(self, roots: Sequence[str]) -> list[str]:
-        """At most GREP_FILES files below `roots`, in the order of their paths; hidden folders are left out."""
+    async def _walk(self, roots: Sequence[str], limit: int) -> list[str]:
+        """At most `limit` files below `roots`, in the order of their paths; hidden folders are left out."""
         found: list[str] = []
         pending = [root.rstrip("/") for root in reversed(roots)]
-        while pending and len(found) < GREP_FILES:
+        while pending and len(found) < limit:
             path = pending.pop()
             try:
                 names = await self.box.list(path)
@@ -143,7 +165,7 @@ class Tools:
             names = [name for name in names if not name.startswith(".") and name != "__pycache__/"]
             found += [prefix + name for name in names if not name.endswith("/")]
             pending += [prefix + name.rstrip("/") for name in reversed(names) if name.endswith("/")]
-        return sorted(found)[:GREP_FILES]
+        return sorted(found)[:limit]
 
 
 class CompactTools(Tools):
@@ -173,6 +195,15 @@ class CompactTools(Tools):
         focus = self.task.focus
         self._views = [view_of(await self.text(focus.path), focus.first_line, focus.last_line)]
         return printable(self._views[-1].source)
+
+    async def source(self) -> str:
+        """The function as it stands; "" if it was moved or removed."""
+        try:
+            return printable((await self._view()).source)
+        except (ToolError, BoxError) as e:
+            if isinstance(e, BoxError) and e.payer == "infra":
+                raise
+            return ""
 
     async def _edit(self, old: str, new: str) -> str:
         view = await self._view()
@@ -247,21 +278,45 @@ class _Edited:
 
 
 class FullTools(Tools):
-    """Tools with the arguments of `SCHEMAS`."""
+    """Tools with the arguments of `SCHEMAS`. `scorer` ranks for `search`; all episodes share what it has read."""
+
+    scorer: Scorer = Lexical()
 
     def __init__(self, box: Box, task: Task) -> None:
         super().__init__(box, task)
         self._edits: list[_Edited] = []
+        self._terminals = Terminals(self._exec)
+        self._lints = Lints(self._exec)
+        self._list_of_work = ""
         self._handlers = {
             "list": self._list,
             "read": self._read,
             "grep": self._search,
+            "search": self._find,
             "edit": self._edit,
             "undo": self._undo,
             "run": self._run,
+            "output": self._output,
+            "kill": self._kill,
             "test": self._test,
+            "todo": self._todo,
+            "lints": self._new_lints,
+            "history": self._history,
             "finish": self._finish,
         }
+
+    def state(self) -> str:
+        done = sorted({edit.path for edit in self._edits})
+        parts = [f"Files you have edited: {', '.join(done)}"] if done else []
+        parts += [f"Your list:\n{self._list_of_work}"] if self._list_of_work else []
+        parts += [f"Terminals: {', '.join(map(str, self._terminals.ids))}"] if self._terminals.ids else []
+        return "\n".join(parts)
+
+    def forked(self, box: Box) -> Self:
+        new = super().forked(box)
+        new._terminals, new._lints = Terminals(new._exec), Lints(new._exec)  # processes stay behind
+        new._lints.first = dict(self._lints.first)
+        return new
 
     def malformed(self, why: str) -> str:
         return f"error: malformed call: {why}"
@@ -312,6 +367,7 @@ class FullTools(Tools):
             self.metrics["edit_errors"] += 1
             raise
         await self._write(path, after)
+        self._lints.first.setdefault(path, before)
         self._edits.append(_Edited.between(path, _bytes(before), _bytes(after)))
         self._count_edit(path, before, after)
         return "ok"
@@ -355,7 +411,31 @@ class FullTools(Tools):
         self.metrics["visible_passed"] = 0
         return f"undone: {edit.path}"
 
-    async def _run(self, command: str, seconds: int = 30) -> str:
+    async def _find(self, question: str, folder: str = "") -> str:
+        files = await self._texts([folder], SEARCH_FILES)
+        found = await asyncio.to_thread(search, question, files, self.scorer)
+        return found or "nothing found"
+
+    async def _output(self, id: int) -> str:
+        return await self._terminals.output(id)
+
+    async def _kill(self, id: int) -> str:
+        return await self._terminals.kill(id)
+
+    async def _todo(self, items: list[object]) -> str:
+        self._list_of_work, self.metrics["todo_open"] = todo(items)
+        return self._list_of_work or "the list is empty"
+
+    async def _new_lints(self, paths: list[object]) -> str:
+        files = [(path, await self.text(path)) for path in checked_paths(paths)]
+        return await self._lints.new(files, list(await self.box.changes()))
+
+    async def _history(self, query: str = "", path: str = "", author: str = "", commit: str = "") -> str:
+        return await history(self._exec, query, path, author, commit)
+
+    async def _run(self, command: str, seconds: int = 30, background: bool = False) -> str:
+        if background:
+            return await self._terminals.start(command)
         done = await self._exec(command, max(1.0, min(float(seconds), RUN_SECONDS)))
         status = "timed out" if done.timed_out else f"exit code {done.rc}"
         cut = f" ({done.cut} bytes cut)" if done.cut else ""
@@ -368,7 +448,7 @@ class FullTools(Tools):
         return "\n".join([f"{total - len(failed)} of {total} passed", *(clean_failure(*f, 400) for f in failed[:10])])
 
 
-_TYPES = {"string": str, "integer": int, "boolean": bool}
+_TYPES = {"string": str, "integer": int, "boolean": bool, "array": list}
 
 
 def failures(report: TestReport, tests: Sequence[str]) -> list[tuple[str, str]]:

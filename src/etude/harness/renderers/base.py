@@ -64,8 +64,11 @@ class Renderer(Protocol):
         """The calls of a sampled turn. Never raises: a malformed call has arguments None and an error."""
         ...
 
-    def bridge(self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str]) -> list[int]:
-        """Ids from the end of a sampled turn to the start of the next one, with the tools' results in between."""
+    def bridge(
+        self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
+    ) -> list[int]:
+        """Ids from the end of a sampled turn to the start of the next one, with the tools' results in between and
+        after them, if there is one, a user's `request`. Raises UserError if the template has no place for one."""
         ...
 
     def plain(self, text: str) -> list[int]:

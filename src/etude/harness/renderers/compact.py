@@ -84,10 +84,13 @@ class CompactRenderer:
             calls[-1] = malformed(calls[-1].name, "the turn was cut before the call ended")
         return ParsedTurn(text, tuple(calls))
 
-    def bridge(self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str]) -> list[int]:
+    def bridge(
+        self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
+    ) -> list[int]:
         closed = bool(sampled_ids) and sampled_ids[-1] == self._end
         ids = [] if closed else [self._end]
-        return [*ids, *self._message("tool", "\n".join(results)), self._role["assistant"]]
+        ids += self._message("tool", "\n".join(results)) if results or not request else []
+        return [*ids, *(self._message("user", request) if request else ()), self._role["assistant"]]
 
     def plain(self, text: str) -> list[int]:
         return self._encoder.encode(text)

@@ -37,6 +37,7 @@ _JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
 _SPACE = re.compile(r"\s*")
 _TURN = "Dummy turn."
 _RESULTS = ("Dummy result zero.", "Dummy result one.", "Dummy result two.")
+_REQUEST = "Dummy second request."
 
 
 class HermesRenderer:
@@ -58,6 +59,7 @@ class HermesRenderer:
         try:
             self._before, self._between, self._after = self._difference()
             self._end = self._turn_end()
+            self._requests = self._around_request()
             self._starts_in_thought = self._generation_prompt().rstrip().endswith("<think>")
             self.stop_ids = tuple(dict.fromkeys((self._end, *eos_ids)))
             self._check()
@@ -84,17 +86,28 @@ class HermesRenderer:
         said, calls = _parse_calls(text)
         return ParsedTurn(said.strip(), tuple(calls), reasoning.replace("<think>", "", 1).strip())
 
-    def bridge(self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str]) -> list[int]:
+    def bridge(
+        self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
+    ) -> list[int]:
         closed = bool(sampled_ids) and sampled_ids[-1] == self._end
-        mark = _mark(results)
-        shown = self._between.join(self._escape(result, mark) for result in results)
-        return ([] if closed else [self._end]) + self._encode(self._before + shown + self._after, mark)
+        mark = _mark(results, request)
+        text = self._between.join(self._escape(result, mark) for result in results)
+        if not request:
+            text = self._before + text + self._after
+        elif self._requests is None:
+            raise self._refusal("it has no place for a request after tool results")
+        else:
+            alone, behind, after = self._requests
+            text = (self._before + text + behind if results else alone) + self._escape(request, mark) + after
+        return ([] if closed else [self._end]) + self._encode(text, mark)
 
     def plain(self, text: str) -> list[int]:
         return self._encoder.encode(text)
 
     def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         closed = bool(sampled_ids) and sampled_ids[-1] == self._end
+        if self._requests is None and any(message["role"] == "user" for message in messages):
+            raise ValueError(f"the chat template of {self._template.name} has no place for a user after a turn")
         mark = _mark(messages)
         turn = {"role": "assistant", "content": _TURN}
         text = self._rendered([_USER, turn, *(self._escaped(message, mark) for message in messages)])
@@ -176,6 +189,25 @@ class HermesRenderer:
             raise self._refusal("what stands around tool results depends on their number")
         return before, between, after
 
+    def _around_request(self) -> tuple[str, str, str] | None:
+        """Text before a request right after a turn, before one after results, and after it; None if refused."""
+        found = []
+        for n in range(3):
+            tools = [_tool_message(text) for text in _RESULTS[:n]]
+            conversation = [_USER, {"role": "assistant", "content": _TURN}, *tools, {**_USER, "content": _REQUEST}]
+            try:
+                text = self._template.render(conversation)
+            except jinja2.TemplateError:
+                return None
+            if any(text.count(part) != 1 for part in (_TURN, *_RESULTS[:n], _REQUEST)):
+                return None
+            found.append(tuple(text.split(_RESULTS[n - 1] if n else _TURN)[1].split(_REQUEST)))
+        (alone, after), behind, again = found
+        end = self.text([self._end])
+        if behind != again or behind[1] != after or not alone.startswith(end):
+            return None
+        return alone[len(end) :], behind[0], after
+
     def _turn_end(self) -> int:
         """Id of the token that ends a turn; it is cut from the front of the bridge."""
         match = self._names.match(self._before)
@@ -202,8 +234,9 @@ class HermesRenderer:
                 turn = [*self._encode(call, "\0"), self._end]
                 ids += turn + self.bridge(turn, "stop", results)
                 messages += [{"role": "assistant", "content": call}, *map(_tool_message, results)]
-            ids += turn + self.follow(turn, [_USER])
-            messages += [{"role": "assistant", "content": call}, _USER]
+            if self._requests is not None:  # else nobody may ask for anything after a turn
+                ids += turn + self.follow(turn, [_USER])
+                messages += [{"role": "assistant", "content": call}, _USER]
             whole = self._template.render(messages, tools)
             own = self._tokenizer.encode(whole, add_special_tokens=False).ids
             if self._encode(whole, "\0") != own:

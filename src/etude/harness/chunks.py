@@ -1,0 +1,88 @@
+"""A repository as chunks that `search` can find: one per syntax node of Python, windows of lines of other text."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import blake3
+
+WINDOW = 40  # lines of a chunk of text that has no syntax we know
+LONGEST = 120  # lines of a chunk; a longer function is cut, and each part bears its name
+MAX_LINE = 400  # characters of a line that count
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Lines `first` to `last` (1-based, inclusive) of a file; `name` is what they define, "" if nothing."""
+
+    path: str
+    first: int
+    last: int
+    name: str
+    text: str
+    key: bytes = field(repr=False)  # blake3 of all of it but the lines' numbers: equal chunks are analysed once
+
+
+def chunk(path: str, first: int, last: int, name: str, text: str) -> Chunk:
+    digest = blake3.blake3("\0".join((path, name, text)).encode("utf-8", "surrogatepass")).digest(16)
+    return Chunk(path, first, last, name, text, digest)
+
+
+@lru_cache(maxsize=4096)
+def chunks(path: str, text: str) -> tuple[Chunk, ...]:
+    """A file cut into chunks, in its order; blank ones are left out."""
+    lines = [line[:MAX_LINE] for line in re.split(r"\r\n|\n|\r", text)]
+    spans = list(_python(text, len(lines))) if path.endswith((".py", ".pyi")) else []
+    found = []
+    for first, last, name in spans or [(1, len(lines), "")]:
+        size = LONGEST if name else WINDOW
+        for start in range(first, last + 1, size):
+            end = min(start + size - 1, last)
+            body = "\n".join(lines[start - 1 : end])
+            if body.strip():
+                found.append(chunk(path, start, end, name, body))
+    return tuple(found)
+
+
+def _python(text: str, lines: int) -> Iterator[tuple[int, int, str]]:
+    """(first line, last line, qualified name) of functions, of what classes hold besides, and of what stands between.
+
+    Comments right above a definition belong to it. Nothing if the text does not parse.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other people's invalid escapes
+            tree = ast.parse(text.removeprefix("\ufeff"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    yield from _spans(tree.body, 1, lines, "")
+
+
+def _spans(body: Sequence[ast.stmt], first: int, last: int, inside: str) -> Iterator[tuple[int, int, str]]:
+    begin = first  # of what no definition has taken yet
+    for node in body:
+        if not isinstance(node, _DEFINITIONS):
+            continue
+        start, end = _start(node), node.end_lineno or node.lineno
+        if start > begin:
+            yield begin, start - 1, inside
+        name = f"{inside}.{node.name}" if inside else node.name
+        if isinstance(node, ast.ClassDef) and any(isinstance(child, _DEFINITIONS) for child in node.body):
+            yield from _spans(node.body, start, end, name)
+        elif end >= max(start, begin):
+            yield max(start, begin), end, name
+        begin = max(begin, end + 1)
+    if begin <= last:
+        yield begin, last, inside
+
+
+def _start(node: _Definition) -> int:
+    return min([node.lineno, *(d.lineno for d in node.decorator_list)])

@@ -1,0 +1,94 @@
+"""New diagnostics of files: syntax errors by Python's own compiler, the rest by ruff or pyflakes if the box has one."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import shlex
+import warnings
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import cast
+
+from etude.environments.base import ExecResult
+from etude.harness.text import ToolError, one_line
+
+MOST = 100  # diagnostics
+FILES = 20
+SECONDS = 20.0  # for a linter and one file
+LONGEST = 60_000  # bytes of a file that a linter is given as it was at the start: they travel in a command
+
+_FIND = "python -c \"import importlib.util as u; print([m for m in ('ruff', 'pyflakes') if u.find_spec(m)])\""
+_COMMANDS = {
+    "ruff": "python -m ruff check --quiet --no-cache --output-format=concise --stdin-filename {path} -",
+    "pyflakes": "python -m pyflakes",
+}
+_FOUND = re.compile(r"^[^\n]*?:(\d+):(?:\d+:?)?\s+(.+)$", re.MULTILINE)
+
+Exec = Callable[[str, float], Awaitable[ExecResult]]
+Diagnostics = list[tuple[int, str]]  # line, message
+
+
+class Lints:
+    """Those of one box. `first` holds the texts of edited files as they were, "" for new ones."""
+
+    def __init__(self, execute: Exec) -> None:
+        self._exec = execute
+        self._linter: str | None = None  # "": none
+        self.first: dict[str, str] = {}
+
+    async def new(self, files: Sequence[tuple[str, str]], changed: Sequence[str]) -> str:
+        """What is wrong with files (path, text) that was not at the start; `changed` are those that differ from then.
+
+        Raises ToolError for a file that is not Python.
+        """
+        if others := [path for path, _ in files if not path.endswith((".py", ".pyi"))]:
+            raise ToolError(f"there is no linter for {others[0]}")
+        lines: list[str] = []
+        for path, text in files:
+            if path not in changed:
+                continue
+            known = path in self.first
+            before = Counter(m for _, m in await self._of(path, self.first[path])) if known else Counter[str]()
+            for line, message in await self._of(path, text):
+                if before[message]:
+                    before[message] -= 1
+                    continue
+                lines.append(f"{path}:{line}: {message}" + ("" if known else " (may be older)"))
+        if len(lines) > MOST:
+            lines = [*lines[:MOST], f"[{len(lines) - MOST} more]"]
+        alone = "" if self._linter else " (the box has no linter: only syntax was checked)"
+        return "\n".join(lines) or f"nothing new{alone}"
+
+    async def _of(self, path: str, text: str) -> Diagnostics:
+        if found := await asyncio.to_thread(_syntax, text):
+            return found
+        if self._linter is None:
+            said = (await self._exec(_FIND, SECONDS)).output
+            self._linter = next((name for name in _COMMANDS if f"'{name}'" in said), "")
+        data = text.encode("utf-8", "surrogateescape")
+        if not self._linter or len(data) > LONGEST:
+            return []
+        command = _COMMANDS[self._linter].format(path=shlex.quote(path))
+        done = await self._exec(f"base64 -d <<< {base64.b64encode(data).decode()} | {command} 2>&1", SECONDS)
+        return [(int(line), one_line(message, 200)) for line, message in _FOUND.findall(done.output)]
+
+
+def _syntax(text: str) -> Diagnostics:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(text.removeprefix("\ufeff"), "file", "exec", dont_inherit=True)
+    except SyntaxError as e:
+        return [(e.lineno or 1, one_line(f"{type(e).__name__}: {e.msg}", 200))]
+    except (ValueError, RecursionError, MemoryError, OverflowError) as e:
+        return [(1, one_line(f"it cannot be compiled: {e}", 200))]
+    return []
+
+
+def checked_paths(paths: Sequence[object]) -> list[str]:
+    """The paths of a call. Raises ToolError."""
+    if not paths or len(paths) > FILES or not all(isinstance(path, str) for path in paths):
+        raise ToolError(f"give one to {FILES} paths")
+    return cast(list[str], list(paths))

@@ -1,0 +1,71 @@
+"""An episode played again from its segments: proof that the harness still puts the same tokens before the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from etude.harness.ledger import TokenLedgerError
+from etude.records import Generation, Routes, Segment
+
+
+class Recorded:
+    """A policy that says what an episode's segments hold, turn by turn.
+
+    Each prompt must be, token by token, the one that the turn was sampled from, its documents included; if it is
+    another one, or there is no turn left, it raises TokenLedgerError.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._turns = [(segment, *span) for segment in segments for span in _spans(segment)]
+        self.played = 0
+
+    @property
+    def turns(self) -> int:
+        """How many turns the segments hold, summaries included."""
+        return len(self._turns)
+
+    async def generate(
+        self, ids: list[int], *, max_tokens: int, stop: Sequence[int], routes_from: int | None = None, **options: Any
+    ) -> Generation:
+        """See `harness.loop.Policy`."""
+        if self.played == self.turns:
+            raise TokenLedgerError(f"turn {self.played} was never sampled")
+        segment, start, end = self._turns[self.played]
+        ids_T, _, logprobs_T, versions_T = segment.arrays()
+        asked = [token for document in options.get("documents", ()) for token in document] + ids
+        if ids_T[:start].tolist() != asked:
+            at = next((i for i, (a, b) in enumerate(zip(ids_T[:start], asked, strict=False)) if a != b), len(asked))
+            raise TokenLedgerError(
+                f"turn {self.played} was sampled from {start} tokens, and is asked for after {len(asked)} others: "
+                f"the first that differs is number {min(at, start)}"
+            )
+        self.played += 1
+        said = ids_T[start:end].tolist()
+        return Generation(
+            ids=said,
+            logprobs=logprobs_T[start:end].tolist(),
+            versions=versions_T[start:end].tolist(),
+            finish_reason="stop" if said and said[-1] in stop else "length",
+            routes=None if routes_from is None else _routes(segment, routes_from, end - 1),
+            recipe=segment.recipe,
+        )
+
+
+def _spans(segment: Segment) -> list[tuple[int, int]]:
+    """First and last offset (exclusive) of the sampled tokens of each turn."""
+    mask_T = segment.arrays()[1]
+    starts = segment.turn_starts
+    bounds = pairwise((*starts, len(mask_T)))
+    return [(a, a + int(mask_T[a:b].sum())) for a, b in bounds]
+
+
+def _routes(segment: Segment, first: int, end: int) -> Routes | None:
+    kept = segment.routes
+    if kept is None:
+        return None
+    array = np.ascontiguousarray(kept.array()[first:end].astype("<u2" if kept.wide else "u1"))
+    return Routes(first=first, ids=array.tobytes(), layers=kept.layers, slots=kept.slots, wide=kept.wide)
