@@ -112,7 +112,9 @@ def _tasks_arguments(tasks: argparse.ArgumentParser) -> None:
     build.add_argument("--max-tasks", type=int, default=600)
     build.add_argument("--min-lines", type=int, default=3, help="shortest function that is broken")
     build.add_argument("--max-lines", type=int, default=30, help="longest function that is broken")
-    build.add_argument("--kinds", nargs="+", choices=("mutation", "removal"), default=["mutation", "removal"])
+    kinds = ("mutation", "removal", "combined", "class", "feature", "commit")
+    build.add_argument("--kinds", nargs="+", choices=kinds, default=["mutation", "removal"])
+    build.add_argument("--max-functions", type=int, help="functions to try; default: all of them")
     build.add_argument("--heldout-fraction", type=float, default=0.25, help="share of functions kept for evaluation")
     check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
     check.add_argument("dataset", type=Path)
@@ -238,6 +240,7 @@ def _tasks(arguments: argparse.Namespace, _: list[str]) -> int:
         max_tasks=arguments.max_tasks,
         min_lines=arguments.min_lines,
         max_lines=arguments.max_lines,
+        max_functions=arguments.max_functions,
         kinds=tuple(arguments.kinds),
         heldout_fraction=arguments.heldout_fraction,
     )

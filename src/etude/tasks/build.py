@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,12 +17,13 @@ from pathlib import Path
 from etude.environments.base import Image, Limits, Sandbox
 from etude.environments.namespace import open_sandbox
 from etude.errors import UserError
-from etude.tasks import card, coverage, dataset, discover, fetch, gates, licence, split
+from etude.tasks import card, coverage, dataset, discover, fetch, gates, licence, split, wide
 from etude.tasks.discover import Function
 from etude.tasks.gates import Bench
 from etude.tasks.leaks import LeakIndex
 from etude.tasks.options import BuildOptions
 from etude.tasks.search import Progress, Target, search
+from etude.tasks.wide import Wide
 
 _TRACE_SECONDS = 600.0
 
@@ -167,7 +169,7 @@ async def _targets(
     """(functions to break with their tests, stable hidden tests, tests left out)."""
     plan.progress("looking for flaky tests", 0, 1)
     options = plan.options
-    eligible = [f for f in plan.eligible if f.id in callers]
+    eligible = _drawn([f for f in plan.eligible if f.id in callers], options)
     shown = split.visible_half(callers, options.seed) if policy == "half" else set()
     # A test that calls few functions says more about each of them than one that calls many.
     breadth = Counter(test for names in callers.values() for test in names)
@@ -177,7 +179,10 @@ async def _targets(
     visible = {f.id: [t for t in ranked[f.id] if split.base(t) in shown][: options.test_cap] for f in eligible}
     if policy == "doctests":
         visible = {f.id: [f"{f.path}::doctest:{f.qualname}"] if f.doctest else [] for f in eligible}
-    wanted = sorted({test for table in (hidden, visible) for tests in table.values() for test in tests})
+    wides = wide.find(plan.repo, plan.sources, plan.functions, callers, options)
+    wanted = {test for table in (hidden, visible) for tests in table.values() for test in tests}
+    deciding = {id(w): _deciding(w, shown, callers, cap) for w in wides}
+    wanted = sorted(wanted.union(*(tests for pair in deciding.values() for tests in pair)))
     stable, unstable = await gates.stable_tests(bench, wanted)
     heldout = split.heldout_functions(eligible, options.heldout_fraction, options.seed)
     targets = [
@@ -190,11 +195,34 @@ async def _targets(
         )
         for f in eligible
     ]
+    if not {"mutation", "removal", "combined"} & set(options.kinds):
+        targets = []
+    for w in wides:
+        side = wide.side(w, heldout, options.seed, options.heldout_fraction)
+        unseen, seen = (_kept(tests, stable) for tests in deciding[id(w)])
+        if side is not None:
+            targets.append(Target(w.unit, plan.sources[w.unit.path], side, seen, unseen, w.programs))
     targets = [t for t in targets if t.hidden and (t.visible or not options.visible_failure)]
     if not targets:
         limits = f"{options.min_lines} to {options.max_lines}"
         raise UserError(f"no hidden test calls a function of {limits} lines in {plan.repo}; widen the limits.")
-    return targets, stable & {test for tests in hidden.values() for test in tests}, unstable
+    known = {test for tests in hidden.values() for test in tests}.union(*(first for first, _ in deciding.values()))
+    return targets, stable & known, unstable
+
+
+def _drawn(functions: list[discover.Function], options: BuildOptions) -> list[discover.Function]:
+    if options.max_functions is None or len(functions) <= options.max_functions:
+        return functions
+    return random.Random(options.seed).sample(functions, options.max_functions)
+
+
+def _deciding(found: Wide, shown: set[str], callers: Mapping[str, set[str]], cap: int) -> tuple[list[str], list[str]]:
+    """(hidden, visible) tests of a wide change: of those that reach it and of the others, each at most `cap`."""
+    reach = {test for member in found.members for test in callers.get(member, ())}
+    own = [test for test in found.tests if test in reach]
+    rest = [test for test in found.tests if test not in reach]
+    hidden = [[t for t in tests if split.base(t) not in shown][:cap] for tests in (own, rest)]
+    return hidden[0] + hidden[1], [t for t in own if split.base(t) in shown][:cap]
 
 
 def _kept(tests: Iterable[str], stable: set[str]) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def _problems(data: Dataset) -> list[str]:
     problems += _shown_tests(data)
     both = {t.function for t in data.split("train")} & {t.function for t in data.split("heldout")}
     problems += [f"{function} is both trained on and held out" for function in sorted(both)]
-    texts = {(path, text) for task in data.tasks for path, text in task.changes.items()}
+    texts = {frozenset(task.changes.items()) for task in data.tasks}
     if len(texts) < len(data.tasks):
         problems.append("two tasks have the same broken text")
     return problems

@@ -26,13 +26,12 @@ _BRANCHES = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.IfExp, ast.compr
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True)
-class Function:
-    """A function or method. Lines are 1-based and inclusive; decorators belong to it."""
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Something that can be broken. Lines are 1-based and inclusive; decorators belong to it."""
 
     path: str
     qualname: str
-    node: FunctionNode
     first_line: int
     last_line: int
     body_lines: int  # docstring left out
@@ -42,6 +41,13 @@ class Function:
     @property
     def id(self) -> str:
         return f"{self.path}::{self.qualname}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function(Unit):
+    """A function or method, or a class."""
+
+    node: FunctionNode | ast.ClassDef
 
     @property
     def body(self) -> list[ast.stmt]:
@@ -126,12 +132,22 @@ def functions(path: str, text: str) -> list[Function]:
     return [function for function in found if names.count(function.qualname) == 1]
 
 
+def classes(path: str, text: str) -> list[Function]:
+    """The classes at the top of a module that hold methods."""
+    found = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    return [
+        _function(path, text, node, node.name)
+        for node in found
+        if any(isinstance(statement, FunctionNode) for statement in node.body)
+    ]
+
+
 def shared_bodies(function: Function) -> str:
     """Equal for functions whose bodies are equal: they must not be split between training and evaluation."""
     return "\n".join(ast.dump(statement) for statement in function.body)
 
 
-def _function(path: str, text: str, node: FunctionNode, qualname: str) -> Function:
+def _function(path: str, text: str, node: FunctionNode | ast.ClassDef, qualname: str) -> Function:
     assert node.end_lineno is not None
     docstring = ast.get_docstring(node, clean=False)
     first = node.body[1] if docstring is not None and len(node.body) > 1 else node.body[0]

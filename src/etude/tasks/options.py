@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from etude.errors import UserError
+from etude.tasks import classes
 from etude.tasks.mutate import OPERATORS
 
-KINDS = ("mutation", "removal")
+KINDS = ("mutation", "removal", "combined", "class", "feature", "commit")
+Kind = Literal["mutation", "removal", "combined", "class", "feature", "commit"]
 
 
 @dataclass(frozen=True)
@@ -17,11 +19,12 @@ class BuildOptions:
 
     seed: int = 1
     max_tasks: int = 600
-    kinds: tuple[Literal["mutation", "removal"], ...] = ("mutation",)
+    kinds: tuple[Kind, ...] = ("mutation",)
     operators: tuple[str, ...] = ()  # mutation operators to use; empty: all of them
     per_function: int = 3  # tasks of one function and kind, at most
     min_lines: int = 3  # lines of the body, docstring left out
     max_lines: int = 30
+    max_functions: int | None = None  # functions to try, drawn by the seed; None: all of them
     heldout_fraction: float = 0.22  # share of functions kept for evaluation
     visible: Literal["auto", "doctests", "half"] = "auto"  # which tests the agent may run
     visible_failure: bool = False  # only tasks in which a test fails that the agent may run
@@ -42,7 +45,9 @@ class BuildOptions:
             raise UserError("min_lines must be positive and not above max_lines")
         if not 0 < self.heldout_fraction < 1:
             raise UserError("heldout_fraction must lie between 0 and 1")
-        if unknown := sorted(set(self.operators) - set(OPERATORS)):
-            raise UserError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(OPERATORS))}")
+        if unknown := sorted(set(self.operators) - set(OPERATORS) - set(classes.OPERATORS)):
+            raise UserError(
+                f"unknown operator {unknown[0]}; there are {', '.join(sorted({**OPERATORS, **classes.OPERATORS}))}"
+            )
         if not self.kinds or set(self.kinds) - set(KINDS):
             raise UserError(f"kinds must be some of {', '.join(KINDS)}")

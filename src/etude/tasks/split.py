@@ -16,7 +16,7 @@ def heldout_functions(functions: Sequence[Function], fraction: float, seed: int)
     groups: dict[str, list[str]] = defaultdict(list)
     for function in functions:
         groups[shared_bodies(function)].append(function.id)
-    ordered = sorted(groups.values(), key=lambda ids: _rank(seed, min(ids)))
+    ordered = sorted(groups.values(), key=lambda ids: rank(seed, min(ids)))
     heldout: set[str] = set()
     wanted = max(1, round(fraction * len(functions))) if len(functions) > 1 else 0
     for ids in ordered:
@@ -30,9 +30,7 @@ def visible_half(callers: Mapping[str, Iterable[str]], seed: int) -> set[str]:
 
     `callers` maps a function to the tests that call it. A function's only test stays hidden.
     """
-    tests = {
-        function: sorted({base(t) for t in ids}, key=lambda t: _rank(seed, t)) for function, ids in callers.items()
-    }
+    tests = {function: sorted({base(t) for t in ids}, key=lambda t: rank(seed, t)) for function, ids in callers.items()}
     visible: set[str] = set()
     hidden: set[str] = set()
     for function in sorted(tests, key=lambda f: (len(tests[f]), f)):
@@ -69,5 +67,6 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
     return "\n".join(line for line in lines if line is not None)
 
 
-def _rank(seed: int, name: str) -> bytes:
+def rank(seed: int, name: str) -> bytes:
+    """A place in an order that the seed decides."""
     return blake3.blake3(f"{seed} {name}".encode()).digest()
