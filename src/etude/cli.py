@@ -114,6 +114,8 @@ def _tasks_arguments(tasks: argparse.ArgumentParser) -> None:
     build.add_argument("--max-lines", type=int, default=30, help="longest function that is broken")
     kinds = ("mutation", "removal", "combined", "class", "feature", "commit")
     build.add_argument("--kinds", nargs="+", choices=kinds, default=["mutation", "removal"])
+    build.add_argument("--bootstrap", default="declared", metavar="HOW",
+                       help="dependencies: declared, rules, or the URL of a model that proposes them")  # fmt: skip
     build.add_argument("--max-functions", type=int, help="functions to try; default: all of them")
     build.add_argument("--heldout-fraction", type=float, default=0.25, help="share of functions kept for evaluation")
     check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
@@ -241,6 +243,7 @@ def _tasks(arguments: argparse.Namespace, _: list[str]) -> int:
         min_lines=arguments.min_lines,
         max_lines=arguments.max_lines,
         max_functions=arguments.max_functions,
+        bootstrap=arguments.bootstrap,
         kinds=tuple(arguments.kinds),
         heldout_fraction=arguments.heldout_fraction,
     )

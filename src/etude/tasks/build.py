@@ -17,7 +17,7 @@ from pathlib import Path
 from etude.environments.base import Image, Limits, Sandbox
 from etude.environments.namespace import open_sandbox
 from etude.errors import UserError
-from etude.tasks import card, coverage, dataset, discover, fetch, gates, licence, split, wide
+from etude.tasks import bootstrap, card, coverage, dataset, discover, fetch, gates, licence, split, wide
 from etude.tasks.discover import Function
 from etude.tasks.gates import Bench
 from etude.tasks.leaks import LeakIndex
@@ -80,7 +80,12 @@ class _Plan:
 async def _run(plan: _Plan) -> None:
     options, work = plan.options, plan.work
     plan.progress("installing dependencies", 0, 1)
-    requirements = fetch.install_dependencies(plan.repo, work / "site")
+    recipe = None
+    if options.bootstrap == "declared":
+        requirements = fetch.install_dependencies(plan.repo, work / "site")
+    else:
+        recipe = await bootstrap.find(plan.repo, plan.layout, work, options.bootstrap)
+        requirements = list(recipe.requirements)
     licence_name, licence_source = licence.find_licence(plan.repo)
     async with open_sandbox(workers=options.workers, memo=0) as sandbox:
         callers = await _trace(plan, sandbox)
@@ -112,7 +117,11 @@ async def _run(plan: _Plan) -> None:
         source_roots=plan.layout.source_roots,
         visible=policy,
         options=dataclasses.asdict(options),
-        counts={"functions": len(targets), "candidates": found.tried},
+        counts={
+            "functions": len(targets),
+            "candidates": found.tried,
+            "fit": found.tried - sum(found.rejected.values()),
+        },
         digests={},
     )
     history = card.History(
@@ -124,6 +133,7 @@ async def _run(plan: _Plan) -> None:
         tests=len(stable),
         unstable=sorted(unstable),
         requirements=requirements,
+        recipe=recipe,
     )
     result = dataset.save(work, manifest, found.tasks)
     (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
@@ -133,7 +143,7 @@ async def _trace(plan: _Plan, sandbox: Sandbox) -> dict[str, set[str]]:
     """Function id -> tests that call it, from one run of the whole suite on the whole repository."""
     plan.progress("running the test suite", 0, 1)
     whole = plan.work / "whole"
-    _copy(plan.repo, whole, plan.layout.files)
+    discover.copy(plan.repo, whole, plan.layout.files)
     limits = Limits(seconds=_TRACE_SECONDS)
     box = await sandbox.create(Image(repository=whole, site=plan.work / "site", changes={}), limits)
     modules = [path for path in plan.layout.tests if discover.is_test_module(path)]
@@ -150,12 +160,12 @@ def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> str:
         covered = [f for f in plan.eligible if f.id in callers]
         policy = "doctests" if 2 * sum(f.doctest for f in covered) >= len(covered) > 0 else "half"
     tests = set(plan.layout.tests)
-    _copy(plan.repo, plan.work / "repository", [f for f in plan.layout.files if f not in tests])
-    _copy(plan.repo, plan.work / "hidden", plan.layout.tests)
+    discover.copy(plan.repo, plan.work / "repository", [f for f in plan.layout.files if f not in tests])
+    discover.copy(plan.repo, plan.work / "hidden", plan.layout.tests)
     if policy == "half":
         everything = {split.base(test) for names in callers.values() for test in names}
         hidden = everything - split.visible_half(callers, plan.options.seed)
-        _copy(plan.repo, plan.work / "repository", plan.layout.tests)
+        discover.copy(plan.repo, plan.work / "repository", plan.layout.tests)
         for path in sorted({test.split("::")[0] for test in hidden}):
             target = plan.work / "repository" / path
             text = target.read_text(encoding="utf-8")
@@ -227,10 +237,3 @@ def _deciding(found: Wide, shown: set[str], callers: Mapping[str, set[str]], cap
 
 def _kept(tests: Iterable[str], stable: set[str]) -> tuple[str, ...]:
     return tuple(test for test in tests if test in stable)
-
-
-def _copy(source: Path, target: Path, files: Iterable[str]) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        (target / file).parent.mkdir(parents=True, exist_ok=True)
-        (target / file).write_bytes((source / file).read_bytes())

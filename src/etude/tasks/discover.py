@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -81,6 +81,14 @@ def layout(repository: Path) -> Layout:
 def clean_files(repository: Path) -> tuple[str, ...]:
     """Every file but history, caches, builds, archives and links; sorted."""
     return tuple(sorted(_files(repository, repository)))
+
+
+def copy(source: Path, target: Path, files: Iterable[str]) -> None:
+    """Copy `files` below `source` to the same paths below `target`."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        (target / file).write_bytes((source / file).read_bytes())
 
 
 def is_test(path: str) -> bool:

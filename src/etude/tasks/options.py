@@ -26,6 +26,7 @@ class BuildOptions:
     max_lines: int = 30
     max_functions: int | None = None  # functions to try, drawn by the seed; None: all of them
     heldout_fraction: float = 0.22  # share of functions kept for evaluation
+    bootstrap: str = "declared"  # dependencies as declared, or looked for by "rules" or by the model at a URL
     visible: Literal["auto", "doctests", "half"] = "auto"  # which tests the agent may run
     visible_failure: bool = False  # only tasks in which a test fails that the agent may run
     repeats: int = 3  # times that each gate must hold
@@ -45,6 +46,8 @@ class BuildOptions:
             raise UserError("min_lines must be positive and not above max_lines")
         if not 0 < self.heldout_fraction < 1:
             raise UserError("heldout_fraction must lie between 0 and 1")
+        if self.bootstrap not in ("declared", "rules") and not self.bootstrap.startswith(("http://", "https://")):
+            raise UserError("bootstrap must be declared, rules, or the URL of an OpenAI-compatible server")
         if unknown := sorted(set(self.operators) - set(OPERATORS) - set(classes.OPERATORS)):
             raise UserError(
                 f"unknown operator {unknown[0]}; there are {', '.join(sorted({**OPERATORS, **classes.OPERATORS}))}"
