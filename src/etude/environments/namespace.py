@@ -24,7 +24,7 @@ from typing import Any
 
 import blake3
 
-from etude.environments import judge, persona
+from etude.environments import judge, persona, scripts
 from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, Limits, TestReport
 from etude.environments.box import ValueBox
 from etude.environments.connection import START_SECONDS, Connection, encode
@@ -95,6 +95,7 @@ class NamespaceSandbox:
         self._personas = personas
         self._sheets: dict[ImageKey, tuple[Sheet, asyncio.Lock]] = {}
         self._guards: dict[ImageKey, judge.Guard | None] = {}
+        self.twins: dict[tuple[ImageKey, str], asyncio.Task[scripts.Twin | None]] = {}
 
     @property
     def alive(self) -> bool:
@@ -157,6 +158,9 @@ class NamespaceSandbox:
     ) -> TestReport:
         key = (image.repository, image.site, hidden)
         tests = tuple(dict.fromkeys(tests))
+        if any(map(scripts.is_script, tests)):
+            async with self._slots:
+                return await scripts.run(self, image, layers, tests, hidden, limits)
         apart: list[str] = []
         if hidden is not None and self._questions:
             sheet = await self._sheet(key, hidden, tests)
@@ -257,8 +261,10 @@ class NamespaceSandbox:
         await template.connection.started()
         return template
 
-    async def shell(self, image: Image, layers: Mapping[str, bytes | None], limits: Limits) -> Shell:
-        """A live box on `image` with `layers` over it."""
+    async def shell(
+        self, image: Image, layers: Mapping[str, bytes | None], limits: Limits, plain: bool = False
+    ) -> Shell:
+        """A live box on `image` with `layers` over it; a `plain` one looks like nobody's machine."""
         hello = {
             "live": True,
             "repository": _folder(image.repository),
@@ -270,7 +276,7 @@ class NamespaceSandbox:
         self._shells.add(shell)
         try:
             await connection.started()
-            who = None if self._personas is None else persona.draw(_digest(image.changes), self._personas)
+            who = None if self._personas is None or plain else persona.draw(_digest(image.changes), self._personas)
             await shell.start(limits_of(limits), layers, self._prefix, who)
         except BaseException:
             await shell.close()

@@ -60,6 +60,7 @@ def _classes(sources: Mapping[str, str], callers: Mapping[str, set[str]], option
             if not tests or unit.complexity < classes.MIN_COMPLEXITY:
                 continue
             mutants = mutate.mutants(text, unit, options.seed, classes.OPERATORS)
+            mutants.sort(key=lambda mutant: mutant.operator == "class_shuffle")  # rarely noticed: last
             allowed = set(options.operators or classes.OPERATORS)
             programs = tuple(Broken("class", mutant) for mutant in mutants if mutant.operator in allowed)
             if programs:
