@@ -14,6 +14,7 @@ from etude.tasks.discover import Function
 from etude.tasks.mutate import Broken, Mutant
 
 MAX_MEMBERS = 8
+MAX_LINES = 80  # of all bodies
 
 
 def slices(functions: Sequence[Function], callers: Mapping[str, set[str]]) -> Iterator[tuple[Function, ...]]:
@@ -24,20 +25,31 @@ def slices(functions: Sequence[Function], callers: Mapping[str, set[str]]) -> It
         own = callers[entry.id]
         if own == everything:
             continue  # nothing would show that the rest works
-        inner = {f.qualname.rsplit(".", 1)[-1]: f for f in reached if f is not entry and callers[f.id] <= own}
+        inner = {_call(f): f for f in reached if f is not entry and callers[f.id] <= own}
         members = [entry]
         for member in members:
-            for name in _names(member):
+            for name in _calls(member):
                 helper = inner.pop(name, None)
                 if helper is not None:
                     members.append(helper)
-        if 2 <= len(members) <= MAX_MEMBERS:
+        fits = len(members) <= MAX_MEMBERS and sum(f.body_lines for f in members) <= MAX_LINES
+        if len(members) > 1 and fits:
             yield tuple(members)
 
 
-def _names(function: Function) -> list[str]:
+def _call(function: Function) -> str:
+    """How other functions reach it: `name`, or `.name` through an object of its class."""
+    _, dot, name = function.qualname.rpartition(".")
+    return dot + name
+
+
+def _calls(function: Function) -> list[str]:
     nodes = [part for statement in function.body for part in ast.walk(statement)]
-    return [n.id if isinstance(n, ast.Name) else n.attr for n in nodes if isinstance(n, ast.Name | ast.Attribute)]
+    own = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own |= {a.arg for a in ast.walk(function.node) if isinstance(a, ast.arg)}
+    methods = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    names = [n.id for n in nodes if isinstance(n, ast.Name) and n.id not in own]
+    return [*names, *(f".{n.attr}" for n in methods if n.value.id in ("self", "cls"))]  # type: ignore[attr-defined]
 
 
 def deletion(members: Sequence[Function], sources: Mapping[str, str]) -> Broken | None:

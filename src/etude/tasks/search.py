@@ -141,12 +141,9 @@ def _broken(target: Target, options: BuildOptions) -> list[Broken]:
     if "combined" in options.kinds:
         several = mutate.combined(target.source, function, options.seed, allowed)
         combined = [Broken("combined", mutant, sites=mutant.operator.count("+") + 1) for mutant in several]
-        both = (
-            [combined, found]
-            if random.Random(f"{options.seed} {function.id} first").random() < 0.5
-            else [found, combined]
-        )
-        found = [broken for pair in zip_longest(*both) for broken in pair if broken is not None]
+        turns = [combined, found]
+        random.Random(f"{options.seed} {function.id} turns").shuffle(turns)
+        found = [broken for pair in zip_longest(*turns) for broken in pair if broken is not None]
     removed = mutate.removal(target.source, function) if "removal" in options.kinds else None
     if removed is not None:
         # Not first for every function: a small dataset would hold nothing else.
