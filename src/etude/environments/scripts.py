@@ -155,7 +155,7 @@ async def run(
     hidden: Path | None,
     limits: Limits,
 ) -> TestReport:
-    """The report on `tests` ("path::outer > inner"), file by file."""
+    """The report on `tests` ("path::outer > inner"), file by file; `limits` are those of one file."""
     wanted: dict[str, list[str]] = {}
     for test in dict.fromkeys(tests):
         path, _, name = test.partition("::")
@@ -167,6 +167,8 @@ async def run(
     mirrored = 0
     files = _arriving(hidden)
     for path, names in wanted.items():
+        if timed_out:
+            break
         text = _text(image, layers, hidden, path)
         if text is None:
             continue
@@ -176,19 +178,17 @@ async def run(
         said: dict[bool, Said] = {}
         for copy, wrong in copies:
             guard = guarded(copy) if hidden is not None else (copy, {})
-            left = Limits(
-                limits.memory_mb, limits.processes, limits.disk_mb, limits.seconds - (time.monotonic() - started)
-            )
-            said[wrong] = await _run_copy(
-                sandbox, image, {**layers, **files}, path, guard[0], [*names, *guard[1]], left
-            )
+            arrived = {**layers, **files}
+            said[wrong] = await _run_copy(sandbox, image, arrived, path, guard[0], [*names, *guard[1]], limits)
             for sentinel, expected in guard[1].items():
                 found = said[wrong].tests.get(sentinel, ("missing", ""))[0]
                 everything = all(said[wrong].tests.get(n, ("", ""))[0] == "passed" for n in names)
                 tampered |= found not in (expected, "missing") or (found == "missing" and everything)
             timed_out |= said[wrong].timed_out
             tampered |= said[wrong].forged
-        real = said[False]
+            if timed_out:
+                break
+        real = said.get(False, Said({}, False, False, True))
         crashed |= not real.ended and not timed_out
         for name in names:
             outcome, message = real.tests.get(name, ("missing", "the test process ended early"))
@@ -260,8 +260,6 @@ async def _run_copy(
     coverage: list[dict[str, Any]] | None = None,
 ) -> Said:
     """Run a test file under a name that nobody can know, in a box of its own."""
-    if limits.seconds <= 0:
-        return Said({}, False, False, True)
     pure = PurePosixPath(path)
     copy = str(pure.with_name(f"{secrets.token_hex(6)}.test{pure.suffix}"))
     words = [secrets.token_hex(8) for _ in range(MAX_TESTS + 1 if wanted is None else len(wanted) + 1)]

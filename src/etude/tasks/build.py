@@ -10,22 +10,38 @@ import dataclasses
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from etude.environments.base import Image, Limits, Sandbox
 from etude.environments.namespace import open_sandbox
+from etude.environments.scripts import is_script, is_test_file
 from etude.errors import UserError
-from etude.tasks import bootstrap, card, coverage, dataset, discover, fetch, gates, licence, split, wide
-from etude.tasks.discover import Function
+from etude.tasks import (
+    bootstrap,
+    card,
+    coverage,
+    dataset,
+    discover,
+    fetch,
+    gates,
+    javascript,
+    licence,
+    node,
+    split,
+    wide,
+)
+from etude.tasks.discover import Function, Unit
 from etude.tasks.gates import Bench
+from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
 from etude.tasks.options import BuildOptions
 from etude.tasks.search import Progress, Target, search
 from etude.tasks.wide import Wide
 
 _TRACE_SECONDS = 600.0
+_SCRIPT_FILES = 3  # of JavaScript tests that decide one task
 
 
 def build(repo: Path, out: Path, options: BuildOptions, progress: Progress) -> dataset.Dataset:
@@ -35,11 +51,16 @@ def build(repo: Path, out: Path, options: BuildOptions, progress: Progress) -> d
     Python code, no tests that pass, or nothing to break; if a file does not parse; or if `out` is taken.
     """
     _check_paths(repo, out)
-    layout = discover.layout(repo)
-    sources = {path: discover.read_source(repo, path) for path in layout.sources}
-    functions = [f for path, text in sources.items() for f in discover.functions(path, text)]
-    if not any(discover.is_test_module(path) for path in layout.tests):
+    script = javascript.is_repository(repo)
+    layout = javascript.layout(repo) if script else discover.layout(repo)
+    if not any(discover.is_test_module(path) or is_test_file(path) for path in layout.tests):
         raise UserError(f"{repo} has no test modules (test_*.py), and doctests alone could be edited; add tests.")
+    if script:
+        sources = {path: (repo / path).read_text("utf-8", "replace") for path in layout.sources}
+        functions: list[Unit] = [f for path, text in sources.items() for f in javascript.functions(path, text)]
+    else:
+        sources = {path: discover.read_source(repo, path) for path in layout.sources}
+        functions = [f for path, text in sources.items() for f in discover.functions(path, text)]
     work = out.with_name(out.name + ".incomplete")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -70,26 +91,30 @@ class _Plan:
     progress: Progress
     layout: discover.Layout
     sources: Mapping[str, str]  # path -> text
-    functions: list[Function]
+    functions: Sequence[Unit]
 
     @property
-    def eligible(self) -> list[Function]:
+    def eligible(self) -> list[Unit]:
         return [f for f in self.functions if self.options.min_lines <= f.body_lines <= self.options.max_lines]
 
 
 async def _run(plan: _Plan) -> None:
     options, work = plan.options, plan.work
     plan.progress("installing dependencies", 0, 1)
-    recipe = None
-    if options.bootstrap == "declared":
+    recipe, callers = None, None
+    scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
+    if scripts:
+        recipe, callers = await node.prepare(plan.repo, plan.layout, work, scripts)
+        requirements = list(recipe.requirements)
+    elif options.bootstrap == "declared":
         requirements = fetch.install_dependencies(plan.repo, work / "site")
     else:
         recipe = await bootstrap.find(plan.repo, plan.layout, work, options.bootstrap)
         requirements = list(recipe.requirements)
     licence_name, licence_source = licence.find_licence(plan.repo)
     async with open_sandbox(workers=options.workers, memo=0) as sandbox:
-        callers = await _trace(plan, sandbox)
-        policy = _lay_out(plan, callers)
+        callers = await _trace(plan, sandbox) if callers is None else callers
+        policy, shown = _lay_out(plan, callers)
         bench = Bench(
             sandbox=sandbox,
             name=licence.find_name(plan.repo),
@@ -100,7 +125,7 @@ async def _run(plan: _Plan) -> None:
             licence=licence_name,
             options=options,
         )
-        targets, stable, unstable = await _targets(plan, bench, callers, policy)
+        targets, stable, unstable = await _targets(plan, bench, callers, policy, shown)
         files = [p.relative_to(bench.repository).as_posix() for p in bench.repository.rglob("*") if p.is_file()]
         found = await search(bench, targets, LeakIndex(bench.repository, sorted(files)), plan.progress)
     shutil.rmtree(work / "whole")  # not before: the folders of a sandbox stay as they are while it is open
@@ -153,8 +178,8 @@ async def _trace(plan: _Plan, sandbox: Sandbox) -> dict[str, set[str]]:
         await box.close()
 
 
-def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> str:
-    """Write repository/ and hidden/, and return which tests are visible: "doctests" or "half"."""
+def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> tuple[str, set[str]]:
+    """Write repository/ and hidden/; ("doctests" or "half", the test functions that are visible)."""
     policy = plan.options.visible
     if policy == "auto":
         covered = [f for f in plan.eligible if f.id in callers]
@@ -162,25 +187,41 @@ def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> str:
     tests = set(plan.layout.tests)
     discover.copy(plan.repo, plan.work / "repository", [f for f in plan.layout.files if f not in tests])
     discover.copy(plan.repo, plan.work / "hidden", plan.layout.tests)
+    shown: set[str] = set()
     if policy == "half":
         everything = {split.base(test) for names in callers.values() for test in names}
-        hidden = everything - split.visible_half(callers, plan.options.seed)
+        shown = split.visible_half(callers, plan.options.seed) | _uncuttable(plan, everything)
+        hidden = everything - shown
         discover.copy(plan.repo, plan.work / "repository", plan.layout.tests)
         for path in sorted({test.split("::")[0] for test in hidden}):
             target = plan.work / "repository" / path
             text = target.read_text(encoding="utf-8")
             target.write_text(split.without_tests(path, text, hidden), encoding="utf-8")
-    return policy
+    if any(isinstance(f, JsFunction) for f in plan.functions):
+        (plan.work / "repository" / node.LINK[0]).symlink_to(node.LINK[1])
+    return policy, shown
+
+
+def _uncuttable(plan: _Plan, tests: Iterable[str]) -> set[str]:
+    """Tests of JavaScript whose names are computed: nothing can be taken out for them, so they are visible."""
+    found: set[str] = set()
+    by_file: dict[str, set[str]] = {}
+    for test in tests:
+        by_file.setdefault(test.split("::")[0], set()).add(test)
+    for path, names in by_file.items():
+        if is_script(path):
+            known = {f"{path}::{name}" for name in javascript.titles((plan.repo / path).read_text("utf-8", "replace"))}
+            found |= names - known
+    return found
 
 
 async def _targets(
-    plan: _Plan, bench: Bench, callers: Mapping[str, set[str]], policy: str
+    plan: _Plan, bench: Bench, callers: Mapping[str, set[str]], policy: str, shown: set[str]
 ) -> tuple[list[Target], set[str], set[str]]:
     """(functions to break with their tests, stable hidden tests, tests left out)."""
     plan.progress("looking for flaky tests", 0, 1)
     options = plan.options
     eligible = _drawn([f for f in plan.eligible if f.id in callers], options)
-    shown = split.visible_half(callers, options.seed) if policy == "half" else set()
     # A test that calls few functions says more about each of them than one that calls many.
     breadth = Counter(test for names in callers.values() for test in names)
     ranked = {f.id: sorted(callers[f.id], key=lambda test: (breadth[test], test)) for f in eligible}
@@ -189,7 +230,10 @@ async def _targets(
     visible = {f.id: [t for t in ranked[f.id] if split.base(t) in shown][: options.test_cap] for f in eligible}
     if policy == "doctests":
         visible = {f.id: [f"{f.path}::doctest:{f.qualname}"] if f.doctest else [] for f in eligible}
-    wides = wide.find(plan.repo, plan.sources, plan.functions, callers, options)
+    if any(isinstance(f, JsFunction) for f in eligible):  # each file is a process or two
+        hidden = {f: _of_files(tests, _SCRIPT_FILES) for f, tests in hidden.items()}
+    python = [f for f in plan.functions if isinstance(f, Function)]
+    wides = wide.find(plan.repo, plan.sources, python, callers, options) if python else []
     wanted = {test for table in (hidden, visible) for tests in table.values() for test in tests}
     deciding = {id(w): _deciding(w, shown, callers, cap) for w in wides}
     wanted = sorted(wanted.union(*(tests for pair in deciding.values() for tests in pair)))
@@ -220,7 +264,12 @@ async def _targets(
     return targets, stable & known, unstable
 
 
-def _drawn(functions: list[discover.Function], options: BuildOptions) -> list[discover.Function]:
+def _of_files(tests: list[str], count: int) -> list[str]:
+    files = list(dict.fromkeys(test.split("::")[0] for test in tests))[:count]
+    return [test for test in tests if test.split("::")[0] in files]
+
+
+def _drawn(functions: list[Unit], options: BuildOptions) -> list[Unit]:
     if options.max_functions is None or len(functions) <= options.max_functions:
         return functions
     return random.Random(options.seed).sample(functions, options.max_functions)

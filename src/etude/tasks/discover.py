@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -27,7 +28,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
+class Unit(ABC):
     """Something that can be broken. Lines are 1-based and inclusive; decorators belong to it."""
 
     path: str
@@ -42,12 +43,21 @@ class Unit:
     def id(self) -> str:
         return f"{self.path}::{self.qualname}"
 
+    @property
+    @abstractmethod
+    def shared(self) -> str:
+        """Equal for units whose statements are equal."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Function(Unit):
     """A function or method, or a class."""
 
     node: FunctionNode | ast.ClassDef
+
+    @property
+    def shared(self) -> str:
+        return "\n".join(ast.dump(statement) for statement in self.body)
 
     @property
     def body(self) -> list[ast.stmt]:
@@ -150,9 +160,9 @@ def classes(path: str, text: str) -> list[Function]:
     ]
 
 
-def shared_bodies(function: Function) -> str:
+def shared_bodies(function: Unit) -> str:
     """Equal for functions whose bodies are equal: they must not be split between training and evaluation."""
-    return "\n".join(ast.dump(statement) for statement in function.body)
+    return function.shared
 
 
 def _function(path: str, text: str, node: FunctionNode | ast.ClassDef, qualname: str) -> Function:

@@ -18,6 +18,7 @@ import blake3
 
 from etude.environments.base import Image, Limits, Sandbox, TestReport
 from etude.environments.grading import grade
+from etude.environments.scripts import is_script
 from etude.records import Focus, Outcome, Task
 from etude.tasks.discover import Unit
 from etude.tasks.mutate import Broken
@@ -199,6 +200,7 @@ async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], worker
 
 async def stable_tests(bench: Bench, tests: Sequence[str], batch: int = 200) -> tuple[set[str], set[str]]:
     """(stable, dropped) of `tests` on the unbroken tree: those that pass each time, and the rest."""
+    batch = 20 if any(map(is_script, tests)) else batch  # of JavaScript, each file is a process
     batches = [tests[i : i + batch] for i in range(0, len(tests), batch)] * bench.options.repeats
     limits = Limits(seconds=max(60.0, bench.options.hang_seconds))
 

@@ -26,13 +26,13 @@ _FAMILIES: tuple[dict[type[ast.AST], str], ...] = (
     {ast.And: "and", ast.Or: "or"},
 )
 _TEXT = {operator: text for family in _FAMILIES for operator, text in family.items()}
-_FLIP = {
+FLIP = {
     "<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in",
     "not in": "in", "+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "//", "**": "*", "&": "|", "|": "&",
     "<<": ">>", ">>": "<<", "and": "or", "or": "and",
 }  # fmt: skip
 _PEERS = {
-    text: tuple(t for t in family.values() if t not in (text, _FLIP.get(text)))
+    text: tuple(t for t in family.values() if t not in (text, FLIP.get(text)))
     for family in _FAMILIES
     for text in family.values()
 }
@@ -370,8 +370,8 @@ def _op_change(place: Place) -> Iterator[tuple[Edit, ...]]:
 
 def _op_flip(place: Place) -> Iterator[tuple[Edit, ...]]:
     for spans, text in _operators(place):
-        if spans and text in _FLIP:
-            yield tuple(Edit(*span, _FLIP[text].encode()) for span in spans)
+        if spans and text in FLIP:
+            yield tuple(Edit(*span, FLIP[text].encode()) for span in spans)
 
 
 def _op_swap(place: Place) -> Iterator[tuple[Edit, ...]]:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from etude.records import Task
-from etude.tasks import gates, mutate
+from etude.tasks import gates, javascript, mutate
 from etude.tasks.discover import Function, Unit
 from etude.tasks.gates import Bench, Candidate, Probe, Rejected
+from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
 from etude.tasks.mutate import Broken
 from etude.tasks.options import BuildOptions
@@ -132,6 +133,8 @@ def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected:
 def _broken(target: Target, options: BuildOptions) -> list[Broken]:
     """The broken versions of one function, its removal at a seeded place among them."""
     function = target.function
+    if isinstance(function, JsFunction):
+        return javascript.broken(target.source, function, options)
     assert isinstance(function, Function)
     found: list[Broken] = []
     allowed = set(options.operators or mutate.OPERATORS)

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import blake3
 
-from etude.tasks.discover import Function, FunctionNode, shared_bodies
+from etude.environments.scripts import is_script
+from etude.tasks import javascript
+from etude.tasks.discover import FunctionNode, Unit, shared_bodies
 
 
-def heldout_functions(functions: Sequence[Function], fraction: float, seed: int) -> set[str]:
+def heldout_functions(functions: Sequence[Unit], fraction: float, seed: int) -> set[str]:
     """Ids of about `fraction` of the functions. Functions with equal bodies stay together."""
     groups: dict[str, list[str]] = defaultdict(list)
     for function in functions:
@@ -42,13 +44,19 @@ def visible_half(callers: Mapping[str, Iterable[str]], seed: int) -> set[str]:
 
 
 def base(test: str) -> str:
-    """The node id of a test function, without its parameters."""
+    """The node id of a test function, without its parameters; JavaScript's names have none."""
+    if is_script(test):
+        return test
     file, separator, name = test.partition("::")
     return file + separator + name.partition("[")[0]
 
 
 def without_tests(path: str, text: str, hidden: set[str]) -> str:
     """A test module with the `hidden` test functions (node ids) taken out; all other lines stay as they are."""
+    if is_script(path):
+        return javascript.without_tests(
+            text, {test.partition("::")[2] for test in hidden if test.startswith(f"{path}::")}
+        )
     lines: list[str | None] = list(text.split("\n"))
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
