@@ -27,13 +27,15 @@ from etude.tasks import (
     fetch,
     gates,
     javascript,
+    leaks,
     licence,
     node,
     split,
+    synthesis,
     wide,
 )
 from etude.tasks.discover import Function, Unit
-from etude.tasks.gates import Bench
+from etude.tasks.gates import Bench, Rejected
 from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
 from etude.tasks.options import BuildOptions
@@ -44,8 +46,12 @@ _TRACE_SECONDS = 600.0
 _SCRIPT_FILES = 3  # of JavaScript tests that decide one task
 
 
-def build(repo: Path, out: Path, options: BuildOptions, progress: Progress) -> dataset.Dataset:
+def build(
+    repo: Path, out: Path, options: BuildOptions, progress: Progress, writer: synthesis.Writer | None = None
+) -> dataset.Dataset:
     """Make a dataset of gated tasks from the repository at `repo` in the folder `out`.
+
+    `writer` writes tests for functions that no test calls (`synthesis.py`).
 
     Everything is written to `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no
     Python code, no tests that pass, or nothing to break; if a file does not parse; or if `out` is taken.
@@ -65,7 +71,7 @@ def build(repo: Path, out: Path, options: BuildOptions, progress: Progress) -> d
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        asyncio.run(_run(_Plan(repo, work, options, progress, layout, sources, functions)))
+        asyncio.run(_run(_Plan(repo, work, options, progress, layout, sources, functions, writer)))
         if out.exists():
             out.rmdir()
         work.rename(out)
@@ -92,6 +98,7 @@ class _Plan:
     layout: discover.Layout
     sources: Mapping[str, str]  # path -> text
     functions: Sequence[Unit]
+    writer: synthesis.Writer | None = None
 
     @property
     def eligible(self) -> list[Unit]:
@@ -115,6 +122,8 @@ async def _run(plan: _Plan) -> None:
     async with open_sandbox(workers=options.workers, memo=0) as sandbox:
         callers = await _trace(plan, sandbox) if callers is None else callers
         policy, shown = _lay_out(plan, callers)
+        if plan.writer is not None:
+            callers = await _write_tests(plan, sandbox, callers, plan.writer)
         bench = Bench(
             sandbox=sandbox,
             name=licence.find_name(plan.repo),
@@ -128,8 +137,13 @@ async def _run(plan: _Plan) -> None:
         targets, stable, unstable = await _targets(plan, bench, callers, policy, shown)
         files = [p.relative_to(bench.repository).as_posix() for p in bench.repository.rglob("*") if p.is_file()]
         found = await search(bench, targets, LeakIndex(bench.repository, sorted(files)), plan.progress)
+    copied = leaks.stored({"repository": bench.repository, "site": bench.site}, found.tasks)
+    if copied:
+        found.rejected[Rejected.LEAK.value] += len(copied)
+    tasks = [task for task in found.tasks if task.id not in copied]
+    shutil.rmtree(work / "written", ignore_errors=True)
     shutil.rmtree(work / "whole")  # not before: the folders of a sandbox stay as they are while it is open
-    if not found.tasks:
+    if not tasks:
         reasons = ", ".join(f"{reason}: {n}" for reason, n in found.rejected.most_common(3))
         raise UserError(f"no broken program of {plan.repo} passed the gates ({reasons}); add tests.")
     manifest = dataset.Manifest(
@@ -160,7 +174,7 @@ async def _run(plan: _Plan) -> None:
         requirements=requirements,
         recipe=recipe,
     )
-    result = dataset.save(work, manifest, found.tasks)
+    result = dataset.save(work, manifest, tasks)
     (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
 
 
@@ -176,6 +190,20 @@ async def _trace(plan: _Plan, sandbox: Sandbox) -> dict[str, set[str]]:
         return await coverage.trace(box, plan.layout.source_roots, modules, _TRACE_SECONDS)
     finally:
         await box.close()
+
+
+async def _write_tests(
+    plan: _Plan, sandbox: Sandbox, callers: Mapping[str, set[str]], writer: synthesis.Writer
+) -> dict[str, set[str]]:
+    """`callers`, and the tests written for functions that have none; their files join the hidden ones."""
+    plan.progress("writing tests", 0, 1)
+    image = Image(repository=plan.work / "repository", site=plan.work / "site", changes={})
+    missing = [f for f in plan.eligible if f.id not in callers and isinstance(f, Function)]
+    folder = plan.work / "written"
+    kept = await synthesis.write(sandbox, image, missing, plan.sources, writer, folder, plan.options.seed)
+    files = {test.split("::")[0] for tests in kept.values() for test in tests}
+    discover.copy(folder, plan.work / "hidden", sorted(files))
+    return {**callers, **kept}
 
 
 def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> tuple[str, set[str]]:

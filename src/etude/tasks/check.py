@@ -10,7 +10,7 @@ from pathlib import Path
 from etude.environments.grading import grade
 from etude.environments.namespace import open_sandbox
 from etude.records import Outcome, Task
-from etude.tasks import dataset, discover, node, split
+from etude.tasks import dataset, discover, leaks, node, split
 from etude.tasks.dataset import Dataset
 from etude.tasks.gates import in_order
 from etude.tasks.search import Progress
@@ -55,6 +55,8 @@ def _problems(data: Dataset) -> list[str]:
     )
     problems += [f"repository/{path} may hold the answer" for path in extra if path not in clean]
     problems += _shown_tests(data)
+    copied = leaks.stored({"repository": data.repository, "site": data.site}, data.tasks)
+    problems += [f"{place} holds the answer of {task}" for task, place in sorted(copied.items())]
     both = {t.function for t in data.split("train")} & {t.function for t in data.split("heldout")}
     problems += [f"{function} is both trained on and held out" for function in sorted(both)]
     texts = {frozenset(task.changes.items()) for task in data.tasks}
