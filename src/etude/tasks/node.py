@@ -80,6 +80,8 @@ def _install(wanted: Mapping[str, str], site: Path) -> None:
     (site / "node_modules").mkdir(parents=True)
     plain = {name: version for name, version in wanted.items() if not re.search(r"[:/]", version)}
     (site / "package.json").write_text(json.dumps({"private": True, "dependencies": plain}))
+    if not plain:
+        return
     fetch.npm(["install", "--ignore-scripts", "--omit=optional", "--legacy-peer-deps"], site, NPM_SECONDS)
     shutil.rmtree(site / "node_modules/.bin", ignore_errors=True)  # links; nothing in a box calls them
 

@@ -51,7 +51,8 @@ def usable(lines: list[str]) -> list[str]:
     """Plain requirements of the package index, tools left out; addresses and options of pip are not."""
     found = []
     for line in lines:
-        line = line.split(" #")[0].strip().strip("\"'")
+        line = line.split(" #")[0].strip()
+        line = line.strip(line[0]) if line.startswith(("'", '"')) else line
         name = _NAME.match(line)
         if name and _LINE.fullmatch(line) and name.group().lower().replace("_", "-") not in _TOOLS:
             found.append(line)
@@ -98,7 +99,7 @@ def _installed_by_ci(repository: Path) -> list[str]:
     """Arguments of every `pip install` in CI files, the Makefile and the README."""
     found: list[str] = []
     for path in sorted(path for pattern in _TALK for path in repository.glob(pattern) if path.is_file()):
-        for arguments in re.findall(r"\bpip3? install ([^\n&|;`<>]+)", path.read_text("utf-8", "replace")):
+        for arguments in re.findall(r"\bpip3? install ([^\n&|;`]+)", path.read_text("utf-8", "replace")):
             try:
                 words = iter(shlex.split(arguments))
             except ValueError:
