@@ -52,9 +52,9 @@ RELEASES = (
         npm=True,
     ),
     Release(
-        "qs",
-        "6.17.1",
-        "sha512-jd3COkaKVgGUW+ZHyEHCG9bH7RoaaiWuMgzsIBjUMVjLAaWGWpoUAVwljVvBHxRu/2qEHnadLGZrkutYUBPQJA==",
+        "secure-json-parse",
+        "4.1.1",
+        "sha512-lnd81MQEZKjhW/Gd2TQqdd4XP6QYNdDW/EP+I7nTrFHP9y2LmaGPIHk9xsnzcOiEr1c39c/e84xFgGviQKBTRw==",
         npm=True,
     ),
     Release(

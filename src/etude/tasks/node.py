@@ -43,7 +43,12 @@ async def prepare(
     reason = "it has no test files"
     for number, wanted in enumerate(_proposals(repository, layout)):
         site = work / f"site-{number}"
-        _install(wanted, site)
+        try:
+            _install(wanted, site)
+        except UserError as e:
+            reason = str(e).rstrip(".")
+            shutil.rmtree(site)
+            continue
         async with open_sandbox(workers=1, memo=0) as sandbox:
             passed, ran, callers = await _trace(sandbox, Image(whole, site, {}), modules, functions)
         if ran and passed >= SHARE * ran:
