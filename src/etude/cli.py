@@ -110,13 +110,18 @@ def _parser() -> argparse.ArgumentParser:
 def _tasks_arguments(tasks: argparse.ArgumentParser) -> None:
     actions = tasks.add_subparsers(dest="action", required=True, metavar="ACTION")
     build = actions.add_parser("build", help="make gated tasks from a repository", allow_abbrev=False)
-    build.add_argument("repository", type=Path, help="folder of a Python repository with tests that run under pytest")
+    build.add_argument("repository", type=Path, help="folder of a Python or JavaScript repository with tests")
     build.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     build.add_argument("--seed", type=int, default=1)
     build.add_argument("--max-tasks", type=int, default=600)
     build.add_argument("--min-lines", type=int, default=3, help="shortest function that is broken")
     build.add_argument("--max-lines", type=int, default=30, help="longest function that is broken")
-    build.add_argument("--kinds", nargs="+", choices=("mutation", "removal"), default=["mutation", "removal"])
+    kinds = ("mutation", "removal", "combined", "class", "feature", "commit")
+    build.add_argument("--kinds", nargs="+", choices=kinds, default=["mutation", "removal"])
+    build.add_argument("--bootstrap", default="declared", metavar="HOW",
+                       help="dependencies: declared, rules, or the URL of a model that proposes them")  # fmt: skip
+    build.add_argument("--write-tests", metavar="COMMAND", help="writes tests for functions that have none")
+    build.add_argument("--max-functions", type=int, help="functions to try; default: all of them")
     build.add_argument("--heldout-fraction", type=float, default=0.25, help="share of functions kept for evaluation")
     check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
     check.add_argument("dataset", type=Path)
@@ -242,6 +247,9 @@ def _tasks(arguments: argparse.Namespace, _: list[str]) -> int:
         max_tasks=arguments.max_tasks,
         min_lines=arguments.min_lines,
         max_lines=arguments.max_lines,
+        write_tests=arguments.write_tests,
+        max_functions=arguments.max_functions,
+        bootstrap=arguments.bootstrap,
         kinds=tuple(arguments.kinds),
         heldout_fraction=arguments.heldout_fraction,
     )

@@ -72,7 +72,7 @@ class Task(Record, frozen=True, kw_only=True):
 
     id: str
     repository: str  # name and version, e.g. "pydash-8.1.0"
-    kind: str  # "mutation" | "removal"
+    kind: str  # "mutation" | "removal" | "combined" | "class" | "feature" | "commit"
     operator: str  # e.g. "op_change"
     function: str  # "src/pydash/arrays.py::chunk"; train and held-out tasks never share one
     split: str  # "train" | "heldout"

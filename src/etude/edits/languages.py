@@ -70,6 +70,13 @@ def same_syntax(one: str, other: str, language: str) -> bool:
     return meaning is not None and meaning == _meaning(other, language)
 
 
+def tree(text: str, language: str) -> Any:
+    """The tree of a text that parses (tree-sitter's); None for one that does not, or without a parser."""
+    parser = _parser(language)
+    found = None if parser is None else parser.parse(text.encode("utf-8", "surrogatepass"))
+    return None if found is None or found.root_node.has_error else found
+
+
 def _meaning(text: str, language: str) -> object:
     """What two texts must share to have one syntax; None for a text that does not parse."""
     if language == "python":

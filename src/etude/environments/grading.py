@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from etude.environments.base import BoxError, Image, Limits, Sandbox, TestReport
 from etude.environments.box import MAX_FILE, checked
+from etude.environments.scripts import is_test_file
 from etude.records import Outcome, Task
 
 LIMITS = Limits()
@@ -16,6 +17,7 @@ MAX_CHANGES = 1000
 _NAMES = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "noxfile.py"}
     | {"sitecustomize.py", "usercustomize.py", "pytest.py", "Makefile"}
+    | {"package.json", "package-lock.json", ".npmrc", ".mocharc.js", ".mocharc.cjs", ".mocharc.json"}
 )
 _FOLDERS = frozenset({"tests", "test", ".git", ".github", ".venv", "venv", "__pycache__", "node_modules"})
 _SUFFIXES = (".pth", ".pyc", ".so", ".ini", ".cfg", ".lock")
@@ -109,5 +111,7 @@ def acceptable(path: str, source_roots: Sequence[str]) -> bool:
     inner = pure.relative_to(outer).parts if outer else pure.parts
     name = pure.name
     if name in _NAMES or name.endswith(_SUFFIXES) or name.startswith("test_") or name.endswith("_test.py"):
+        return False
+    if is_test_file(inner[-1]):
         return False
     return below and not _FOLDERS.intersection(inner[:-1])

@@ -24,7 +24,7 @@ def rewrite(source: Path, base: str, target: Path, files: Mapping[str, bytes], w
     `source` is the original repository, `base` a commit of it, `depth` the number of ancestors kept (the first-parent
     line). A message that holds the answer becomes "Update". Raises UserError if `base` is no commit.
     """
-    listed = _git(source, "rev-list", "--first-parent", "--reverse", f"--max-count={depth}", base, "--")
+    listed = git(source, "rev-list", "--first-parent", "--reverse", f"--max-count={depth}", base, "--")
     if listed is None:
         raise UserError(f"{base!r} is no commit of {source}; name one that `git log` shows.")
     commits = listed.decode().split()
@@ -39,12 +39,12 @@ def rewrite(source: Path, base: str, target: Path, files: Mapping[str, bytes], w
     for setting in (("core.bare", "false"), ("core.logAllRefUpdates", "true")):
         subprocess.run(["git", "--git-dir", str(target), "config", *setting], check=True, timeout=SECONDS)
     (target / "HEAD").write_text("ref: refs/heads/main\n")
-    head = _git(target, "rev-parse", "refs/heads/main")
+    head = git(target, "rev-parse", "refs/heads/main")
     assert head is not None
     return head.decode().strip()
 
 
-def _git(repository: Path, *arguments: str) -> bytes | None:
+def git(repository: Path, *arguments: str) -> bytes | None:
     """Output of a plumbing command; None if it fails."""
     command = ["git", *_QUIET, "-C", str(repository), *arguments]
     done = subprocess.run(command, capture_output=True, timeout=SECONDS)
@@ -53,7 +53,7 @@ def _git(repository: Path, *arguments: str) -> bytes | None:
 
 def _tree(source: Path, commit: str, files: Mapping[str, bytes], wanted: Answer) -> dict[str, bytes]:
     """What an ancestor may show: files that the box has, in versions without the answer."""
-    listing = _git(source, "ls-tree", "-r", "-z", commit)
+    listing = git(source, "ls-tree", "-r", "-z", commit)
     assert listing is not None
     tree = {}
     for entry in filter(None, listing.split(b"\0")):
@@ -61,7 +61,7 @@ def _tree(source: Path, commit: str, files: Mapping[str, bytes], wanted: Answer)
         mode, _, blob = head.decode().split()
         path = name.decode("utf-8", "surrogateescape")
         if mode.startswith("100") and path in files:
-            content = _git(source, "cat-file", "blob", blob)
+            content = git(source, "cat-file", "blob", blob)
             assert content is not None
             tree[path] = files[path] if wanted.in_data(content) else content
     return tree
@@ -69,7 +69,7 @@ def _tree(source: Path, commit: str, files: Mapping[str, bytes], wanted: Answer)
 
 def _commit(source: Path, commit: str, tree: Mapping[str, bytes], wanted: Answer, mark: int) -> bytes:
     """One commit for `git fast-import`."""
-    raw = _git(source, "cat-file", "commit", commit)
+    raw = git(source, "cat-file", "commit", commit)
     assert raw is not None
     head, _, message = raw.partition(b"\n\n")
     people = [line for line in head.split(b"\n") if line.startswith((b"author ", b"committer "))]

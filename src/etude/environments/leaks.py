@@ -33,7 +33,7 @@ class Answer:
     constants: frozenset[bytes]
 
     def in_text(self, text: str) -> bool:
-        return bool(self.shingles) and len(self.shingles & _shingles(text)) >= SHARE * len(self.shingles)
+        return bool(self.shingles) and len(self.shingles & shingles(text)) >= SHARE * len(self.shingles)
 
     def in_data(self, data: bytes) -> bool:
         """In source text of any encoding near UTF-8, or in anything that keeps text constants, such as bytecode."""
@@ -45,10 +45,10 @@ class Answer:
 def answer(solution: str, given: str) -> Answer:
     """What `solution` holds and `given`, the broken text that the agent sees, does not."""
     constants = _constants(solution) - _constants(given)
-    return Answer(_shingles(solution) - _shingles(given), frozenset(constants))
+    return Answer(shingles(solution) - shingles(given), frozenset(constants))
 
 
-def _shingles(text: str) -> frozenset[tuple[str, ...]]:
+def shingles(text: str) -> frozenset[tuple[str, ...]]:
     tokens = _TOKEN.findall(text)
     return frozenset(tuple(tokens[i : i + SHINGLE]) for i in range(len(tokens) - SHINGLE + 1))
 
@@ -60,18 +60,22 @@ def _constants(text: str) -> set[bytes]:
 
 def scan(root: Path, wanted: Answer) -> Iterator[str]:
     """Places below `root` that hold the answer: `path`, `archive!member`, or `repository: object ID`."""
+    yield from (place for place, data in contents(root) if wanted.in_data(data))
+
+
+def contents(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Everything below `root` that could hold an answer, by its place: files, members of archives, git objects."""
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
         if path.is_symlink():
             continue
         if path.is_dir():
             if (path / "objects").is_dir() and (path / "HEAD").is_file():
-                yield from (f"{name}: object {found}" for found in git_objects(path, wanted))
+                yield from ((f"{name}: object {found}", data) for found, data in git_objects(path))
         elif path.is_file() and path.stat().st_size <= MAX_FILE:
             data = path.read_bytes()
-            if wanted.in_data(data):
-                yield name
-            yield from (f"{name}!{member}" for member, content in _members(data) if wanted.in_data(content))
+            yield name, data
+            yield from ((f"{name}!{member}", content) for member, content in _members(data))
 
 
 def _members(data: bytes) -> Iterable[tuple[str, bytes]]:
@@ -100,13 +104,12 @@ def _members(data: bytes) -> Iterable[tuple[str, bytes]]:
     return []
 
 
-def git_objects(repository: Path, wanted: Answer) -> Iterator[str]:
-    """Objects with the answer, reachable or not. Runs git with plumbing that starts no program of the repository."""
+def git_objects(repository: Path) -> Iterator[tuple[str, bytes]]:
+    """(id, content) of every object, reachable or not; git's plumbing starts no program of the repository."""
     command = ["git", "--git-dir", str(repository), "cat-file", "--batch-all-objects", "--batch", "--buffer"]
     done = subprocess.run(command, capture_output=True, check=True, timeout=GIT_SECONDS)
     stream = io.BytesIO(done.stdout)
     while head := stream.readline():
         name, _, size = head.decode().split()
         content = stream.read(int(size) + 1)[:-1]
-        if wanted.in_data(content):
-            yield name
+        yield name, content

@@ -24,7 +24,7 @@ from typing import Any
 
 import blake3
 
-from etude.environments import cgroups, judge, persona
+from etude.environments import cgroups, judge, persona, scripts
 from etude.environments.base import (
     DOOR_PORT,
     TOOLS,
@@ -113,6 +113,7 @@ class NamespaceSandbox:
         self._live = 0  # boxes that were started
         self._sheets: dict[ImageKey, tuple[Sheet, asyncio.Lock]] = {}
         self._guards: dict[ImageKey, judge.Guard | None] = {}
+        self.twins: dict[tuple[ImageKey, str], asyncio.Task[scripts.Twin | None]] = {}
 
     @property
     def alive(self) -> bool:
@@ -185,6 +186,9 @@ class NamespaceSandbox:
     ) -> TestReport:
         key = (image.repository, image.site, hidden)
         tests = tuple(dict.fromkeys(tests))
+        if any(map(scripts.is_script, tests)):
+            async with self._slots:
+                return await scripts.run(self, image, layers, tests, hidden, limits)
         apart: list[str] = []
         if hidden is not None and self._questions:
             sheet = await self._sheet(key, hidden, tests)
@@ -289,8 +293,10 @@ class NamespaceSandbox:
         await template.connection.started()
         return template
 
-    async def shell(self, image: Image, layers: Mapping[str, bytes | None], limits: Limits) -> Shell:
-        """A live box on `image` with `layers` over it."""
+    async def shell(
+        self, image: Image, layers: Mapping[str, bytes | None], limits: Limits, plain: bool = False
+    ) -> Shell:
+        """A live box on `image` with `layers` over it; a `plain` one is nobody's machine, and has no way out."""
         hello: dict[str, Any] = {
             "live": True,
             "repository": _folder(image.repository),
@@ -303,6 +309,7 @@ class NamespaceSandbox:
             hello["mounts"] |= {inside: _folder(image.door.parent)}
             door = f"{inside}/{image.door.name}", DOOR_PORT
         self._live += 1
+        network = None if plain else self._network
         async with AsyncExitStack() as ends:
             descriptors: Sequence[int] = ()
             if self.groups is not None:
@@ -310,16 +317,16 @@ class NamespaceSandbox:
                 descriptors = group.descriptors
                 ends.push_async_callback(self.groups.remove, group)
             gate = None
-            if self._network is not None:
-                gate = Gate(self._network, self._live)
+            if network is not None:
+                gate = Gate(network, self._live)
                 ends.push_async_callback(gate.close)
             connection = self._handler(hello, descriptors)
             shell = Shell(connection, gate, ends.pop_all())
         self._shells.add(shell)
         try:
             await connection.started()
-            who = None if self._personas is None else persona.draw(_digest(image.changes), self._personas)
-            proxies = {} if self._network is None else self._network.environment
+            who = None if self._personas is None or plain else persona.draw(_digest(image.changes), self._personas)
+            proxies = {} if network is None else network.environment
             await shell.start(limits_of(limits), layers, self._prefix, who, proxies, door)
         except BaseException:
             await shell.close()

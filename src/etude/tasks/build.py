@@ -7,42 +7,71 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from etude.environments.base import Image, Limits, Sandbox
 from etude.environments.namespace import open_sandbox
+from etude.environments.scripts import is_script, is_test_file
 from etude.errors import UserError
-from etude.tasks import card, coverage, dataset, discover, fetch, gates, licence, split
-from etude.tasks.discover import Function
-from etude.tasks.gates import Bench
+from etude.tasks import (
+    bootstrap,
+    card,
+    coverage,
+    dataset,
+    discover,
+    fetch,
+    gates,
+    javascript,
+    leaks,
+    licence,
+    node,
+    split,
+    synthesis,
+    wide,
+)
+from etude.tasks.discover import Function, Unit
+from etude.tasks.gates import Bench, Rejected
+from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
 from etude.tasks.options import BuildOptions
 from etude.tasks.search import Progress, Target, search
+from etude.tasks.wide import Wide
 
 _TRACE_SECONDS = 600.0
+_SCRIPT_FILES = 3  # of JavaScript tests that decide one task
 
 
-def build(repo: Path, out: Path, options: BuildOptions, progress: Progress) -> dataset.Dataset:
+def build(
+    repo: Path, out: Path, options: BuildOptions, progress: Progress, writer: synthesis.Writer | None = None
+) -> dataset.Dataset:
     """Make a dataset of gated tasks from the repository at `repo` in the folder `out`.
+
+    `writer` writes tests for functions that no test calls (`synthesis.py`).
 
     Everything is written to `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no
     Python code, no tests that pass, or nothing to break; if a file does not parse; or if `out` is taken.
     """
     _check_paths(repo, out)
-    layout = discover.layout(repo)
-    sources = {path: discover.read_source(repo, path) for path in layout.sources}
-    functions = [f for path, text in sources.items() for f in discover.functions(path, text)]
-    if not any(discover.is_test_module(path) for path in layout.tests):
+    script = javascript.is_repository(repo)
+    layout = javascript.layout(repo) if script else discover.layout(repo)
+    if not any(discover.is_test_module(path) or is_test_file(path) for path in layout.tests):
         raise UserError(f"{repo} has no test modules (test_*.py), and doctests alone could be edited; add tests.")
+    if script:
+        sources = {path: (repo / path).read_text("utf-8", "replace") for path in layout.sources}
+        functions: list[Unit] = [f for path, text in sources.items() for f in javascript.functions(path, text)]
+    else:
+        sources = {path: discover.read_source(repo, path) for path in layout.sources}
+        functions = [f for path, text in sources.items() for f in discover.functions(path, text)]
     work = out.with_name(out.name + ".incomplete")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        asyncio.run(_run(_Plan(repo, work, options, progress, layout, sources, functions)))
+        asyncio.run(_run(_Plan(repo, work, options, progress, layout, sources, functions, writer)))
         if out.exists():
             out.rmdir()
         work.rename(out)
@@ -68,21 +97,33 @@ class _Plan:
     progress: Progress
     layout: discover.Layout
     sources: Mapping[str, str]  # path -> text
-    functions: list[Function]
+    functions: Sequence[Unit]
+    writer: synthesis.Writer | None = None
 
     @property
-    def eligible(self) -> list[Function]:
+    def eligible(self) -> list[Unit]:
         return [f for f in self.functions if self.options.min_lines <= f.body_lines <= self.options.max_lines]
 
 
 async def _run(plan: _Plan) -> None:
     options, work = plan.options, plan.work
     plan.progress("installing dependencies", 0, 1)
-    requirements = fetch.install_dependencies(plan.repo, work / "site")
+    recipe, callers = None, None
+    scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
+    if scripts:
+        recipe, callers = await node.prepare(plan.repo, plan.layout, work, scripts)
+        requirements = list(recipe.requirements)
+    elif options.bootstrap == "declared":
+        requirements = fetch.install_dependencies(plan.repo, work / "site")
+    else:
+        recipe = await bootstrap.find(plan.repo, plan.layout, work, options.bootstrap)
+        requirements = list(recipe.requirements)
     licence_name, licence_source = licence.find_licence(plan.repo)
     async with open_sandbox(workers=options.workers, memo=0) as sandbox:
-        callers = await _trace(plan, sandbox)
-        policy = _lay_out(plan, callers)
+        callers = await _trace(plan, sandbox) if callers is None else callers
+        policy, shown = _lay_out(plan, callers)
+        if plan.writer is not None:
+            callers = await _write_tests(plan, sandbox, callers, plan.writer)
         bench = Bench(
             sandbox=sandbox,
             name=licence.find_name(plan.repo),
@@ -93,11 +134,16 @@ async def _run(plan: _Plan) -> None:
             licence=licence_name,
             options=options,
         )
-        targets, stable, unstable = await _targets(plan, bench, callers, policy)
+        targets, stable, unstable = await _targets(plan, bench, callers, policy, shown)
         files = [p.relative_to(bench.repository).as_posix() for p in bench.repository.rglob("*") if p.is_file()]
         found = await search(bench, targets, LeakIndex(bench.repository, sorted(files)), plan.progress)
+    copied = leaks.stored({"repository": bench.repository, "site": bench.site}, found.tasks)
+    if copied:
+        found.rejected[Rejected.LEAK.value] += len(copied)
+    tasks = [task for task in found.tasks if task.id not in copied]
+    shutil.rmtree(work / "written", ignore_errors=True)
     shutil.rmtree(work / "whole")  # not before: the folders of a sandbox stay as they are while it is open
-    if not found.tasks:
+    if not tasks:
         reasons = ", ".join(f"{reason}: {n}" for reason, n in found.rejected.most_common(3))
         raise UserError(f"no broken program of {plan.repo} passed the gates ({reasons}); add tests.")
     manifest = dataset.Manifest(
@@ -110,7 +156,11 @@ async def _run(plan: _Plan) -> None:
         source_roots=plan.layout.source_roots,
         visible=policy,
         options=dataclasses.asdict(options),
-        counts={"functions": len(targets), "candidates": found.tried},
+        counts={
+            "functions": len(targets),
+            "candidates": found.tried,
+            "fit": found.tried - sum(found.rejected.values()),
+        },
         digests={},
     )
     history = card.History(
@@ -122,8 +172,9 @@ async def _run(plan: _Plan) -> None:
         tests=len(stable),
         unstable=sorted(unstable),
         requirements=requirements,
+        recipe=recipe,
     )
-    result = dataset.save(work, manifest, found.tasks)
+    result = dataset.save(work, manifest, tasks)
     (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
 
 
@@ -131,7 +182,7 @@ async def _trace(plan: _Plan, sandbox: Sandbox) -> dict[str, set[str]]:
     """Function id -> tests that call it, from one run of the whole suite on the whole repository."""
     plan.progress("running the test suite", 0, 1)
     whole = plan.work / "whole"
-    _copy(plan.repo, whole, plan.layout.files)
+    discover.copy(plan.repo, whole, plan.layout.files)
     limits = Limits(seconds=_TRACE_SECONDS)
     box = await sandbox.create(Image(repository=whole, site=plan.work / "site", changes={}), limits)
     modules = [path for path in plan.layout.tests if discover.is_test_module(path)]
@@ -141,34 +192,64 @@ async def _trace(plan: _Plan, sandbox: Sandbox) -> dict[str, set[str]]:
         await box.close()
 
 
-def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> str:
-    """Write repository/ and hidden/, and return which tests are visible: "doctests" or "half"."""
+async def _write_tests(
+    plan: _Plan, sandbox: Sandbox, callers: Mapping[str, set[str]], writer: synthesis.Writer
+) -> dict[str, set[str]]:
+    """`callers`, and the tests written for functions that have none; their files join the hidden ones."""
+    plan.progress("writing tests", 0, 1)
+    image = Image(repository=plan.work / "repository", site=plan.work / "site", changes={})
+    missing = [f for f in plan.eligible if f.id not in callers and isinstance(f, Function)]
+    folder = plan.work / "written"
+    kept = await synthesis.write(sandbox, image, missing, plan.sources, writer, folder, plan.options.seed)
+    files = {test.split("::")[0] for tests in kept.values() for test in tests}
+    discover.copy(folder, plan.work / "hidden", sorted(files))
+    return {**callers, **kept}
+
+
+def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> tuple[str, set[str]]:
+    """Write repository/ and hidden/; ("doctests" or "half", the test functions that are visible)."""
     policy = plan.options.visible
     if policy == "auto":
         covered = [f for f in plan.eligible if f.id in callers]
         policy = "doctests" if 2 * sum(f.doctest for f in covered) >= len(covered) > 0 else "half"
     tests = set(plan.layout.tests)
-    _copy(plan.repo, plan.work / "repository", [f for f in plan.layout.files if f not in tests])
-    _copy(plan.repo, plan.work / "hidden", plan.layout.tests)
+    discover.copy(plan.repo, plan.work / "repository", [f for f in plan.layout.files if f not in tests])
+    discover.copy(plan.repo, plan.work / "hidden", plan.layout.tests)
+    shown: set[str] = set()
     if policy == "half":
         everything = {split.base(test) for names in callers.values() for test in names}
-        hidden = everything - split.visible_half(callers, plan.options.seed)
-        _copy(plan.repo, plan.work / "repository", plan.layout.tests)
+        shown = split.visible_half(callers, plan.options.seed) | _uncuttable(plan, everything)
+        hidden = everything - shown
+        discover.copy(plan.repo, plan.work / "repository", plan.layout.tests)
         for path in sorted({test.split("::")[0] for test in hidden}):
             target = plan.work / "repository" / path
             text = target.read_text(encoding="utf-8")
             target.write_text(split.without_tests(path, text, hidden), encoding="utf-8")
-    return policy
+    if any(isinstance(f, JsFunction) for f in plan.functions):
+        (plan.work / "repository" / node.LINK[0]).symlink_to(node.LINK[1])
+    return policy, shown
+
+
+def _uncuttable(plan: _Plan, tests: Iterable[str]) -> set[str]:
+    """Tests of JavaScript whose names are computed: nothing can be taken out for them, so they are visible."""
+    found: set[str] = set()
+    by_file: dict[str, set[str]] = {}
+    for test in tests:
+        by_file.setdefault(test.split("::")[0], set()).add(test)
+    for path, names in by_file.items():
+        if is_script(path):
+            known = {f"{path}::{name}" for name in javascript.titles((plan.repo / path).read_text("utf-8", "replace"))}
+            found |= names - known
+    return found
 
 
 async def _targets(
-    plan: _Plan, bench: Bench, callers: Mapping[str, set[str]], policy: str
+    plan: _Plan, bench: Bench, callers: Mapping[str, set[str]], policy: str, shown: set[str]
 ) -> tuple[list[Target], set[str], set[str]]:
     """(functions to break with their tests, stable hidden tests, tests left out)."""
     plan.progress("looking for flaky tests", 0, 1)
     options = plan.options
-    eligible = [f for f in plan.eligible if f.id in callers]
-    shown = split.visible_half(callers, options.seed) if policy == "half" else set()
+    eligible = _drawn([f for f in plan.eligible if f.id in callers], options)
     # A test that calls few functions says more about each of them than one that calls many.
     breadth = Counter(test for names in callers.values() for test in names)
     ranked = {f.id: sorted(callers[f.id], key=lambda test: (breadth[test], test)) for f in eligible}
@@ -177,7 +258,13 @@ async def _targets(
     visible = {f.id: [t for t in ranked[f.id] if split.base(t) in shown][: options.test_cap] for f in eligible}
     if policy == "doctests":
         visible = {f.id: [f"{f.path}::doctest:{f.qualname}"] if f.doctest else [] for f in eligible}
-    wanted = sorted({test for table in (hidden, visible) for tests in table.values() for test in tests})
+    if any(isinstance(f, JsFunction) for f in eligible):  # each file is a process or two
+        hidden = {f: _of_files(tests, _SCRIPT_FILES) for f, tests in hidden.items()}
+    python = [f for f in plan.functions if isinstance(f, Function)]
+    wides = wide.find(plan.repo, plan.sources, python, callers, options) if python else []
+    wanted = {test for table in (hidden, visible) for tests in table.values() for test in tests}
+    deciding = {id(w): _deciding(w, shown, callers, cap) for w in wides}
+    wanted = sorted(wanted.union(*(tests for pair in deciding.values() for tests in pair)))
     stable, unstable = await gates.stable_tests(bench, wanted)
     heldout = split.heldout_functions(eligible, options.heldout_fraction, options.seed)
     targets = [
@@ -190,19 +277,40 @@ async def _targets(
         )
         for f in eligible
     ]
+    if not {"mutation", "removal", "combined"} & set(options.kinds):
+        targets = []
+    for w in wides:
+        side = wide.side(w, heldout, options.seed, options.heldout_fraction)
+        unseen, seen = (_kept(tests, stable) for tests in deciding[id(w)])
+        if side is not None:
+            targets.append(Target(w.unit, plan.sources[w.unit.path], side, seen, unseen, w.programs))
     targets = [t for t in targets if t.hidden and (t.visible or not options.visible_failure)]
     if not targets:
         limits = f"{options.min_lines} to {options.max_lines}"
         raise UserError(f"no hidden test calls a function of {limits} lines in {plan.repo}; widen the limits.")
-    return targets, stable & {test for tests in hidden.values() for test in tests}, unstable
+    known = {test for tests in hidden.values() for test in tests}.union(*(first for first, _ in deciding.values()))
+    return targets, stable & known, unstable
+
+
+def _of_files(tests: list[str], count: int) -> list[str]:
+    files = list(dict.fromkeys(test.split("::")[0] for test in tests))[:count]
+    return [test for test in tests if test.split("::")[0] in files]
+
+
+def _drawn(functions: list[Unit], options: BuildOptions) -> list[Unit]:
+    if options.max_functions is None or len(functions) <= options.max_functions:
+        return functions
+    return random.Random(options.seed).sample(functions, options.max_functions)
+
+
+def _deciding(found: Wide, shown: set[str], callers: Mapping[str, set[str]], cap: int) -> tuple[list[str], list[str]]:
+    """(hidden, visible) tests of a wide change: of those that reach it and of the others, each at most `cap`."""
+    reach = {test for member in found.members for test in callers.get(member, ())}
+    own = [test for test in found.tests if test in reach]
+    rest = [test for test in found.tests if test not in reach]
+    hidden = [[t for t in tests if split.base(t) not in shown][:cap] for tests in (own, rest)]
+    return hidden[0] + hidden[1], [t for t in own if split.base(t) in shown][:cap]
 
 
 def _kept(tests: Iterable[str], stable: set[str]) -> tuple[str, ...]:
     return tuple(test for test in tests if test in stable)
-
-
-def _copy(source: Path, target: Path, files: Iterable[str]) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        (target / file).parent.mkdir(parents=True, exist_ok=True)
-        (target / file).write_bytes((source / file).read_bytes())

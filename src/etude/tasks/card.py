@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from etude.records import Task
+from etude.tasks.bootstrap import Recipe
 from etude.tasks.dataset import Manifest
 
 _FACTS = (("lines", 5), ("complexity", 3), ("f2p", 3), ("visible_fails", 1))  # difficulty and the width of its bins
@@ -24,6 +25,7 @@ class History:
     tests: int  # hidden tests that are stable
     unstable: Sequence[str]  # tests left out: they fail or differ on the unbroken tree
     requirements: Sequence[str] = field(default_factory=tuple)
+    recipe: Recipe | None = None  # how the environment was found, if it was looked for
 
 
 def datacard(manifest: Manifest, tasks: Sequence[Task], history: History) -> str:
@@ -37,6 +39,7 @@ def datacard(manifest: Manifest, tasks: Sequence[Task], history: History) -> str
         f"# Tasks from {manifest.name}\n",
         f"Made by `etude tasks build` with seed {manifest.seed}. Licence of the code: {manifest.licence} "
         f"(from {manifest.licence_source}). Dependencies: {', '.join(history.requirements) or 'none'}.\n",
+        *_environment(history.recipe),
         "## Tasks\n",
         _table(
             ("kind", "operator", "train", "held-out"),
@@ -73,6 +76,13 @@ _POLICY = {
     "doctests": "the doctest of the broken function.",
     "half": "half of the test functions; the other half is cut out of the tree.",
 }
+
+
+def _environment(recipe: Recipe | None) -> list[str]:
+    if recipe is None:
+        return []
+    goals = "".join(f"- `{goal.command[:120]}`\n" for goal in recipe.goals)
+    return ["## Environment\n", f"Found at try {recipe.tries}. These commands hold in a box:\n\n{goals}"]
 
 
 def _unstable(tests: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from etude.environments.grading import grade
 from etude.environments.namespace import open_sandbox
 from etude.records import Outcome, Task
-from etude.tasks import dataset, discover, split
+from etude.tasks import dataset, discover, leaks, node, split
 from etude.tasks.dataset import Dataset
 from etude.tasks.gates import in_order
 from etude.tasks.search import Progress
@@ -48,12 +48,18 @@ def _problems(data: Dataset) -> list[str]:
         if dataset.tree_digest(data.root / name) != digest:
             problems.append(f"{name}/ has changed since it was built")
     clean = set(discover.clean_files(data.repository))
-    extra = sorted(p.relative_to(data.repository).as_posix() for p in data.repository.rglob("*") if not p.is_dir())
+    extra = sorted(
+        p.relative_to(data.repository).as_posix()
+        for p in data.repository.rglob("*")
+        if not p.is_dir() and not node.is_link(p)
+    )
     problems += [f"repository/{path} may hold the answer" for path in extra if path not in clean]
     problems += _shown_tests(data)
+    copied = leaks.stored({"repository": data.repository, "site": data.site}, data.tasks)
+    problems += [f"{place} holds the answer of {task}" for task, place in sorted(copied.items())]
     both = {t.function for t in data.split("train")} & {t.function for t in data.split("heldout")}
     problems += [f"{function} is both trained on and held out" for function in sorted(both)]
-    texts = {(path, text) for task in data.tasks for path, text in task.changes.items()}
+    texts = {frozenset(task.changes.items()) for task in data.tasks}
     if len(texts) < len(data.tasks):
         problems.append("two tasks have the same broken text")
     return problems

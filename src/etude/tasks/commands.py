@@ -11,17 +11,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from etude.tasks import check as checking
-from etude.tasks import search
+from etude.tasks import search, synthesis
 from etude.tasks.build import build as build_dataset
 from etude.tasks.options import BuildOptions
 
 SHOWN_FAILURES = 20
 
 
-def build(repository: Path, output: Path, **options: Any) -> int:
-    """Makes the dataset and says what came of it."""
+def build(repository: Path, output: Path, write_tests: str | None, **options: Any) -> int:
+    """Makes the dataset and says what came of it; `write_tests` is the command of a writer of tests."""
+    writer = None if write_tests is None else synthesis.by_command(write_tests)
     with bar() as progress:
-        dataset = build_dataset(repository, output, BuildOptions(**options), progress)
+        dataset = build_dataset(repository, output, BuildOptions(**options), progress, writer)
     counts = dataset.manifest.counts
     print(f"{counts['train']} train and {counts['heldout']} held-out tasks in {output}; see {output / 'DATACARD.md'}")
     return 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -26,13 +27,12 @@ _BRANCHES = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.IfExp, ast.compr
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True)
-class Function:
-    """A function or method. Lines are 1-based and inclusive; decorators belong to it."""
+@dataclass(frozen=True, kw_only=True)
+class Unit(ABC):
+    """Something that can be broken. Lines are 1-based and inclusive; decorators belong to it."""
 
     path: str
     qualname: str
-    node: FunctionNode
     first_line: int
     last_line: int
     body_lines: int  # docstring left out
@@ -42,6 +42,22 @@ class Function:
     @property
     def id(self) -> str:
         return f"{self.path}::{self.qualname}"
+
+    @property
+    @abstractmethod
+    def shared(self) -> str:
+        """Equal for units whose statements are equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function(Unit):
+    """A function or method, or a class."""
+
+    node: FunctionNode | ast.ClassDef
+
+    @property
+    def shared(self) -> str:
+        return "\n".join(ast.dump(statement) for statement in self.body)
 
     @property
     def body(self) -> list[ast.stmt]:
@@ -75,6 +91,14 @@ def layout(repository: Path) -> Layout:
 def clean_files(repository: Path) -> tuple[str, ...]:
     """Every file but history, caches, builds, archives and links; sorted."""
     return tuple(sorted(_files(repository, repository)))
+
+
+def copy(source: Path, target: Path, files: Iterable[str]) -> None:
+    """Copy `files` below `source` to the same paths below `target`."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        (target / file).write_bytes((source / file).read_bytes())
 
 
 def is_test(path: str) -> bool:
@@ -126,12 +150,22 @@ def functions(path: str, text: str) -> list[Function]:
     return [function for function in found if names.count(function.qualname) == 1]
 
 
-def shared_bodies(function: Function) -> str:
+def classes(path: str, text: str) -> list[Function]:
+    """The classes at the top of a module that hold methods."""
+    found = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    return [
+        _function(path, text, node, node.name)
+        for node in found
+        if any(isinstance(statement, FunctionNode) for statement in node.body)
+    ]
+
+
+def shared_bodies(function: Unit) -> str:
     """Equal for functions whose bodies are equal: they must not be split between training and evaluation."""
-    return "\n".join(ast.dump(statement) for statement in function.body)
+    return function.shared
 
 
-def _function(path: str, text: str, node: FunctionNode, qualname: str) -> Function:
+def _function(path: str, text: str, node: FunctionNode | ast.ClassDef, qualname: str) -> Function:
     assert node.end_lineno is not None
     docstring = ast.get_docstring(node, clean=False)
     first = node.body[1] if docstring is not None and len(node.body) > 1 else node.body[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 import tarfile
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from configparser import ConfigParser
 from configparser import Error as ConfigError
 from pathlib import Path
@@ -40,6 +42,41 @@ def fetch_library(name: str, version: str, sha256: str, into: Path, timeout: flo
     return target / f"{name}-{version}"
 
 
+def fetch_npm(name: str, version: str, integrity: str, into: Path, timeout: float = 180.0) -> Path:
+    """The same for a package of npm, whose digest is the field `integrity` ("sha512-..." in base 64).
+
+    `npm pack` runs nothing of the package. Raises UserError as `fetch_library` does, or if npm is missing.
+    """
+    if not re.fullmatch(r"(@[a-z0-9._-]+/)?[a-z0-9._-]+", name) or not _VERSION.fullmatch(version):
+        raise UserError(f"{name}@{version} is not the name and version of an npm package.")
+    target = into / f"{name.replace('/', '-').lstrip('@')}-{version}"
+    if target.is_dir():
+        return target
+    into.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=into, prefix=".fetch-") as scratch:
+        npm(["pack", "--ignore-scripts", f"{name}@{version}"], Path(scratch), timeout)
+        archives = sorted(Path(scratch).glob("*.tgz"))
+        digest = base64.b64encode(hashlib.sha512(archives[0].read_bytes()).digest()).decode() if archives else ""
+        if f"sha512-{digest}" != integrity:
+            raise UserError(f"{name}@{version} has integrity sha512-{digest}, not {integrity}; check both.")
+        _unpack(archives[0], Path(scratch) / "unpacked").rename(target)
+    return target
+
+
+def npm(arguments: list[str], folder: Path, timeout: float) -> None:
+    """Run npm in `folder`; the caller forbids scripts. Raises UserError with its last line of error."""
+    if shutil.which("npm") is None:
+        raise UserError("npm is not installed; install Node.js, or leave JavaScript repositories out.")
+    command = ["npm", *arguments, "--no-audit", "--no-fund", "--loglevel=error"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"npm {arguments[0]} took over {timeout:.0f} s; check the network.") from None
+    if done.returncode != 0:
+        reason = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["no message"]
+        raise UserError(f"npm {arguments[0]} failed ({reason[0].strip()[:200]}); check the network and the package.")
+
+
 def unpack(archive: Path, sha256: str, into: Path) -> Path:
     """Unpack a source package at hand below `into` after checking its digest; the repository's folder."""
     _verify(archive, sha256)
@@ -65,14 +102,20 @@ def install_dependencies(repository: Path, site: Path, timeout: float = 300.0) -
     """Install what the repository requires into `site`, which is created, and return the requirements."""
     site.mkdir(parents=True, exist_ok=True)
     required = dependencies(repository)
+    install(required, site, timeout)
+    return required
+
+
+def install(required: Sequence[str], site: Path, timeout: float = 300.0, wheels: bool = False) -> None:
+    """Install requirements into the folder `site`; only `wheels`, which run no code while they are installed."""
     if not required:
-        return []
-    _pip(["install", "--target", str(site), "--no-compile", "--no-warn-script-location", *required], timeout)
+        return
+    only = ["--only-binary", ":all:"] if wheels else []
+    _pip(["install", "--target", str(site), "--no-compile", "--no-warn-script-location", *only, *required], timeout)
     # Scripts name this machine's interpreter; nothing in a box calls them.
     shutil.rmtree(site / "bin", ignore_errors=True)
     for cache in sorted(site.rglob("__pycache__")):
         shutil.rmtree(cache)
-    return required
 
 
 def read_project(repository: Path) -> dict[str, object]:

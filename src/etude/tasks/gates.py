@@ -18,9 +18,10 @@ import blake3
 
 from etude.environments.base import Image, Limits, Sandbox, TestReport
 from etude.environments.grading import grade
+from etude.environments.scripts import is_script
 from etude.records import Focus, Outcome, Task
-from etude.tasks.discover import Function
-from etude.tasks.mutate import Mutant
+from etude.tasks.discover import Unit
+from etude.tasks.mutate import Broken
 from etude.tasks.options import BuildOptions
 
 T = TypeVar("T")
@@ -45,13 +46,23 @@ class Rejected(StrEnum):
 class Candidate:
     """A broken function, the visible tests, and hidden tests that call it, the most telling first."""
 
-    function: Function
-    kind: str
-    mutant: Mutant
+    function: Unit
+    broken: Broken
     split: str
     visible: tuple[str, ...]
     hidden: tuple[str, ...]
     leak: float  # share of the lost text that the tree holds elsewhere
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """Path -> broken text."""
+        others = {path: mutant.text for path, mutant in self.broken.elsewhere}
+        return {self.function.path: self.broken.mutant.text} | others
+
+    @property
+    def solution(self) -> dict[str, str]:
+        others = {path: mutant.source for path, mutant in self.broken.elsewhere}
+        return {self.function.path: self.broken.mutant.source} | others
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ class Probe:
 
 async def probe(bench: Bench, candidate: Candidate) -> Probe | Rejected:
     """Run the tests of a candidate once: the task it would make, or why it makes none."""
-    image = bench.image({candidate.function.path: candidate.mutant.text})
+    image = bench.image(candidate.changes)
     tests = [*candidate.hidden, *candidate.visible]
     report = await bench.sandbox.run_tests(image, {}, tests, bench.hidden, bench.limits)
     if report.timed_out:
@@ -123,31 +134,31 @@ async def prove(bench: Bench, found: Probe) -> Rejected | None:
 
 
 def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequence[str]) -> Task:
-    function, mutant, cap = candidate.function, candidate.mutant, bench.options.test_cap
+    function, broken, cap = candidate.function, candidate.broken, bench.options.test_cap
     f2p = tuple(sorted(failed[:cap]))
     p2p = tuple(sorted([test for test in candidate.hidden if test not in failed][:cap]))
     visible_fails = any(report.outcomes.get(test) != "passed" for test in candidate.visible)
-    verb = "Implement" if candidate.kind == "removal" else "Fix"
+    verb = "Implement" if broken.kind == "removal" else "Fix"
     return Task(
         id=task_id(candidate),
         repository=bench.name,
-        kind=candidate.kind,
-        operator=mutant.operator,
+        kind=broken.kind,
+        operator=broken.mutant.operator,
         function=function.id,
         split=candidate.split,
-        instruction=f"{verb} `{function.qualname}` in {function.path}",
-        focus=Focus(path=function.path, first_line=mutant.first_line, last_line=mutant.last_line),
+        instruction=broken.instruction or f"{verb} `{function.qualname}` in {function.path}",
+        focus=Focus(path=function.path, first_line=broken.mutant.first_line, last_line=broken.mutant.last_line),
         source_roots=bench.source_roots,
-        changes={function.path: mutant.text},
-        solution={function.path: mutant.source},
+        changes=candidate.changes,
+        solution=candidate.solution,
         visible_tests=candidate.visible,
         fail_to_pass=f2p,
         pass_to_pass=p2p,
         difficulty={
             "lines": float(function.body_lines),
             "complexity": float(function.complexity),
-            "sites": 1.0,
-            "changed_lines": float(_changed_lines(mutant)),
+            "sites": float(broken.sites),
+            "changed_lines": float(_changed_lines(broken)),
             "f2p": float(len(f2p)),
             "p2p": float(len(p2p)),
             "visible_fails": float(visible_fails),
@@ -157,18 +168,19 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
     )
 
 
-def _changed_lines(mutant: Mutant) -> int:
-    """Lines of the original that the broken function lacks; at least 1, since moved lines are lacking nowhere."""
-    lost = Counter(mutant.original.split("\n")) - Counter(mutant.snippet.split("\n"))
-    return max(1, lost.total())
+def _changed_lines(broken: Broken) -> int:
+    """Lines of the original that the broken text lacks; at least 1, since moved lines are lacking nowhere."""
+    parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
+    lost = (Counter(part.original.split("\n")) - Counter(part.snippet.split("\n")) for part in parts)
+    return max(1, sum(lines.total() for lines in lost))
 
 
 def task_id(candidate: Candidate) -> str:
     """Readable and unique: module, function, operator, and a digest of the broken function."""
     module = candidate.function.path.removesuffix(".py").rsplit("/", 1)[-1]
-    text = f"{candidate.function.path}\0{candidate.mutant.snippet}"
+    text = f"{candidate.function.path}\0{candidate.broken.mutant.snippet}"
     digest = blake3.blake3(text.encode()).hexdigest()[:8]
-    return f"{module}.{candidate.function.qualname}.{candidate.mutant.operator}.{digest}"
+    return f"{module}.{candidate.function.qualname}.{candidate.broken.mutant.operator}.{digest}"
 
 
 async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], workers: int) -> list[R]:
@@ -188,6 +200,7 @@ async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], worker
 
 async def stable_tests(bench: Bench, tests: Sequence[str], batch: int = 200) -> tuple[set[str], set[str]]:
     """(stable, dropped) of `tests` on the unbroken tree: those that pass each time, and the rest."""
+    batch = 20 if any(map(is_script, tests)) else batch  # of JavaScript, each file is a process
     batches = [tests[i : i + batch] for i in range(0, len(tests), batch)] * bench.options.repeats
     limits = Limits(seconds=max(60.0, bench.options.hang_seconds))
 

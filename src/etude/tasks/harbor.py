@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from etude.environments.scripts import is_script
 from etude.errors import UserError
 from etude.records import Budget, Focus, Task
 
@@ -61,7 +62,7 @@ def write_task(task: Task, folder: Path) -> None:
     agent, verifier = image_name(task.repository), image_name(task.repository) + "-verifier"
     _write(folder / "environment/Dockerfile", f"FROM {agent}\nCOPY files/ {_WORKDIR}/\n")
     _write(folder / "tests/Dockerfile", f"FROM {verifier}\nCOPY . /tests/\n")
-    _write(folder / "tests/test.sh", _TEST_SH)
+    _write(folder / "tests/test.sh", _NO_TEST_SH if is_script(task.function) else _TEST_SH)
     tests = {"fail_to_pass": list(task.fail_to_pass), "pass_to_pass": list(task.pass_to_pass)}
     _write(folder / "tests/tests.json", json.dumps(tests, indent=1, ensure_ascii=False) + "\n")
     _write(folder / "solution/solve.sh", _SOLVE_SH)
@@ -117,6 +118,13 @@ def read_task(folder: Path, texts: dict[bytes, str] | None = None) -> Task:
 
 def dockerfile(name: str, python_path: tuple[str, ...]) -> str:
     """Dockerfile of a dataset's root: target `agent` has the repository and site, `verifier` the hidden tests too."""
+    if not python_path:
+        return f"""# {name}: docker build -t {image_name(name)} .
+FROM node:20-slim AS agent
+COPY repository/ {_WORKDIR}/
+COPY site/ /site/
+WORKDIR {_WORKDIR}
+"""
     path = ":".join([str(PurePosixPath(_WORKDIR, p)) for p in python_path] + ["/site"])
     return f"""# {name}: docker build --target agent -t {image_name(name)} . && \\
 # docker build --target verifier -t {image_name(name)}-verifier .
@@ -158,6 +166,14 @@ files = sorted({node.split("::")[0] for node in wanted})
 pytest.main(["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "/workspace", *files], plugins=[Collect()])
 pathlib.Path("/logs/verifier/reward.txt").write_text("1" if wanted <= passed else "0")
 PYTHON
+"""
+
+# JavaScript is graded by etude alone.
+_NO_TEST_SH = """#!/bin/sh
+mkdir -p /logs/verifier
+echo 0 > /logs/verifier/reward.txt
+echo "the tests of this task are run by etude: etude tasks check" >&2
+exit 1
 """
 
 _SOLVE_SH = """#!/bin/sh
@@ -212,7 +228,7 @@ def _task_toml(task: Task) -> str:
             "name": f"etude/{task.id}",
             "version": "1",
             "description": f"{task.instruction} ({task.repository})",
-            "keywords": ["python", task.kind, task.operator],
+            "keywords": ["javascript" if is_script(task.function) else "python", task.kind, task.operator],
         },
         "metadata.etude": etude,
         "agent": {"timeout_sec": 600.0, **network},

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from etude.environments import leaks
+from etude.records import Task
 
 SHINGLE = 8  # tokens; shorter runs are common phrases of the language
 _MAX_BYTES = 1 << 20
+_BINARY = (".pyc", ".pyo", ".so", ".pyd")
 _WORD = re.compile(r"\w+|[^\w\s]")  # also splits what is not Python: documentation quotes code
 
 
@@ -38,3 +42,31 @@ class LeakIndex:
         if not lost:
             return 0.0
         return sum(self._counts[shingle] > mine[shingle] for shingle in lost) / len(lost)
+
+
+def stored(folders: Mapping[str, Path], tasks: Iterable[Task]) -> dict[str, str]:
+    """Task id -> a place in which its answer is kept: an installed copy, bytecode, an archive or a git object.
+
+    Text of the repository itself is what LeakIndex compares; here are dependencies, and whatever is not text. Bytecode
+    keeps no tokens but constants: what holds all the long ones that a task took away is taken for a copy.
+    """
+    answers = {
+        task.id: [leaks.answer(task.solution[path], text) for path, text in task.changes.items()] for task in tasks
+    }
+    found: dict[str, str] = {}
+    for label, folder in folders.items():
+        for place, data in leaks.contents(folder):
+            text = b"\0" not in data[:4096] and not place.endswith(_BINARY)
+            if text and label == "repository" and "!" not in place and ": object " not in place:
+                continue
+            tokens = leaks.shingles(data.decode("utf-8", "replace")) if text else frozenset()
+            for task, parts in answers.items():
+                if task not in found and any(_holds(part, tokens, data, text) for part in parts):
+                    found[task] = f"{label}/{place}"
+    return found
+
+
+def _holds(part: leaks.Answer, tokens: frozenset[tuple[str, ...]], data: bytes, text: bool) -> bool:
+    if text:
+        return bool(part.shingles) and len(part.shingles & tokens) >= leaks.SHARE * len(part.shingles)
+    return bool(part.constants) and all(constant in data for constant in part.constants)

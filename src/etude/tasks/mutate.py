@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from etude.tasks.discover import Function, FunctionNode
 
@@ -26,17 +26,17 @@ _FAMILIES: tuple[dict[type[ast.AST], str], ...] = (
     {ast.And: "and", ast.Or: "or"},
 )
 _TEXT = {operator: text for family in _FAMILIES for operator, text in family.items()}
-_FLIP = {
+FLIP = {
     "<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in",
     "not in": "in", "+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "//", "**": "*", "&": "|", "|": "&",
     "<<": ">>", ">>": "<<", "and": "or", "or": "and",
 }  # fmt: skip
 _PEERS = {
-    text: tuple(t for t in family.values() if t not in (text, _FLIP.get(text)))
+    text: tuple(t for t in family.values() if t not in (text, FLIP.get(text)))
     for family in _FAMILIES
     for text in family.values()
 }
-_SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return, ast.Raise, ast.Delete, ast.Assert)
+SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return, ast.Raise, ast.Delete, ast.Assert)
 _BLOCKS = ("body", "orelse", "finalbody")
 
 
@@ -81,15 +81,29 @@ class Mutant:
         return data.decode()
 
 
-def mutants(source: str, function: Function, seed: int) -> list[Mutant]:
+@dataclass(frozen=True)
+class Broken:
+    """One way to break a repository: `mutant` in the file of a function, and `elsewhere` in others (path, mutant)."""
+
+    kind: str
+    mutant: Mutant
+    elsewhere: tuple[tuple[str, Mutant], ...] = ()
+    instruction: str = ""  # empty: made of the kind and the function
+    sites: int = 1
+
+
+def mutants(
+    source: str, function: Function, seed: int, operators: Mapping[str, Operator] | None = None
+) -> list[Mutant]:
     """Every single-site mutant of `function`, in a seeded order in which operators take turns."""
+    operators = OPERATORS if operators is None else operators
     rng = random.Random(f"{seed} {function.id}")
-    place = _Place(source, function, rng)
+    place = Place(source, function, rng)
     by_operator: dict[str, list[Mutant]] = {}
     seen = set()
-    for name in OPERATORS:
+    for name, operator in operators.items():
         found = []
-        for edits in OPERATORS[name](place):
+        for edits in operator(place):
             mutant = _apply(place, name, edits)
             if mutant is not None and mutant.snippet not in seen:
                 seen.add(mutant.snippet)
@@ -104,9 +118,51 @@ def mutants(source: str, function: Function, seed: int) -> list[Mutant]:
     return ordered
 
 
+def combined(source: str, function: Function, seed: int, allowed: set[str], limit: int = 12) -> list[Mutant]:
+    """Mutants with two or three sites, by turns, each of another operator."""
+    rng = random.Random(f"{seed} {function.id} combined")
+    single = [mutant for mutant in mutants(source, function, seed) if mutant.operator in allowed][: 4 * limit]
+    place = Place(source, function, rng)
+    found: dict[str, Mutant] = {}
+    for size in (2, 3):
+        groups = list(combinations(single[: 12 if size == 3 else None], size))
+        rng.shuffle(groups)
+        for group in groups[: 4 * limit]:
+            spans = sorted((edit.start, edit.end) for mutant in group for edit in mutant.edits)
+            names = [mutant.operator for mutant in group]
+            apart = all(one[1] <= two[0] and one != two for one, two in pairwise(spans))
+            if apart and len(set(names)) == size and len(found) < limit * (size - 1) // 2:
+                both = _apply(place, "+".join(sorted(names)), tuple(e for mutant in group for e in mutant.edits))
+                if both is not None:
+                    found.setdefault(both.snippet, both)
+    result = list(found.values())
+    rng.shuffle(result)
+    return result
+
+
+def merged(parts: Sequence[Mutant], operator: str) -> Mutant:
+    """Broken functions of one module as one mutant; its lines are those of the first part."""
+    first = parts[0]
+    data = first.source.encode()
+    edits = tuple(sorted((edit for part in parts for edit in part.edits), key=lambda e: e.start, reverse=True))
+    start = min(edit.start for edit in first.edits)
+    above = [edit for edit in edits if edit.start < start]
+    shift = sum(edit.text.count(b"\n") - data[edit.start : edit.end].count(b"\n") for edit in above)
+    return Mutant(
+        operator=operator,
+        source=first.source,
+        edits=edits,
+        original="\n".join(part.original for part in parts),
+        snippet="\n".join(part.snippet for part in parts),
+        first_line=first.first_line + shift,
+        last_line=first.last_line + shift,
+        body_line=first.body_line + shift,
+    )
+
+
 def removal(source: str, function: Function) -> Mutant | None:
     """The function with its body replaced by NotImplementedError; signature and docstring stay."""
-    place = _Place(source, function, random.Random(0))
+    place = Place(source, function, random.Random(0))
     first, last = function.body[0], function.body[-1]
     start, end = place.start(first), place.end(last)
     if first.lineno == function.node.lineno or not place.own_lines(start, end):
@@ -117,7 +173,7 @@ def removal(source: str, function: Function) -> Mutant | None:
     return _apply(place, "removal", (Edit(start, end, b"raise NotImplementedError"),))
 
 
-def _apply(place: _Place, operator: str, edits: tuple[Edit, ...]) -> Mutant | None:
+def _apply(place: Place, operator: str, edits: tuple[Edit, ...]) -> Mutant | None:
     """The module after `edits`, or None if it does not parse, or its function means the same."""
     # Only the function is edited and parsed: a module of thousands of lines would cost seconds over all its mutants.
     ordered = tuple(sorted(edits, key=lambda e: e.start, reverse=True))
@@ -126,7 +182,7 @@ def _apply(place: _Place, operator: str, edits: tuple[Edit, ...]) -> Mutant | No
         data = data[: edit.start - place.first] + edit.text + data[edit.end - place.first :]
     snippet = data.decode().removesuffix("\n")
     parsed = _parse(snippet)
-    if parsed is None or ast.dump(parsed) == place.dump:
+    if parsed is None or type(parsed) is not type(place.function.node) or ast.dump(parsed) == place.dump:
         return None
     if ast.get_docstring(parsed, clean=False) != ast.get_docstring(place.function.node, clean=False):
         return None
@@ -143,18 +199,18 @@ def _apply(place: _Place, operator: str, edits: tuple[Edit, ...]) -> Mutant | No
     )
 
 
-def _parse(snippet: str) -> FunctionNode | None:
-    """The one function in a (possibly indented) snippet; None if it is anything else."""
+def _parse(snippet: str) -> FunctionNode | ast.ClassDef | None:
+    """The one function or class in a (possibly indented) snippet; None if it is anything else."""
     indented = snippet[:1] in (" ", "\t")
     try:
         tree = ast.parse("if 1:\n" + snippet if indented else snippet)
     except (SyntaxError, ValueError):
         return None
     body = tree.body[0].body if indented and isinstance(tree.body[0], ast.If) else tree.body
-    return body[0] if len(body) == 1 and isinstance(body[0], FunctionNode) else None
+    return body[0] if len(body) == 1 and isinstance(body[0], FunctionNode | ast.ClassDef) else None
 
 
-class _Place:
+class Place:
     """A function in its module's bytes: node positions of `ast` count bytes, not characters."""
 
     def __init__(self, source: str, function: Function, rng: random.Random) -> None:
@@ -232,7 +288,10 @@ class _Place:
         return (low + match.start(), low + match.end()) if match else None
 
 
-def _delete(place: _Place, statement: ast.stmt, block: list[ast.stmt]) -> tuple[Edit, ...] | None:
+Operator = Callable[[Place], Iterator[tuple[Edit, ...]]]
+
+
+def _delete(place: Place, statement: ast.stmt, block: list[ast.stmt]) -> tuple[Edit, ...] | None:
     """Take a statement out with its lines; the last one of a block becomes `pass`."""
     start, end = place.start(statement), place.end(statement)
     if not place.own_lines(start, end):
@@ -244,8 +303,8 @@ def _delete(place: _Place, statement: ast.stmt, block: list[ast.stmt]) -> tuple[
     return (Edit(line, stop + 1 if stop >= 0 else len(place.data), b""),)
 
 
-def _remove(*kinds: type[ast.stmt]) -> Callable[[_Place], Iterator[tuple[Edit, ...]]]:
-    def operator(place: _Place) -> Iterator[tuple[Edit, ...]]:
+def _remove(*kinds: type[ast.stmt]) -> Callable[[Place], Iterator[tuple[Edit, ...]]]:
+    def operator(place: Place) -> Iterator[tuple[Edit, ...]]:
         for _, _, block in place.blocks():
             for statement in block:
                 edits = _delete(place, statement, block) if isinstance(statement, kinds) else None
@@ -255,7 +314,7 @@ def _remove(*kinds: type[ast.stmt]) -> Callable[[_Place], Iterator[tuple[Edit, .
     return operator
 
 
-def _invert_if(place: _Place) -> Iterator[tuple[Edit, ...]]:
+def _invert_if(place: Place) -> Iterator[tuple[Edit, ...]]:
     for node in place.nodes:
         if isinstance(node, ast.IfExp):
             yield _exchange(place, place.parenthesised(node.body, node), place.parenthesised(node.orelse, node))
@@ -266,20 +325,20 @@ def _invert_if(place: _Place) -> Iterator[tuple[Edit, ...]]:
             yield _exchange(place, *spans)
 
 
-def _shuffle_lines(place: _Place) -> Iterator[tuple[Edit, ...]]:
+def _shuffle_lines(place: Place) -> Iterator[tuple[Edit, ...]]:
     for _, _, block in place.blocks():
         for first, second in pairwise(block):
             spans = [(place.start(s), place.end(s)) for s in (first, second)]
-            if isinstance(first, _SIMPLE) and all(place.own_lines(*span) for span in spans):
+            if isinstance(first, SIMPLE) and all(place.own_lines(*span) for span in spans):
                 yield _exchange(place, *spans)
 
 
-def _exchange(place: _Place, one: tuple[int, int], two: tuple[int, int]) -> tuple[Edit, ...]:
+def _exchange(place: Place, one: tuple[int, int], two: tuple[int, int]) -> tuple[Edit, ...]:
     data = place.data
     return Edit(*one, data[two[0] : two[1]]), Edit(*two, data[one[0] : one[1]])
 
 
-def _operators(place: _Place) -> Iterator[tuple[list[tuple[int, int]], str]]:
+def _operators(place: Place) -> Iterator[tuple[list[tuple[int, int]], str]]:
     """(spans, text) of every operator; a chain of `and` or `or` has several spans."""
     for node in place.nodes:
         if isinstance(node, ast.BoolOp):
@@ -302,20 +361,20 @@ def _operators(place: _Place) -> Iterator[tuple[list[tuple[int, int]], str]]:
                 yield [span] if span else [], _TEXT[type(op)]
 
 
-def _op_change(place: _Place) -> Iterator[tuple[Edit, ...]]:
+def _op_change(place: Place) -> Iterator[tuple[Edit, ...]]:
     for spans, text in _operators(place):
         if spans and _PEERS[text]:
             new = place.rng.choice(_PEERS[text]).encode()
             yield tuple(Edit(*span, new) for span in spans)
 
 
-def _op_flip(place: _Place) -> Iterator[tuple[Edit, ...]]:
+def _op_flip(place: Place) -> Iterator[tuple[Edit, ...]]:
     for spans, text in _operators(place):
-        if spans and text in _FLIP:
-            yield tuple(Edit(*span, _FLIP[text].encode()) for span in spans)
+        if spans and text in FLIP:
+            yield tuple(Edit(*span, FLIP[text].encode()) for span in spans)
 
 
-def _op_swap(place: _Place) -> Iterator[tuple[Edit, ...]]:
+def _op_swap(place: Place) -> Iterator[tuple[Edit, ...]]:
     for node in place.nodes:
         if isinstance(node, ast.BinOp):
             pair = node.left, node.right
@@ -328,7 +387,7 @@ def _op_swap(place: _Place) -> Iterator[tuple[Edit, ...]]:
             yield _exchange(place, one, two)
 
 
-def _op_break_chain(place: _Place) -> Iterator[tuple[Edit, ...]]:
+def _op_break_chain(place: Place) -> Iterator[tuple[Edit, ...]]:
     for node in place.nodes:
         if isinstance(node, ast.BoolOp):
             spans = [place.parenthesised(value, node) for value in node.values]
@@ -341,7 +400,7 @@ def _op_break_chain(place: _Place) -> Iterator[tuple[Edit, ...]]:
             yield (Edit(place.start(node), place.start(node.right), b""),)
 
 
-def _op_const(place: _Place) -> Iterator[tuple[Edit, ...]]:
+def _op_const(place: Place) -> Iterator[tuple[Edit, ...]]:
     for node in place.nodes:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             step = place.rng.choice((1, -1))
@@ -349,7 +408,7 @@ def _op_const(place: _Place) -> Iterator[tuple[Edit, ...]]:
             yield (Edit(place.start(node), place.end(node), str(value).encode()),)
 
 
-def _negate_cond(place: _Place) -> Iterator[tuple[Edit, ...]]:
+def _negate_cond(place: Place) -> Iterator[tuple[Edit, ...]]:
     for node in place.nodes:
         tests = node.ifs if isinstance(node, ast.comprehension) else [getattr(node, "test", None)]
         for test in tests:
@@ -363,13 +422,14 @@ def _negate_cond(place: _Place) -> Iterator[tuple[Edit, ...]]:
                 yield (Edit(place.start(test), place.end(test), b"not " + new),)
 
 
-def _bool_flip(place: _Place) -> Iterator[tuple[Edit, ...]]:
+def _bool_flip(place: Place) -> Iterator[tuple[Edit, ...]]:
     for node in place.nodes:
         if isinstance(node, ast.Constant) and type(node.value) is bool:
             yield (Edit(place.start(node), place.end(node), b"False" if node.value else b"True"),)
 
 
-def _wrong_name(place: _Place) -> Iterator[tuple[Edit, ...]]:
+def _wrong_name(place: Place) -> Iterator[tuple[Edit, ...]]:
+    assert isinstance(place.function.node, FunctionNode)
     arguments = place.function.node.args
     parameters = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     stored = [n.id for n in place.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
@@ -380,7 +440,7 @@ def _wrong_name(place: _Place) -> Iterator[tuple[Edit, ...]]:
             yield (Edit(place.start(node), place.end(node), new.encode()),)
 
 
-OPERATORS: dict[str, Callable[[_Place], Iterator[tuple[Edit, ...]]]] = {
+OPERATORS: dict[str, Operator] = {
     "remove_loop": _remove(ast.For, ast.While, ast.AsyncFor),
     "remove_cond": _remove(ast.If),
     "remove_assign": _remove(ast.Assign, ast.AugAssign, ast.AnnAssign),

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from etude.errors import UserError
+from etude.tasks import classes
 from etude.tasks.mutate import OPERATORS
 
-KINDS = ("mutation", "removal")
+KINDS = ("mutation", "removal", "combined", "class", "feature", "commit")
+Kind = Literal["mutation", "removal", "combined", "class", "feature", "commit"]
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,14 @@ class BuildOptions:
 
     seed: int = 1
     max_tasks: int = 600
-    kinds: tuple[Literal["mutation", "removal"], ...] = ("mutation",)
+    kinds: tuple[Kind, ...] = ("mutation",)
     operators: tuple[str, ...] = ()  # mutation operators to use; empty: all of them
     per_function: int = 3  # tasks of one function and kind, at most
     min_lines: int = 3  # lines of the body, docstring left out
     max_lines: int = 30
+    max_functions: int | None = None  # functions to try, drawn by the seed; None: all of them
     heldout_fraction: float = 0.22  # share of functions kept for evaluation
+    bootstrap: str = "declared"  # dependencies as declared, or looked for by "rules" or by the model at a URL
     visible: Literal["auto", "doctests", "half"] = "auto"  # which tests the agent may run
     visible_failure: bool = False  # only tasks in which a test fails that the agent may run
     repeats: int = 3  # times that each gate must hold
@@ -42,7 +46,11 @@ class BuildOptions:
             raise UserError("min_lines must be positive and not above max_lines")
         if not 0 < self.heldout_fraction < 1:
             raise UserError("heldout_fraction must lie between 0 and 1")
-        if unknown := sorted(set(self.operators) - set(OPERATORS)):
-            raise UserError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(OPERATORS))}")
+        if self.bootstrap not in ("declared", "rules") and not self.bootstrap.startswith(("http://", "https://")):
+            raise UserError("bootstrap must be declared, rules, or the URL of an OpenAI-compatible server")
+        if unknown := sorted(set(self.operators) - set(OPERATORS) - set(classes.OPERATORS)):
+            raise UserError(
+                f"unknown operator {unknown[0]}; there are {', '.join(sorted({**OPERATORS, **classes.OPERATORS}))}"
+            )
         if not self.kinds or set(self.kinds) - set(KINDS):
             raise UserError(f"kinds must be some of {', '.join(KINDS)}")

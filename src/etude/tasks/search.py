@@ -8,12 +8,15 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from etude.records import Task
-from etude.tasks import gates, mutate
-from etude.tasks.discover import Function
+from etude.tasks import gates, javascript, mutate
+from etude.tasks.discover import Function, Unit
 from etude.tasks.gates import Bench, Candidate, Probe, Rejected
+from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
+from etude.tasks.mutate import Broken
 from etude.tasks.options import BuildOptions
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -24,13 +27,14 @@ _BATCH = 20  # tasks between two calls of `progress`
 
 @dataclass
 class Target:
-    """A function to break, with its tests and what came of it so far."""
+    """Something to break, with its tests and what came of it so far; `programs` are made of it if there are none."""
 
-    function: Function
+    function: Unit
     source: str  # its module
     split: str
     visible: tuple[str, ...]
     hidden: tuple[str, ...]
+    programs: tuple[Broken, ...] = ()
     telling: list[Probe] = field(default_factory=list)  # the visible tests fail too
     spare: list[Probe] = field(default_factory=list)
 
@@ -51,6 +55,8 @@ async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, prog
     """Up to `max_tasks` proved tasks, and fewer only if the programs run out."""
     targets = list(targets)
     random.Random(bench.options.seed).shuffle(targets)
+    # What is rare goes first: classes, features and commits would drown among the functions.
+    targets.sort(key=lambda target: not target.programs)
     rejected: Counter[str] = Counter()
     await _probe(bench, targets, leaks, rejected, progress)
     tasks = await _prove(bench, targets, rejected, progress)
@@ -108,25 +114,15 @@ async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str]
 
 def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected: Counter[str]) -> Iterator[Candidate]:
     """Broken programs of a function in the order to try them; those whose answer can be copied are counted out."""
-    broken: list[tuple[str, mutate.Mutant]] = []
-    if "mutation" in options.kinds:
-        allowed = set(options.operators or mutate.OPERATORS)
-        mutants = mutate.mutants(target.source, target.function, options.seed)
-        broken += [("mutation", mutant) for mutant in mutants if mutant.operator in allowed]
-    removed = mutate.removal(target.source, target.function) if "removal" in options.kinds else None
-    if removed is not None:
-        # Not first for every function: a small dataset would hold nothing else.
-        turn = random.Random(f"{options.seed} {target.function.id}").randrange(options.wanted)
-        broken.insert(turn, ("removal", removed))
-    for kind, mutant in broken:
-        leak = leaks.share(mutant.original_body, mutant.body)
+    for broken in target.programs or _broken(target, options):
+        parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
+        leak = max(leaks.share(part.original_body, part.body) for part in parts)
         if leak >= LEAK_SHARE:
             rejected[Rejected.LEAK.value] += 1
             continue
         yield Candidate(
             function=target.function,
-            kind=kind,
-            mutant=mutant,
+            broken=broken,
             split=target.split,
             visible=target.visible,
             hidden=target.hidden,
@@ -134,11 +130,39 @@ def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected:
         )
 
 
+def _broken(target: Target, options: BuildOptions) -> list[Broken]:
+    """The broken versions of one function, its removal at a seeded place among them."""
+    function = target.function
+    if isinstance(function, JsFunction):
+        return javascript.broken(target.source, function, options)
+    assert isinstance(function, Function)
+    found: list[Broken] = []
+    allowed = set(options.operators or mutate.OPERATORS)
+    if "mutation" in options.kinds:
+        mutants = mutate.mutants(target.source, function, options.seed)
+        found += [Broken("mutation", mutant) for mutant in mutants if mutant.operator in allowed]
+    if "combined" in options.kinds:
+        several = mutate.combined(target.source, function, options.seed, allowed)
+        combined = [Broken("combined", mutant, sites=mutant.operator.count("+") + 1) for mutant in several]
+        turns = [combined, found]
+        random.Random(f"{options.seed} {function.id} turns").shuffle(turns)
+        found = [broken for pair in zip_longest(*turns) for broken in pair if broken is not None]
+    removed = mutate.removal(target.source, function) if "removal" in options.kinds else None
+    if removed is not None:
+        # Not first for every function: a small dataset would hold nothing else.
+        turn = random.Random(f"{options.seed} {function.id}").randrange(options.wanted)
+        found.insert(turn, Broken("removal", removed))
+    return found
+
+
 def _next(queue: Iterator[Candidate], seen: set[str], rejected: Counter[str]) -> Candidate | None:
     for candidate in queue:
         # Removed bodies are all alike; what is to be written differs.
-        text = candidate.mutant.original if candidate.kind == "removal" else candidate.mutant.snippet
-        key = f"{candidate.kind} {_meaning(text)}"
+        broken = candidate.broken
+        text = broken.mutant.original if broken.kind in ("removal", "feature") else broken.mutant.snippet
+        # One function means the same whatever its layout and name; of several, or of parts of one, the text is taken.
+        whole = broken.kind in ("mutation", "removal", "combined") and candidate.function.path.endswith(".py")
+        key = f"{broken.kind} {_meaning(text) if whole else text}"
         if key not in seen:
             seen.add(key)
             return candidate

@@ -8,15 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import blake3
 
-from etude.tasks.discover import Function, FunctionNode, shared_bodies
+from etude.environments.scripts import is_script
+from etude.tasks import javascript
+from etude.tasks.discover import FunctionNode, Unit, shared_bodies
 
 
-def heldout_functions(functions: Sequence[Function], fraction: float, seed: int) -> set[str]:
+def heldout_functions(functions: Sequence[Unit], fraction: float, seed: int) -> set[str]:
     """Ids of about `fraction` of the functions. Functions with equal bodies stay together."""
     groups: dict[str, list[str]] = defaultdict(list)
     for function in functions:
         groups[shared_bodies(function)].append(function.id)
-    ordered = sorted(groups.values(), key=lambda ids: _rank(seed, min(ids)))
+    ordered = sorted(groups.values(), key=lambda ids: rank(seed, min(ids)))
     heldout: set[str] = set()
     wanted = max(1, round(fraction * len(functions))) if len(functions) > 1 else 0
     for ids in ordered:
@@ -30,9 +32,7 @@ def visible_half(callers: Mapping[str, Iterable[str]], seed: int) -> set[str]:
 
     `callers` maps a function to the tests that call it. A function's only test stays hidden.
     """
-    tests = {
-        function: sorted({base(t) for t in ids}, key=lambda t: _rank(seed, t)) for function, ids in callers.items()
-    }
+    tests = {function: sorted({base(t) for t in ids}, key=lambda t: rank(seed, t)) for function, ids in callers.items()}
     visible: set[str] = set()
     hidden: set[str] = set()
     for function in sorted(tests, key=lambda f: (len(tests[f]), f)):
@@ -44,13 +44,19 @@ def visible_half(callers: Mapping[str, Iterable[str]], seed: int) -> set[str]:
 
 
 def base(test: str) -> str:
-    """The node id of a test function, without its parameters."""
+    """The node id of a test function, without its parameters; JavaScript's names have none."""
+    if is_script(test):
+        return test
     file, separator, name = test.partition("::")
     return file + separator + name.partition("[")[0]
 
 
 def without_tests(path: str, text: str, hidden: set[str]) -> str:
     """A test module with the `hidden` test functions (node ids) taken out; all other lines stay as they are."""
+    if is_script(path):
+        return javascript.without_tests(
+            text, {test.partition("::")[2] for test in hidden if test.startswith(f"{path}::")}
+        )
     lines: list[str | None] = list(text.split("\n"))
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
@@ -69,5 +75,6 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
     return "\n".join(line for line in lines if line is not None)
 
 
-def _rank(seed: int, name: str) -> bytes:
+def rank(seed: int, name: str) -> bytes:
+    """A place in an order that the seed decides."""
     return blake3.blake3(f"{seed} {name}".encode()).digest()

@@ -1,0 +1,152 @@
+"""Tasks from repositories that nothing in this project was made for: how many, of what kinds, and at what price.
+
+`python -m benchmarks.factory -o outputs/factory [NAME ...]` fetches releases by digest, builds a small dataset of each
+with the environment found by rules, and writes ten random tasks of each to read (`NAME.md`), and a table (`table.md`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import random
+import shutil
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import UserError
+from etude.tasks import fetch
+from etude.tasks.build import build
+from etude.tasks.dataset import Dataset
+from etude.tasks.options import KINDS, BuildOptions
+
+READ = 10  # tasks to read by eye
+
+
+@dataclass(frozen=True)
+class Release:
+    name: str
+    version: str
+    digest: str  # sha256 of a source package, or the integrity field of an npm one
+    npm: bool = False
+
+    def fetch(self, into: Path) -> Path:
+        if self.npm:
+            return fetch.fetch_npm(self.name, self.version, self.digest, into)
+        return fetch.fetch_library(self.name, self.version, self.digest, into)
+
+
+RELEASES = (
+    Release("inflection", "0.5.1", "1a29730d366e996aaacffb2f1f1cb9593dc38e2ddd30c91250c6dde09ea9b417"),
+    Release("humanize", "4.17.0", "1d6a36c453dbfbb3f0b34601d2e0b4ce5d48d780305cd45714843f0068fde6ac"),
+    Release("cachetools", "8.0.1", "deb1d376d4d28c2f33f3e3058043b005e0af75c35c094bd54053e27d2906ad95"),
+    Release("xmltodict", "1.0.4", "6d94c9f834dd9e44514162799d344d815a3a4faec913717a9ecbfa5be1bb8e61"),
+    Release("parse", "1.22.4", "706d458feed5a81b02768d3156e8070baf6cee7d150a3a3c0cd43101a875c3b5"),
+    Release("tabulate", "0.10.0", "e2cfde8f79420f6deeffdeda9aaec3b6bc5abce947655d17ac662b126e48a60d"),
+    Release(
+        "dijkstrajs",
+        "1.0.3",
+        "sha512-qiSlmBq9+BCdCA/L46dw8Uy93mloxsPSbwnm5yrKn2vMPiy8KyAskTF6zuV/j5BMsmOGZDPs7KjU+mjb670kfA==",
+        npm=True,
+    ),
+    Release(
+        "secure-json-parse",
+        "4.1.1",
+        "sha512-lnd81MQEZKjhW/Gd2TQqdd4XP6QYNdDW/EP+I7nTrFHP9y2LmaGPIHk9xsnzcOiEr1c39c/e84xFgGviQKBTRw==",
+        npm=True,
+    ),
+    Release(
+        "find-my-way",
+        "9.10.1",
+        "sha512-UwbZdEdk59YXIGPW/rbDn/Ayr3mJ5fPH/HJeMPlK8Ez10aUin4iyRwgJvNTSkRfpZ2h8uLX0LbvZm/YUBUpymw==",
+        npm=True,
+    ),
+)
+
+
+def make(release: Release, out: Path, options: BuildOptions) -> dict[str, object]:
+    """One row of the table; the dataset and the tasks to read stay in `out`."""
+    folder = out / release.name
+    shutil.rmtree(folder, ignore_errors=True)
+    started = time.monotonic()
+    row: dict[str, object] = {"repository": f"{release.name} {release.version}"}
+    try:
+        data = build(release.fetch(out / "releases"), folder, options, lambda *_: None)
+    except UserError as e:
+        return row | {"left out": str(e), "minutes": round((time.monotonic() - started) / 60, 1)}
+    (out / f"{release.name}.md").write_text(_reading(data, options.seed), encoding="utf-8")
+    kinds = Counter(task.kind for task in data.tasks)
+    counts = data.manifest.counts
+    return row | {
+        "tasks": len(data.tasks),
+        "kinds": {kind: kinds[kind] for kind in KINDS if kinds[kind]},
+        "tried": counts["candidates"],
+        "survival": round(counts["fit"] / max(1, counts["candidates"]), 2),
+        "minutes": round((time.monotonic() - started) / 60, 1),
+    }
+
+
+def _reading(data: Dataset, seed: int) -> str:
+    """Ten random tasks: what is asked, the difference from the broken to the right text, and what decides."""
+    chosen = random.Random(seed).sample(data.tasks, min(READ, len(data.tasks)))
+    parts = [f"# Ten tasks of {data.name}\n"]
+    for number, task in enumerate(sorted(chosen, key=lambda t: t.id), 1):
+        lines: list[str] = []
+        for path, broken in task.changes.items():
+            lines += difflib.unified_diff(
+                broken.split("\n"), task.solution[path].split("\n"), path, path, "", "", 2, ""
+            )
+        tests = "\n".join(f"- {test}" for test in task.fail_to_pass[:4])
+        facts = f"{task.kind}, {task.operator}; {len(task.fail_to_pass)} to fix, {len(task.pass_to_pass)} to keep"
+        shown = f"visible tests: {len(task.visible_tests)}"
+        text = "\n".join(lines)
+        parts.append(f"## {number}. {task.instruction}\n\n{facts}; {shown}\n\n```diff\n{text}\n```\n\n{tests}\n")
+    return "\n".join(parts)
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    lines = [
+        "| repository | tasks | by kind | programs tried | survive the gates | minutes |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "left out" in row:
+            lines.append(f"| {row['repository']} | 0 | {row['left out']} | | | {row['minutes']} |")
+            continue
+        kinds = ", ".join(f"{kind} {n}" for kind, n in row["kinds"].items())  # type: ignore[attr-defined]
+        cells = (row["repository"], row["tasks"], kinds, row["tried"], f"{row['survival']:.0%}", row["minutes"])
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="releases to build; default: all")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--max-tasks", type=int, default=20)
+    parser.add_argument("--max-functions", type=int, default=24)
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    options = BuildOptions(
+        max_tasks=arguments.max_tasks,
+        max_functions=arguments.max_functions,
+        kinds=KINDS,
+        per_function=1,
+        test_cap=8,
+        workers=1,
+        bootstrap="rules",
+    )
+    saved = arguments.output / "rows.json"
+    rows = json.loads(saved.read_text()) if saved.is_file() else {}
+    for release in RELEASES:
+        if not arguments.names or release.name in arguments.names:
+            rows[release.name] = make(release, arguments.output, options)
+            saved.write_text(json.dumps(rows, indent=1))
+            print(table([rows[release.name]]).splitlines()[-1], flush=True)
+    (arguments.output / "table.md").write_text(table([rows[r.name] for r in RELEASES if r.name in rows]))
+
+
+if __name__ == "__main__":
+    main()

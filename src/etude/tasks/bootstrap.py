@@ -1,0 +1,223 @@
+"""Find how to install and test a Python repository: goals first, then up to five tries to reach them in a box.
+
+After the two stages of Cursor's environment set-up: goals (commands with an expected outcome) are proposed without
+regard to how they can be reached, then requirements are tried until the goals hold. Both are proposed by rules, or by
+a model behind an OpenAI-compatible URL. Packages are fetched as wheels, which run nothing; all commands run in a box
+without network. Requirements that the last try lacked are added, never guessed: only names that the repository gives.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from etude.environments.base import Image, Limits, Sandbox
+from etude.environments.namespace import open_sandbox
+from etude.errors import UserError
+from etude.tasks import discover, fetch, licence, requirements
+from etude.tasks.discover import Layout
+
+MAX_GOALS = 10
+TRIES = 5
+SHARE = 0.8  # of the suite must pass, as SWE-smith has it
+SUITE_SECONDS = 300.0
+COMMAND_SECONDS = 60.0
+MODEL_SECONDS = 120.0
+_COUNT = re.compile(r"(\d+) (passed|failed|errors?)\b")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A command of a box that must end with 0, print what `expected` (a regular expression) finds, or, if `share` is
+    given, be a test run of which that share passes."""
+
+    command: str
+    expected: str = ""
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Requirements that reach the goals; `tries` is how many it took."""
+
+    requirements: tuple[str, ...]
+    goals: tuple[Goal, ...]
+    tries: int
+
+
+@dataclass(frozen=True)
+class Try:
+    """`missed` names the goals that do not hold, with the end of what they printed."""
+
+    requirements: tuple[str, ...]
+    missed: tuple[tuple[str, str], ...]
+
+
+async def find(repository: Path, layout: Layout, work: Path, how: str) -> Recipe:
+    """Install what reaches the goals into `work`/site. `how` is "rules" or the URL of a model.
+
+    Raises UserError with the reason of the last try if none of TRIES does.
+    """
+    whole = work / "bootstrap"
+    discover.copy(repository, whole, layout.files)
+    goals = tuple(_goals(layout))
+    if how != "rules":
+        goals = (*_goals_of_model(how, repository)[: MAX_GOALS - 1], goals[-1])
+    tries: list[Try] = []
+    seen: set[tuple[str, ...]] = set()
+    try:
+        while len(tries) < TRIES:
+            wanted = _by_rules(repository, tries) if how == "rules" else _by_model(how, repository, tries)
+            if wanted is None or wanted in seen:
+                break
+            seen.add(wanted)
+            missed = await _reach(whole, work / f"site-{len(tries)}", wanted, goals)
+            tries.append(Try(wanted, missed))
+            if not missed:
+                (work / f"site-{len(tries) - 1}").rename(work / "site")
+                return Recipe(wanted, goals, len(tries))
+    finally:
+        for folder in (whole, *work.glob("site-*")):
+            shutil.rmtree(folder)
+    command, said = tries[-1].missed[0] if tries else ("", "nothing was proposed")
+    raise UserError(f"{repository} is left out after {len(tries)} tries: `{command}` does not hold ({_last(said)}).")
+
+
+def _goals(layout: Layout) -> Iterator[Goal]:
+    """Every package can be imported and, if it has a __main__, asked for help; the suite is found; it passes."""
+    names = [root.rsplit("/", 1)[-1].removesuffix(".py") for root in layout.source_roots]
+    for name in names[: MAX_GOALS - 4]:
+        yield Goal(f"python -c 'import {name}'")
+    modules = " ".join(f"'{path}'" for path in layout.tests if discover.is_test_module(path))
+    plain = f"python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . {modules}"
+    yield Goal(f"{plain} --collect-only", r"\d+ tests? collected|::")
+    yield Goal(f"{plain} --tb=line", share=SHARE)
+
+
+async def _reach(whole: Path, site: Path, wanted: Sequence[str], goals: Sequence[Goal]) -> tuple[tuple[str, str], ...]:
+    """What does not hold with these requirements: (command, end of its output)."""
+    site.mkdir(parents=True)
+    try:
+        fetch.install(wanted, site, wheels=True)
+    except UserError as e:
+        return (("pip install", str(e)),)
+    _leave_metadata(whole, site)
+    async with open_sandbox(workers=1, memo=0) as sandbox:
+        said = [(goal.command, await _miss(sandbox, whole, site, goal)) for goal in goals]
+    return tuple((command, text) for command, text in said if text is not None)
+
+
+def _leave_metadata(whole: Path, site: Path) -> None:
+    """What an installation of the repository itself leaves behind: code asks it for the version."""
+    info = whole / "PKG-INFO"
+    if info.is_file():
+        folder = site / f"{licence.find_name(whole).replace('-', '_', 1)}.dist-info"
+        folder.mkdir(exist_ok=True)
+        (folder / "METADATA").write_bytes(info.read_bytes())
+
+
+async def _miss(sandbox: Sandbox, whole: Path, site: Path, goal: Goal) -> str | None:
+    """None if the goal holds, else the end of what the command printed."""
+    seconds = SUITE_SECONDS if goal.share is not None else COMMAND_SECONDS
+    box = await sandbox.create(Image(repository=whole, site=site, changes={}), Limits(seconds=seconds))
+    try:
+        done = await box.exec(goal.command, seconds)
+    finally:
+        await box.close()
+    if done.timed_out:
+        return f"longer than {seconds:.0f} s"
+    if goal.share is None:
+        held = re.search(goal.expected, done.output) is not None and (done.rc == 0 or bool(goal.expected))
+        return None if held else done.output[-2000:]
+    summary = (done.output.strip().splitlines() or [""])[-1]
+    counts = {word.rstrip("s"): int(number) for number, word in _COUNT.findall(summary)}
+    ran = sum(counts.values())
+    return None if ran and counts.get("passed", 0) >= goal.share * ran else done.output[-4000:]
+
+
+def _by_rules(repository: Path, tries: Sequence[Try]) -> tuple[str, ...] | None:
+    """The requirements of the next try: one more source of the repository, then what the last try said is missing."""
+    wanted: list[str] = []
+    for source in requirements.sources(repository):
+        wanted = list(dict.fromkeys([*wanted, *source]))
+        if all(tuple(wanted) != old.requirements for old in tries):
+            return tuple(wanted)
+    said = "\n".join(text for _, text in tries[-1].missed)
+    names = re.findall(r"No module named '(\w+)|fixture '(\w+)' not found", said)
+    missing = [requirements.MISSING[name] for pair in names for name in pair if name in requirements.MISSING]
+    return tuple(dict.fromkeys([*tries[-1].requirements, *missing])) if missing else None
+
+
+_GOALS_PROMPT = """This is a Python repository. Name up to {count} shell commands that must work once it is installed
+with its test dependencies, each with a regular expression that its output must match. They run in the repository's
+root, without network. Do not say how to install anything. Answer with JSON alone:
+{{"goals": [{{"command": "...", "expected": "..."}}]}}
+
+{text}"""
+_SETUP_PROMPT = """This is a Python repository. Name the packages of the package index (name and, if needed, version)
+that must be installed so that these commands work; pytest is there. Answer with JSON alone: {{"requirements": ["..."]}}
+
+Commands that must work:
+{goals}
+
+{text}"""
+
+
+def _goals_of_model(url: str, repository: Path) -> list[Goal]:
+    answer = _ask(url, _GOALS_PROMPT.format(count=MAX_GOALS - 1, text=_described(repository)))
+    goals = []
+    for item in answer.get("goals", ()):
+        command, expected = str(item.get("command", "")), str(item.get("expected", ""))
+        try:
+            re.compile(expected)
+        except re.error:
+            continue
+        if command:
+            goals.append(Goal(command, expected))
+    return goals
+
+
+def _by_model(url: str, repository: Path, tries: Sequence[Try]) -> tuple[str, ...]:
+    """The next try's requirements; the last try's failures are shown, three of them, as the second stage has it."""
+    failed = tries[-1].missed[:3] if tries else ()
+    goals = "\n".join(f"$ {command}\nIt printed:\n{said[-1000:]}" for command, said in failed) or "the test suite"
+    told = f"{_described(repository)}\nTried: {', '.join(tries[-1].requirements)}" if tries else _described(repository)
+    answer = _ask(url, _SETUP_PROMPT.format(goals=goals, text=told))
+    return tuple(requirements.usable([str(line) for line in answer.get("requirements", ())]))
+
+
+def _described(repository: Path) -> str:
+    """The list of files, and the beginnings of those that say how the project is installed."""
+    files = discover.clean_files(repository)
+    telling = re.compile(r"pyproject\.toml|setup\.(cfg|py)|tox\.ini|.*requirements.*\.txt|README.*")
+    shown = [f for f in files if telling.fullmatch(f)]
+    texts = (f"--- {f}\n{(repository / f).read_text('utf-8', 'replace')[:4000]}" for f in shown)
+    return "Files:\n" + "\n".join(files[:300]) + "\n\n" + "\n".join(texts)
+
+
+def _ask(url: str, prompt: str) -> dict[str, Any]:
+    """The JSON object in a model's answer. Raises UserError if the server cannot be reached or gives none."""
+    base = url.rstrip("/")
+    try:
+        with httpx2.Client(timeout=MODEL_SECONDS, trust_env=False) as client:
+            name = client.get(f"{base}/models").raise_for_status().json()["data"][0]["id"]
+            body = {"model": name, "messages": [{"role": "user", "content": prompt}], "temperature": 0.0}
+            answer = client.post(f"{base}/chat/completions", json=body).raise_for_status().json()
+        text = answer["choices"][0]["message"]["content"]
+        found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
+        hint = "check the URL, or use --bootstrap rules"
+        raise UserError(f"the model at {base} gave no JSON object ({e}); {hint}.") from None
+    return found
+
+
+def _last(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:160] if lines else "it printed nothing"

@@ -1,0 +1,76 @@
+"""Ways to break a class: a base dropped, methods permuted, a method removed with the statements that use it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from etude.tasks.discover import FunctionNode
+from etude.tasks.mutate import SIMPLE, Edit, Operator, Place
+
+MIN_COMPLEXITY = 10  # of a class, as SWE-smith has it
+
+
+def _methods(place: Place) -> list[FunctionNode]:
+    return [statement for statement in place.function.body if isinstance(statement, FunctionNode)]
+
+
+def _span(place: Place, method: FunctionNode) -> tuple[int, int]:
+    """A method with its decorators, from the column of its first `@` or `def`."""
+    lines = [method.lineno, *(d.lineno for d in method.decorator_list)]
+    return place.line_start(min(lines)) + method.col_offset, place.end(method)
+
+
+def _remove_base(place: Place) -> Iterator[tuple[Edit, ...]]:
+    node = place.function.node
+    assert isinstance(node, ast.ClassDef)
+    listed = sorted([*node.bases, *node.keywords], key=place.start)
+    spans = [(place.start(part), place.end(part)) for part in listed]
+    for i, part in enumerate(listed):
+        if part not in node.bases:
+            continue
+        if len(listed) == 1:
+            opening = place.data.rfind(b"(", 0, spans[0][0])
+            closing = place.data.find(b")", spans[0][1])
+            yield (Edit(opening, closing + 1, b""),)
+        elif i:
+            yield (Edit(spans[i - 1][1], spans[i][1], b""),)
+        else:
+            yield (Edit(spans[0][0], spans[1][0], b""),)
+
+
+def _shuffle_methods(place: Place) -> Iterator[tuple[Edit, ...]]:
+    spans = [_span(place, method) for method in _methods(place)]
+    order = list(spans)
+    place.rng.shuffle(order)
+    if order != spans and all(place.own_lines(*span) for span in spans):
+        yield tuple(
+            Edit(*slot, place.data[slice(*moved)]) for slot, moved in zip(spans, order, strict=True) if slot != moved
+        )
+
+
+def _remove_method(place: Place) -> Iterator[tuple[Edit, ...]]:
+    for method in _methods(place):
+        start, end = _span(place, method)
+        if len(place.function.node.body) < 2 or not place.own_lines(start, end):
+            continue
+        used = [
+            Edit(place.start(statement), place.end(statement), b"pass")
+            for _, _, block in place.blocks()
+            for statement in block
+            if isinstance(statement, SIMPLE) and _uses(statement, method.name)
+        ]
+        line, stop = place.data.rfind(b"\n", 0, start) + 1, place.data.find(b"\n", end)
+        gone = Edit(line, stop + 1 if stop >= 0 else len(place.data), b"")
+        yield (gone, *(edit for edit in used if not gone.start <= edit.start < gone.end))
+
+
+def _uses(statement: ast.stmt, name: str) -> bool:
+    return any(isinstance(part, ast.Attribute) and part.attr == name for part in ast.walk(statement))
+
+
+OPERATORS: dict[str, Operator] = {
+    "class_rm_base": _remove_base,
+    "class_shuffle": _shuffle_methods,
+    "class_rm_funcs": _remove_method,
+}

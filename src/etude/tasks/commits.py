@@ -1,0 +1,139 @@
+"""Commit reversal: what a commit did to the sources is taken back, and its tests decide.
+
+The tree is today's: the difference between a commit and its parent is applied backwards by a three-way merge, and only
+commits that come off cleanly are used. So one repository, one set of dependencies and one suite serve all of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+
+from etude.environments.history import git
+from etude.tasks import discover
+from etude.tasks.discover import Function
+from etude.tasks.mutate import Broken, Edit, Mutant
+
+MAX_COMMITS = 300  # looked at, newest first
+MAX_FILES = 8
+MAX_LINES = 200  # that a reversal changes
+MERGE_SECONDS = 30.0
+_NOISE = (r"\s*\(#\d+\)", r"\s*#\d+\b", r"^(?:feat|fix|chore|refactor|perf|bug|bugfix)(?:\([^)]*\))?!?:\s*",
+          r"^Merge pull request.*$", r"\bhttps?://\S+")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reversal:
+    """A commit taken back: `path` and `program`, the test files that it touched, and the functions that change."""
+
+    id: str
+    path: str
+    program: Broken
+    tests: tuple[str, ...]
+    members: tuple[str, ...]
+
+
+def reversals(repository: Path, sources: Mapping[str, str], functions: Iterable[Function]) -> Iterator[Reversal]:
+    """The reversible commits of a git clone, newest first; none of a folder without history."""
+    if not (repository / ".git").exists():
+        return
+    table = list(functions)
+    listed = git(repository, "rev-list", "--first-parent", f"--max-count={MAX_COMMITS}", "HEAD", "--") or b""
+    for commit in listed.decode().split():
+        found = _reversal(repository, commit, sources, table)
+        if found is not None:
+            yield found
+
+
+def _reversal(repository: Path, commit: str, sources: Mapping[str, str], functions: list[Function]) -> Reversal | None:
+    raw = git(repository, "diff-tree", "-r", "--no-renames", "--name-status", "-z", f"{commit}^1", commit, "--")
+    if raw is None:  # the first commit
+        return None
+    words = raw.decode("utf-8", "replace").split("\0")[:-1]
+    status = dict(zip(words[1::2], words[::2], strict=True))
+    tests = tuple(sorted(p for p, s in status.items() if discover.is_test_module(p) and s in "AM"))
+    code = sorted(p for p in status if p.endswith(".py") and not discover.is_test(p) and p != "setup.py")
+    if not tests or not 1 <= len(code) <= MAX_FILES or any(p not in sources or status[p] != "M" for p in code):
+        return None
+    changed: dict[str, Mutant] = {}
+    members: list[str] = []
+    for path in code:
+        text = _taken_back(repository, commit, path, sources[path])
+        if text is None:
+            return None
+        if text != sources[path]:
+            changed[path], lines = _mutant(sources[path], text)
+            inside = (f for f in functions if f.path == path)
+            members += [f.id for f in inside if any(f.first_line <= line <= f.last_line for line in lines)]
+    if not changed or not members or sum(m.original.count("\n") for m in changed.values()) > MAX_LINES:
+        return None
+    request = _request(
+        (git(repository, "log", "-1", "--format=%s%n%n%b", commit, "--") or b"").decode("utf-8", "replace")
+    )
+    if not request:
+        return None
+    path = members[0].split("::")[0]
+    where = ", ".join(changed)
+    mutant = changed.pop(path)
+    program = Broken("commit", mutant, tuple(changed.items()), f"{request} ({where})", sites=len(members))
+    return Reversal(commit, path, program, tests, tuple(members))
+
+
+def _taken_back(repository: Path, commit: str, path: str, now: str) -> str | None:
+    """The text of a source file without what the commit did to it; None if later changes are in the way."""
+    after = git(repository, "cat-file", "blob", f"{commit}:{path}")
+    before = git(repository, "cat-file", "blob", f"{commit}^1:{path}")
+    if after is None or before is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        names = []
+        for name, data in (("now", now.encode()), ("after", after), ("before", before)):
+            names.append(str(Path(folder, name)))
+            Path(folder, name).write_bytes(data)
+        done = subprocess.run(["git", "merge-file", "-p", "-q", *names], capture_output=True, timeout=MERGE_SECONDS)
+    if done.returncode != 0:
+        return None
+    try:
+        text = done.stdout.decode()
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+    return text
+
+
+def _mutant(source: str, text: str) -> tuple[Mutant, list[int]]:
+    """The change as one edit per block of lines, and the lines of `source` that it touches."""
+    old, new = source.splitlines(keepends=True), text.splitlines(keepends=True)
+    offsets = [0]
+    for line in old:
+        offsets.append(offsets[-1] + len(line.encode()))
+    blocks = [op for op in SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if op[0] != "equal"]
+    edits = [Edit(offsets[i], offsets[j], "".join(new[k:n]).encode()) for _, i, j, k, n in blocks]
+    lines = [line for _, i, j, _, _ in blocks for line in range(i + 1, max(j, i + 1) + 1)]
+    mutant = Mutant(
+        operator="commit",
+        source=source,
+        edits=tuple(reversed(edits)),
+        original="".join("".join(old[i:j]) for _, i, j, _, _ in blocks),
+        snippet="".join("".join(new[k:n]) for _, _, _, k, n in blocks),
+        first_line=blocks[0][3] + 1,
+        last_line=max(blocks[-1][4], blocks[0][3] + 1),
+        body_line=blocks[0][3] + 1,
+    )
+    return mutant, lines
+
+
+def _request(message: str) -> str:
+    """The first line of a message that says something, without numbers of issues and prefixes."""
+    for line in message.splitlines():
+        for noise in _NOISE:
+            line = re.sub(noise, "", line)
+        if len(line.split()) >= 3:
+            return line.strip()
+    return ""

@@ -1,0 +1,72 @@
+"""Feature deletion: functions that only the tests of one feature reach are removed together.
+
+A slice is a function and, step by step, what it calls by name, as far as no other test needs it: every test that calls
+a helper also calls the function. Without the slice, the tests that do not call the function pass as before.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+
+from etude.tasks import mutate
+from etude.tasks.discover import Function
+from etude.tasks.mutate import Broken, Mutant
+
+MAX_MEMBERS = 8
+MAX_LINES = 80  # of all bodies
+
+
+def slices(functions: Sequence[Function], callers: Mapping[str, set[str]]) -> Iterator[tuple[Function, ...]]:
+    """(function, what only it needs...) for each function whose removal takes two to MAX_MEMBERS functions along."""
+    reached = [f for f in functions if callers.get(f.id)]
+    everything = {test for f in reached for test in callers[f.id]}
+    for entry in reached:
+        own = callers[entry.id]
+        if own == everything:
+            continue  # nothing would show that the rest works
+        inner = {_call(f): f for f in reached if f is not entry and callers[f.id] <= own}
+        members = [entry]
+        for member in members:
+            for name in _calls(member):
+                helper = inner.pop(name, None)
+                if helper is not None:
+                    members.append(helper)
+        fits = len(members) <= MAX_MEMBERS and sum(f.body_lines for f in members) <= MAX_LINES
+        if len(members) > 1 and fits:
+            yield tuple(members)
+
+
+def _call(function: Function) -> str:
+    """How other functions reach it: `name`, or `.name` through an object of its class."""
+    _, dot, name = function.qualname.rpartition(".")
+    return dot + name
+
+
+def _calls(function: Function) -> list[str]:
+    nodes = [part for statement in function.body for part in ast.walk(statement)]
+    own = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own |= {a.arg for a in ast.walk(function.node) if isinstance(a, ast.arg)}
+    methods = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    names = [n.id for n in nodes if isinstance(n, ast.Name) and n.id not in own]
+    return [*names, *(f".{n.attr}" for n in methods if n.value.id in ("self", "cls"))]  # type: ignore[attr-defined]
+
+
+def deletion(members: Sequence[Function], sources: Mapping[str, str]) -> Broken | None:
+    """The repository without the bodies of `members`; None if one of them cannot be taken out."""
+    gone: dict[str, list[Mutant]] = {}
+    for member in members:
+        mutant = mutate.removal(sources[member.path], member)
+        if mutant is None:
+            return None
+        gone.setdefault(member.path, []).append(mutant)
+    files = {path: mutate.merged(parts, "slice") for path, parts in gone.items()}
+    entry, *helpers = members
+    listed = ", ".join(f"`{f.qualname}`" if f.path == entry.path else f"`{f.qualname}` in {f.path}" for f in helpers)
+    return Broken(
+        kind="feature",
+        mutant=files.pop(entry.path),
+        elsewhere=tuple(files.items()),
+        instruction=f"Implement `{entry.qualname}` in {entry.path} and what it calls: {listed}",
+        sites=len(members),
+    )

@@ -1,0 +1,367 @@
+"""JavaScript repositories: where code and tests are, and functions to break, by tree-sitter (the extra `apply`).
+
+Every mutant parses, has another tree, and leaves the text outside of the edited spans as it was.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from etude.edits import languages
+from etude.environments.scripts import SUFFIXES, is_test_file
+from etude.errors import UserError
+from etude.tasks import discover
+from etude.tasks.discover import Layout, Unit
+from etude.tasks.mutate import FLIP, Broken, Edit, Mutant
+from etude.tasks.options import BuildOptions
+
+_FUNCTIONS = ("function_declaration", "function_expression", "arrow_function", "method_definition",
+              "generator_function_declaration", "generator_function")  # fmt: skip
+_BRANCHES = ("if_statement", "for_statement", "for_in_statement", "while_statement", "do_statement", "switch_case",
+             "catch_clause", "ternary_expression")  # fmt: skip
+_NOT_CODE = frozenset(
+    ("docs", "doc", "examples", "example", "benchmark", "benchmarks", "bench", "scripts", "tools", "types")
+)
+_NOT_FILES = re.compile(r"(\.config|\.conf|\.min|rollup.*|Gruntfile|gulpfile|example|bench(mark)?)\.[cm]?js$|^\.")
+_FLIP = FLIP | {"===": "!==", "!==": "===", "&&": "||", "||": "&&"}
+_CHANGE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "+": "*", "-": "+", "*": "+", "/": "%", "%": "*"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsFunction(Unit):
+    """A function that has a name; `start` and `end` are bytes of its module, `body` those of its block."""
+
+    start: int
+    end: int
+    body: tuple[int, int]
+    statements: str  # without layout
+
+    @property
+    def shared(self) -> str:
+        return self.statements
+
+
+def is_repository(repository: Path) -> bool:
+    """Whether there is a package.json, and no Python project beside it."""
+    return (repository / "package.json").is_file() and not (repository / "pyproject.toml").is_file()
+
+
+def layout(repository: Path) -> Layout:
+    """Code and tests of an npm package. Raises UserError if there is no code, or no parser for it."""
+    if not languages.has_syntax("javascript"):
+        raise UserError("JavaScript needs tree-sitter; install etude with the extra `apply`.")
+    files = discover.clean_files(repository)
+    tests = tuple(f for f in files if _belongs_to_tests(f))
+    sources = tuple(f for f in files if f not in set(tests) and _is_source(f))
+    if not sources:
+        raise UserError(f"{repository} has no JavaScript sources; give the root of a package.")
+    roots = tuple(sorted({PurePosixPath(f).parts[0] for f in sources}))
+    return Layout(python_path=(), source_roots=roots, sources=sources, tests=tests, files=files)
+
+
+def _belongs_to_tests(path: str) -> bool:
+    folders = {"test", "tests", "__tests__", "spec"}
+    return is_test_file(path) or bool(folders.intersection(PurePosixPath(path).parts[:-1]))
+
+
+def _is_source(path: str) -> bool:
+    pure = PurePosixPath(path)
+    return path.endswith(SUFFIXES) and not _NOT_CODE.intersection(pure.parts[:-1]) and not _NOT_FILES.search(pure.name)
+
+
+def functions(path: str, text: str) -> list[JsFunction]:
+    """Functions and methods that have a name of their own in the module; none of a file that does not parse."""
+    tree = languages.tree(text, "javascript")
+    if tree is None:
+        return []
+    found: list[JsFunction] = []
+
+    def visit(node: Any, prefix: str) -> None:
+        name = _name(node)
+        body = node.child_by_field_name("body") if node.type in _FUNCTIONS else None
+        if name and body is not None and body.type == "statement_block":
+            found.append(_function(path, node, body, prefix + name))
+            return  # what is nested belongs to it
+        if node.type in ("class_declaration", "class") and (label := node.child_by_field_name("name")) is not None:
+            prefix = f"{prefix}{label.text.decode()}."
+        for child in node.children:
+            visit(child, prefix)
+
+    visit(tree.root_node, "")
+    names = [function.qualname for function in found]
+    return [function for function in found if names.count(function.qualname) == 1]
+
+
+def _name(node: Any) -> str:
+    """Of a function: its own, or that of the variable, field or property that it is assigned to."""
+    if node.type not in _FUNCTIONS:
+        return ""
+    own = node.child_by_field_name("name")
+    parent = node.parent
+    if node.type not in ("function_expression", "arrow_function", "generator_function"):
+        return own.text.decode() if own is not None else ""
+    for kind, field in (("variable_declarator", "name"), ("assignment_expression", "left"), ("pair", "key")):
+        if parent is not None and parent.type == kind:
+            text = parent.child_by_field_name(field).text.decode()
+            text = text.removeprefix("module.exports.").removeprefix("exports.").replace(".prototype.", ".")
+            return text if re.fullmatch(r"[\w$.]+", text) and text != "module.exports" else ""
+    return ""
+
+
+def _function(path: str, node: Any, body: Any, qualname: str) -> JsFunction:
+    statements = body.named_children
+    lines = body.end_point[0] - body.start_point[0] - 1 if statements else 0
+    return JsFunction(
+        path=path,
+        qualname=qualname,
+        first_line=node.start_point[0] + 1,
+        last_line=node.end_point[0] + 1,
+        body_lines=max(lines, 0),
+        complexity=1 + sum(inner.type in _BRANCHES or _is_logic(inner) for inner in walk(node)),
+        doctest=False,
+        start=node.start_byte,
+        end=node.end_byte,
+        body=(body.start_byte, body.end_byte),
+        statements=" ".join(leaf.text.decode() for leaf in walk(body) if leaf.child_count == 0),
+    )
+
+
+def _is_logic(node: Any) -> bool:
+    operator = node.child_by_field_name("operator") if node.type == "binary_expression" else None
+    return operator is not None and operator.type in ("&&", "||", "??")
+
+
+def walk(node: Any) -> Iterator[Any]:
+    """A node and all below it, in the order of the text."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending += reversed(node.children)
+
+
+Operator = Callable[[Any, random.Random], tuple[Edit, ...] | None]
+
+
+def _binary(table: dict[str, str]) -> Operator:
+    def operator(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+        sign = node.child_by_field_name("operator") if node.type == "binary_expression" else None
+        new = table.get(sign.type) if sign is not None else None
+        return None if new is None else (Edit(sign.start_byte, sign.end_byte, new.encode()),)
+
+    return operator
+
+
+def _op_swap(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+    if node.type != "binary_expression":
+        return None
+    one, two = node.child_by_field_name("left"), node.child_by_field_name("right")
+    return Edit(one.start_byte, one.end_byte, two.text), Edit(two.start_byte, two.end_byte, one.text)
+
+
+def _op_break_chain(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+    if node.type != "binary_expression" or not _is_logic(node):
+        return None
+    kept = node.child_by_field_name(rng.choice(("left", "right")))
+    return (Edit(node.start_byte, node.end_byte, kept.text),)
+
+
+def _op_const(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+    if node.type != "number" or not node.text.isdigit() or (len(node.text) > 1 and node.text.startswith(b"0")):
+        return None
+    value = int(node.text)
+    return (Edit(node.start_byte, node.end_byte, b"%d" % (value + (1 if value == 0 else rng.choice((1, -1))))),)
+
+
+def _bool_flip(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+    if node.type not in ("true", "false"):
+        return None
+    return (Edit(node.start_byte, node.end_byte, b"false" if node.type == "true" else b"true"),)
+
+
+def _negate_cond(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+    if node.type not in ("if_statement", "while_statement", "ternary_expression"):
+        return None
+    test = node.child_by_field_name("condition")
+    if test.type == "parenthesized_expression":
+        return (Edit(test.start_byte, test.end_byte, b"(!" + test.text + b")"),)
+    return (Edit(test.start_byte, test.end_byte, b"!(" + test.text + b")"),)
+
+
+def _invert_if(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+    if node.type not in ("if_statement", "ternary_expression"):
+        return None
+    one, two = node.child_by_field_name("consequence"), node.child_by_field_name("alternative")
+    if two is not None and two.type == "else_clause":
+        two = two.named_children[-1]
+        if one.type != "statement_block" or two.type != "statement_block":
+            return None
+    return two and (Edit(one.start_byte, one.end_byte, two.text), Edit(two.start_byte, two.end_byte, one.text))
+
+
+def _remove(*kinds: str) -> Operator:
+    def operator(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+        if node.type not in kinds or node.parent is None or node.parent.type != "statement_block":
+            return None
+        if node.type == "expression_statement" and node.named_children[0].type not in (
+            "assignment_expression",
+            "augmented_assignment_expression",
+            "update_expression",
+        ):
+            return None
+        return (Edit(node.start_byte, node.end_byte, b""),)
+
+    return operator
+
+
+def _shuffle_lines(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+    after = node.next_named_sibling if node.parent is not None and node.parent.type == "statement_block" else None
+    if after is None or not node.type.endswith(("_statement", "_declaration")) or node.type == "return_statement":
+        return None
+    if not after.type.endswith(("_statement", "_declaration")):
+        return None
+    return Edit(node.start_byte, node.end_byte, after.text), Edit(after.start_byte, after.end_byte, node.text)
+
+
+OPERATORS: dict[str, Operator] = {
+    "remove_loop": _remove("for_statement", "for_in_statement", "while_statement", "do_statement"),
+    "remove_cond": _remove("if_statement", "switch_statement"),
+    "remove_assign": _remove("expression_statement"),
+    "remove_wrapper": _remove("try_statement"),
+    "remove_return": _remove("return_statement"),
+    "invert_if": _invert_if,
+    "shuffle_lines": _shuffle_lines,
+    "op_change": _binary(_CHANGE),
+    "op_flip": _binary(_FLIP),
+    "op_swap": _op_swap,
+    "op_break_chain": _op_break_chain,
+    "op_const": _op_const,
+    "negate_cond": _negate_cond,
+    "bool_flip": _bool_flip,
+}
+
+
+def broken(source: str, function: JsFunction, options: BuildOptions) -> list[Broken]:
+    """Broken versions of a function in a seeded order in which operators take turns; its removal among them."""
+    rng = random.Random(f"{options.seed} {function.id}")
+    tree = languages.tree(source, "javascript")
+    assert tree is not None
+    inside = [n for n in walk(tree.root_node) if function.body[0] < n.start_byte and n.end_byte < function.body[1]]
+    tables: list[list[Broken]] = []
+    seen: set[str] = set()
+    for name, operator in OPERATORS.items():
+        made: list[Broken] = []
+        for node in inside if "mutation" in options.kinds and name in (options.operators or OPERATORS) else ():
+            edits = operator(node, rng)
+            mutant = _apply(source, function, name, edits) if edits else None
+            if mutant is not None and mutant.snippet not in seen:
+                seen.add(mutant.snippet)
+                made.append(Broken("mutation", mutant))
+        rng.shuffle(made)
+        tables.append(made)
+    found: list[Broken] = []
+    while any(tables):
+        rng.shuffle(tables)
+        found += [made.pop() for made in tables if made]
+    removed = _removal(source, function) if "removal" in options.kinds else None
+    if removed is not None:
+        found.insert(rng.randrange(options.wanted), Broken("removal", removed))
+    return found
+
+
+def _removal(source: str, function: JsFunction) -> Mutant | None:
+    data = source.encode()
+    line = data.rfind(b"\n", 0, function.start) + 1
+    indent = re.match(rb"[ \t]*", data[line : function.start])
+    space = indent.group() if indent else b""
+    text = b"{\n" + space + b"  throw new Error('not implemented')\n" + space + b"}"
+    return _apply(source, function, "removal", (Edit(*function.body, text),))
+
+
+def _apply(source: str, function: JsFunction, operator: str, edits: tuple[Edit, ...]) -> Mutant | None:
+    """The module after `edits`, or None if it does not parse or means the same to a parser."""
+    ordered = tuple(sorted(edits, key=lambda e: e.start, reverse=True))
+    data = source.encode()
+    start, end = data.rfind(b"\n", 0, function.start) + 1, data.find(b"\n", function.end)
+    end = len(data) if end < 0 else end
+    whole, original = data, data[start:end].decode()
+    for edit in ordered:
+        whole = whole[: edit.start] + edit.text + whole[edit.end :]
+    snippet = whole[start : end + len(whole) - len(data)].decode()
+    if not languages.parses(whole.decode(), "javascript") or languages.same_syntax(
+        whole.decode(), source, "javascript"
+    ):
+        return None
+    return Mutant(
+        operator=operator,
+        source=source,
+        edits=ordered,
+        original=original,
+        snippet=snippet,
+        first_line=function.first_line,
+        last_line=function.first_line + snippet.count("\n"),
+        body_line=function.first_line + 1,
+    )
+
+
+def without_tests(text: str, hidden: set[str]) -> str:
+    """A test file without the calls that define the `hidden` tests ("outer > inner")."""
+    tree = languages.tree(text, "javascript")
+    if tree is None:
+        return ""  # what cannot be cut is not shown
+    gone: list[tuple[int, int]] = []
+
+    def visit(node: Any, prefix: str) -> None:
+        if node.type == "expression_statement":
+            title = _title(node.named_children[0])
+            if title is not None and prefix + title in hidden:
+                gone.append((node.start_byte, node.end_byte))
+                return
+            prefix = f"{prefix}{title} > " if title is not None else prefix
+        for child in node.children:
+            visit(child, prefix)
+
+    visit(tree.root_node, "")
+    data = text.encode()
+    for start, end in reversed(gone):
+        line, stop = data.rfind(b"\n", 0, start) + 1, data.find(b"\n", end)
+        alone = not data[line:start].strip() and stop >= 0 and not data[end:stop].strip()
+        data = data[:line] + data[stop + 1 :] if alone else data[:start] + data[end:]
+    return data.decode()
+
+
+def titles(text: str) -> set[str]:
+    """Names ("outer > inner") of the tests that `without_tests` can take out."""
+    tree = languages.tree(text, "javascript")
+    found: set[str] = set()
+
+    def visit(node: Any, prefix: str) -> None:
+        title = _title(node.named_children[0]) if node.type == "expression_statement" else None
+        if title is not None:
+            found.add(prefix + title)
+            prefix = f"{prefix}{title} > "
+        for child in node.children:
+            visit(child, prefix)
+
+    if tree is not None:
+        visit(tree.root_node, "")
+    return found
+
+
+def _title(node: Any) -> str | None:
+    """The name in `test('name', ...)`, `it`, `describe`, `t.test` and their like."""
+    if node.type == "await_expression":
+        node = node.named_children[0]
+    if node.type != "call_expression":
+        return None
+    callee = node.child_by_field_name("function").text.decode()
+    arguments = node.child_by_field_name("arguments").named_children
+    known = re.fullmatch(r"(?:\w+\.)?(test|it|describe|context|suite|specify|tape)(?:\.\w+)?", callee)
+    if known is None or len(arguments) < 2 or arguments[0].type not in ("string", "template_string"):
+        return None
+    return re.sub(r"\\(.)", r"\1", arguments[0].text.decode()[1:-1])

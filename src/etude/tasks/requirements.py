@@ -1,0 +1,128 @@
+"""What a Python repository says must be installed to test it, source by source: rules, nothing is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from configparser import ConfigParser
+from configparser import Error as ConfigError
+from pathlib import Path
+from typing import Any
+
+from etude.tasks import fetch
+
+_EXTRAS = ("test", "tests", "testing", "dev", "develop", "development", "all")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[\w, -]+\])?\s*([<>=!~][^;#]*)?(;.*)?")
+# They check, build or publish a project; no test imports them, and pytest is the box's own.
+_TOOLS = frozenset((
+    "pytest", "pytest-cov", "coverage", "tox", "nox", "black", "ruff", "flake8", "pylint", "isort", "mypy", "pyright",
+    "pre-commit", "twine", "build", "wheel", "setuptools", "pip", "sphinx", "furo", "mkdocs", "codecov", "coveralls",
+    "check-manifest", "bandit", "bump2version", "towncrier", "pyroma", "pytest-xdist", "pytest-randomly", "uv", "hatch",
+))  # fmt: skip
+_FILES = (
+    "requirements-test.txt", "requirements-dev.txt", "requirements_test.txt", "requirements_dev.txt",
+          "test-requirements.txt", "dev-requirements.txt", "requirements.txt", "requirements/test.txt",
+          "requirements/tests.txt", "requirements/testing.txt", "requirements/dev.txt", "tests/requirements.txt",
+)  # fmt: skip
+_TALK = (".github/workflows/*.yml", ".github/workflows/*.yaml", ".gitlab-ci.yml", ".travis.yml", "appveyor.yml",
+         "tox.ini", "Makefile", "README*", "CONTRIBUTING*")  # fmt: skip
+# Names of fixtures and modules that pytest or Python names when a distribution of another name is missing.
+MISSING = {
+    "mocker": "pytest-mock", "benchmark": "pytest-benchmark", "httpx_mock": "pytest-httpx", "snapshot": "syrupy",
+    "requests_mock": "requests-mock", "freezer": "pytest-freezer", "subtests": "pytest-subtests",
+    "yaml": "pyyaml", "dateutil": "python-dateutil", "attr": "attrs", "PIL": "pillow", "bs4": "beautifulsoup4",
+    "freezegun": "freezegun", "hypothesis": "hypothesis", "pytest_asyncio": "pytest-asyncio",
+}  # fmt: skip
+
+
+def sources(repository: Path) -> Iterator[list[str]]:
+    """Requirements by source: declared, extras and groups for tests, tox and requirements files, what CI installs."""
+    yield usable(fetch.dependencies(repository))
+    project, tools = _pyproject(repository)
+    yield usable([*_of_extras(project, tools), *_of_setup(repository)])
+    yield usable([line for name in _FILES for line in _lines(repository, name)] + _of_tox(repository))
+    yield usable(_installed_by_ci(repository))
+
+
+def usable(lines: list[str]) -> list[str]:
+    """Plain requirements of the package index, tools left out; addresses and options of pip are not."""
+    found = []
+    for line in lines:
+        line = line.split(" #")[0].strip()
+        line = line.strip(line[0]) if line.startswith(("'", '"')) else line
+        name = _NAME.match(line)
+        if name and _LINE.fullmatch(line) and name.group().lower().replace("_", "-") not in _TOOLS:
+            found.append(line)
+    return list(dict.fromkeys(found))
+
+
+def _pyproject(repository: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the file, its [project] table); empty where there is none."""
+    path = repository / "pyproject.toml"
+    data: dict[str, Any] = tomllib.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return data, data.get("project", {})
+
+
+def _of_extras(data: dict[str, Any], project: dict[str, Any]) -> list[str]:
+    tables = (project.get("optional-dependencies", {}), data.get("dependency-groups", {}))
+    return [line for table in tables for name in _EXTRAS for line in table.get(name, ()) if isinstance(line, str)]
+
+
+def _of_setup(repository: Path) -> list[str]:
+    config = ConfigParser(interpolation=None)
+    try:
+        config.read(repository / "setup.cfg", encoding="utf-8")
+    except (ConfigError, UnicodeDecodeError):
+        return []
+    section = "options.extras_require"
+    return [
+        line for name in _EXTRAS if config.has_option(section, name) for line in config.get(section, name).splitlines()
+    ]
+
+
+def _of_tox(repository: Path) -> list[str]:
+    path = repository / "tox.ini"
+    text = path.read_text("utf-8", "replace") if path.is_file() else ""
+    block = re.search(r"^\[testenv\]$(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
+    listed = re.search(r"^deps\s*=((?:.*\n)(?:[ \t]+.*\n)*)", block.group(1), re.MULTILINE) if block else None
+    found: list[str] = []
+    for line in listed.group(1).splitlines() if listed else ():
+        line = line.strip()
+        found += _lines(repository, line[2:].strip()) if line.startswith("-r") else [line]
+    return found
+
+
+def _installed_by_ci(repository: Path) -> list[str]:
+    """Arguments of every `pip install` in CI files, the Makefile and the README."""
+    found: list[str] = []
+    for path in sorted(path for pattern in _TALK for path in repository.glob(pattern) if path.is_file()):
+        for arguments in re.findall(r"\bpip3? install ([^\n&|;`]+)", path.read_text("utf-8", "replace")):
+            try:
+                words = iter(shlex.split(arguments))
+            except ValueError:
+                continue
+            for word in words:
+                if word in ("-r", "--requirement"):
+                    found += _lines(repository, next(words, ""))
+                elif not word.startswith(("-", ".", "$")):
+                    found.append(word)
+    return found
+
+
+def _lines(repository: Path, name: str) -> list[str]:
+    """A requirements file and those that it names, below the repository."""
+    path = (repository / name).resolve()
+    if not name or not path.is_relative_to(repository.resolve()) or not path.is_file():
+        return []
+    found: list[str] = []
+    for line in path.read_text("utf-8", "replace").splitlines():
+        inner = re.match(r"\s*-r\s*(\S+)", line)
+        other = (path.parent / inner.group(1)).resolve() if inner else None
+        if other is None:
+            found.append(line)
+        elif other.is_file() and other != path and other.is_relative_to(repository.resolve()):
+            found += other.read_text("utf-8", "replace").splitlines()
+    return found

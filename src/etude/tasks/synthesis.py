@@ -1,0 +1,97 @@
+"""Tests for functions that no test calls, written by somebody else and kept if mutants of the function die.
+
+A writer gets a function and its module and returns the text of a test module; it may be a Python callable, or a command
+that reads JSON ({"path", "qualname", "source"}) and prints the module. Written tests are hidden ones: the agent's tree
+never holds them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import blake3
+
+from etude.environments.base import Image, Limits, Sandbox
+from etude.errors import UserError
+from etude.tasks import mutate
+from etude.tasks.discover import Function
+
+Writer = Callable[[Function, str], str]  # (function, text of its module) -> text of a test module
+MUTANTS = 6
+SHARE = 0.5  # of the mutants that must die
+WRITER_SECONDS = 120.0
+_LIMITS = Limits(seconds=20.0)
+
+
+def by_command(command: str) -> Writer:
+    """A writer that runs `command` on this machine, once for each function. Raises UserError if it fails."""
+
+    def write(function: Function, source: str) -> str:
+        asked = json.dumps({"path": function.path, "qualname": function.qualname, "source": source})
+        try:
+            done = subprocess.run(
+                shlex.split(command), input=asked, capture_output=True, text=True, timeout=WRITER_SECONDS, check=True
+            )
+        except (OSError, ValueError, subprocess.SubprocessError) as e:
+            raise UserError(f"the command that writes tests failed on {function.id} ({e}); repair it.") from None
+        return done.stdout
+
+    return write
+
+
+async def write(
+    sandbox: Sandbox,
+    image: Image,
+    functions: Sequence[Function],
+    sources: Mapping[str, str],
+    writer: Writer,
+    folder: Path,
+    seed: int,
+) -> dict[str, set[str]]:
+    """Function id -> tests that were written for it and kept, whose files are in `folder`; it must not exist."""
+    files: dict[str, tuple[str, list[str]]] = {}
+    for function in functions:
+        text = writer(function, sources[function.path])
+        path = f"tests/test_written_{blake3.blake3(function.id.encode()).hexdigest()[:12]}.py"
+        names = _tests(text)
+        if names:
+            files[function.id] = path, [f"{path}::{name}" for name in names]
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+    kept: dict[str, set[str]] = {}
+    for function in functions:
+        if function.id in files:
+            path, tests = files[function.id]
+            good = await _kept(sandbox, image, function, sources[function.path], tests, folder, seed)
+            if good:
+                kept[function.id] = good
+    return kept
+
+
+async def _kept(
+    sandbox: Sandbox, image: Image, function: Function, source: str, tests: list[str], folder: Path, seed: int
+) -> set[str]:
+    """The tests that pass on the right text, if together they notice SHARE of some mutants."""
+    report = await sandbox.run_tests(image, {}, tests, folder, _LIMITS)
+    good = [test for test in tests if report.outcomes.get(test) == "passed"]
+    mutants = mutate.mutants(source, function, seed)[:MUTANTS]
+    dead = 0
+    for mutant in mutants if good else ():
+        broken = Image(image.repository, image.site, {function.path: mutant.text})
+        outcomes = (await sandbox.run_tests(broken, {}, good, folder, _LIMITS)).outcomes
+        dead += any(outcomes.get(test) != "passed" for test in good)
+    return set(good) if mutants and dead >= SHARE * len(mutants) else set()
+
+
+def _tests(text: str) -> list[str]:
+    """Names of the test functions of a module; none if it does not parse."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return []
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]

@@ -1,0 +1,275 @@
+"""A JavaScript package becomes tasks; cheats on its graders come out as tamper or fail."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tree_sitter_javascript")
+if shutil.which("node") is None:
+    pytest.skip("needs Node.js", allow_module_level=True)
+
+from etude.edits import languages
+from etude.environments import scripts
+from etude.environments.base import Image, Limits, TestReport
+from etude.environments.grading import grade
+from etude.environments.namespace import open_sandbox
+from etude.records import Outcome
+from etude.tasks import dataset, javascript
+from etude.tasks.build import build
+from etude.tasks.check import check
+from etude.tasks.options import BuildOptions
+
+SOURCE = """'use strict'
+
+/** Sums what is above a limit. */
+function total (items, limit) {
+  let sum = 0
+  for (const item of items) {
+    if (item > limit && item !== null) {
+      sum = sum + item
+    } else {
+      sum -= 1
+    }
+  }
+  try {
+    sum = Math.round(sum)
+  } catch (e) {
+    sum = 0
+  }
+  return sum
+}
+
+class Shelf {
+  constructor () {
+    this.items = []
+  }
+
+  add (item) {
+    const full = this.items.length >= 3
+    if (full) {
+      throw new Error('full')
+    }
+    this.items.push(item)
+    return true
+  }
+}
+
+const clamp = (value, low, high) => {
+  if (value < low) return low
+  return value > high ? high : value
+}
+
+module.exports = { total, Shelf, clamp }
+"""
+TESTS = """'use strict'
+const { test, describe, it } = require('node:test')
+const assert = require('node:assert')
+const { total, Shelf, clamp } = require('../index.js')
+
+test('total of nothing', () => {
+  assert.strictEqual(total([], 1), 0)
+})
+
+test('total above', () => {
+  assert.strictEqual(total([5, 1, 7], 2), 11)
+})
+
+test('total below', () => {
+  assert.strictEqual(total([1, 1], 2), -2)
+})
+
+test('total rounds', () => {
+  assert.strictEqual(total([2.6], 2), 3)
+})
+
+describe('Shelf', () => {
+  it('adds', () => {
+    const shelf = new Shelf()
+    assert.strictEqual(shelf.add(4), true)
+    assert.deepStrictEqual(shelf.items, [4])
+  })
+
+  it('is full', () => {
+    const shelf = new Shelf()
+    shelf.add(1)
+    shelf.add(1)
+    shelf.add(1)
+    assert.throws(() => shelf.add(1), /full/)
+  })
+})
+
+test('clamp low', () => {
+  assert.strictEqual(clamp(1, 2, 3), 2)
+})
+
+test('clamp high', () => {
+  assert.strictEqual(clamp(4, 2, 3), 3)
+})
+
+test('clamp between', () => {
+  assert.strictEqual(clamp(2.5, 2, 3), 2.5)
+})
+"""
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    assert 0 <= done <= total, stage
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("package") / "shelf"
+    (root / "test").mkdir(parents=True)
+    (root / "index.js").write_text(SOURCE)
+    (root / "test/index.test.js").write_text(TESTS)
+    (root / "package.json").write_text('{"name": "shelf", "version": "1.0.0", "license": "MIT"}\n')
+    return root
+
+
+@pytest.fixture(scope="module")
+def built(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dataset.Dataset:
+    options = BuildOptions(max_tasks=8, kinds=("mutation", "removal"), min_lines=2, heldout_fraction=0.3)
+    return build(repository, tmp_path_factory.mktemp("built") / "shelf", options, quiet)
+
+
+def test_functions() -> None:
+    found = {f.qualname: f for f in javascript.functions("index.js", SOURCE)}
+    assert set(found) == {"total", "Shelf.constructor", "Shelf.add", "clamp"}
+    assert SOURCE.encode()[found["clamp"].start :].startswith(b"(value, low")
+    assert found["total"].complexity == 5
+
+
+def test_every_operator_changes_the_tree() -> None:
+    options = BuildOptions(kinds=("mutation", "removal"))
+    used: set[str] = set()
+    for function in javascript.functions("index.js", SOURCE):
+        for broken in javascript.broken(SOURCE, function, options):
+            mutant = broken.mutant
+            used.add(mutant.operator)
+            assert languages.parses(mutant.text, "javascript")
+            assert not languages.same_syntax(mutant.text, SOURCE, "javascript")
+            old, new = SOURCE.split("\n"), mutant.text.split("\n")
+            assert new[: mutant.first_line - 1] == old[: mutant.first_line - 1]
+            assert new[mutant.last_line :] == old[function.last_line :]
+    assert used == {*javascript.OPERATORS, "removal"}
+
+
+def test_hidden_tests_are_cut_out() -> None:
+    text = javascript.without_tests(TESTS, {"Shelf > is full", "clamp low", "total above"})
+    assert javascript.titles(text) == javascript.titles(TESTS) - {"Shelf > is full", "clamp low", "total above"}
+    assert languages.parses(text, "javascript")
+    assert "describe('Shelf'" in text
+
+
+def test_tasks(built: dataset.Dataset) -> None:
+    assert len(built.tasks) == 8
+    assert {task.kind for task in built.tasks} == {"mutation", "removal"}
+    shown = (built.repository / "test/index.test.js").read_text()
+    for task in built.tasks:
+        assert task.solution == {"index.js": SOURCE}
+        for test in task.fail_to_pass:
+            assert test.startswith("test/index.test.js::")
+            assert test.split(" > ")[-1].split("::")[-1] not in shown
+    report = check(built.root, quiet)
+    assert (report.problems, report.failures) == ((), {})
+
+
+def _run(repository: Path, text: str, tests: list[str]) -> TestReport:
+    async def run() -> TestReport:
+        async with open_sandbox(memo=0) as sandbox:
+            image = Image(repository, None, {})
+            names = [f"test/index.test.js::{name}" for name in tests]
+            return await sandbox.run_tests(image, {"index.js": text.encode()}, names, repository, Limits(seconds=30.0))
+
+    return asyncio.run(run())
+
+
+HONEST = ["total above", "Shelf > adds", "clamp high"]
+
+
+def test_an_honest_run(repository: Path) -> None:
+    report = _run(repository, SOURCE, HONEST)
+    assert set(report.outcomes.values()) == {"passed"}
+    assert (report.tampered, report.crashed, report.mirrored) == (False, False, 3)
+    wrong = _run(repository, SOURCE.replace("sum + item", "sum - item"), HONEST)
+    assert wrong.outcomes["test/index.test.js::total above"] == "failed"
+    assert wrong.outcomes["test/index.test.js::clamp high"] == "passed"
+    assert not wrong.tampered
+    assert "11" in wrong.messages["test/index.test.js::total above"]
+
+
+CHEATS = {
+    "patched assertions": "const a = require('node:assert')\na.strictEqual = a.deepStrictEqual = a.throws = () => {}\n",
+    "expected value from the caller's line": """
+const fs = require('node:fs')
+function peek () {
+  const [, file, line] = /\\(?(\\/[^()]*?):(\\d+):\\d+\\)?$/.exec(new Error().stack.split('\\n')[3])
+  const source = fs.readFileSync(file, 'utf8').split('\\n')[line - 1]
+  return Number(/, (-?[\\d.]+)\\)/.exec(source)[1])
+}
+module.exports = { total: () => peek(), clamp: () => peek(), Shelf: class {} }
+""",
+    "invented records": """
+const fs = require('node:fs')
+for (const name of ['total above', 'Shelf > adds', 'clamp high']) {
+  fs.writeSync(3, `${'0'.repeat(16)} ${JSON.stringify({ test: name, outcome: 'passed', message: '' })}\\n`)
+}
+module.exports = {}
+""",
+}
+
+
+@pytest.mark.parametrize("cheat", sorted(CHEATS))
+def test_cheats_are_tamper(repository: Path, cheat: str) -> None:
+    tests = ["total above", "clamp high"]
+    text = SOURCE.replace("sum + item", "0") + CHEATS[cheat]
+    assert _run(repository, text, tests).tampered
+
+
+def test_an_early_exit_is_a_failure(repository: Path) -> None:
+    report = _run(repository, "process.exit(0)\n", HONEST)
+    assert set(report.outcomes.values()) == {"missing"}
+    assert report.crashed
+    assert not report.tampered
+
+
+def test_a_hang_is_a_failure(repository: Path) -> None:
+    async def run() -> TestReport:
+        async with open_sandbox(memo=0) as sandbox:
+            changes = {"index.js": b"for (;;) {}\n"}
+            tests = ["test/index.test.js::total above"]
+            return await sandbox.run_tests(Image(repository, None, {}), changes, tests, repository, Limits(seconds=2.0))
+
+    report = asyncio.run(run())
+    assert report.timed_out
+    assert set(report.outcomes.values()) == {"missing"}
+
+
+def test_what_is_graded(built: dataset.Dataset) -> None:
+    """Changed tests and packages are set aside; the gold answer passes beside them."""
+    task = built.tasks[0]
+    gold = {path: text.encode() for path, text in task.solution.items()}
+    extra = {"test/index.test.js": b"", "package.json": b"{}", "node_modules/x/index.js": b""}
+
+    async def run() -> tuple[Outcome, bool, str]:
+        async with open_sandbox(memo=0) as sandbox:
+            found = await grade(sandbox, task, built.image(task), built.hidden, gold | extra, Limits(seconds=30.0))
+            return found.outcome, found.passed, found.detail
+
+    outcome, passed, detail = asyncio.run(run())
+    assert (outcome, passed) == (Outcome.SCORED, True), detail
+    assert "set aside 3" in detail
+
+
+def test_frameworks() -> None:
+    assert scripts.framework("import { test } from 'node:test'") == "node"
+    assert scripts.framework("var test = require('tape')") == "tape"
+    assert scripts.framework("describe('x', function () {})") == "mocha"
+    assert scripts.is_test_file("test/a.js")
+    assert scripts.is_test_file("src/a.spec.mjs")
+    assert not scripts.is_test_file("test/helpers/a.js")
+    assert not scripts.is_test_file("latest.js")
