@@ -14,15 +14,30 @@ from etude.weights.manifest import newest
 ROOT = Path(__file__).parents[1]
 SECONDS = 400
 
-AGENT = """
-import json, os, urllib.request
-messages = [{"role": "user", "content": os.environ["TASK"]}]
-while True:
+# Shows the function as the nano model has learned to see it, and does what it says.
+AGENT = r"""
+import json, os, re, urllib.request
+task = os.environ["TASK"]
+path, first, last = re.search(r"See (.+), lines (\d+) to (\d+)", task).groups()
+source = "".join(open(path).readlines()[int(first) - 1 : int(last)])
+messages = [{"role": "user", "content": task.split("\n\n")[0] + "\n" + source}]
+calls = True
+while calls:
     body = json.dumps({"model": "any", "messages": messages}).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     with urllib.request.urlopen(request) as answer:
-        messages += [json.load(answer)["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+        message = json.load(answer)["choices"][0]["message"]
+    messages.append(message)
+    calls = message.get("tool_calls", [])
+    for call in calls:
+        arguments = json.loads(call["function"]["arguments"])
+        text = open(path).read()
+        found = text.count(arguments.get("old") or "\0") == 1
+        if found:
+            open(path, "w").write(text.replace(arguments["old"], arguments["new"]))
+        result = "ok" if found or call["function"]["name"] != "edit" else "error: no match"
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 """
 CONFIG = f"""
 stage = "rl"
@@ -53,10 +68,11 @@ def test_an_outside_agents_episodes_are_trained_on(tmp_path: Path) -> None:
     episodes = [decode(rollouts.get(key), Episode) for key in keys]
     assert len(episodes) >= 7
     for episode in episodes:
-        assert episode.stop_reason in ("turns", "tokens")
+        assert episode.stop_reason in ("finished", "turns", "tokens")
         assert (episode.metrics["segments"], episode.metrics["forks"]) == (1, 0)
-        assert episode.metrics["requests"] == episode.metrics["turns"] + 1, "the last is refused, and ends the command"
-        assert 3 <= episode.sampled_tokens <= 120
+        refused = episode.stop_reason != "finished"  # the last request, which ends the command
+        assert episode.metrics["requests"] == episode.metrics["turns"] + refused
+        assert 1 <= episode.sampled_tokens <= 120
         assert episode.segments[0].intact
     (step,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert step["mismatch/tokens"] > 0, "conduct differs, so there is something to train on"
