@@ -105,6 +105,22 @@ def test_compact_turns_put_together_equal_the_whole(compact: Renderer, compact_f
     assert compact.prompt([USER]) == speaker.encode(expected)
 
 
+def test_what_follows_a_turn_is_the_bridge_for_results_and_the_render_for_any_message(
+    compact: Renderer, compact_folder: Path, hermes: Renderer, hermes_folder: Path
+) -> None:
+    """T1, T8, T11: whole and cut turns, results, users, and what an agent puts into the assistant's mouth."""
+    for renderer, folder in ((compact, compact_folder), (hermes, hermes_folder)):
+        speaker = Speaker(folder)
+        for turn in (speaker.turn(text="Said."), speaker.turn(text="Cut", end=False)):
+            assert renderer.follow(turn, [tool("a\n"), tool("b")]) == renderer.bridge(turn, "stop", ["a\n", "b"])
+            messages = [assistant("Other <|im_end|><|end|>."), tool("c"), USER]
+            before = [{"role": "user", "content": "Go."}]
+            whole = renderer.prompt([*before, assistant("Said." if turn[-1] == speaker.end else "Cut"), *messages])
+            assert renderer.prompt(before) + turn + renderer.follow(turn, messages) == whole
+        with pytest.raises(ValueError, match="unknown role"):
+            renderer.follow(turn, [{"role": "wizard", "content": ""}])
+
+
 def test_the_compact_dialect_has_the_tokens_of_the_training_corpus(compact: Renderer, compact_folder: Path) -> None:
     """Written by different code: the corpus encodes pieces of documents, the renderer prompts and bridges."""
     speaker = Speaker(compact_folder)

@@ -156,7 +156,6 @@ class Live:
         self.connection = connection
         self.groups = groups
         self.shell: Shell | None = None
-        self.door: door.Door | None = None
 
     def serve(self) -> None:
         request, payload = self._request()
@@ -172,7 +171,7 @@ class Live:
         os.chdir("/")
         self.program = linux.filter_program(os.uname().machine)
         if request["door"] is not None:
-            self.door = door.Door(*request["door"], self.program)
+            door.start(*request["door"], self.program)
         self.workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.upper = os.open(f"{root.LAYER}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.environment = request["environment"]
@@ -241,8 +240,6 @@ class Live:
         return {"files": sizes}, b"".join(data for data in found.values() if data is not None)
 
     def _exec(self, line: str, seconds: float) -> tuple[dict[str, Any], bytes]:
-        if self.door is not None:
-            self.door.open()
         restarted = self.shell is None
         if self.shell is None:
             self.shell = Shell(self.limits, self.program, self.environment, self.groups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
@@ -85,7 +84,7 @@ async def answered(spoken: Spoken, asked: Asked, body: dict[str, Any]) -> Respon
     """The turn as one message, or as a stream of its parts."""
     thinks = (body.get("thinking") or {}).get("type") in ("enabled", "adaptive")
     head: dict[str, Any] = {
-        "id": f"msg_{uuid.uuid4().hex}",
+        "id": f"msg_{spoken.name}",
         "type": "message",
         "role": "assistant",
         "model": asked.model,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -69,7 +68,7 @@ def error(refusal: Refused) -> dict[str, Any]:
 
 async def answered(spoken: Spoken, asked: Asked, body: dict[str, Any]) -> Response:
     """The turn as one chat completion, or as a stream of its chunks."""
-    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+    head = {"id": f"chatcmpl-{spoken.name}", "created": int(time.time()), "model": asked.model}
     if asked.stream:
         with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         return StreamingResponse(_chunks(spoken, head, with_usage), media_type="text/event-stream")

@@ -64,7 +64,7 @@ class Spoken:
         self.results: tuple[str, ...] = ()  # what came back on it first
         self.seconds_model = self.seconds_tools = 0.0
         self.finished = 0.0
-        self.prefix = f"call_{secrets.token_hex(8)}_"
+        self.name = secrets.token_hex(12)  # in ids that clients see: the same for every request that this answers
         self._renderer = renderer
         self._changed = asyncio.Event()
 
@@ -91,7 +91,7 @@ class Spoken:
         self.generation = generation
         self.ids = generation.ids
         self.parsed = self._renderer.parse(self.ids, generation.finish_reason)
-        self.message = self.parsed.openai(self.prefix)
+        self.message = self.parsed.openai(f"call_{self.name}_")
         text = self._renderer.text(self.ids) if self.stops else ""
         self.stop = next((stop for stop in self.stops if stop in text), None)
         if self.message["content"]:

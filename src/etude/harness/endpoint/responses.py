@@ -111,7 +111,7 @@ class _Writer:
         self.kept = kept
         self.custom = {tool["name"] for tool in body.get("tools") or () if tool["type"] == "custom"}
         self.head: dict[str, Any] = {
-            "id": f"resp_{uuid.uuid4().hex}",
+            "id": f"resp_{spoken.name}",
             "object": "response",
             "created_at": int(time.time()),
             "model": asked.model,
