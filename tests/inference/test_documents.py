@@ -143,7 +143,7 @@ def test_keys_are_rotated_once_and_as_the_model_does():
 
 @pytest.mark.parametrize("kind", ["moe", "llama"])
 def test_one_kernel_places_documents_in_the_bits_of_the_models_function(kind):
-    """Also where the prefix cache holds the first of them and a part of the second."""
+    """Also where the prefix cache has come to hold the first two of them and a part of the third."""
     model = model_of(kind)
     pages = []
     for placeable in (True, False):
@@ -153,7 +153,7 @@ def test_one_kernel_places_documents_in_the_bits_of_the_models_function(kind):
         bench.logits(DOCUMENTS, TAIL)
         bench.cache.keys[:] = bench.cache.values[:] = 0.0
         row = Row(Request(ids=TAIL, max_tokens=1, documents=tuple(DOCUMENTS)), None, None)
-        assert bench.documents.gather(row, 50, 0)
+        assert bench.documents.gather(row, 0, 0)
         row.pages = list(range(9, 0, -1))
         bench.documents.assemble(row, 50)
         pages.append((bench.cache.keys.clone(), bench.cache.values.clone()))

@@ -1,86 +1,28 @@
 """etude's drafts in a real vLLM server. Needs an environment with vLLM 0.32 (docs/weights.md); takes minutes."""
 
 import json
-import os
 import random
 import re
-import signal
-import socket
-import subprocess
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx2
-import pytest
 from tokenizers import Tokenizer
+from vllm_server import MODEL, needs_vllm, serving
 
-import etude
 from etude.harness.renderers import renderer_for
 from etude.inference import vllm_proposer
 from etude.inference.apply import Applier
 from etude.inference.edit import Edit
 
-PYTHON = os.environ.get("ETUDE_VLLM_PYTHON")
-MODEL = Path("models/nano").absolute()
-START_SECONDS = float(os.environ.get("ETUDE_VLLM_START_SECONDS", "900"))
 SPECULATIVE = {
     "method": "custom_class",
     "model": "etude.inference.vllm_proposer.Proposer",
     "num_speculative_tokens": vllm_proposer.LONGEST,
 }
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(PYTHON is None, reason="ETUDE_VLLM_PYTHON names no Python with vLLM (docs/weights.md)"),
-]
+OPTIONS = ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8"]
 
-
-@contextmanager
-def serving(log: Path, *more: str) -> Iterator[str]:
-    """The URL of a vLLM server of the bundled model in float32."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    words = (
-        f"-m vllm.entrypoints.cli.main serve {MODEL} --served-model-name m --host 127.0.0.1 --port {port} "
-        "--dtype float32 --max-model-len 2048 --enforce-eager --max-num-seqs 8"
-    )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(etude.__file__).parents[1]),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [str(PYTHON), *words.split(), *more], stdout=out, stderr=out, env=environment, start_new_session=True
-        )
-        try:
-            end = time.monotonic() + START_SECONDS
-            while not _healthy(url):
-                assert process.poll() is None, log.read_text()[-3000:]
-                assert time.monotonic() < end, log.read_text()[-3000:]
-                time.sleep(0.5)
-            yield url
-        finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(10)
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return httpx2.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200
-    except httpx2.HTTPError:
-        return False
+pytestmark = needs_vllm
 
 
 def completed(url: str, prompt: list[int], temperature: float = 0.0) -> list[int]:
@@ -118,9 +60,10 @@ def answers(url: str, asked: list[list[int]]) -> list[list[int]]:
 
 def test_vllm_says_the_same_with_drafts_and_accepts_some(tmp_path):
     asked = prompts()
-    with serving(tmp_path / "plain.log") as url:
+    with serving(MODEL, tmp_path / "plain.log", *OPTIONS) as url:
         plain = answers(url, asked)
-    with serving(tmp_path / "drafts.log", "--speculative-config", json.dumps(SPECULATIVE)) as url:
+    speculative = "--speculative-config", json.dumps(SPECULATIVE)
+    with serving(MODEL, tmp_path / "drafts.log", *OPTIONS, *speculative) as url:
         drafted = answers(url, asked)
         accepted = counter(url, "spec_decode_num_accepted_tokens")
         assert len(completed(url, asked[1], temperature=1.0)) == 48  # sampled: vLLM's rejection sampler draws

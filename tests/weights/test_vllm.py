@@ -1,21 +1,15 @@
 """A real vLLM server follows a store. Needs an environment with vLLM 0.32 (docs/weights.md); takes minutes."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx2
 import pytest
 import torch
+from vllm_server import MODEL, needs_vllm, serving
 
-import etude
 from etude import cli
 from etude.models.loading import load_model, named_tensors
 from etude.store import open_store
@@ -23,66 +17,16 @@ from etude.weights.export import export
 from etude.weights.feed import Server, bring, follow
 from etude.weights.publisher import Publisher
 
-PYTHON = os.environ.get("ETUDE_VLLM_PYTHON")
-MODEL = Path("models/nano").absolute()
 PROMPTS = ("def add(a, b):\n    return", "import os\n\n\nclass", "for i in range(")
-START_SECONDS = float(os.environ.get("ETUDE_VLLM_START_SECONDS", "900"))
-ARGUMENTS = "--dtype bfloat16 --max-model-len 512 --enforce-eager --max-num-seqs 4 --max-num-batched-tokens 512"
+OPTIONS = "--dtype bfloat16 --max-model-len 512 --max-num-seqs 4 --max-num-batched-tokens 512"
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(PYTHON is None, reason="ETUDE_VLLM_PYTHON names no Python with vLLM (docs/weights.md)"),
-]
+pytestmark = needs_vllm
 
 
-@contextmanager
-def serving(model: Path, log: Path) -> Iterator[str]:
+def follower(model: Path, log: Path) -> AbstractContextManager[str]:
     """The URL of a vLLM server of `model` with etude's worker class."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    words = (
-        f"-m vllm.entrypoints.cli.main serve {model} --served-model-name m --host 127.0.0.1 --port {port} {ARGUMENTS}"
-    )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(etude.__file__).parents[1]),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [str(PYTHON), *words.split(), "--worker-extension-cls", "etude.weights.vllm_worker.Follower"],
-            stdout=out,
-            stderr=out,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            _wait(url, process, log)
-            yield url
-        finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(10)
-
-
-def _wait(url: str, process: subprocess.Popen, log: Path) -> None:
-    end = time.monotonic() + START_SECONDS
-    while True:
-        assert process.poll() is None, log.read_text()[-3000:]
-        assert time.monotonic() < end, log.read_text()[-3000:]
-        try:
-            if httpx2.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200:
-                return
-        except httpx2.HTTPError:
-            time.sleep(0.5)
+    worker = "--worker-extension-cls", "etude.weights.vllm_worker.Follower"
+    return serving(model, log, *OPTIONS.split(), *worker, VLLM_SERVER_DEV_MODE="1")
 
 
 def completed(url: str, prompt: str, tokens: int) -> tuple[str, list[float]]:
@@ -126,7 +70,7 @@ def test_vllm_serves_what_a_fresh_server_of_the_version_would(tmp_path, capsys):
         return publisher.publish(version, tensors, (), {}, last=version == 3).digest
 
     digests = [publish(0)]
-    with serving(MODEL, tmp_path / "followed.log") as url:
+    with follower(MODEL, tmp_path / "followed.log") as url:
         server = Server(url)
         assert follow(server, store.url) == -1
         base = [completed(url, prompt, 24) for prompt in PROMPTS]
@@ -152,6 +96,6 @@ def test_vllm_serves_what_a_fresh_server_of_the_version_would(tmp_path, capsys):
         followed = [completed(url, prompt, 24) for prompt in PROMPTS]
     assert [logprobs for _, logprobs in followed] != [logprobs for _, logprobs in base], "an update must change bits"
     export(store, 3, MODEL, tmp_path / "v3")
-    with serving(tmp_path / "v3", tmp_path / "fresh.log") as url:
+    with follower(tmp_path / "v3", tmp_path / "fresh.log") as url:
         fresh = [completed(url, prompt, 24) for prompt in PROMPTS]
     assert followed == fresh  # one request at a time, the same kernels and the same bits: nothing may differ

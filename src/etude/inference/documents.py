@@ -199,7 +199,8 @@ class Documents:
             return 0
         start_time = time.perf_counter()
         for start, entry in held.places:
-            self._place(row, start, entry.document, max(begin - start, 0))
+            if begin < start + len(entry.document):  # the prefix cache may have got others since they were gathered
+                self._place(row, start, entry.document, max(begin - start, 0))
         self.release(row)
         self.counters.assembly_seconds += time.perf_counter() - start_time
         return total - held.missed_tokens

@@ -60,25 +60,22 @@ def tiles(graph: Graph, above: int) -> Tiles:
     pairs_QS = np.zeros([max(2, -(-count // TILE)) for count in (graph.length, above + graph.length)], np.int64)
     whole = [Block(0, graph.length, -above, 0, False)] if above else []
     for block in (*graph.blocks, *whole):
-        q, at = (
-            slice(block.q0 // TILE, -(-block.q1 // TILE)),
-            slice((block.k0 + above) // TILE, -(-(block.k1 + above) // TILE)),
-        )
-        first, last = _ends(q, block.q0, block.q1, 0)
-        begin, end = _ends(at, block.k0, block.k1, above)
+        at_q, first, last = _cut(block.q0, block.q1)
+        at_k, begin, end = _cut(block.k0 + above, block.k1 + above)
         if block.causal:
             # Pairs with key <= query: the sum over a tile's queries of how many of the tile's keys are not later.
-            width = end - begin
-            pairs_QS[q, at] += _below(last[:, None] - begin, width) - _below(first[:, None] - begin, width)
+            own, width = begin - above, end - begin
+            pairs_QS[at_q, at_k] += _below(last[:, None] - own, width) - _below(first[:, None] - own, width)
         else:
-            pairs_QS[q, at] += (last - first)[:, None] * (end - begin)
+            pairs_QS[at_q, at_k] += (last - first)[:, None] * (end - begin)
     return Tiles((pairs_QS > 0) & (pairs_QS < TILE**2), pairs_QS == TILE**2)
 
 
-def _ends(tile: slice, begin: int, end: int, above: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and last + 1 of the tokens of [begin, end) in each tile, which hold `above` tokens before token 0."""
-    start = np.arange(tile.start, tile.stop) * TILE - above
-    return start.clip(begin, end), (start + TILE).clip(begin, end)
+def _cut(begin: int, end: int) -> tuple[slice, np.ndarray, np.ndarray]:
+    """The tiles that [begin, end) reaches into, and its first and last + 1 in each."""
+    tile = slice(begin // TILE, -(-end // TILE))
+    start = np.arange(tile.start, tile.stop) * TILE
+    return tile, start.clip(begin, end), (start + TILE).clip(begin, end)
 
 
 def _below(count: np.ndarray, width: np.ndarray) -> np.ndarray:

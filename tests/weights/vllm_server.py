@@ -1,0 +1,66 @@
+"""A real vLLM server for tests. Needs an environment with vLLM 0.32 (docs/weights.md); takes minutes to start."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+import etude
+
+PYTHON = os.environ.get("ETUDE_VLLM_PYTHON")
+MODEL = Path("models/nano").absolute()
+START_SECONDS = float(os.environ.get("ETUDE_VLLM_START_SECONDS", "900"))
+
+needs_vllm = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON is None, reason="ETUDE_VLLM_PYTHON names no Python with vLLM (docs/weights.md)"),
+]
+
+
+@contextmanager
+def serving(model: Path, log: Path, *options: str, **environment: str) -> Iterator[str]:
+    """The URL of a vLLM server of `model`, called "m"."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    words = f"-m vllm.entrypoints.cli.main serve {model} --served-model-name m --host 127.0.0.1 --port {port}"
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(Path(etude.__file__).parents[1]),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **environment,
+    }
+    command = [str(PYTHON), *words.split(), "--enforce-eager", *options]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=variables, start_new_session=True)
+        try:
+            end = time.monotonic() + START_SECONDS
+            while not _healthy(url):
+                assert process.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < end, log.read_text()[-3000:]
+                time.sleep(0.5)
+            yield url
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200
+    except httpx2.HTTPError:
+        return False
