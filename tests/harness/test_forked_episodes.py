@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 from speakers import Scripted, Speaker, a_task
@@ -14,6 +15,7 @@ from test_episode import BUDGET, Fake, edit
 from etude.config import RewardConfig, RolloutConfig
 from etude.environments.base import BoxDead, TooLarge
 from etude.environments.namespace import open_sandbox
+from etude.harness import loop
 from etude.harness.episode import play_forks
 from etude.harness.loop import Sampling, turn_seed
 from etude.harness.renderers import Renderer
@@ -89,6 +91,28 @@ def test_a_lost_box_is_ours_and_one_that_cannot_be_forked_is_the_agents(
         assert all(str(error) in e.detail for e in found)
         assert all((e.sampled_tokens > 0) == (outcome is Outcome.SCORED) for e in found)
         assert sandbox.box.closed
+
+
+def test_a_tool_that_does_not_end_before_the_fork_is_a_timeout_of_all(
+    dataset: Dataset, compact: Renderer, compact_folder: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    """The box is dead by then, which must not look like our fault."""
+    monkeypatch.setattr(loop, "GRACE_SECONDS", 0.1)
+    speaker, sandbox = Speaker(compact_folder), Fake()
+
+    async def hang(*_: Any) -> Any:
+        await asyncio.Event().wait()  # never
+
+    async def dead(_: int) -> Any:
+        raise BoxDead("gone")
+
+    sandbox.box.run_tests, sandbox.box.fork = hang, dead  # type: ignore[attr-defined,method-assign]
+    policy, budget = Scripted([speaker.turn(("test", {}))]), msgspec.structs.replace(BUDGET, seconds=0.1)
+    found = asyncio.run(
+        play_forks(a_task(), dataset, sandbox, policy, compact, budget, Sampling(), 5, 3, 1, 2, [11, 12])
+    )
+    assert [(e.outcome, e.reward, e.stop_reason) for e in found] == [(Outcome.TIMEOUT, 0.0, StopReason.SECONDS)] * 2
+    assert all(e.sampled_tokens for e in found)
 
 
 def test_the_configuration_says_when_summaries_do_not_fit() -> None:

@@ -160,7 +160,8 @@ async def fork_episode(
     trunk = _Loop(policy, renderer, opening, budget, sampling, seed)
     draft = await trunk.draft(turns)
     try:
-        boxes = await box.fork(len(seeds))
+        # A tool that outlived the time may still hold the box, which nobody will look into.
+        boxes = [box] * len(seeds) if draft.timed_out else await box.fork(len(seeds))
     except BoxError as e:
         if e.payer == "infra":
             raise
@@ -194,9 +195,9 @@ class _Loop:
         self._sampling = sampling
         self._seed = seed
         self._deadline = tools.deadline = time.monotonic() + budget.seconds
-        # Room for two requests and two summaries; where it is not known, what is too long is not summarised.
-        asked = len(renderer.bridge((), "stop", (), SUMMARISE + AGAIN)) if sampling.summarise_at else 0
-        self._trigger = min(sampling.summarise_at, budget.context - 2 * (asked + sampling.summary_tokens))
+        # Two requests and two summaries must find room.
+        self._asked = len(renderer.bridge((), "stop", (), SUMMARISE + AGAIN)) if sampling.summarise_at else 0
+        self._trigger = min(sampling.summarise_at, budget.context - 2 * (self._asked + sampling.summary_tokens))
 
     def fork(self, box: Box, seed: int) -> _Loop:
         """The episode as it stands, to be gone on with in a fork of its box, under another seed."""
@@ -271,7 +272,7 @@ class _Loop:
         """
         bridge, sampling = self._renderer.bridge, self._sampling
         self._added = bridge(generation.ids, generation.finish_reason, results, SUMMARISE)
-        if len(self.ledger) + len(self._added) + 2 * sampling.summary_tokens >= self._budget.context:
+        if len(self.ledger) + len(self._added) + 2 * sampling.summary_tokens + self._asked >= self._budget.context:
             shown = [LEFT_OUT] * len(results)
             self._added = bridge(generation.ids, generation.finish_reason, shown, SUMMARISE)
         summary = ""
