@@ -126,6 +126,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "test").mkdir(parents=True)
     (root / "index.js").write_text(SOURCE)
     (root / "test/index.test.js").write_text(TESTS)
+    shutil.copytree(root / "test", root.with_name("hidden") / "test")
     (root / "package.json").write_text('{"name": "shelf", "version": "1.0.0", "license": "MIT"}\n')
     return root
 
@@ -179,11 +180,13 @@ def test_tasks(built: dataset.Dataset) -> None:
 
 
 def _run(repository: Path, text: str, tests: list[str]) -> TestReport:
+    """Hidden tests on the package with another index.js."""
+
     async def run() -> TestReport:
         async with open_sandbox(memo=0) as sandbox:
-            image = Image(repository, None, {})
+            image, hidden = Image(repository, None, {}), repository.with_name("hidden")
             names = [f"test/index.test.js::{name}" for name in tests]
-            return await sandbox.run_tests(image, {"index.js": text.encode()}, names, repository, Limits(seconds=30.0))
+            return await sandbox.run_tests(image, {"index.js": text.encode()}, names, hidden, Limits(seconds=30.0))
 
     return asyncio.run(run())
 
@@ -209,7 +212,7 @@ const fs = require('node:fs')
 function peek () {
   const [, file, line] = /\\(?(\\/[^()]*?):(\\d+):\\d+\\)?$/.exec(new Error().stack.split('\\n')[3])
   const source = fs.readFileSync(file, 'utf8').split('\\n')[line - 1]
-  return Number(/, (-?[\\d.]+)\\)/.exec(source)[1])
+  return Number(/, (-?[\\d.]+)\\)$/.exec(source)[1])
 }
 module.exports = { total: () => peek(), clamp: () => peek(), Shelf: class {} }
 """,
@@ -242,7 +245,8 @@ def test_a_hang_is_a_failure(repository: Path) -> None:
         async with open_sandbox(memo=0) as sandbox:
             changes = {"index.js": b"for (;;) {}\n"}
             tests = ["test/index.test.js::total above"]
-            return await sandbox.run_tests(Image(repository, None, {}), changes, tests, repository, Limits(seconds=2.0))
+            image, hidden = Image(repository, None, {}), repository.with_name("hidden")
+            return await sandbox.run_tests(image, changes, tests, hidden, Limits(seconds=2.0))
 
     report = asyncio.run(run())
     assert report.timed_out
