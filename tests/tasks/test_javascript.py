@@ -156,6 +156,8 @@ def test_every_operator_changes_the_tree() -> None:
             old, new = SOURCE.split("\n"), mutant.text.split("\n")
             assert new[: mutant.first_line - 1] == old[: mutant.first_line - 1]
             assert new[mutant.last_line :] == old[function.last_line :]
+            assert new.count("") == old.count("")
+            assert all(line == line.rstrip() for line in new)
     assert used == {*javascript.OPERATORS, "removal"}
 
 
