@@ -18,7 +18,7 @@ from etude.environments.base import Image, Limits, TestReport
 from etude.environments.grading import grade
 from etude.environments.namespace import open_sandbox
 from etude.records import Outcome
-from etude.tasks import dataset, javascript
+from etude.tasks import dataset, javascript, node
 from etude.tasks.build import build
 from etude.tasks.check import check
 from etude.tasks.options import BuildOptions
@@ -166,6 +166,11 @@ def test_hidden_tests_are_cut_out() -> None:
     assert javascript.titles(text) == javascript.titles(TESTS) - {"Shelf > is full", "clamp low", "total above"}
     assert languages.parses(text, "javascript")
     assert "describe('Shelf'" in text
+
+
+def test_parents_and_namesakes_are_no_tests_of_their_own() -> None:
+    names = ["parse", "parse > a", "parse > b", "parse > b #2", "parse > b #3", "issue #7"]
+    assert node.single(names) == {"parse > a", "issue #7"}
 
 
 def test_tasks(built: dataset.Dataset) -> None:
