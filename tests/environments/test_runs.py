@@ -39,6 +39,14 @@ def test_failures_are_one_line_and_repeat(place: Place) -> None:
     assert first.messages[DOCTEST] == "expected [[1, 2], [3]] got [[1, 2]]"
 
 
+def test_unittest_cases_fail(place: Place) -> None:
+    """They catch what a test raises, and pytest's own hook hands it on; ours has to."""
+    test = "tests/test_unit.py::LastTest::test_last"
+    for text, message in (("items[0]", "AssertionError: 1 != 2"), ("items[7]", "IndexError: list index out of range")):
+        report = place.test({PATH: CORE.replace("return items[-1]", f"return {text}")}, (test,))
+        assert (report.outcomes[test], report.messages[test]) == ("failed", message)
+
+
 def test_addresses_are_masked(place: Place) -> None:
     text = CORE.replace("return items[-1]", "return object()")
     message = place.test({PATH: text}, (OTHERS[1],)).messages[OTHERS[1]]

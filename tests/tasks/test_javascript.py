@@ -18,7 +18,7 @@ from etude.environments.base import Image, Limits, TestReport
 from etude.environments.grading import grade
 from etude.environments.namespace import open_sandbox
 from etude.records import Outcome
-from etude.tasks import dataset, javascript
+from etude.tasks import dataset, javascript, node
 from etude.tasks.build import build
 from etude.tasks.check import check
 from etude.tasks.options import BuildOptions
@@ -126,6 +126,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "test").mkdir(parents=True)
     (root / "index.js").write_text(SOURCE)
     (root / "test/index.test.js").write_text(TESTS)
+    shutil.copytree(root / "test", root.with_name("hidden") / "test")
     (root / "package.json").write_text('{"name": "shelf", "version": "1.0.0", "license": "MIT"}\n')
     return root
 
@@ -155,6 +156,8 @@ def test_every_operator_changes_the_tree() -> None:
             old, new = SOURCE.split("\n"), mutant.text.split("\n")
             assert new[: mutant.first_line - 1] == old[: mutant.first_line - 1]
             assert new[mutant.last_line :] == old[function.last_line :]
+            assert new.count("") == old.count("")
+            assert all(line == line.rstrip() for line in new)
     assert used == {*javascript.OPERATORS, "removal"}
 
 
@@ -163,6 +166,11 @@ def test_hidden_tests_are_cut_out() -> None:
     assert javascript.titles(text) == javascript.titles(TESTS) - {"Shelf > is full", "clamp low", "total above"}
     assert languages.parses(text, "javascript")
     assert "describe('Shelf'" in text
+
+
+def test_parents_and_namesakes_are_no_tests_of_their_own() -> None:
+    names = ["parse", "parse > a", "parse > b", "parse > b #2", "parse > b #3", "issue #7"]
+    assert node.single(names) == {"parse > a", "issue #7"}
 
 
 def test_tasks(built: dataset.Dataset) -> None:
@@ -179,11 +187,13 @@ def test_tasks(built: dataset.Dataset) -> None:
 
 
 def _run(repository: Path, text: str, tests: list[str]) -> TestReport:
+    """Hidden tests on the package with another index.js."""
+
     async def run() -> TestReport:
         async with open_sandbox(memo=0) as sandbox:
-            image = Image(repository, None, {})
+            image, hidden = Image(repository, None, {}), repository.with_name("hidden")
             names = [f"test/index.test.js::{name}" for name in tests]
-            return await sandbox.run_tests(image, {"index.js": text.encode()}, names, repository, Limits(seconds=30.0))
+            return await sandbox.run_tests(image, {"index.js": text.encode()}, names, hidden, Limits(seconds=30.0))
 
     return asyncio.run(run())
 
@@ -209,7 +219,7 @@ const fs = require('node:fs')
 function peek () {
   const [, file, line] = /\\(?(\\/[^()]*?):(\\d+):\\d+\\)?$/.exec(new Error().stack.split('\\n')[3])
   const source = fs.readFileSync(file, 'utf8').split('\\n')[line - 1]
-  return Number(/, (-?[\\d.]+)\\)/.exec(source)[1])
+  return Number(/, (-?[\\d.]+)\\)$/.exec(source)[1])
 }
 module.exports = { total: () => peek(), clamp: () => peek(), Shelf: class {} }
 """,
@@ -242,7 +252,8 @@ def test_a_hang_is_a_failure(repository: Path) -> None:
         async with open_sandbox(memo=0) as sandbox:
             changes = {"index.js": b"for (;;) {}\n"}
             tests = ["test/index.test.js::total above"]
-            return await sandbox.run_tests(Image(repository, None, {}), changes, tests, repository, Limits(seconds=2.0))
+            image, hidden = Image(repository, None, {}), repository.with_name("hidden")
+            return await sandbox.run_tests(image, changes, tests, hidden, Limits(seconds=2.0))
 
     report = asyncio.run(run())
     assert report.timed_out

@@ -9,6 +9,7 @@ from etude.tasks.discover import FunctionNode
 from etude.tasks.mutate import SIMPLE, Edit, Operator, Place
 
 MIN_COMPLEXITY = 10  # of a class, as SWE-smith has it
+MAX_LINES = 40  # of a method that is removed
 
 
 def _methods(place: Place) -> list[FunctionNode]:
@@ -52,7 +53,8 @@ def _shuffle_methods(place: Place) -> Iterator[tuple[Edit, ...]]:
 def _remove_method(place: Place) -> Iterator[tuple[Edit, ...]]:
     for method in _methods(place):
         start, end = _span(place, method)
-        if len(place.function.node.body) < 2 or not place.own_lines(start, end):
+        long = method.end_lineno - method.lineno > MAX_LINES  # type: ignore[operator]
+        if long or len(place.function.node.body) < 2 or not place.own_lines(start, end):
             continue
         used = [
             Edit(place.start(statement), place.end(statement), b"pass")

@@ -152,7 +152,7 @@ def _binary(table: dict[str, str]) -> Operator:
     def operator(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
         sign = node.child_by_field_name("operator") if node.type == "binary_expression" else None
         new = table.get(sign.type) if sign is not None else None
-        return None if new is None else (Edit(sign.start_byte, sign.end_byte, new.encode()),)
+        return None if sign is None or new is None else (Edit(sign.start_byte, sign.end_byte, new.encode()),)
 
     return operator
 
@@ -285,8 +285,9 @@ def _removal(source: str, function: JsFunction) -> Mutant | None:
 
 def _apply(source: str, function: JsFunction, operator: str, edits: tuple[Edit, ...]) -> Mutant | None:
     """The module after `edits`, or None if it does not parse or means the same to a parser."""
-    ordered = tuple(sorted(edits, key=lambda e: e.start, reverse=True))
     data = source.encode()
+    whole_lines = (_with_its_lines(data, edit) for edit in edits)
+    ordered = tuple(sorted(whole_lines, key=lambda e: e.start, reverse=True))
     start, end = data.rfind(b"\n", 0, function.start) + 1, data.find(b"\n", function.end)
     end = len(data) if end < 0 else end
     whole, original = data, data[start:end].decode()
@@ -307,6 +308,13 @@ def _apply(source: str, function: JsFunction, operator: str, edits: tuple[Edit, 
         last_line=function.first_line + snippet.count("\n"),
         body_line=function.first_line + 1,
     )
+
+
+def _with_its_lines(data: bytes, edit: Edit) -> Edit:
+    """A deletion takes the lines that it would leave empty: a blank one would show the place."""
+    line, stop = data.rfind(b"\n", 0, edit.start) + 1, data.find(b"\n", edit.end)
+    alone = not edit.text and stop >= 0 and not data[line : edit.start].strip() and not data[edit.end : stop].strip()
+    return Edit(line, stop + 1, b"") if alone else edit
 
 
 def without_tests(text: str, hidden: set[str]) -> str:

@@ -42,7 +42,9 @@ class _Reporter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> TestReport:
-        error = call.excinfo
+        # A unittest case catches what its test raises; pytest's own hook, which would hand it on, does not run.
+        caught = getattr(item, "_excinfo", None)
+        error = caught.pop(0) if caught else call.excinfo
         outcome, message = "passed", ""
         if error is not None:
             skipped = isinstance(error.value, (pytest.skip.Exception, _skip_test()))
