@@ -94,7 +94,7 @@ def test_a_lost_box_is_ours_and_one_that_cannot_be_forked_is_the_agents(
 
 
 def test_a_tool_that_does_not_end_before_the_fork_is_a_timeout_of_all(
-    dataset: Dataset, compact: Renderer, compact_folder: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    dataset: Dataset, compact: Renderer, compact_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """The box is dead by then, which must not look like our fault."""
     monkeypatch.setattr(loop, "GRACE_SECONDS", 0.1)
