@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from boxlibrary import TASK, Place
+from boxlibrary import TASK, Place, as_nobody
 
 from etude.environments.attacks.gates import GATES
 from etude.environments.attacks.outside import NAME, Outside, outside
@@ -243,6 +244,32 @@ def test_the_suites_items_with_a_way_out(gated: Gated, item: str) -> None:
     box = gated.box()
     assert gated.place.run(GATES[item](box, gated.world)) == ""
     gated.place.run(box.close())
+
+
+NOBODY = """
+import asyncio, tempfile
+from pathlib import Path
+from etude.environments.attacks.gates import GATES
+from etude.environments.attacks.outside import outside
+from etude.environments.base import Image, Limits
+from etude.environments.namespace import open_sandbox
+async def main(folder):
+    with outside() as world:
+        async with open_sandbox(memo=0, egress=world.egress(None)) as sandbox:
+            print("began", flush=True)
+            for item in ("D8", "D10"):
+                box = await sandbox.create(Image(Path(folder), None, {}), Limits())
+                print(item, repr(await GATES[item](box, world)))
+                await box.close()
+with tempfile.TemporaryDirectory() as folder:
+    asyncio.run(main(folder))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root then")
+def test_the_way_out_without_root() -> None:
+    done = as_nobody(NOBODY, proof="began")
+    assert done.stdout == "began\nD8 ''\nD10 ''\n", done.stderr
 
 
 def test_each_request_is_a_line_of_the_log(gated: Gated) -> None:

@@ -93,6 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.outside.seen.append(f"{self.command} {self.path}")
+        self.rfile.read(int(self.headers.get("content-length", 0)))  # an upload is taken as long as it comes
         match self.path.partition("?")[0].split("/"):
             case ["", "simple", project, ""] if project in FILES:
                 self._reply(200, JSON, _listing(project))
