@@ -81,9 +81,11 @@ def pip(*arguments):
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", "/tmp/got"]
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100)
 installed = not subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode
-for wanted in (UNDER_TEST, UNDER_TEST.upper(), "helper==2.0", "undated"):
+for wanted in (UNDER_TEST, "helper==2.0"):
     if installed and not pip(wanted).returncode: print("installed", wanted)
-for path in (f"simple/{UNDER_TEST}/", f"files/{UNDER_TEST}/{UNDER_TEST}-1.0-py3-none-any.whl", "simple/",
+if b"undated-1.0" in ask("GET", "http://pypi.internal/simple/undated/")[1]: print("a file without a date")
+for path in (f"simple/{UNDER_TEST}/", f"simple/{UNDER_TEST.upper()}",
+             f"files/{UNDER_TEST}/{UNDER_TEST}-1.0-py3-none-any.whl", "simple/",
              "files/helper/helper-2.0-py3-none-any.whl", "simple/..%2f..%2fpage/", "simple/%2e%2e/page"):
     refused(path, ask("GET", f"http://pypi.internal/{path}"))
 if os.path.exists("/tmp/got") and os.listdir("/tmp/got"): print(os.listdir("/tmp/got"))

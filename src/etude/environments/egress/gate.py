@@ -95,7 +95,7 @@ class Gate:
         self._count += 1
         if self._count > MAX_REQUESTS or len(self._tasks) >= MAX_OPEN:
             writer.transport.abort()
-            if self._count in (MAX_REQUESTS + 1, MAX_REQUESTS + MAX_OPEN):
+            if self._count <= MAX_REQUESTS + 1:  # the log ends, too
                 self._ended(_Seen(refused=True), "too many requests")
             return
         task = asyncio.create_task(self._serve(reader, writer))
