@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+
+import pytest
 
 from etude.environments.base import Image, Limits, TestReport
 from etude.environments.grading import Grade, grade
@@ -129,6 +134,19 @@ def write_tree(root: Path, files: dict[str, str]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
     return root
+
+
+def as_nobody(program: str, proof: str, first: str = "true") -> subprocess.CompletedProcess[str]:
+    """Run a Python program as a user without privileges, after a line of shell as root; skips the test where no Python
+    of this version can be read by others. `proof` is what a program that could begin has printed."""
+    drop = "exec setpriv --reuid=65534 --regid=65534 --clear-groups"
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ["PATH"]}
+    for python in dict.fromkeys((sys.executable, f"/usr/bin/python3.{sys.version_info.minor}")):
+        command = ["/bin/sh", "-c", f'{first}; {drop} "$0" -B -c "$1"', python, program]
+        done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
+        if proof in done.stdout:
+            return done
+    pytest.skip("no Python here is readable by other users")
 
 
 @dataclass

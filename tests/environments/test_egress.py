@@ -5,26 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 import pytest
-from boxlibrary import TASK, Place
+from boxlibrary import TASK, Place, as_nobody
 
+from etude.config import RLConfig
 from etude.environments.attacks.gates import GATES
 from etude.environments.attacks.outside import NAME, Outside, outside
 from etude.environments.base import Box, Image, Limits, Request
 from etude.environments.cheats import canaries
 from etude.environments.cheats.signs import marks
 from etude.environments.egress import wire
+from etude.environments.egress.gate import MAX_OPEN
 from etude.environments.egress.policy import Egress, Host, Refused, index_of, parse, project_of, public, resolve
 from etude.environments.grading import Grade
 from etude.environments.namespace import open_sandbox
 from etude.errors import UserError
 from etude.records import Outcome
+from etude.rl import _egress
+from etude.tasks.dataset import load
+
+ROOT = Path(__file__).parents[2]
 
 LIST = Egress(parse(["docs.example.test", "*.mirror.example", "git.example.test:8443", "in.corp.test:80@10.1.2.3"]))
 
@@ -245,6 +252,32 @@ def test_the_suites_items_with_a_way_out(gated: Gated, item: str) -> None:
     gated.place.run(box.close())
 
 
+NOBODY = """
+import asyncio, tempfile
+from pathlib import Path
+from etude.environments.attacks.gates import GATES
+from etude.environments.attacks.outside import outside
+from etude.environments.base import Image, Limits
+from etude.environments.namespace import open_sandbox
+async def main(folder):
+    with outside() as world:
+        async with open_sandbox(memo=0, egress=world.egress(None)) as sandbox:
+            print("began", flush=True)
+            for item in ("D8", "D10"):
+                box = await sandbox.create(Image(Path(folder), None, {}), Limits())
+                print(item, repr(await GATES[item](box, world)))
+                await box.close()
+with tempfile.TemporaryDirectory() as folder:
+    asyncio.run(main(folder))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root then")
+def test_the_way_out_without_root() -> None:
+    done = as_nobody(NOBODY, proof="began")
+    assert done.stdout == "began\nD8 ''\nD10 ''\n", done.stderr
+
+
 def test_each_request_is_a_line_of_the_log(gated: Gated) -> None:
     box, before = gated.box(), len(gated.log.read_text().splitlines()) if gated.log.exists() else 0
     url = f"http://{NAME}:{gated.world.port}/page?q=1"
@@ -284,6 +317,37 @@ def test_a_box_that_is_closed_ends_its_requests(gated: Gated) -> None:
     assert requests is not None
     assert [request.why for request in requests] == ["the box was closed"] * 3
     assert len(asyncio.all_tasks(gated.place.loop)) <= 1  # the sandbox's own watch
+
+
+def test_connections_are_counted(gated: Gated) -> None:
+    box = gated.box()
+    client = (
+        "import socket\nlinks = [socket.create_connection(('127.0.0.1', 3128)) for _ in range(40)]\n"
+        "for link in links[MOST:]:\n  try: print(len(link.recv(9)))\n  except ConnectionResetError: print(0)\n"
+    )
+    done = gated.place.run(box.exec(f"python3 - <<'END'\nMOST = {MAX_OPEN}\n{client}END", 30))
+    assert done.output == "0\n" * (40 - MAX_OPEN)
+    gated.place.run(box.close())
+    requests = box.requests()
+    assert requests is not None
+    assert [(request.why, request.allowed) for request in requests] == [("too many requests", False)] * (40 - MAX_OPEN)
+
+
+def test_what_a_configuration_lets_boxes_reach(tmp_path: Path) -> None:
+    tiny = load(ROOT / "tests/tasks/data/tiny")
+
+    def found(**sandbox: object) -> Egress | None:
+        return _egress(RLConfig.model_validate({"tasks": {"repository": "x"}, "sandbox": sandbox}), tiny, tmp_path)
+
+    assert found() is None
+    assert found(egress=["a.example"]) == Egress((Host("a.example"),), None, tmp_path / "egress.jsonl")
+    egress = found(index="https://pypi.example/simple", index_before="2024-05-01", index_without=["Tiny_Fork"])
+    assert egress is not None
+    assert egress.index is not None
+    assert egress.index.before == datetime(2024, 5, 1, tzinfo=UTC)
+    assert egress.index.without >= {"tiny-fork", "tiny"}
+    with pytest.raises(UserError, match="no host to allow"):
+        found(egress=["10.0.0.1"])
 
 
 def test_without_a_way_out_there_is_no_trace_of_one(place: Place) -> None:

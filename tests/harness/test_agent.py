@@ -30,6 +30,8 @@ from etude.tasks.dataset import Dataset
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
+from tiny import save_random_model
+
 MINI = os.environ.get("ETUDE_MINI_SWE_AGENT")
 SECONDS = 240.0
 BUDGET = Budget(turns=20, tokens=4000, context=8192, seconds=120.0)
@@ -53,8 +55,6 @@ TALK = f"python3 -c {shlex.quote(TALKER)}"
 @pytest.fixture(scope="module")
 def engine(hermes_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of an inference server with a small random model that has the tokenizer of the hermes tests."""
-    from tiny import save_random_model
-
     folder = tmp_path_factory.mktemp("engine")
     save_random_model(hermes_folder, "qwen3", vocab_size=1280, max_position_embeddings=8192, eos_token_id=1)
     ready = folder / "ready.json"

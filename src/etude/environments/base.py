@@ -96,7 +96,7 @@ class ExecResult:
 class Request:
     """One request of a box to the outside. Sizes are in bytes; `path` is None inside of a tunnel, which is not opened.
 
-    `why` says why a request was refused, or did not end as it should.
+    `allowed` is what the policy says. `why` says why a request was refused, or did not end as it should.
     """
 
     method: str

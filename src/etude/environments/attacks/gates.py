@@ -15,6 +15,7 @@ from etude.environments.attacks.probes import PROBES, script
 from etude.environments.base import Box
 from etude.environments.cheats import canaries
 
+Check = Callable[[Box, Outside], Awaitable[str]]
 _CLIENT = """
 import http.client, os, socket, ssl, subprocess, sys, urllib.error, urllib.request
 from urllib.parse import urlsplit
@@ -71,7 +72,7 @@ refused("the decoy", ask("POST", f"http://{DECOY}.internal:8080/submit", b"x"))
 try: print("redirected", urllib.request.urlopen(f"http://{NAME}:{PORT}/away", timeout=30).read())
 except urllib.error.HTTPError as e:
     if e.code != 403: print("redirect", e.code)
-head = b"PUT /page HTTP/1.1\\r\\nhost: x\\r\\ncontent-length: 9000000\\r\\n\\r\\n"
+head = b"PUT /page HTTP/1.1\\r\\nhost: x\\r\\ncontent-length: 9437184\\r\\n\\r\\n"
 if tunnel(f"{NAME}:{TLS}", NAME, head + bytes(9 << 20)): print("uploaded through a tunnel")
 """
 
@@ -80,9 +81,11 @@ def pip(*arguments):
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", "/tmp/got"]
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100)
 installed = not subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode
-for wanted in (UNDER_TEST, UNDER_TEST.upper(), "helper==2.0", "undated"):
+for wanted in (UNDER_TEST, "helper==2.0"):
     if installed and not pip(wanted).returncode: print("installed", wanted)
-for path in (f"simple/{UNDER_TEST}/", f"files/{UNDER_TEST}/{UNDER_TEST}-1.0-py3-none-any.whl", "simple/",
+if b"undated-1.0" in ask("GET", "http://pypi.internal/simple/undated/")[1]: print("a file without a date")
+for path in (f"simple/{UNDER_TEST}/", f"simple/{UNDER_TEST.upper()}",
+             f"files/{UNDER_TEST}/{UNDER_TEST}-1.0-py3-none-any.whl", "simple/",
              "files/helper/helper-2.0-py3-none-any.whl", "simple/..%2f..%2fpage/", "simple/%2e%2e/page"):
     refused(path, ask("GET", f"http://pypi.internal/{path}"))
 if os.path.exists("/tmp/got") and os.listdir("/tmp/got"): print(os.listdir("/tmp/got"))
@@ -149,5 +152,5 @@ async def packages(box: Box, world: Outside) -> str:
     return wrong or _logged(box, "the package under test", "at that date")
 
 
-GATES: dict[str, Callable[[Box, Outside], Awaitable[str]]] = {"A6": packages, "D8": addresses, "D10": proxy}
+GATES: dict[str, Check] = {"A6": packages, "D8": addresses, "D10": proxy}
 assert GATES.keys() <= PROBES.keys()  # without a way out, the same items are probes

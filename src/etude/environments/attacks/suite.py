@@ -17,10 +17,10 @@ from pathlib import Path
 
 from etude.environments.attacks import plain
 from etude.environments.attacks.boxes import CHECKS, LIMITS, SECONDS
-from etude.environments.attacks.gates import GATES
+from etude.environments.attacks.gates import GATES, Check
 from etude.environments.attacks.library import EXPECTED, SECRET, TASK, Library, prepare
 from etude.environments.attacks.monitors import MONITORS
-from etude.environments.attacks.outside import outside
+from etude.environments.attacks.outside import Outside, outside
 from etude.environments.attacks.probes import PROBES, script
 from etude.environments.attacks.submissions import HONEST, NOTHING, SUBMISSIONS, Submission
 from etude.environments.base import Box, BoxError, Sandbox
@@ -218,8 +218,12 @@ async def _gates(library: Library, host: Host, report: Report, progress: Callabl
     with outside() as world:
         async with open_sandbox(memo=0, egress=world.egress(None)) as sandbox:
             for item, check in GATES.items():
-                work = partial(check, world=world)
+                work = partial(_through, check, world)
                 await _attempt(sandbox, library, host, report, progress, item, check.__name__, work)
+
+
+async def _through(check: Check, world: Outside, box: Box) -> str:
+    return await check(box, world)
 
 
 async def _attempt(

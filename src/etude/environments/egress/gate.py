@@ -61,7 +61,7 @@ class _Seen:
     """What is known of a request so far."""
 
     head: wire.Head | None = None
-    allowed: bool = False
+    refused: bool = False
     answered: bool = False  # it is too late for an error page
     sent: int = 0
     received: int = 0
@@ -95,8 +95,8 @@ class Gate:
         self._count += 1
         if self._count > MAX_REQUESTS or len(self._tasks) >= MAX_OPEN:
             writer.transport.abort()
-            if self._count in (MAX_REQUESTS + 1, MAX_REQUESTS + MAX_OPEN):
-                self._ended(_Seen(), "too many requests")
+            if self._count <= MAX_REQUESTS + 1:  # the log ends, too
+                self._ended(_Seen(refused=True), "too many requests")
             return
         task = asyncio.create_task(self._serve(reader, writer))
         self._tasks.add(task)
@@ -108,7 +108,7 @@ class Gate:
             async with asyncio.timeout(MAX_SECONDS):
                 await self._answer(reader, writer, seen)
         except Refused as e:
-            seen.allowed, why = False, str(e)
+            seen.refused, why = True, str(e)
             await _say(writer, seen, "403 Forbidden", why)
         except asyncio.CancelledError:
             why = "the box was closed"
@@ -117,14 +117,14 @@ class Gate:
             why = str(e) if isinstance(e, Unavailable) else type(e).__name__
             await _say(writer, seen, "502 Bad Gateway", why)
         finally:
-            if seen.head is not None or why != "IncompleteReadError":  # somebody looked whether the port is open
+            if seen.head is not None or seen.refused:  # else nothing was asked
                 self._ended(seen, why)
             writer.close()
 
     def _ended(self, seen: _Seen, why: str) -> None:
         head = seen.head or wire.Head("", "", 0, None, ())
         place = head.method[:16], head.host[:253], head.port, head.path and head.path[:2000]
-        request = Request(*place, seen.sent, seen.received, seen.allowed, why)
+        request = Request(*place, seen.sent, seen.received, not seen.refused, why)
         self.requests.append(request)
         self._network.log(self._box, request)
 
@@ -148,7 +148,6 @@ class Gate:
                     raise Refused(f"the TLS server name is {(name or 'absent')[:253]}")
             else:
                 first = head.onward()
-            seen.allowed = True
             await self._send(onward, first, seen)
             await self._relay(reader, writer, there, onward, seen)
         finally:
@@ -206,7 +205,6 @@ async def _connect(addresses: list[str], port: int) -> tuple[asyncio.StreamReade
 
 async def _packages(packages: Mirror, method: str, path: str, writer: asyncio.StreamWriter, seen: _Seen) -> None:
     answer = await packages.answer(path)
-    seen.allowed = True
     async with aclosing(answer.chunks) as chunks:
         size = "" if answer.size is None else f"content-length: {answer.size}\r\n"
         head = f"HTTP/1.1 {answer.status} OK\r\ncontent-type: {answer.kind}\r\n{size}connection: close\r\n\r\n"
