@@ -7,7 +7,8 @@ of-ideal         speedup / R, the ratio of all multiplications: linear layers, a
 peak             memory over that before, of one forward and backward
 grad             relative L2 distance from the gradients of rows; the worse of a dense and a mixture-of-experts model
 
-Seconds are processor time, so that other work on the machine counts less; medians.
+Seconds are processor time, so that other work on the machine counts less; medians. The allocator holds what earlier
+passes freed, as it does in a run: memory is measured apart, since pages that are fetched anew cost a tenth of a pass.
 """
 
 from __future__ import annotations
@@ -126,13 +127,13 @@ def _measure(
     seconds: dict[str, list[float]] = {"auto": [], "streaming": [], "rows": []}
     peaks: dict[str, float] = {}
     _forward_backward(model, plan(_group(1), "rows", BUDGET, shape), tokens.count)  # gradients exist, kernels are warm
+    plans["rows"] = plan(some, "rows", BUDGET, shape)
+    for name, passes in plans.items():
+        peaks[name] = _peak(lambda passes=passes: _forward_backward(model, passes, tokens.count))
     for _ in range(repeats):
         for name, passes in plans.items():
-            time_, peaks[name] = _timed(lambda passes=passes: _forward_backward(model, passes, tokens.count))
-            seconds[name].append(time_)
-        alone = plan(some, "rows", BUDGET, shape)
-        time_, peaks["rows"] = _timed(lambda alone=alone: _forward_backward(model, alone, tokens.count))
-        seconds["rows"].append(time_ * len(tokens.rows) / len(some.rows))
+            time_ = _seconds(lambda passes=passes: _forward_backward(model, passes, tokens.count))
+            seconds[name].append(time_ * (len(tokens.rows) / len(some.rows) if name == "rows" else 1))
     return {name: statistics.median(values) for name, values in seconds.items()}, peaks
 
 
@@ -153,7 +154,7 @@ def _turns(model: PreTrainedModel, repeats: int, episodes: int, prompt: int, tur
     seconds: list[list[float]] = [[], [], []]
     for _ in range(repeats):
         for measured, passes in zip(seconds, (tree, *baselines), strict=True):
-            measured.append(_timed(lambda passes=passes: _forward_backward(model, passes, per_turn.count))[0])
+            measured.append(_seconds(lambda passes=passes: _forward_backward(model, passes, per_turn.count)))
     ours, turns, whole_rows = (statistics.median(measured) for measured in seconds)
     return turns / ours, whole_rows / ours
 
@@ -184,13 +185,20 @@ def _forward_backward(model: PreTrainedModel, passes: Plan, count: int) -> None:
     execute(model, passes.parts, count, lambda logprobs_M, _: logprobs_M.sum() / count)
 
 
-def _timed(work: Callable[[], None]) -> tuple[float, float]:
-    """Processor seconds, and bytes over what was resident before."""
+def _seconds(work: Callable[[], None]) -> float:
+    """Of processor time."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def _peak(work: Callable[[], None]) -> float:
+    """Bytes over what was resident before."""
     _give_back()
     reset_peak("cpu")
-    before, start = resident_bytes(), time.process_time()
+    before = resident_bytes()
     work()
-    return time.process_time() - start, peak_bytes("cpu") - before
+    return peak_bytes("cpu") - before
 
 
 def _give_back() -> None:
