@@ -213,8 +213,9 @@ def test_three_versions_at_a_learning_rate_of_zero_are_one(tmp_path):
     answers = [a for line in lines for a in line.get("canary/answers", [])]
     assert len({a["engine"] for a in answers}) == 2
     assert len({a["version"] for a in answers}) >= 3, "too few versions were measured: the comparison is void"
-    # One pass of the same sequences with the same weights: rounding of float32 between two ways to compute it.
-    assert 0 < max(a["k2"] for a in answers) < 1e-9
+    # One pass of the same sequences with the same weights: at most rounding of float32 between two ways to compute it,
+    # and where both take PyTorch's kernel for long runs of tokens not even that. Other weights are seen in test_canary.
+    assert max(a["k2"] for a in answers) < 1e-9
     assert max(a["k2"] for a in answers) <= 1.1 * min(a["k2"] for a in answers)
 
 
