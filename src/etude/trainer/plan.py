@@ -22,7 +22,6 @@ from etude.models.segments import Graph, Trie, row_graph, trie
 
 Execution = Literal["rows", "packed", "streaming", "recompute"]
 PASS_TOKENS = 48  # what a pass costs besides its tokens, in tokens: launching kernels, small products
-ALIKE = 1.03  # times the least work: among such executions smaller passes win, whose activations stay in the caches
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cost:
-    """`work` in tokens' worth of linear layers, both ways; `held`: most tokens whose activations are kept at a time;
-    `largest`: tokens of the largest pass."""
+    """`work` in tokens' worth of linear layers, both ways; `held`: most tokens whose activations are kept at a time."""
 
     work: float
     held: int
     tokens: int
-    largest: int
 
 
 def shape_of(model: torch.nn.Module) -> Shape:
@@ -125,8 +122,7 @@ class Plan:
 
 
 def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int, shape: Shape) -> Plan:
-    """The passes of a batch. `auto` takes the cheapest execution that holds at most `budget` tokens at a time, and of
-    those that are nearly as cheap the one with the smallest passes.
+    """The passes of a batch. `auto` takes the cheapest execution that holds at most `budget` tokens at a time.
 
     Where none does, the one that holds the fewest. Any other execution is obeyed whatever it holds.
     """
@@ -144,30 +140,28 @@ def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int,
     candidates = [Plan(name, parts, cost(parts, shape), split) for name, parts in ((n, build[n]()) for n in names)]
     fitting = [c for c in candidates if c.cost.held <= budget]
     if fitting:
-        enough = ALIKE * min(c.cost.work for c in fitting)
-        return min((c for c in fitting if c.cost.work <= enough), key=lambda c: (c.cost.largest, c.cost.work))
+        return min(fitting, key=lambda c: c.cost.work)
     return min(candidates, key=lambda c: (c.cost.held, c.cost.work))
 
 
 def cost(parts: Sequence[Part], shape: Shape) -> Cost:
     """The cost of passes run one after another."""
-    work, held, tokens, largest = 0.0, 0, 0, 0
+    work, held, tokens = 0.0, 0, 0
 
     def add(part: Part, above: int, kept: int) -> None:
-        nonlocal work, held, tokens, largest
+        nonlocal work, held, tokens
         size = len(part.ids_T)
         pairs = size * (size + 1) // 2 if part.graph is None else part.graph.pairs + above * size
         once = PASS_TOKENS + size + shape.pair * pairs + shape.head * len(part.source_S)
         work += once * (4 / 3 if part.recompute else 1.0)
         tokens += size
-        largest = max(largest, size)
         held = max(held, kept + size)
         for child in part.children:
             add(child, above + size, kept + (0 if part.recompute else size))
 
     for part in parts:
         add(part, 0, 0)
-    return Cost(work, held, tokens, largest)
+    return Cost(work, held, tokens)
 
 
 def rows(tokens: TokenRows) -> tuple[Part, ...]:
