@@ -128,7 +128,7 @@ def _tasks_arguments(tasks: argparse.ArgumentParser) -> None:
 
     edits = actions.add_parser("fast-apply", help="make tables of applied edits from repositories", allow_abbrev=False)
     edits.add_argument("repositories", nargs="+", metavar="REPO",
-                       help="a git clone, a folder of files, or two releases as OLD..NEW")  # fmt: skip
+                       help="a git clone, a folder of files, or releases as OLD..NEW")  # fmt: skip
     edits.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     edits.add_argument("--held-out", nargs="+", default=[], metavar="REPO", help="repositories for evaluation alone")
     edits.add_argument("--held-out-edits", type=int, default=450, help="edits made of them")

@@ -51,6 +51,17 @@ def test_commits_and_releases_are_read_as_edits(releases, clone):
     assert all(c.after.count("def ") == c.before.count("def ") + 1 for c in other.changes)
 
 
+def test_a_chain_of_releases_holds_what_each_changed(releases, tmp_path):
+    newest = write(tmp_path, "lib-3.0", True)
+    (newest / "lib" / "part0.py").write_text("ONE = 1\n")
+    library = read(f"{releases}..{newest}")
+    assert library.name == "lib-3.0"
+    assert next(c.after for c in library.changes if c.path == "lib/part0.py") == "ONE = 1\n"  # the newest first
+    earlier, last = read(releases), read(f"{tmp_path / 'lib-2.0'}..{newest}")
+    assert library.changes == last.changes + earlier.changes
+    assert library.texts == last.texts
+
+
 @pytest.mark.parametrize(
     ("prepare", "sentence"),
     [

@@ -1,7 +1,7 @@
-"""What edits are made from: commits of a git clone, two releases of a package, or the files of a folder.
+"""What edits are made from: commits of a git clone, releases of a package, or the files of a folder.
 
-A repository is named by its folder, two releases as OLD..NEW. Between two releases of a package every file that both
-hold is an edit that people made. Nothing of a repository is run.
+A repository is named by its folder, releases of a package as OLD..NEW or OLD..NEXT..NEW. Every file that two successive
+ones both hold is an edit that people made. Nothing of a repository is run.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from etude.corpus.filters import generated
@@ -70,11 +71,18 @@ def read(argument: str) -> Repository:
             texts, changes = tuple(_head(path)), tuple(_commits(path))
             return Repository(find_name(path), *licence, "commits", texts, changes)
         return Repository(find_name(path), *licence, "files", tuple(_files(path).values()), ())
+    if folders := _chain(argument):
+        return _releases(folders)
+    raise UserError(f"{argument} is not a folder: give a git clone, a folder of files, or releases as OLD..NEW")
+
+
+def _chain(argument: str) -> list[Path]:
+    """The folders that an argument joins by two dots; none if a part is no folder."""
     for found in re.finditer(r"\.\.", argument):
-        old, new = Path(argument[: found.start()]), Path(argument[found.end() :])
-        if old.is_dir() and new.is_dir():
-            return _releases(old, new)
-    raise UserError(f"{argument} is not a folder: give a git clone, a folder of files, or two releases as OLD..NEW")
+        first, rest = Path(argument[: found.start()]), argument[found.end() :]
+        if first.is_dir() and (others := [Path(rest)] if Path(rest).is_dir() else _chain(rest)):
+            return [first, *others]
+    return []
 
 
 def wanted(path: str, text: str) -> bool:
@@ -137,15 +145,18 @@ def _files(root: Path) -> dict[str, Text]:
     return found
 
 
-def _releases(old: Path, new: Path) -> Repository:
+def _releases(folders: Sequence[Path]) -> Repository:
+    """The files of the newest release, and what each release changed in the one before it, newest first."""
+    new = folders[-1]
     licence = _licence(new)
-    before, after = _files(old), _files(new)
+    releases = [_files(folder) for folder in folders]
     changes = tuple(
         Change(path, text.language, before[path].text, text.text, "")
+        for before, after in reversed(list(pairwise(releases)))
         for path, text in after.items()
         if path in before and before[path].text != text.text
     )
-    return Repository(find_name(new), *licence, "releases", tuple(after.values()), changes)
+    return Repository(find_name(new), *licence, "releases", tuple(releases[-1].values()), changes)
 
 
 # --- git ------------------------------------------------------------------------------------------------------------
