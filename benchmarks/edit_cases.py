@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from etude.edits.edit import Edit
 from etude.inference.apply import Applier
-from etude.inference.edit import Edit
 from etude.inference.engine import Request
 
 MODEL = Path(__file__).parent.parent / "models" / "nano"

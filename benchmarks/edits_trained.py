@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from etude.edits import data
+from etude.edits.edit import DoesNotFit, Edit
 from etude.errors import UserError
 from etude.evaluate_edits import SUITE
 from etude.harness.renderers import renderer_for
 from etude.harness.renderers.base import load_tokenizer
 from etude.inference.apply import Applier
-from etude.inference.edit import DoesNotFit, Edit
 from etude.inference.engine import Engine, Limits, Request
 from etude.models.loading import load_model
 

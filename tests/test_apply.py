@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from etude import apply, cli
+from etude.edits.edit import MAX_BYTES, MAX_LINES, Edit
 from etude.errors import UserError
-from etude.inference.edit import MAX_BYTES, MAX_LINES, Edit
 
 ROOT = Path(__file__).parents[1]
 DOCS = (ROOT / "docs/fast-apply.md").read_text()

@@ -8,8 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from etude.edits.edit import Edit, read_text
 from etude.errors import UserError
-from etude.inference.edit import Edit, read_text
 
 _SECONDS = 600.0
 _COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}

@@ -17,6 +17,7 @@ from pathlib import Path
 from etude.edits import data, tested
 from etude.edits.card import bin_name
 from etude.edits.data import Example
+from etude.edits.edit import DoesNotFit, Edit, NotClosed
 from etude.edits.formats import read_answer
 from etude.edits.grade import Grade, grade, outside
 from etude.edits.judge import Judge, Verdict, verdicts
@@ -24,7 +25,6 @@ from etude.edits.merge import NoPlace, merge
 from etude.edits.tested import Tested
 from etude.errors import UserError
 from etude.evals.stats import Estimate, paired_difference, pass_rate
-from etude.inference.edit import DoesNotFit, Edit, NotClosed
 
 SUITE = Path(__file__).parent / "edits" / "suite" / "heldout.parquet"
 _ROWS = 8  # edits in the engine at a time

@@ -13,6 +13,7 @@ from speakers import Scripted, Speaker
 from etude.config import RewardConfig
 from etude.edits import data
 from etude.edits.data import Example
+from etude.edits.edit import Edit
 from etude.errors import UserError
 from etude.harness.applied import tasks_of
 from etude.harness.episode import play
@@ -21,7 +22,6 @@ from etude.harness.renderers import Renderer
 from etude.harness.renderers.base import load_tokenizer
 from etude.inference.apply import Applier
 from etude.inference.client import EngineError
-from etude.inference.edit import Edit
 from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.rollout.rewards import with_reward
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from etude.edits.edit import Edit
 from etude.harness.renderers import renderer_for
 from etude.inference.apply import Applier
 from etude.inference.asked import Asked, find
-from etude.inference.edit import Edit
 
 MODEL = Path(__file__).parents[2] / "models" / "nano"
 FILE = "import os\n\n\ndef size():\n    return 3\n"

@@ -9,10 +9,10 @@ import httpx2
 from tokenizers import Tokenizer
 from vllm_server import MODEL, needs_vllm, serving
 
+from etude.edits.edit import Edit
 from etude.harness.renderers import renderer_for
 from etude.inference import vllm_proposer
 from etude.inference.apply import Applier
-from etude.inference.edit import Edit
 
 SPECULATIVE = {
     "method": "custom_class",

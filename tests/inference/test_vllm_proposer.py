@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from etude.edits.edit import Edit
 from etude.errors import UserError
 from etude.inference.apply import Applier
 from etude.inference.costs import LearnedCosts
-from etude.inference.edit import Edit
 from etude.inference.vllm_proposer import RowDrafts, sources
 
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).parents[2] / "models" / "nano" / "tokenizer.json"))

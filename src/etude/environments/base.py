@@ -58,6 +58,12 @@ class LaunchFailed(BoxError):
     payer: Payer = "infra"
 
 
+class ApplyFailed(BoxError):
+    """The server that lays sketches into files did not answer."""
+
+    payer: Payer = "infra"
+
+
 @dataclass(frozen=True)
 class Image:
     """What a box starts from. Folders are never changed while a sandbox that has seen them is open."""

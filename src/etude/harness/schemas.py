@@ -71,6 +71,15 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
         old=("string", "Exact text to replace, with its indentation."),
         new=("string", "Text to put in its place."),
     ),
+    _schema(
+        "apply",
+        "Change a file by a sketch: the new lines with a neighbour or two, and a comment "
+        "like `... existing code ...` for what stays. Neighbours in the sketch delete what lies between them.",
+        ["path", "sketch"],
+        path=_PATH,
+        sketch=("string", "Sketch of the file after the change."),
+        instruction=("string", "What the change is about, in a sentence."),
+    ),
     _schema("undo", "Take back the last edit."),
     _schema(
         "run",

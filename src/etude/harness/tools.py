@@ -19,6 +19,7 @@ from typing import Self
 
 import blake3
 
+from etude.edits.edit import Edit
 from etude.environments.base import Box, BoxError, ExecResult, NotFound, NotRegular, TestReport
 from etude.harness import grep
 from etude.harness.focus import EditError, View, edit_file, moved, view_of
@@ -26,6 +27,7 @@ from etude.harness.history import history
 from etude.harness.lints import Lints, checked_paths
 from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.schemas import COMPACT_PARAMETERS, SCHEMAS
+from etude.harness.sketches import Apply, merged
 from etude.harness.terminals import Terminals
 from etude.harness.text import ToolError, one_line, printable
 from etude.harness.todo import todo
@@ -278,9 +280,13 @@ class _Edited:
 
 
 class FullTools(Tools):
-    """Tools with the arguments of `SCHEMAS`. `scorer` ranks for `search`; all episodes share what it has read."""
+    """Tools with the arguments of `SCHEMAS`. `scorer` ranks for `search`; all episodes share what it has read.
+
+    `lay` lays the sketches of `apply` into files.
+    """
 
     scorer: Scorer = Lexical()
+    lay: Apply = staticmethod(merged)
 
     def __init__(self, box: Box, task: Task) -> None:
         super().__init__(box, task)
@@ -294,6 +300,7 @@ class FullTools(Tools):
             "grep": self._search,
             "search": self._find,
             "edit": self._edit,
+            "apply": self._apply,
             "undo": self._undo,
             "run": self._run,
             "output": self._output,
@@ -361,8 +368,14 @@ class FullTools(Tools):
         return "\n".join([*hits, *(["[search cut short]"] if cut else [])]) or "no matches"
 
     async def _edit(self, path: str, old: str, new: str) -> str:
+        return await self._change(path, self._edited(path, old, new))
+
+    async def _apply(self, path: str, sketch: str, instruction: str = "") -> str:
+        return await self._change(path, self._laid(path, sketch, instruction))
+
+    async def _change(self, path: str, made: Awaitable[tuple[str, str]]) -> str:
         try:
-            before, after = await self._edited(path, old, new)
+            before, after = await made
         except (ToolError, BoxError):
             self.metrics["edit_errors"] += 1
             raise
@@ -386,6 +399,15 @@ class FullTools(Tools):
                 raise ToolError(f"{e}: give more lines around the text, so that it occurs once") from None
             near = _nearest(text, old) if str(e) == "no match" else ""
             raise ToolError(f"{e}{near}") from None
+
+    async def _laid(self, path: str, sketch: str, instruction: str) -> tuple[str, str]:
+        text = await self.text(path)
+        if not _proper(text) or not _proper(sketch):
+            raise ToolError(f"{path} or the sketch is not UTF-8; use edit")
+        after = await self.lay(Edit(text, sketch, instruction))
+        if after == text:
+            raise ToolError("no change")
+        return text, after
 
     async def _exists(self, path: str) -> bool:
         try:
@@ -468,6 +490,11 @@ def clean_failure(node: str, reason: str, limit: int) -> str:
     """One line that names a test without its file or class, and why it failed."""
     name, bracket, case = node.partition("::")[2].partition("[")
     return one_line(f"failed: {name.rpartition('::')[2]}{bracket}{case}: {reason}", limit)
+
+
+def _proper(text: str) -> bool:
+    """Whether a server can be told it: it has no halves of surrogate pairs, which stand for bytes that are no UTF-8."""
+    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _bytes(text: str) -> bytes:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from tokenizers import Tokenizer
 
 from etude.edits import formats
+from etude.edits.edit import DoesNotFit, Edit, NotClosed
 from etude.harness.renderers import Renderer
 from etude.harness.renderers.base import PlainEncoder
 from etude.inference.drafts import Source, encode_after
-from etude.inference.edit import DoesNotFit, Edit, NotClosed
 from etude.inference.rows import Request, Row
 
 _SLACK = 256  # tokens that an answer may have beyond file and sketch

@@ -25,11 +25,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from etude.edits.edit import Edit
 from etude.errors import UserError
 from etude.harness.renderers import ParsedTurn, Renderer, renderer_for
 from etude.inference.apply import Applier
 from etude.inference.drafts import Source
-from etude.inference.edit import Edit
 from etude.inference.engine import Engine
 from etude.inference.parts import Prediction, take_documents
 from etude.inference.rows import Request, Row

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from etude.edits.edit import Edit
 from etude.errors import UserError
 from etude.inference.asked import find
 from etude.inference.costs import LearnedCosts
 from etude.inference.drafts import Drafter, Shared, Source, encode_after
-from etude.inference.edit import Edit
 
 LONGEST = 128  # vLLM 0.32's rejection sampler asserts that no row has more drafted tokens
 _PROMPTS = 64  # prompts whose sources are kept, for requests with n > 1 and groups

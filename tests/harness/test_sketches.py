@@ -1,0 +1,87 @@
+"""The `apply` tool: a sketch laid into a file by the merge, and by the bundled apply model behind a real server."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from speakers import MemoryBox, a_task
+
+from etude import processes
+from etude.environments.base import ApplyFailed
+from etude.harness.sketches import by_server
+from etude.harness.tools import FullTools
+from etude.records import ToolCall
+
+MODEL = Path(__file__).parents[2] / "models" / "nano-apply"
+BEFORE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a + b\n"
+SKETCH = "# ... existing code ...\ndef sub(a, b):\n    return a - b\n"
+
+
+def tools() -> FullTools:
+    return FullTools(MemoryBox({"m.py": BEFORE.encode(), "latin.py": b"# caf\xe9\nx = 1\n"}), a_task())
+
+
+def ask(tools: FullTools, name: str, **arguments: Any) -> str:
+    return asyncio.run(tools.call(ToolCall(name=name, arguments=arguments)))
+
+
+def test_a_sketch_is_merged_counted_and_taken_back() -> None:
+    full = tools()
+    assert ask(full, "apply", path="m.py", sketch=SKETCH) == "ok"
+    assert ask(full, "read", path="m.py").endswith("return a - b")
+    assert full.metrics["edits"] == 1
+    assert ask(full, "undo") == "undone: m.py"
+    assert asyncio.run(full.text("m.py")) == BEFORE
+
+
+@pytest.mark.parametrize(
+    ("path", "sketch", "why"),
+    [
+        ("m.py", "zebra(17)\n", "quote a line of the file"),
+        ("m.py", BEFORE, "no change"),
+        ("m.py", "def add(a, b):\n    return '\udce9'\n", "not UTF-8; use edit"),
+        ("latin.py", "x = 2\n", "not UTF-8; use edit"),
+        ("gone.py", SKETCH, "gone.py"),
+    ],
+)
+def test_a_sketch_that_cannot_be_laid_changes_nothing(path: str, sketch: str, why: str) -> None:
+    full = tools()
+    result = ask(full, "apply", path=path, sketch=sketch)
+    assert result.startswith("error: ")
+    assert why in result
+    assert full.metrics["edits"] == 0
+    assert full.metrics["edit_errors"] == 1
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("apply")
+    ready = folder / "ready.json"
+    argv = ["etude.inference.server", "--model", str(MODEL), "--port", "0", "--ready-file", str(ready)]
+    child = processes.start("server", [*argv, "--cache-mb", "64"], folder / "server.log")
+    yield json.loads(processes.wait_for_file(ready, child, 120.0))["url"]
+    child.stop(20)
+
+
+def test_a_model_behind_a_server_applies_the_sketch(url: str) -> None:
+    full = tools()
+    full.lay = by_server(url)
+    assert ask(full, "apply", path="m.py", sketch=SKETCH, instruction="subtract") == "ok"
+    assert asyncio.run(full.text("m.py")).endswith("return a - b\n")
+    assert full.metrics["edits"] == 1
+
+
+def test_what_the_model_refuses_is_told_and_a_dead_server_is_not_the_agents_fault(url: str) -> None:
+    full = tools()
+    full.lay = by_server(url)
+    long = "".join(f"x{i} = {i}\n" for i in range(2000))
+    asyncio.run(full.box.write("long.py", long.encode()))
+    result = ask(full, "apply", path="long.py", sketch="x1998 = 1998\nx1999 = 0\n")
+    assert "was not applied" in result
+    assert "use edit instead" in result
+    full.lay = by_server("http://127.0.0.1:9")
+    with pytest.raises(ApplyFailed, match="did not answer"):
+        ask(full, "apply", path="m.py", sketch=SKETCH)
+    assert asyncio.run(full.text("m.py")) == BEFORE
