@@ -145,6 +145,10 @@ def _doctor_arguments(doctor: argparse.ArgumentParser) -> None:
     mismatch = checks.add_parser("mismatch", help="why trainer and engine disagree in a run", allow_abbrev=False)
     mismatch.add_argument("folder", type=Path, help="run folder")
     mismatch.add_argument("--json", action="store_true")
+    replay = checks.add_parser("replay", help="play the episodes of a run again, token by token", allow_abbrev=False)
+    replay.add_argument("folder", type=Path, help="run folder")
+    replay.add_argument("episode", nargs="*", help="as GROUP-MEMBER-ATTEMPT, e.g. 3-1-0; default: all in the ledger")
+    replay.add_argument("--json", action="store_true")
     attacks = checks.add_parser("sandbox", help="run the attack suite on this machine", allow_abbrev=False)
     attacks.add_argument("--json", action="store_true")
     attacks.add_argument("--quick", action="store_true", help="leave out repetitions and comparisons")
@@ -347,6 +351,10 @@ def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
         from etude import mismatch
 
         return mismatch.show(arguments.folder, as_json=arguments.json)
+    if arguments.check == "replay":
+        from etude import replay
+
+        return replay.show(arguments.folder, arguments.episode, as_json=arguments.json)
     if arguments.check == "sandbox":
         from etude.environments.attacks import suite
 
