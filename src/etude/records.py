@@ -229,7 +229,7 @@ class Episode(Record, frozen=True, kw_only=True):
 
     def is_sibling(self, other: Episode) -> bool:
         """Whether both have gone on from the same trunk."""
-        return self.fork is not None and other.fork is not None and self.fork.trunk == other.fork.trunk
+        return self.fork is not None and self.fork == other.fork
 
     def seed_of(self, turn: int) -> int:
         """The seed of the episode, or the trunk's, under which sampled turn number `turn` was drawn."""
