@@ -86,6 +86,21 @@ def test_every_episode_of_the_ledger_is_replayed_token_by_token(forked):
 
 
 @pytest.mark.slow
+def test_every_episode_of_the_ledger_is_exported(forked):
+    code, output = finished(etude(forked, "export", "outputs/run", "-o", "out"))
+    assert code == 0, output
+    episodes = {e.id: e for e in episodes_of(forked)}
+    assert {path.stem for path in (forked / "out").iterdir()} == episodes.keys()
+    for name, episode in episodes.items():
+        found = json.loads((forked / "out" / f"{name}.json").read_text())
+        assert found["final_metrics"]["total_completion_tokens"] == episode.sampled_tokens > 0
+        assert found["extra"]["fork"]["trunk"] == episode.fork.trunk
+    code, output = finished(etude(forked, "export", "outputs/run", "-o", "out"))
+    assert code == 2
+    assert "out cannot be made (File exists); name a folder that does not exist yet" in output
+
+
+@pytest.mark.slow
 def test_a_token_that_the_harness_would_not_say_is_named(forked):
     """Other ids in a blob, of the prompt and of a tool's result: the first place that differs is said."""
     store = open_store(str(forked / "outputs/run/rollouts"))
@@ -125,10 +140,11 @@ def test_a_killed_and_resumed_run_ends_with_the_same_weights(forked, tmp_path, f
 
 @pytest.mark.slow
 def test_an_asynchronous_run_computes_what_siblings_share_once(tmp_path):
-    """One beginning for a whole group, routes recorded; whatever is played again has a trunk of its own."""
+    """One beginning for a whole group, in chains of several segments, with the experts of each token."""
     config = FORKS.replace("deterministic = true", "").replace("staleness = 0", "staleness = 1")
-    config = config.replace("forks = 2", "forks = 4")
+    config = config.replace("forks = 2", "forks = 4").replace("tokens = 90", "tokens = 160\nsummarise_at = 60")
     overrides = ["--trainer.steps", "4", "--trainer.router_replay", "true", "--trainer.execution", "packed"]
+    overrides += ["--rollout.summary_tokens", "16"]
     code, output = finished(start(tmp_path, *overrides, config=config))
     assert code == 0, output
     run = tmp_path / "outputs/run"
@@ -143,7 +159,9 @@ def test_an_asynchronous_run_computes_what_siblings_share_once(tmp_path):
     together = [all(a.is_sibling(b) for a, b in combinations(g, 2)) for g in groups.values()]
     assert len(together) == 8
     assert all(together)
-    # A prompt alone would share less: all but a copy of each trunk is not computed either.
+    assert any(len(e.segments) > 1 for g in groups.values() for e in g), "nobody summarised: the comparison is void"
+    assert all(e.metrics["trunk_tokens"] == e.fork.tokens > 0 for g in groups.values() for e in g)
+    # More than what members of a prompt share: of a trunk all but one copy is not computed either.
     assert max(line["share/ratio"] for line in lines if "share/ratio" in line) > 2
     code, output = finished(etude(tmp_path, "doctor", "replay", "outputs/run"))
     assert code == 0, output

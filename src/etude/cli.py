@@ -97,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--no-model", action="store_true", help="only the deterministic merge (the default)")
     apply.add_argument("--check", action="store_true", help="print the difference and write nothing")
 
+    export = command("export", _export, "write the episodes of a run as ATIF trajectories, tokens included")
+    export.add_argument("folder", type=Path, help="run folder")
+    export.add_argument("episode", nargs="*", help="as GROUP-MEMBER-ATTEMPT, e.g. 3-1-0; default: all in the ledger")
+    export.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+
     _doctor_arguments(command("doctor", _doctor, "what this machine can do, and what it refuses"))
 
     bench = command("bench", _bench, "run a benchmark")
@@ -344,6 +349,12 @@ def _apply(arguments: argparse.Namespace, _: list[str]) -> int:
         model=arguments.model,
         check=arguments.check,
     )
+
+
+def _export(arguments: argparse.Namespace, _: list[str]) -> None:
+    from etude.export import export
+
+    export(arguments.folder, arguments.episode, arguments.output)
 
 
 def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:

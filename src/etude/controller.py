@@ -52,7 +52,7 @@ from etude.rollout.canary import Asker
 from etude.rollout.concurrency import Concurrency
 from etude.rollout.curriculum import Curriculum
 from etude.rollout.engines import complaints
-from etude.rollout.ledger import EpisodeLease, Ledger
+from etude.rollout.ledger import EpisodeLease, Ledger, blob_key
 from etude.rollout.rewards import with_reward
 from etude.rollout.stall import LIMIT, Stall, Standing, who_waits
 from etude.store import Store
@@ -404,11 +404,6 @@ async def _explain(run: Run) -> None:
     """Raises RunFailed if a lost episode is the first sign of a dead process: its retries would be lost as well."""
     await asyncio.sleep(TICK_SECONDS)  # a killed process takes a moment to be seen as gone
     _watch(run)
-
-
-def blob_key(group: int, member: int, attempt: int) -> str:
-    """Where the tokens of an episode lie in the store of rollouts."""
-    return f"{group:08d}/{member:04d}-{attempt}.msgpack"
 
 
 def record(run: Run, lease: EpisodeLease, episode: Episode) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import TypeVar
 
 import blake3
@@ -166,6 +167,12 @@ class Segment(Record, frozen=True, kw_only=True):
     recipe: str = ""  # how the engine computed and placed them
     digest: str = ""  # see `segment_digest`
 
+    def spans(self) -> list[tuple[int, int]]:
+        """First and last offset (exclusive) of the sampled tokens of each turn."""
+        mask_T = np.frombuffer(self.mask, "u1")
+        bounds = pairwise((*self.turn_starts, len(mask_T)))
+        return [(a, a + int(mask_T[a:b].sum())) for a, b in bounds]
+
     @property
     def intact(self) -> bool:
         """Whether ids and sampled positions are those that were appended."""
@@ -206,6 +213,7 @@ class Fork(Record, frozen=True, kw_only=True):
     seed: int  # that its turns were sampled under
     after: int  # turns that it was to have, summaries not counted
     turns: int  # sampled turns that it has, summaries included
+    tokens: int  # of these turns
 
 
 class Episode(Record, frozen=True, kw_only=True):

@@ -14,15 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from etude import controller, rl, runfolder
-from etude.config import RLConfig
+from etude import controller, played, rl
 from etude.environments.namespace import open_sandbox
 from etude.errors import UserError
 from etude.harness.episode import Setting
 from etude.harness.replay import replay
-from etude.records import Episode, decode
-from etude.rollout.ledger import Ledger
-from etude.store import Store, open_store
+from etude.played import Episodes
 from etude.tasks.dataset import Dataset
 
 LIVE = 8  # episodes at a time
@@ -40,34 +37,19 @@ class Replayed:
     difference: str
 
 
-def replay_run(run: Path, episodes: Sequence[str] = ()) -> list[Replayed]:
+def replay_run(run: Path, names: Sequence[str] = ()) -> list[Replayed]:
     """Plays the named episodes again, or all of the ledger. Raises UserError."""
-    config = runfolder.load_config(run)
-    if config.rollout.agent is not None:
+    episodes = played.episodes(run, names)
+    if episodes.config.rollout.agent is not None:
         raise UserError(f"{run} was played by an outside agent, whose episodes cannot be played again without it")
-    dataset = rl.dataset_of(config, run)
+    dataset = rl.dataset_of(episodes.config, run)
     if dataset is None:
-        raise UserError(f"{run} has no tasks yet; let the run play some episodes first")
-    ledger = Ledger.open(config.ledger or f"sqlite:///{run}/ledger.db", config.name)
-    keys = ledger.blobs()
-    ledger.close()
-    if not keys:
-        raise UserError(f"{run} holds no episodes; let the run play some first")
-    chosen = [_key(name, keys, run) for name in episodes] or keys
-    return asyncio.run(_replay(config, dataset, open_store(f"{config.store or run}/rollouts"), chosen))
+        raise UserError(f"{run} has lost its tasks: the folder {run / 'tasks'} is not there")
+    return asyncio.run(_replay(episodes, dataset))
 
 
-def _key(name: str, keys: Sequence[str], run: Path) -> str:
-    numbers = name.split("-")
-    if len(numbers) == 3 and all(n.isdecimal() for n in numbers):
-        group, member, attempt = map(int, numbers)
-        if (key := controller.blob_key(group, member, attempt)) in keys:
-            return key
-    raise UserError(f"the ledger of {run} has no episode {name!r}; give GROUP-MEMBER-ATTEMPT, e.g. 3-1-0")
-
-
-async def _replay(config: RLConfig, dataset: Dataset, rollouts: Store, keys: Sequence[str]) -> list[Replayed]:
-    free = asyncio.Semaphore(LIVE)
+async def _replay(episodes: Episodes, dataset: Dataset) -> list[Replayed]:
+    config, free = episodes.config, asyncio.Semaphore(LIVE)
     sampling = replace(controller.sampling(config.rollout), routes=config.trainer.router_replay)
     nobody: Any = None  # an episode's own turns take the policy's place
 
@@ -76,7 +58,7 @@ async def _replay(config: RLConfig, dataset: Dataset, rollouts: Store, keys: Seq
 
         async def one(key: str) -> Replayed:
             async with free:
-                episode = decode(rollouts.get(key), Episode)
+                episode = episodes.read(key)
                 task = dataset.by_id[episode.task_id]
                 found = await replay(setting, task, episode, controller.decoys_of(config, task))
             return Replayed(
@@ -88,12 +70,12 @@ async def _replay(config: RLConfig, dataset: Dataset, rollouts: Store, keys: Seq
                 difference=found,
             )
 
-        return await asyncio.gather(*map(one, keys))
+        return await asyncio.gather(*map(one, episodes.keys))
 
 
-def show(run: Path, episodes: Sequence[str], *, as_json: bool) -> int:
+def show(run: Path, names: Sequence[str], *, as_json: bool) -> int:
     """Prints how many are token-exact, and where the others differ first; exit code 0 if all are."""
-    found = replay_run(run, episodes)
+    found = replay_run(run, names)
     exact = sum(not r.difference for r in found)
     if as_json:
         print(json.dumps({"episodes": len(found), "exact": exact, "replayed": [asdict(r) for r in found]}))

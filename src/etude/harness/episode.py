@@ -96,7 +96,8 @@ async def play_forks(
         return [_record(task, slot, _settled(e)) for slot in slots]
     tokens = b"".join(segment.ids for segment in trunk.segments)
     digest = blake3.blake3(b"%d/%d/" % (seed, turns) + tokens).hexdigest(length=16)
-    fork = Fork(trunk=digest, seed=seed, after=turns, turns=len(trunk.turns))
+    sampled = int(trunk.metrics["sampled_tokens"])
+    fork = Fork(trunk=digest, seed=seed, after=turns, turns=len(trunk.turns), tokens=sampled)
     return [_record(task, slot, way, fork) for slot, way in zip(slots, ways, strict=True)]
 
 
@@ -135,6 +136,7 @@ async def _record(task: Task, slot: Slot, played: Coroutine[Any, Any, Played], f
     except _OURS as e:
         graded = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None)
     lost = draft is None
+    shared = {} if fork is None else {"trunk_tokens": float(fork.tokens)}
     return Episode(
         id=f"{slot.group_id}-{slot.member}-{slot.attempt}",
         group_id=slot.group_id,
@@ -148,7 +150,7 @@ async def _record(task: Task, slot: Slot, played: Coroutine[Any, Any, Played], f
         passed=graded.passed,
         segments=() if lost else draft.segments,
         turns=() if lost else draft.turns,
-        metrics={} if lost else draft.metrics | signs,
+        metrics={} if lost else draft.metrics | signs | shared,
         detail=graded.detail,
         fork=None if lost else fork,
     )

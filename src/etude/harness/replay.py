@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ class Recorded:
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self._turns = [(segment, *span) for segment in segments for span in _spans(segment)]
+        self._turns = [(segment, *span) for segment in segments for span in segment.spans()]
         self.played = 0
 
     @property
@@ -97,14 +96,6 @@ class Recorded:
             routes=None if routes_from is None else _routes(segment, routes_from, end - 1),
             recipe=segment.recipe,
         )
-
-
-def _spans(segment: Segment) -> list[tuple[int, int]]:
-    """First and last offset (exclusive) of the sampled tokens of each turn."""
-    mask_T = segment.arrays()[1]
-    starts = segment.turn_starts
-    bounds = pairwise((*starts, len(mask_T)))
-    return [(a, a + int(mask_T[a:b].sum())) for a, b in bounds]
 
 
 def _routes(segment: Segment, first: int, end: int) -> Routes | None:

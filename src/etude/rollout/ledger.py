@@ -48,6 +48,11 @@ class EpisodeLease:
     deadline: float
 
 
+def blob_key(group: int, member: int, attempt: int) -> str:
+    """Where the tokens of an episode lie in the store of rollouts."""
+    return f"{group:08d}/{member:04d}-{attempt}.msgpack"
+
+
 @dataclass(frozen=True)
 class GroupResult:
     """A finished group as the curriculum sees it. `mark` is what to pass to the next `results`."""
