@@ -173,7 +173,7 @@ def test_what_cannot_be_forked_is_refused(tmp_path):
         (["--rollout.forks", "3"], "must divide rollout.group = 4"),
         (["--rollout.fork_turns", "[3]"], "must be below rollout.turns = 3"),
         (["--rollout.max_in_flight", "1"], "needs a rollout.max_in_flight that is not smaller"),
-        (["--rollout.agent.command", "true"], "an outside agent cannot be forked"),
+        (["--rollout.agent.command", "agent.sh"], "an outside agent cannot be forked"),
         (["--tasks.edits", str(ROOT)], "nothing to fork"),
     ):
         code, output = finished(start(tmp_path, *overrides, config=FORKS))

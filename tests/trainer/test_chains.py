@@ -232,7 +232,8 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
 
 
 def trains(episodes: list[Episode]) -> None:
-    """Rewards 1, 0, 0: tokens that both forks hold get 2/3 - 1/3, each fork's own theirs alone."""
+    """Rewards 1, 0, 0: each fork's own tokens have its advantage; those that both hold twice the mean of the two, since
+    only the third member says what another beginning would have been worth."""
     values = {
         "tasks": {"repository": "unused"},
         "model": {"path": str(NANO)},
@@ -245,7 +246,10 @@ def trains(episodes: list[Episode]) -> None:
     assert sum(int(c.mask_C.sum()) for row in batch.rows for c in row.completions) == total
     for row in batch.rows:
         for c in row.completions:
-            assert np.allclose(c.advantages_C, (2 / 3, -1 / 3, -1 / 3)[c.episode])
+            fork, own = episodes[c.episode].fork, (2 / 3, -1 / 3, -1 / 3)[c.episode]
+            order_N = c.before + np.arange(int(c.mask_C.sum()))
+            expected = np.where(order_N < (fork.tokens if fork else 0), 2 * (2 / 3 - 1 / 3) / 2, own)
+            assert np.allclose(c.advantages_C[c.mask_C == 1], expected)
     model = load_model(NANO)
     before = [p.detach().clone() for p in model.parameters()]
     metrics, verdict = train_step(model, None, for_policy(model, config.trainer), batch, config, 0, 0.0)
