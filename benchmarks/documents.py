@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.table import Table
 from benchmarks.threads import one_thread
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -67,12 +68,8 @@ def _run(fulls: int, repeats: int, orders: int, samples: int) -> dict[str, Any]:
     engine = Engine(model, limits=Limits(speculate=False))
     rng = np.random.default_rng(0)
     _first(engine, Request(ids=_ids(rng, 40), documents=(_ids(rng, 40),), max_tokens=1))  # compiles the kernels
-    rows: list[dict[str, Any]] = []
-    checks: dict[str, bool] = {}
-
-    def add(case: str, value: float, unit: str, baseline: str) -> None:
-        rows.append({"case": case, "value": value, "unit": unit, "baseline": baseline})
-
+    table = Table("documents")
+    add, checks = table.add, table.checks
     for count, target in TARGETS.items():
         full, warm, tail, cold, assembly = _times(engine, rng, count, fulls, repeats)
         tokens = count * LENGTH + TAIL
@@ -91,7 +88,8 @@ def _run(fulls: int, repeats: int, orders: int, samples: int) -> dict[str, Any]:
     checks["logits are those of one masked pass"] = difference <= LIMIT
     checks["the first token is that of one masked pass"] = same
     checks["a new order computes no document again"] = ours == 1.0
-    return {"bench": "documents", "rows": rows, "checks": checks, "absent": _quality(add, checks, samples)}
+    absent = _quality(add, checks, samples)
+    return table.result() | {"absent": absent}
 
 
 def _quality(add: Callable[[str, float, str, str], None], checks: dict[str, bool], samples: int) -> dict[str, str]:

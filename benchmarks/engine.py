@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.table import Table
 from benchmarks.threads import one_thread
 from benchmarks.vllm_process import Vllm, missing
 from transformers import PreTrainedModel
@@ -43,11 +44,8 @@ def run(quick: bool) -> dict[str, Any]:
 def _run(model: PreTrainedModel, vllm: Vllm | None, tokens: int) -> dict[str, Any]:
     engine = Engine(model, limits=Limits(rows=128))
     _finish(engine, _submit(engine, 1, 2, seed=99))  # compiles the kernels
-    rows: list[dict[str, Any]] = []
-
-    def add(case: str, value: float, unit: str, baseline: str = "") -> None:
-        rows.append({"case": case, "value": value, "unit": unit, "baseline": baseline})
-
+    table = Table("engine")
+    add = table.add
     if vllm is not None:
         _vllm(vllm, model, 8, 4, seed=98)  # compiles its own
     for batch in (1, 8, 32, 64):
@@ -66,11 +64,10 @@ def _run(model: PreTrainedModel, vllm: Vllm | None, tokens: int) -> dict[str, An
     add("a group's prompt, tokens computed", computed / PROMPT, "x", f"one prompt of {PROMPT} tokens")
     warm, cold, agree = _next_turn(model, engine, tokens)
     add("next turn, prefix cache / cold", cold / warm, "x", f"64 rows, 30 new tokens after {PROMPT + tokens}")
-    checks = {
-        "cached and cold log-probabilities agree": agree,
-        "a group computes one prompt": computed == PROMPT + GROUP - 1,  # each other member its last token, to sample
-    }
-    return {"bench": "engine", "rows": rows, "checks": checks}
+    table.checks["cached and cold log-probabilities agree"] = agree
+    # Each other member computes its last token, to sample.
+    table.checks["a group computes one prompt"] = computed == PROMPT + GROUP - 1
+    return table.result()
 
 
 def _vllm(vllm: Vllm, model: PreTrainedModel, batch: int, tokens: int, seed: int) -> float:

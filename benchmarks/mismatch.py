@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.table import Table
 from benchmarks.threads import one_thread
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -50,12 +51,8 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def _run(quick: bool) -> dict[str, Any]:
-    table: list[dict[str, Any]] = []
-    checks: dict[str, bool] = {}
-
-    def add(case: str, value: float, unit: str, baseline: str) -> None:
-        table.append({"case": case, "value": value, "unit": unit, "baseline": baseline})
-
+    table = Table("mismatch")
+    add, checks = table.add, table.checks
     whole, repeats = True, 1 if quick else 3
     for name, model, groups, tokens in (
         ("", load_model(NANO, dtype=torch.bfloat16), 8 if quick else 64, 60 if quick else 100),
@@ -84,7 +81,7 @@ def _run(quick: bool) -> dict[str, Any]:
     add("deterministic/cost", cost, "x", "seconds of the engine's default mode, same batch")
     add("deterministic/cost-trainer", trainer, "x", "seconds of separate rows, not exact")
     checks["deterministic: trainer and engine agree in every bit"] = largest == 0.0
-    return {"bench": "mismatch", "rows": table, "checks": checks}
+    return table.result()
 
 
 def _deep() -> PreTrainedModel:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.table import Table
 from benchmarks.threads import one_thread
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -41,12 +42,8 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def _run(quick: bool) -> dict[str, Any]:
-    table: list[dict[str, Any]] = []
-    checks: dict[str, bool] = {}
-
-    def add(case: str, value: float, unit: str, baseline: str) -> None:
-        table.append({"case": case, "value": value, "unit": unit, "baseline": baseline})
-
+    table = Table("shared-prompt")
+    add, checks = table.add, table.checks
     model = _dense(512 if quick else 1024)
     shape, repeats = shape_of(model), 1 if quick else 3
     alone = f"rows, needed logits only{', a quarter of them timed, times 4' if quick else ''}"
@@ -68,7 +65,7 @@ def _run(quick: bool) -> dict[str, Any]:
         distance = max(_distance(small, execution) for small in (_dense(128), _mixture(128)))
         add(f"grad/{execution}", distance, "relative L2", "rows, float32; dense and mixture of experts, the worse")
         checks[f"gradients of {execution} execution are those of rows"] = distance <= LIMIT
-    return {"bench": "shared-prompt", "rows": table, "checks": checks}
+    return table.result()
 
 
 def _dense(width: int) -> PreTrainedModel:

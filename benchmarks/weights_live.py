@@ -25,6 +25,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import torch
+from benchmarks.table import row
 
 from etude import processes
 from etude.errors import UserError
@@ -46,10 +47,6 @@ def rows(quick: bool) -> list[dict[str, Any]]:
     versions = 3 if quick else 9
     with tempfile.TemporaryDirectory() as folder:
         return [*_pauses(Path(folder), versions), *_four_clusters(Path(folder), versions)]
-
-
-def _row(case: str, value: float, unit: str, baseline: str) -> dict[str, Any]:
-    return {"case": case, "value": value, "unit": unit, "baseline": baseline}
 
 
 def _moved(tensors: Tensors, seed: int) -> Tensors:
@@ -110,9 +107,9 @@ def _pauses(folder: Path, versions: int) -> list[dict[str, Any]]:
             client.result(START_SECONDS)
     gap, still, inside = (statistics.median(values) for values in (seen, quiet, engine))
     return [
-        _row("pause-ms", gap * 1e3, "ms", "longest gap between tokens while a version arrives"),
-        _row("pause-ms without a version", still * 1e3, "ms", "longest gap in the same time after it"),
-        _row("pause-ms inside the engine", inside, "ms", "time between two steps that a swap takes"),
+        row("pause-ms", gap * 1e3, "ms", "longest gap between tokens while a version arrives"),
+        row("pause-ms without a version", still * 1e3, "ms", "longest gap in the same time after it"),
+        row("pause-ms inside the engine", inside, "ms", "time between two steps that a swap takes"),
     ]
 
 
@@ -172,8 +169,8 @@ def _four_clusters(folder: Path, versions: int) -> list[dict[str, Any]]:
     links_are = f"{CLUSTERS} links of {LINK_BYTES * 8 / 1e6:.0f} Mbit/s and {LINK_SECONDS * 1e3:.0f} ms each way"
     small, large = statistics.median(nbytes[1:]) / 1e6, nbytes[0] / 1e6
     return [
-        _row("four-clusters/seconds", statistics.median(seconds[1:]), "s", f"a delta of {small:.2f} MB, {links_are}"),
-        _row("four-clusters/seconds, whole model", seconds[0], "s", f"an anchor of {large:.2f} MB, the same links"),
+        row("four-clusters/seconds", statistics.median(seconds[1:]), "s", f"a delta of {small:.2f} MB, {links_are}"),
+        row("four-clusters/seconds, whole model", seconds[0], "s", f"an anchor of {large:.2f} MB, the same links"),
     ]
 
 

@@ -32,6 +32,8 @@ def test_help_imports_nothing_heavy():
         (["tasks", "fast-apply", ".", "-o", "out", "--max-lines", "1"], "--max-lines must lie between"),
         (["eval", "none", "--suite", "none.parquet"], "none.parquet does not exist"),
         (["tasks", "check", "none"], "none is not a task dataset"),
+        (["doctor", "replay", "none"], "none holds no run"),
+        (["export", "none", "-o", "out"], "none holds no run"),
         (["doctor", "--what"], "unexpected argument '--what'"),
         (["bench", "engine"], "run `etude bench` from the root"),
         (["serve", "none"], "none"),

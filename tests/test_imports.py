@@ -28,7 +28,7 @@ TORCH_FREE = (
 HEAVY = {"torch", "transformers"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 # the command and the stages that it starts
-MAIN = {"cli", "controller", "evaluate", "monitor", "rl", "run_report", "train"}
+MAIN = {"cli", "controller", "evaluate", "monitor", "replay", "rl", "run_report", "train"}
 
 
 def modules(*parts: str) -> list[str]:

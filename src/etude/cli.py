@@ -97,6 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--no-model", action="store_true", help="only the deterministic merge (the default)")
     apply.add_argument("--check", action="store_true", help="print the difference and write nothing")
 
+    export = command("export", _export, "write the episodes of a run as ATIF trajectories, tokens included")
+    export.add_argument("folder", type=Path, help="run folder")
+    export.add_argument("episode", nargs="*", help="as GROUP-MEMBER-ATTEMPT, e.g. 3-1-0; default: all in the ledger")
+    export.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+
     _doctor_arguments(command("doctor", _doctor, "what this machine can do, and what it refuses"))
 
     bench = command("bench", _bench, "run a benchmark")
@@ -145,6 +150,10 @@ def _doctor_arguments(doctor: argparse.ArgumentParser) -> None:
     mismatch = checks.add_parser("mismatch", help="why trainer and engine disagree in a run", allow_abbrev=False)
     mismatch.add_argument("folder", type=Path, help="run folder")
     mismatch.add_argument("--json", action="store_true")
+    replay = checks.add_parser("replay", help="play the episodes of a run again, token by token", allow_abbrev=False)
+    replay.add_argument("folder", type=Path, help="run folder")
+    replay.add_argument("episode", nargs="*", help="as GROUP-MEMBER-ATTEMPT, e.g. 3-1-0; default: all in the ledger")
+    replay.add_argument("--json", action="store_true")
     attacks = checks.add_parser("sandbox", help="run the attack suite on this machine", allow_abbrev=False)
     attacks.add_argument("--json", action="store_true")
     attacks.add_argument("--quick", action="store_true", help="leave out repetitions and comparisons")
@@ -342,11 +351,21 @@ def _apply(arguments: argparse.Namespace, _: list[str]) -> int:
     )
 
 
+def _export(arguments: argparse.Namespace, _: list[str]) -> None:
+    from etude.export import export
+
+    export(arguments.folder, arguments.episode, arguments.output)
+
+
 def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
     if arguments.check == "mismatch":
         from etude import mismatch
 
         return mismatch.show(arguments.folder, as_json=arguments.json)
+    if arguments.check == "replay":
+        from etude import replay
+
+        return replay.show(arguments.folder, arguments.episode, as_json=arguments.json)
     if arguments.check == "sandbox":
         from etude.environments.attacks import suite
 

@@ -72,6 +72,12 @@ class AgentConfig(Section):
 class RolloutConfig(Section):
     prompts: int = Field(default=16, ge=1, description="P: groups per optimizer step")
     group: int = Field(default=16, ge=2, description="G: episodes per group")
+    forks: int = Field(
+        default=1, ge=1, description="members of a group that are forks of one beginning; 1: each is played alone"
+    )
+    fork_turns: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(1,), min_length=1, description="turns of such a beginning; of several, each has one by its seed"
+    )
     staleness: int = Field(default=1, ge=0, description="O: versions a token may lag when trained on; 0 is on-policy")
     max_in_flight: int | Literal["auto"] = Field(
         default=128, description="live episodes; auto: as many as keep the engines' rows full (docs/async.md)"
@@ -115,6 +121,20 @@ class RolloutConfig(Section):
                 f"rollout.summarise_at = {self.summarise_at} and two summaries of {self.summary_tokens} tokens do not "
                 f"fit into rollout.context = {self.context}; lower one of the first two"
             )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _forks_fit(self) -> RolloutConfig:
+        if self.group % self.forks:
+            raise ValueError(f"rollout.forks = {self.forks} must divide rollout.group = {self.group}")
+        if self.forks == 1:
+            return self
+        if self.max_in_flight != "auto" and self.max_in_flight < self.forks:
+            raise ValueError(f"rollout.forks = {self.forks} needs a rollout.max_in_flight that is not smaller")
+        if max(self.fork_turns) >= self.turns:
+            raise ValueError(f"rollout.fork_turns must be below rollout.turns = {self.turns}")
+        if self.agent is not None:
+            raise ValueError("an outside agent cannot be forked: drop rollout.forks")
         return self
 
     def budget(self) -> Budget:
@@ -358,9 +378,11 @@ class RLConfig(Section):
     eval: EvalConfig = EvalConfig()
 
     @pydantic.model_validator(mode="after")
-    def _edits_have_no_documents(self) -> RLConfig:
+    def _edits_are_one_answer(self) -> RLConfig:
         if self.tasks.edits is not None and self.rollout.documents:
             raise ValueError("tasks.edits are asked without documents: set rollout.documents to false")
+        if self.tasks.edits is not None and self.rollout.forks > 1:
+            raise ValueError("tasks.edits have one turn, after which there is nothing to fork: drop rollout.forks")
         return self
 
     @pydantic.model_validator(mode="after")

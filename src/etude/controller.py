@@ -30,18 +30,19 @@ import sys
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 from etude import processes
-from etude.config import RLConfig
+from etude.config import RLConfig, RolloutConfig
 from etude.environments.cheats import canaries
 from etude.environments.cheats.canaries import Decoys
 from etude.environments.namespace import NamespaceSandbox
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
 from etude.harness.agent import Agent
-from etude.harness.episode import play
+from etude.harness.episode import Setting, Slot, play, play_forks
 from etude.harness.loop import Sampling
 from etude.harness.renderers import Renderer
 from etude.inference.client import EngineClient, EngineError
@@ -51,7 +52,7 @@ from etude.rollout.canary import Asker
 from etude.rollout.concurrency import Concurrency
 from etude.rollout.curriculum import Curriculum
 from etude.rollout.engines import complaints
-from etude.rollout.ledger import EpisodeLease, Ledger
+from etude.rollout.ledger import EpisodeLease, Ledger, blob_key
 from etude.rollout.rewards import with_reward
 from etude.rollout.stall import LIMIT, Stall, Standing, who_waits
 from etude.store import Store
@@ -109,14 +110,22 @@ class Run:
     pauses: dict[int, float] = field(default_factory=dict[int, float])  # ms that engines stood still, by version
 
     @property
-    def sampling(self) -> Sampling:
+    def setting(self) -> Setting:
+        """What evaluations and twins are played with; training also records experts, if it replays them."""
         rollout = self.config.rollout
-        return Sampling(
-            temperature=rollout.temperature,
-            documents=rollout.documents,
-            summarise_at=rollout.summarise_at,
-            summary_tokens=rollout.summary_tokens,
+        return Setting(
+            self.dataset, self.sandbox, self.client, self.renderer, rollout.budget(), sampling(rollout), self.agent
         )
+
+
+def sampling(rollout: RolloutConfig) -> Sampling:
+    """How a run's turns are sampled."""
+    return Sampling(
+        temperature=rollout.temperature,
+        documents=rollout.documents,
+        summarise_at=rollout.summarise_at,
+        summary_tokens=rollout.summary_tokens,
+    )
 
 
 def episode_seed(seed: int, group: int, member: int) -> int:
@@ -137,16 +146,20 @@ async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress]
         while trainer.exit_code != 0:
             _watch(run)
             await _observe_versions(run)
-            run.concurrency.observe(time.monotonic(), len(live), _requests(run))
+            count = sum(len(playing.leases) for playing in live.values())
+            run.concurrency.observe(time.monotonic(), count, _requests(run))
             learned = _admit(run, curriculum, learned)
-            if (free := run.concurrency.limit - len(live)) > 0:
-                for lease in run.ledger.lease(OWNER, free, rollout.lease_seconds):
-                    live[asyncio.create_task(_play_one(run, lease))] = _Playing(lease, time.monotonic())
+            if (free := run.concurrency.limit - count) > 0:
+                leases = run.ledger.lease(OWNER, free, rollout.lease_seconds, together=rollout.forks)
+                for siblings in _families(leases, rollout.forks):
+                    playing = _Playing(siblings, time.monotonic())
+                    live[asyncio.create_task(_play(run, playing))] = playing
+                count += len(leases)
             twins.play()
             if time.monotonic() - renewed > rollout.lease_seconds / 3:
                 run.ledger.renew(OWNER, rollout.lease_seconds)
                 renewed = time.monotonic()
-            progress.live, progress.limit = len(live), run.concurrency.limit
+            progress.live, progress.limit = count, run.concurrency.limit
             progress.tests_run, progress.tests_remembered = run.sandbox.stats.misses, run.sandbox.stats.hits
             _look_for_a_stall(run, stall, list(live.values()))
             tick(progress)
@@ -154,7 +167,6 @@ async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress]
             for task in [task for task in live if task.done()]:
                 task.result()
                 del live[task]
-                progress.finished += 1
     finally:
         await _cancel([*live, *twins.live])
 
@@ -181,10 +193,15 @@ class _Twins:
 
 @dataclass(frozen=True)
 class _Playing:
-    """A live episode; `since` is on the monotonic clock."""
+    """Episodes that are played together, those that have ended taken away; `since` is on the monotonic clock."""
 
-    lease: EpisodeLease
+    leases: list[EpisodeLease]
     since: float
+
+
+def _families(leases: Sequence[EpisodeLease], forks: int) -> list[list[EpisodeLease]]:
+    """Leases of members that fork from one trunk, each `forks` neighbours of a group; the order is kept."""
+    return [list(g) for _, g in groupby(leases, lambda lease: (lease.group_id, lease.member // forks))]
 
 
 async def _cancel(live: Collection[asyncio.Task[None]]) -> None:
@@ -222,15 +239,15 @@ def _standing(run: Run, live: Sequence[_Playing], now: float) -> Standing:
     taken = run.ledger.ready_groups(
         rollout.prompts, in_order=run.config.deterministic, due=published - rollout.staleness
     )
-    oldest = min(live, key=lambda playing: playing.since, default=None)
-    lease = oldest and oldest.lease
+    oldest = min((playing for playing in live if playing.leases), key=lambda playing: playing.since, default=None)
+    lease = oldest and oldest.leases[0]
     return Standing(
         served=run.progress.served,
         published=published,
         prompts=rollout.prompts,
         ready=len(run.ledger.ready_groups(rollout.prompts, in_order=False)),
         takeable=len(taken),
-        live=len(live),
+        live=sum(len(playing.leases) for playing in live),
         at_engine=_requests(run),
         oldest=f"member {lease.member} of group {lease.group_id} (task {lease.task_id})" if lease else "",
         oldest_seconds=now - oldest.since if oldest else 0.0,
@@ -326,48 +343,52 @@ def _admit(run: Run, curriculum: Curriculum, learned: int) -> int:
     return learned
 
 
-async def _play_one(run: Run, lease: EpisodeLease) -> None:
-    """Plays a leased episode, stores its tokens, and only then tells the ledger."""
-    task = run.dataset.by_id[lease.task_id]
-    budget = task.budget or run.config.rollout.budget()
-    episode = await play(
-        task,
-        run.dataset,
-        run.sandbox,
-        run.client,
-        run.renderer,
-        budget,
-        replace(run.sampling, routes=run.config.trainer.router_replay),
-        episode_seed(run.config.seed, lease.index, lease.member),
-        group_id=lease.group_id,
-        member=lease.member,
-        attempt=lease.attempt,
-        decoys=_decoys(run, task),
-        agent=run.agent,
-    )
-    if episode.outcome is Outcome.INFRA:
-        await _explain(run)
-    record(run, lease, with_reward(episode, run.config.reward, budget))
-    visit("controller.finished")
+async def _play(run: Run, playing: _Playing) -> None:
+    """Plays leased episodes, one or several of one trunk, and notes each as soon as it ends."""
+    config, leases = run.config, list(playing.leases)
+    first, forks, seed = leases[0], config.rollout.forks, config.seed
+    task = run.dataset.by_id[first.task_id]
+    setting, decoys = run.setting, decoys_of(config, task)
+    setting = replace(setting, sampling=replace(setting.sampling, routes=config.trainer.router_replay))
+    slots = [Slot(x.group_id, x.member, x.attempt, episode_seed(seed, x.index, x.member)) for x in leases]
+    if forks == 1:
+        ways = [play(setting, task, slots[0], decoys)]
+    else:
+        # Beyond the members' numbers; the same for whoever of the family is played again.
+        seed = episode_seed(seed, first.index, config.rollout.group + first.member // forks)
+        turns = config.rollout.fork_turns[seed % len(config.rollout.fork_turns)]
+        ways = await play_forks(setting, task, slots, decoys, seed=seed, turns=turns)
+
+    async def note(lease: EpisodeLease, way: Coroutine[Any, Any, Episode]) -> None:
+        episode = await way
+        if episode.outcome is Outcome.INFRA:
+            await _explain(run)
+        record(run, lease, with_reward(episode, config.reward, setting.budget_of(task)))
+        playing.leases.remove(lease)
+        run.progress.finished += 1
+        visit("controller.finished")
+
+    members = [asyncio.create_task(note(lease, way)) for lease, way in zip(leases, ways, strict=True)]
+    try:
+        await asyncio.gather(*members)
+    finally:
+        await _cancel(members)
 
 
-def _decoys(run: Run, task: Task) -> Decoys | None:
+def decoys_of(config: RLConfig, task: Task) -> Decoys | None:
     """Those of a task that has some in this run; its twin has the same."""
-    seed = run.config.seed
     if task.sketch is not None:
         return None  # it has no box
-    return canaries.plant(task, seed) if canaries.chosen(task.id, seed, run.config.cheats.canaries) else None
+    chosen = canaries.chosen(task.id, config.seed, config.cheats.canaries)
+    return canaries.plant(task, config.seed) if chosen else None
 
 
 async def _play_twin(run: Run, twins: Dataset, number: int) -> None:
     """Plays an impossible task in a box like any other, and says so if it is passed. Lost ones are not repeated."""
     seed = episode_seed(run.config.seed, number, -1)
     task = twins.tasks[seed % len(twins.tasks)]
-    budget = task.budget or run.config.rollout.budget()
-    episode = await play(
-        task, twins, run.sandbox, run.client, run.renderer, budget, run.sampling, seed, number, member=0, attempt=0,
-        decoys=_decoys(run, task), agent=run.agent,
-    )  # fmt: skip
+    slot = Slot(group_id=number, member=0, attempt=0, seed=seed)
+    episode = await play(replace(run.setting, dataset=twins), task, slot, decoys_of(run.config, task))
     if episode.outcome is Outcome.INFRA:
         await _explain(run)
         return
@@ -387,7 +408,7 @@ async def _explain(run: Run) -> None:
 
 def record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
     """Blob first, ledger second: a row that says "done" always has its tokens."""
-    key = f"{lease.group_id:08d}/{lease.member:04d}-{lease.attempt}.msgpack"
+    key = blob_key(lease.group_id, lease.member, lease.attempt)
     if episode.outcome is not Outcome.INFRA:
         run.rollouts.put(key, encode(episode))
     run.ledger.finish(

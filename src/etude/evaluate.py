@@ -17,6 +17,7 @@ from etude.dashboard.live import LiveView
 from etude.environments.namespace import open_sandbox
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, compare, evaluate
+from etude.harness.episode import Setting
 from etude.harness.loop import Sampling
 from etude.harness.renderers import renderer_for
 from etude.inference.client import EngineClient
@@ -65,13 +66,9 @@ async def _measure(model: Path, dataset: Dataset, view: LiveView, options: dict[
         try:
             url = await asyncio.to_thread(controller.engine_url, engine, logs, 0)
             async with open_sandbox() as sandbox, EngineClient([url]) as client:
+                plain = Sampling(temperature=rollout.temperature)
                 return await evaluate(
-                    dataset,
-                    sandbox,
-                    client,
-                    renderer_for(model),
-                    budget=rollout.budget(),
-                    sampling=Sampling(temperature=rollout.temperature),
+                    Setting(dataset, sandbox, client, renderer_for(model), rollout.budget(), plain),
                     concurrency=rows,
                     progress=view.evaluated,
                     **options,  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import TypeVar
 
 import blake3
@@ -166,6 +167,12 @@ class Segment(Record, frozen=True, kw_only=True):
     recipe: str = ""  # how the engine computed and placed them
     digest: str = ""  # see `segment_digest`
 
+    def spans(self) -> list[tuple[int, int]]:
+        """First and last offset (exclusive) of the sampled tokens of each turn."""
+        mask_T = np.frombuffer(self.mask, "u1")
+        bounds = pairwise((*self.turn_starts, len(mask_T)))
+        return [(a, a + int(mask_T[a:b].sum())) for a, b in bounds]
+
     @property
     def intact(self) -> bool:
         """Whether ids and sampled positions are those that were appended."""
@@ -199,6 +206,16 @@ class Turn(Record, frozen=True, kw_only=True):
     seconds_tools: float
 
 
+class Fork(Record, frozen=True, kw_only=True):
+    """The beginning that an episode has in common with other members of its group: the trunk, played once."""
+
+    trunk: str  # digest of its seed and its tokens; members with the same one are siblings
+    seed: int  # that its turns were sampled under
+    after: int  # turns that it was to have, summaries not counted
+    turns: int  # sampled turns that it has, summaries included
+    tokens: int  # of these turns
+
+
 class Episode(Record, frozen=True, kw_only=True):
     """One whole attempt at a task. Stored once as a blob; the ledger keeps its key and figures."""
 
@@ -216,6 +233,15 @@ class Episode(Record, frozen=True, kw_only=True):
     turns: tuple[Turn, ...]
     metrics: dict[str, float]  # e.g. {"turns": 3, "tests_run": 2, "malformed": 0, "edits": 2}
     detail: str = ""  # one sentence: why it failed, or what was tampered with
+    fork: Fork | None = None  # None: it was played alone
+
+    def is_sibling(self, other: Episode) -> bool:
+        """Whether both have gone on from the same trunk."""
+        return self.fork is not None and self.fork == other.fork
+
+    def seed_of(self, turn: int) -> int:
+        """The seed of the episode, or the trunk's, under which sampled turn number `turn` was drawn."""
+        return self.fork.seed if self.fork is not None and turn < self.fork.turns else self.seed
 
     @property
     def sampled_tokens(self) -> int:

@@ -72,7 +72,7 @@ def _check_inputs(config: RLConfig) -> None:
         private_key(Path(config.weights.signing_key))
         public_key(Path(f"{config.weights.signing_key}.pub"))
     recipe(config.loss)
-    _personas(config)
+    personas_of(config)
     parse(config.sandbox.egress)
     if config.sandbox.index is not None:
         check_index(config.sandbox.index)
@@ -83,7 +83,7 @@ def _check_inputs(config: RLConfig) -> None:
     _build_options(config)
     tasks = config.tasks
     if tasks.edits is not None:
-        applied.tasks_of(Path(tasks.edits), _renderer(config), config.rollout.budget())
+        applied.tasks_of(Path(tasks.edits), renderer_of(config), config.rollout.budget())
     elif tasks.dataset is not None:
         datasets.load(Path(tasks.dataset))
     elif "==" in tasks.repository:
@@ -135,23 +135,28 @@ def _stage(folder: Path, view: LiveView, name: str):
     return runfolder.timed(folder / "timeline.jsonl", "controller", name)
 
 
-def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
-    """The configured dataset, or one built from the repository inside the run folder."""
-    tasks = config.tasks
+def dataset_of(config: RLConfig, folder: Path) -> Dataset | None:
+    """The configured dataset, or the one inside the run folder; None if that is still to be built."""
+    tasks, target = config.tasks, folder / "tasks"
     if tasks.edits is not None:
-        return applied.tasks_of(Path(tasks.edits), _renderer(config), config.rollout.budget())
+        return applied.tasks_of(Path(tasks.edits), renderer_of(config), config.rollout.budget())
     if tasks.dataset is not None:
         return datasets.load(Path(tasks.dataset))
-    target = folder / "tasks"
-    if target.exists():
-        return datasets.load(target)
+    return datasets.load(target) if target.exists() else None
+
+
+def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
+    """The run's dataset, built from the repository if need be."""
+    if (found := dataset_of(config, folder)) is not None:
+        return found
+    tasks = config.tasks
     if "==" in tasks.repository:
         name, _, version = tasks.repository.partition("==")
         assert tasks.sha256 is not None
         repository = fetch_library(name, version, tasks.sha256, folder / "library")
     else:
         repository = Path(tasks.repository)
-    return build(repository, target, _build_options(config), view.note)
+    return build(repository, folder / "tasks", _build_options(config), view.note)
 
 
 def _build_options(config: RLConfig) -> BuildOptions:
@@ -170,7 +175,8 @@ def _build_options(config: RLConfig) -> BuildOptions:
     )
 
 
-def _renderer(config: RLConfig) -> Renderer:
+def renderer_of(config: RLConfig) -> Renderer:
+    """How the run writes conversations in tokens. Raises UserError."""
     return renderer_for(Path(config.model.path), None if config.model.dialect == "auto" else config.model.dialect)
 
 
@@ -181,7 +187,7 @@ async def _open(
     """Every process of the run, started and stopped together."""
     root = config.store or str(folder)
     weights = open_store(f"{root}/weights")
-    renderer = _renderer(config)
+    renderer = renderer_of(config)
     answers, length = open_store(f"{root}/canary"), min(canary.TOKENS, config.rollout.context)
     sequences = canary.make(dataset.split("train"), renderer, config.guards.canary, length)
     canary.begin(answers, sequences)  # before the trainer looks for them
@@ -192,7 +198,7 @@ async def _open(
     try:
         children.append(controller.start_trainer(folder, logs))
         async with (
-            boxes(personas=_personas(config), egress=_egress(config, dataset, folder)) as sandbox,
+            boxes(personas=personas_of(config), egress=_egress(config, dataset, folder)) as sandbox,
             EngineClient(urls) as client,
             aclosing(canary.Asker(answers, sequences, client, urls)) as canaries,
             open_agent(config.rollout.agent) as agent,
@@ -219,7 +225,7 @@ async def _open(
             child.stop(10)
 
 
-def _personas(config: RLConfig) -> list[Mapping[str, Any]]:
+def personas_of(config: RLConfig) -> list[Mapping[str, Any]]:
     """Probes of production machines; none: boxes look like workstations as we imagine them. Raises UserError."""
     from etude.environments.parity.features import read
 
@@ -257,19 +263,13 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
 
     with _stage(run.folder, view, f"eval {when}"):
         measure = evaluate(
-            run.dataset,
-            run.sandbox,
-            run.client,
-            run.renderer,
-            budget=run.config.rollout.budget(),
-            sampling=run.sampling,
+            run.setting,
             samples=run.config.eval.samples,
             max_tasks=run.config.eval.max_tasks,
             seed=run.config.seed,
             concurrency=run.concurrency.limit,
             progress=view.evaluated,
             on_episode=keep,
-            agent=run.agent,
         )
         result = await controller.watched(run, measure)
     path.write_bytes(msgspec.json.encode(result))

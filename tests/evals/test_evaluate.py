@@ -11,6 +11,7 @@ from etude.corpus.tokenizer import train
 from etude.environments.namespace import open_sandbox
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
+from etude.harness.episode import Setting
 from etude.harness.loop import Sampling
 from etude.harness.renderers import Renderer, renderer_for
 from etude.records import Budget, Episode, Generation, Task
@@ -71,10 +72,8 @@ def results(model: Path) -> tuple[EvalResult, EvalResult, list[Episode], list[So
 
 
 async def played(dataset: Dataset, sandbox, policy: Solver, renderer: Renderer, kept: list[Episode]) -> EvalResult:
-    return await evaluate(
-        dataset, sandbox, policy, renderer, budget=Budget(), sampling=Sampling(), samples=2, split="train",
-        seed=3, on_episode=kept.append,
-    )  # fmt: skip
+    setting = Setting(dataset, sandbox, policy, renderer, Budget(), Sampling())
+    return await evaluate(setting, samples=2, split="train", seed=3, on_episode=kept.append)
 
 
 def test_solved_tasks_pass_and_the_rest_fail(results):

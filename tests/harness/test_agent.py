@@ -21,7 +21,7 @@ from etude.config import AgentConfig
 from etude.environments.namespace import open_sandbox
 from etude.errors import UserError
 from etude.harness.agent import open_agent
-from etude.harness.episode import play
+from etude.harness.episode import Setting, Slot, play
 from etude.harness.loop import Sampling
 from etude.harness.renderers import Renderer
 from etude.inference.client import EngineClient
@@ -94,10 +94,9 @@ def played(
 
     async def run() -> Episode:
         async with parts(url, config) as (sandbox, client, agent):
-            episode = await play(
-                a_task(), dataset, sandbox, policy(client) if policy else client, renderer, budget,
-                Sampling(max_tokens=max_tokens), 5, group_id=3, member=1, attempt=0, agent=agent,
-            )  # fmt: skip
+            sampler = policy(client) if policy else client
+            setting = Setting(dataset, sandbox, sampler, renderer, budget, Sampling(max_tokens=max_tokens), agent)
+            episode = await play(setting, a_task(), Slot(group_id=3, member=1, attempt=0, seed=5))
             for segment in episode.segments:
                 ids, mask, logprobs, _ = segment.arrays()
                 scored = await client.score(url, [ids.tolist()], 60.0)

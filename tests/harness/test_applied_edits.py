@@ -16,7 +16,7 @@ from etude.edits.data import Example
 from etude.edits.edit import Edit
 from etude.errors import UserError
 from etude.harness.applied import tasks_of
-from etude.harness.episode import play
+from etude.harness.episode import Setting, Slot, play
 from etude.harness.loop import Sampling
 from etude.harness.renderers import Renderer
 from etude.harness.renderers.base import load_tokenizer
@@ -47,9 +47,8 @@ def tables(tmp_path: Path) -> Path:
 def played(tables: Path, renderer: Renderer, policy: Any, budget: Budget = BUDGET) -> Episode:
     dataset = tasks_of(tables, renderer, BUDGET)
     no_box: Any = None
-    episode = asyncio.run(
-        play(dataset.by_id["e1"], dataset, no_box, policy, renderer, budget, Sampling(max_tokens=20), 5, 3, 1, 0)
-    )
+    setting = Setting(dataset, no_box, policy, renderer, budget, Sampling(max_tokens=20))
+    episode = asyncio.run(play(setting, dataset.by_id["e1"], Slot(3, 1, 0, 5)))
     return with_reward(decode(encode(episode), Episode), RewardConfig(), budget)
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from speakers import Scripted, Speaker
+from speakers import Scripted, Speaker, a_task
 
 from etude.harness.endpoint.recording import Fork, Recording
 from etude.harness.endpoint.server import MAX_BODY, Endpoint, open_endpoint
-from etude.harness.loop import Draft, Sampling
+from etude.harness.loop import Draft, Play, Sampling
 from etude.harness.renderers import Renderer
 from etude.records import Budget, Generation, StopReason
 
@@ -69,7 +69,7 @@ class Open:
 async def opened(policy: Any, renderer: Renderer, budget: Budget = BUDGET) -> AsyncIterator[Open]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with open_endpoint(listener) as endpoint:
-            recording = Recording(policy, renderer, budget, Sampling(), 7)
+            recording = Recording(Play(a_task(), policy, renderer, budget, Sampling(), 7))
             found = Open(endpoint, recording, listener.getsockname()[1])
             async with found.http:
                 yield found

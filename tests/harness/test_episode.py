@@ -14,10 +14,11 @@ from speakers import PATH, Scripted, Speaker, a_box, a_task
 from etude.config import RewardConfig
 from etude.environments.base import BoxDead, Image, LaunchFailed, Limits, TestReport, TooLarge
 from etude.environments.cheats import canaries
+from etude.environments.cheats.canaries import Decoys
 from etude.environments.egress.policy import Egress
 from etude.environments.namespace import open_sandbox
 from etude.harness import loop
-from etude.harness.episode import play
+from etude.harness.episode import Setting, Slot, play
 from etude.harness.loop import Sampling
 from etude.harness.renderers import Renderer
 from etude.inference.client import EngineError
@@ -25,6 +26,7 @@ from etude.records import Budget, Episode, Generation, Outcome, StopReason, deco
 from etude.rollout.rewards import with_reward
 from etude.tasks.dataset import Dataset
 
+SLOT = Slot(group_id=3, member=1, attempt=0, seed=5)
 BUDGET = Budget(turns=20, tokens=4000, context=8000, seconds=60.0)
 
 
@@ -42,9 +44,16 @@ def repair(speaker: Speaker) -> list[list[int]]:
     return turns(speaker, [wrong, test], [undo, right, test], [finish])
 
 
-def attempt(dataset: Dataset, sandbox: Any, renderer: Renderer, policy: Any, budget: Budget = BUDGET) -> Any:
+def attempt(
+    dataset: Dataset,
+    sandbox: Any,
+    renderer: Renderer,
+    policy: Any,
+    budget: Budget = BUDGET,
+    decoys: Decoys | None = None,
+) -> Any:
     """One attempt; a coroutine."""
-    return play(a_task(), dataset, sandbox, policy, renderer, budget, Sampling(), 5, group_id=3, member=1, attempt=0)
+    return play(Setting(dataset, sandbox, policy, renderer, budget, Sampling()), a_task(), SLOT, decoys)
 
 
 def test_whole_episodes_in_the_sandbox(
@@ -181,9 +190,9 @@ def test_a_request_for_a_decoys_host_is_a_tripwire(
 
     async def both() -> list[Episode]:
         async with open_sandbox(workers=1, egress=Egress(log=tmp_path / "egress.jsonl")) as sandbox:
-            given = (a_task(), dataset, sandbox)
-            rest = (compact, BUDGET, Sampling(), 5, 3, 1, 0, planted)
-            return [await play(*given, Scripted(script), *rest) for script in (trips, strays)]
+            return [
+                await attempt(dataset, sandbox, compact, Scripted(script), decoys=planted) for script in (trips, strays)
+            ]
 
     tripped, strayed = asyncio.run(both())
     assert (tripped.outcome, tripped.passed, tripped.flags) == (Outcome.TAMPERED, False, ("canary", "egress"))
@@ -211,20 +220,7 @@ def test_whoever_uses_a_decoy_is_caught_and_whoever_sees_it_is_not(
     async def all_of_them() -> list[Episode]:
         async with open_sandbox(workers=1) as sandbox:
             return [
-                await play(
-                    a_task(),
-                    dataset,
-                    sandbox,
-                    Scripted(script),
-                    compact,
-                    BUDGET,
-                    Sampling(),
-                    5,
-                    3,
-                    1,
-                    0,
-                    decoys=planted,
-                )
+                await attempt(dataset, sandbox, compact, Scripted(script), decoys=planted)
                 for script in (reads, copies, calls, mines)
             ]
 

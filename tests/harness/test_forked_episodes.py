@@ -16,7 +16,7 @@ from etude.config import RewardConfig, RolloutConfig
 from etude.environments.base import BoxDead, TooLarge
 from etude.environments.namespace import open_sandbox
 from etude.harness import loop
-from etude.harness.episode import play_forks
+from etude.harness.episode import Setting, Slot, play_forks
 from etude.harness.loop import Sampling, turn_seed
 from etude.harness.renderers import Renderer
 from etude.records import Episode, Generation, Outcome, StopReason, decode, encode
@@ -51,7 +51,13 @@ def members(speaker: Speaker) -> Members:
 
 def forks(dataset: Dataset, sandbox: Any, renderer: Renderer, policy: Any) -> Any:
     """A coroutine."""
-    return play_forks(a_task(), dataset, sandbox, policy, renderer, BUDGET, Sampling(), 5, 3, 1, 2, [11, 12])
+    return grouped(Setting(dataset, sandbox, policy, renderer, BUDGET, Sampling()), 2, 11, 12)
+
+
+async def grouped(setting: Setting, turns: int, *seeds: int) -> list[Episode]:
+    """Members 0, 1, ... of group 3, whose trunk has seed 5."""
+    slots = [Slot(group_id=3, member=m, attempt=1, seed=seed) for m, seed in enumerate(seeds)]
+    return await asyncio.gather(*await play_forks(setting, a_task(), slots, seed=5, turns=turns))
 
 
 def test_members_go_on_from_one_box_and_are_graded_apart(
@@ -108,9 +114,7 @@ def test_a_tool_that_does_not_end_before_the_fork_is_a_timeout_of_all(
 
     sandbox.box.run_tests, sandbox.box.fork = hang, dead  # type: ignore[attr-defined,method-assign]
     policy, budget = Scripted([speaker.turn(("test", {}))]), msgspec.structs.replace(BUDGET, seconds=0.1)
-    found = asyncio.run(
-        play_forks(a_task(), dataset, sandbox, policy, compact, budget, Sampling(), 5, 3, 1, 2, [11, 12])
-    )
+    found = asyncio.run(grouped(Setting(dataset, sandbox, policy, compact, budget, Sampling()), 2, 11, 12))
     assert [(e.outcome, e.reward, e.stop_reason) for e in found] == [(Outcome.TIMEOUT, 0.0, StopReason.SECONDS)] * 2
     assert all(e.sampled_tokens for e in found)
 
@@ -130,7 +134,7 @@ def test_bad_summaries_and_open_work_can_be_charged(
     listing, finish, good = speaker.turn(("list", {})), speaker.turn(("finish", {})), speaker.turn(text="Good.")
     policy = Members([listing, speaker.turn(), good], {11: [finish], 12: [finish]})
     sampling = Sampling(summarise_at=1, summary_tokens=20)
-    found = asyncio.run(play_forks(a_task(), dataset, Forkable(), policy, compact, BUDGET, sampling, 5, 3, 1, 1, [11]))
+    found = asyncio.run(grouped(Setting(dataset, Forkable(), policy, compact, BUDGET, sampling), 1, 11))
     charged = with_reward(found[0], RewardConfig(habits={"summary_errors": 0.25}), BUDGET)
     assert found[0].metrics["summary_errors"] == 1
     assert charged.metrics["reward/habits"] == -0.25

@@ -16,7 +16,7 @@ from speakers import PATH, SOURCE, TEMPLATE, Call, MemoryBox, Scripted, Speaker,
 from etude.environments.base import BoxDead, ExecResult
 from etude.harness import loop
 from etude.harness.ledger import TokenLedger, TokenLedgerError
-from etude.harness.loop import Aborted, Draft, Sampling, run_episode, turn_seed
+from etude.harness.loop import Aborted, Draft, Play, Sampling, run_episode, turn_seed
 from etude.harness.renderers import Renderer, renderer_for
 from etude.records import Budget, Generation, Routes, StopReason, Task
 
@@ -38,17 +38,7 @@ def play(
     sampling: Sampling = Sampling(),
     seed: int = 7,
 ) -> Draft:
-    return asyncio.run(
-        run_episode(
-            task or a_task(),
-            policy=policy,
-            renderer=renderer,
-            box=box or a_box(),
-            budget=budget,
-            sampling=sampling,
-            seed=seed,
-        )
-    )
+    return asyncio.run(run_episode(Play(task or a_task(), policy, renderer, budget, sampling, seed), box or a_box()))
 
 
 def edit(speaker: Speaker, old: str, new: str) -> Call:
@@ -429,9 +419,7 @@ def test_sixteen_agents_of_fifty_turns_do_not_mix(dialect: tuple[Renderer, Speak
             again = speaker.turn(edit(speaker, "return total", f"return total  # {i}"), ("undo", {}))
             last = speaker.turn(edit(speaker, "- 3", f"- {i + 100}"), ("finish", {}))
             policy = Scripted([*([again] * 49), last])
-            draft = await run_episode(
-                task, policy=policy, renderer=renderer, box=box, budget=WIDE, sampling=Sampling(), seed=i
-            )
+            draft = await run_episode(Play(task, policy, renderer, WIDE, Sampling(), i), box)
             return draft, box
 
         return await asyncio.gather(*map(one, range(16)))

@@ -17,7 +17,7 @@ from etude import processes
 from etude.environments.base import TestReport
 from etude.harness.documents import open_file, pieces
 from etude.harness.ledger import TokenLedgerError
-from etude.harness.loop import Draft, Sampling, run_episode, turn_seed
+from etude.harness.loop import Draft, Play, Sampling, run_episode, turn_seed
 from etude.harness.renderers import Renderer, renderer_for
 from etude.harness.text import document_text
 from etude.inference.client import EngineClient
@@ -318,9 +318,7 @@ async def _two_groups(url: str) -> tuple[list[Draft], dict[str, Any]]:
         async def one(n: int, member: int) -> Draft:
             task, text = broken(n)
             box = MemoryBox({PATH: text.encode()}, lambda _: TestReport({}, {}, 0.0))
-            return await run_episode(
-                task, policy=client, renderer=renderer, box=box, budget=budget, sampling=SQUID, seed=member
-            )
+            return await run_episode(Play(task, client, renderer, budget, SQUID, member), box)
 
         drafts: list[Draft] = []
         for n in (1, 3):

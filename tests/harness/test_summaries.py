@@ -17,7 +17,7 @@ from test_open_documents import ROOM, Squid, documents_of
 from etude.environments.base import TooLarge
 from etude.errors import UserError
 from etude.harness.ledger import TokenLedgerError
-from etude.harness.loop import LEFT_OUT, Branch, Draft, Sampling, Unforkable, fork_episode, turn_seed
+from etude.harness.loop import LEFT_OUT, Draft, Play, Sampling, Trunk, fork_episode, turn_seed
 from etude.harness.prompts import AGAIN, MEMORY, SUMMARISE
 from etude.harness.renderers import Renderer, renderer_for
 from etude.harness.replay import Recorded
@@ -250,13 +250,11 @@ class Forkable(MemoryBox):
 
 def forked(
     renderer: Renderer, policy: Any, turns: int, sampling: Sampling = Sampling(), box: MemoryBox | None = None
-) -> tuple[list[Branch], list[Draft]]:
-    async def run() -> tuple[list[Branch], list[Draft]]:
-        branches = await fork_episode(
-            a_task(), policy=policy, renderer=renderer, box=box or Forkable(long_box().files, a_box().tests),
-            budget=WIDE, sampling=sampling, seed=7, turns=turns, seeds=[11, 12],
-        )  # fmt: skip
-        return branches, list(await asyncio.gather(*(branch.play() for branch in branches)))
+) -> tuple[Trunk, list[Draft]]:
+    async def run() -> tuple[Trunk, list[Draft]]:
+        plan = Play(a_task(), policy, renderer, WIDE, sampling, 7)
+        trunk = await fork_episode(plan, box or Forkable(long_box().files, a_box().tests), turns, [11, 12])
+        return trunk, list(await asyncio.gather(*(branch.play() for branch in trunk.branches)))
 
     return asyncio.run(run())
 
@@ -285,7 +283,7 @@ def test_forks_share_their_first_tokens_and_nothing_after(dialect: Dialect) -> N
     renderer, speaker = dialect
     first = edit(speaker, "- 3", "+ 3")
     trunk = [speaker.turn(first), a_search(speaker), a_search(speaker), a_search(speaker)]
-    branches, (one, two) = forked(renderer, Members(renderer, speaker, trunk), 4, chain(renderer, speaker))
+    found, (one, two) = forked(renderer, Members(renderer, speaker, trunk), 4, chain(renderer, speaker))
     assert one.metrics["summaries"] >= 1
     shared = len(one.segments) - 1
     assert one.segments[:shared] == two.segments[:shared]
@@ -297,7 +295,7 @@ def test_forks_share_their_first_tokens_and_nothing_after(dialect: Dialect) -> N
     prefix = len(one.turns) - 3
     assert one.turns[:prefix] == two.turns[:prefix]
     assert one.turns[prefix].results[1] != two.turns[prefix].results[1], "the tests of the one pass"
-    for branch, draft in zip(branches, (one, two), strict=True):
+    for branch, draft in zip(found.branches, (one, two), strict=True):
         box = branch.box
         assert isinstance(box, MemoryBox)
         assert box.files[PATH].decode() == SOURCE, "both edits were taken back, that of the trunk too"
@@ -307,11 +305,9 @@ def test_forks_share_their_first_tokens_and_nothing_after(dialect: Dialect) -> N
 
 
 async def replay(renderer: Renderer, draft: Draft, sampling: Sampling) -> Draft:
-    (branch,) = await fork_episode(
-        a_task(), policy=Recorded(draft.segments), renderer=renderer, box=Forkable(long_box().files, a_box().tests),
-        budget=WIDE, sampling=sampling, seed=0, turns=3, seeds=[1],
-    )  # fmt: skip
-    return await branch.play()
+    plan = Play(a_task(), Recorded(draft.segments), renderer, WIDE, sampling, 0)
+    trunk = await fork_episode(plan, Forkable(long_box().files, a_box().tests), 3, [1])
+    return await trunk.branches[0].play()
 
 
 def test_a_fork_in_the_middle_of_a_segment_copies_it(dialect: Dialect) -> None:  # noqa: F811
@@ -330,15 +326,17 @@ def test_a_fork_in_the_middle_of_a_segment_copies_it(dialect: Dialect) -> None: 
 def test_an_episode_that_ends_before_the_fork_is_everyones(dialect: Dialect) -> None:  # noqa: F811
     renderer, speaker = dialect
     policy = Scripted([speaker.turn(edit(speaker, "- 3", "* 3"), ("finish", {}))])
-    branches, drafts = forked(renderer, policy, turns=3)
+    trunk, drafts = forked(renderer, policy, turns=3)
     assert drafts[0] == drafts[1]
     assert drafts[0].stop_reason is StopReason.FINISHED
-    assert all("* 3" in box.files[PATH].decode() for box in (b.box for b in branches) if isinstance(box, MemoryBox))
-    assert branches[0].box is not branches[1].box
+    assert all(
+        "* 3" in box.files[PATH].decode() for box in (b.box for b in trunk.branches) if isinstance(box, MemoryBox)
+    )
+    assert trunk.branches[0].box is not trunk.branches[1].box
 
 
 def test_what_cannot_be_forked_is_the_agents_doing(compact: Renderer, compact_folder: Path) -> None:
-    """TooLarge is for the agent to pay: its tokens come with the error."""
+    """TooLarge is for the agent to pay: its tokens are there."""
     speaker = Speaker(compact_folder)
     box = Forkable(long_box().files, a_box().tests)
 
@@ -347,6 +345,7 @@ def test_what_cannot_be_forked_is_the_agents_doing(compact: Renderer, compact_fo
             box.fault = TooLarge("too many files")
         return speaker.turn(("finish", {}) if n == 1 else ("list", {}))
 
-    with pytest.raises(Unforkable, match="too many files") as found:
-        forked(compact, Scripted(fill), turns=3, box=box)
-    assert found.value.draft.metrics["turns"] == 2
+    trunk, _ = forked(compact, Scripted(fill), turns=3, box=box)
+    assert "too many files" in trunk.fault
+    assert not trunk.branches
+    assert trunk.draft.metrics["turns"] == 2

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from etude.errors import RunFailed
-from etude.records import Episode, Group, Outcome, Segment, StopReason, segment_digest
-from etude.trainer.batch import advantages, collate, make_batch, token_rows, turn_advantages
+from etude.records import Episode, Fork, Group, Outcome, Segment, StopReason, segment_digest
+from etude.trainer.batch import advantages, collate, make_batch, token_rows, turn_advantages, with_trunks
 
 
 def segment(
@@ -80,35 +80,78 @@ def test_a_turn_is_compared_with_those_who_came_as_far():
     assert never.tolist() == pytest.approx([-2 / 3, -1 / 2, 0.0])
 
 
+TURN_REWARDS = {(1,): 0.3, (0, 0): 0.1, (0, 1): 1.0}
+TURN_P = (0.6, 0.3)  # of action 1 in the first and second turn
+
+
+def chance(path):
+    return float(np.prod([TURN_P[t] if action else 1 - TURN_P[t] for t, action in enumerate(path)]))
+
+
+def score(path):
+    """d log P / d p of both turns."""
+    one, two = (TURN_P[t] if a else TURN_P[t] - 1 for t, a in enumerate((*path, 1)[:2]))
+    return np.array([1 / one, 1 / two if len(path) == 2 else 0.0])
+
+
+def a_family(size):
+    """What the members of a family of that size may do, and how likely it is: they have the first turn in common."""
+    yield [(1,)] * size, chance((1,))
+    for seconds in itertools.product((0, 1), repeat=size):
+        paths = [(0, second) for second in seconds]
+        yield paths, chance((0,)) * float(np.prod([chance(path) / chance((0,)) for path in paths]))
+
+
 def test_the_expected_gradient_does_not_depend_on_the_baseline():
     """Two turns of two actions each, enumerated: sums of P * A * grad log P, with baselines of a group of two members.
 
     An episode goes on only after action 0, and its reward is given by its actions; exact up to rounding (1e-12).
     """
-    reward = {(1,): 0.3, (0, 0): 0.1, (0, 1): 1.0}
-    p = [0.6, 0.3]  # of action 1 in the first and second turn
-
-    def log_gradient(path):
-        return np.array([1 / p[0] if path[0] else -1 / (1 - p[0]),
-                         0.0 if len(path) == 1 else (1 / p[1] if path[1] else -1 / (1 - p[1]))])  # fmt: skip
-
-    def probability(path):
-        return np.prod([p[t] if action else 1 - p[t] for t, action in enumerate(path)])
-
-    true = sum(probability(path) * r * log_gradient(path) for path, r in reward.items())
+    true = sum(chance(path) * r * score(path) for path, r in TURN_REWARDS.items())
     for baseline in ("turn", "group"):
         total = np.zeros(2)
-        for one, two in itertools.product(reward, reward):
-            rewards, turns = [reward[one], reward[two]], [len(one), len(two)]
+        for one, two in itertools.product(TURN_REWARDS, repeat=2):
+            rewards, turns = [TURN_REWARDS[one], TURN_REWARDS[two]], [len(one), len(two)]
             per_turn = turn_advantages(rewards, turns) if baseline == "turn" else [
                 np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]  # fmt: skip
             for path, advantage_of_turn in zip((one, two), per_turn, strict=True):
                 weights = np.array([*advantage_of_turn, 0.0])[:2]
-                total += probability(one) * probability(two) * weights * log_gradient(path) / 2
+                total += chance(one) * chance(two) * weights * score(path) / 2
         # A member is part of its own mean, which scales the first turn by (G - 1) / G and the second by less still:
         # its direction stays.
         assert total[0] == pytest.approx(true[0] / 2, abs=1e-12)
         assert np.sign(total[1]) == np.sign(true[1])
+
+
+@pytest.mark.parametrize("baseline", ["group", "turn"])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2), (3, 1), (2, 1, 1), (4,)])
+def test_forks_leave_the_expected_gradient_as_it_is(sizes, baseline):
+    """All that a group of four can do, enumerated; only a trunk that all share has nothing to be compared with.
+
+    With one baseline for all turns the gradient is (G - 1) / G of the true one; what a baseline per turn makes of it
+    depends on who came as far, so there it is compared with that of members played alone, in its direction.
+    """
+    true = sum(chance(path) * r * score(path) for path, r in TURN_REWARDS.items())
+    found = np.zeros(2)
+    for families in itertools.product(*(list(a_family(size)) for size in sizes)):
+        members, paths = [], []
+        for number, (family, _) in enumerate(families):
+            fork = Fork(trunk=str(number), seed=number, after=1, turns=1, tokens=4)
+            for path in family:
+                one = episode(len(paths), TURN_REWARDS[path], [])
+                members.append(msgspec.structs.replace(one, fork=fork))
+                paths.append(path)
+        rewards, turns = [m.reward for m in members], [len(path) for path in paths]
+        alone = turn_advantages(rewards, turns) if baseline == "turn" else [
+            np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]  # fmt: skip
+        weight = float(np.prod([p for _, p in families])) / len(members)
+        for path, advantage_of_turn in zip(paths, with_trunks(alone, members, baseline), strict=True):
+            found += weight * np.array([*advantage_of_turn, 0.0])[:2] * score(path)
+    first = 0.0 if sizes == (4,) else 0.75 * true[0]
+    assert found[0] == pytest.approx(first, abs=1e-12)
+    if baseline == "group":
+        assert found[1] == pytest.approx(0.75 * true[1], abs=1e-12)
+    assert np.sign(found[1]) == np.sign(true[1])
 
 
 def test_tokens_get_the_advantage_of_their_turn():

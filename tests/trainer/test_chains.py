@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "harness"))
 from speakers import PATH, Speaker, a_task
 
 from etude.config import LossConfig, RLConfig
-from etude.environments.base import Limits as BoxLimits
 from etude.environments.namespace import open_sandbox
-from etude.harness.episode import play, play_forks
+from etude.harness.episode import Setting, Slot, play, play_forks
 from etude.harness.ledger import TokenLedger
-from etude.harness.loop import Sampling, run_episode, turn_seed
+from etude.harness.loop import Sampling, turn_seed
 from etude.harness.prompts import SUMMARISE
 from etude.harness.renderers import Renderer, renderer_for
-from etude.harness.replay import Recorded
+from etude.harness.replay import Recorded, replay
 from etude.inference.engine import Engine, Limits, Request
 from etude.models.loading import load_model, named_tensors
 from etude.records import Budget, Episode, Focus, Generation, Outcome, StopReason, decode, encode
@@ -197,18 +197,15 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
 
     async def group() -> list[Episode]:
         async with open_sandbox(workers=1) as sandbox:
-            common = (TASK, dataset, sandbox)
-            forks = await play_forks(*common, forced, renderer, BUDGET, SAMPLING, 7, 0, 0, FORK, SEEDS)
-            return [*forks, await play(*common, other, renderer, BUDGET, SAMPLING, 13, 0, 2, 0)]
+            setting = Setting(dataset, sandbox, forced, renderer, BUDGET, SAMPLING)
+            slots = [Slot(group_id=0, member=m, attempt=0, seed=seed) for m, seed in enumerate((*SEEDS, 13))]
+            ways = await play_forks(setting, TASK, slots[:2], seed=7, turns=FORK)
+            forks = await asyncio.gather(*ways)
+            return [*forks, await play(replace(setting, policy=other), TASK, slots[2])]
 
-    async def again(episode: Episode) -> tuple[Any, Recorded]:
+    async def again(episode: Episode) -> str:
         async with open_sandbox(workers=1) as sandbox:
-            recorded, box = Recorded(episode.segments), await sandbox.create(dataset.image(TASK), BoxLimits())
-            draft = await run_episode(
-                TASK, policy=recorded, renderer=renderer, box=box, budget=BUDGET, sampling=SAMPLING, seed=0
-            )
-            await box.close()
-            return draft, recorded
+            return await replay(Setting(dataset, sandbox, forced, renderer, BUDGET, SAMPLING), TASK, episode)
 
     episodes = [decode(encode(e), Episode) for e in asyncio.run(group())]
     right, wrong, _ = episodes
@@ -223,9 +220,8 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
     shared = sum(a == b for a, b in zip(right.segments, wrong.segments, strict=False))
     assert shared >= 25
     # Played again in a new box from nothing but the blob, every token is the same.
-    draft, recorded = asyncio.run(again(right))
-    assert draft.segments == right.segments
-    assert recorded.played == recorded.turns == len(right.turns)
+    assert Recorded(right.segments).turns == len(right.turns)
+    assert asyncio.run(again(right)) == ""
     # The model's own tokens are those that the engine samples from the ledger's prompt under the turn's seed.
     for ids, seed, found in forced.summaries[:: len(forced.summaries) // 3]:
         asked = Request(ids=ids, max_tokens=SAMPLING.summary_tokens, seed=seed, stop=renderer.stop_ids)
@@ -236,7 +232,8 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
 
 
 def trains(episodes: list[Episode]) -> None:
-    """Rewards 1, 0, 0: tokens that both forks hold get 2/3 - 1/3, each fork's own theirs alone."""
+    """Rewards 1, 0, 0: each fork's own tokens have its advantage; those that both hold twice the mean of the two, since
+    only the third member says what another beginning would have been worth."""
     values = {
         "tasks": {"repository": "unused"},
         "model": {"path": str(NANO)},
@@ -249,7 +246,10 @@ def trains(episodes: list[Episode]) -> None:
     assert sum(int(c.mask_C.sum()) for row in batch.rows for c in row.completions) == total
     for row in batch.rows:
         for c in row.completions:
-            assert np.allclose(c.advantages_C, (2 / 3, -1 / 3, -1 / 3)[c.episode])
+            fork, own = episodes[c.episode].fork, (2 / 3, -1 / 3, -1 / 3)[c.episode]
+            order_N = c.before + np.arange(int(c.mask_C.sum()))
+            expected = np.where(order_N < (fork.tokens if fork else 0), 2 * (2 / 3 - 1 / 3) / 2, own)
+            assert np.allclose(c.advantages_C[c.mask_C == 1], expected)
     model = load_model(NANO)
     before = [p.detach().clone() for p in model.parameters()]
     metrics, verdict = train_step(model, None, for_policy(model, config.trainer), batch, config, 0, 0.0)

@@ -15,14 +15,10 @@ from typing import TYPE_CHECKING
 
 from etude.errors import UserError
 from etude.evals.stats import Estimate, paired_difference, pass_at_k, pass_rate
-from etude.records import Budget, Episode, Outcome, Record, Task
+from etude.records import Episode, Outcome, Record, Task
 
 if TYPE_CHECKING:
-    from etude.environments.base import Sandbox
-    from etude.harness.agent import Agent
-    from etude.harness.episode import Policy, Renderer, Sampling
-    from etude.tasks.dataset import Dataset
-
+    from etude.harness.episode import Setting
 
 RETRIES = 2  # of an episode lost to infrastructure
 KS = (1, 2, 4, 8)
@@ -81,13 +77,8 @@ class Comparison(Record):
 
 
 async def evaluate(
-    dataset: Dataset,
-    sandbox: Sandbox,
-    policy: Policy,
-    renderer: Renderer,
+    setting: Setting,
     *,
-    budget: Budget,
-    sampling: Sampling,
     samples: int,
     split: str = "heldout",
     max_tasks: int | None = None,
@@ -95,22 +86,19 @@ async def evaluate(
     concurrency: int = 64,
     progress: Progress | None = None,
     on_episode: Callable[[Episode], None] | None = None,
-    agent: Agent | None = None,
 ) -> EvalResult:
     """Play `samples` episodes of every task of `split` and sum them up. `on_episode` sees each counted episode.
 
     Raises UserError if the split is empty and RuntimeError if infrastructure lost every episode.
     """
-    tasks = pick_tasks(dataset.tasks, split, max_tasks)
+    tasks = pick_tasks(setting.dataset.tasks, split, max_tasks)
     if not tasks:
-        raise UserError(f"the dataset {dataset.name} has no {split} tasks; choose another split or build it anew")
-    from etude.harness.episode import play  # here, because reports read results without the harness
+        name = setting.dataset.name
+        raise UserError(f"the dataset {name} has no {split} tasks; choose another split or build it anew")
+    from etude.harness.episode import Slot, play  # here, because reports read results without the harness
 
     async def attempt(task: Task, index: int, sample: int, number: int, episode_seed: int) -> Episode:
-        spent = task.budget or budget
-        return await play(
-            task, dataset, sandbox, policy, renderer, spent, sampling, episode_seed, index, sample, number, agent=agent
-        )
+        return await play(setting, task, Slot(index, sample, number, episode_seed))
 
     return await run_suite(
         tasks, attempt, samples=samples, split=split, seed=seed, concurrency=concurrency, progress=progress,

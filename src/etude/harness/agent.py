@@ -14,9 +14,8 @@ from etude.environments.base import DOOR_PORT, Box, ExecResult, Image, Limits
 from etude.errors import UserError
 from etude.harness.endpoint.recording import Recording
 from etude.harness.endpoint.server import Endpoint, open_endpoint
-from etude.harness.loop import GRACE_SECONDS, Draft, Policy, Sampling
-from etude.harness.renderers import Renderer
-from etude.records import Budget, StopReason, Task
+from etude.harness.loop import GRACE_SECONDS, Draft, Play
+from etude.records import StopReason, Task
 
 _SHOWN = 300  # characters of an agent's last output
 
@@ -55,30 +54,20 @@ def check(config: AgentConfig) -> None:
         raise UserError(f"rollout.agent.folder: {config.folder} is not a folder; give that of the agent's program")
 
 
-async def run_agent(
-    task: Task,
-    agent: Agent,
-    *,
-    policy: Policy,
-    renderer: Renderer,
-    box: Box,
-    budget: Budget,
-    sampling: Sampling,
-    seed: int,
-) -> Draft:
+async def run_agent(play: Play, agent: Agent, box: Box) -> Draft:
     """Runs the agent's command in `box` until it ends, its budget is spent or its time is up.
 
     Raises what is ours: that the engine or the box was lost. Raises UserError if the command fails before it has asked
     for anything, which is nothing that a model did.
     """
-    recording = Recording(policy, renderer, budget, sampling, seed)
+    recording = Recording(play)
     key = agent.endpoint.open(recording)
     timed_out = False
     done: ExecResult | None = None
     try:
-        line = _line(agent.config.command, _environment(task, key) | agent.config.environment)
-        async with asyncio.timeout(budget.seconds + GRACE_SECONDS):
-            done = await _run(line, box, recording, budget.seconds)
+        line = _line(agent.config.command, _environment(play.task, key) | agent.config.environment)
+        async with asyncio.timeout(play.budget.seconds + GRACE_SECONDS):
+            done = await _run(line, box, recording, play.budget.seconds)
     except TimeoutError:
         timed_out = True
     finally:

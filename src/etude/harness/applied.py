@@ -23,7 +23,7 @@ from etude.edits.grade import Grade, grade
 from etude.edits.languages import language_of
 from etude.environments import grading
 from etude.errors import UserError
-from etude.harness.loop import Draft, Policy, Sampling, play_opened
+from etude.harness.loop import Draft, Play, play_opened
 from etude.harness.prompts import Opening
 from etude.harness.renderers import Renderer
 from etude.harness.tools import Tools
@@ -82,14 +82,13 @@ def _fits(task: Task, renderer: Renderer, budget: Budget) -> bool:
     return answer <= budget.tokens and len(_prompt(asked, renderer)) + answer <= budget.context
 
 
-async def attempt(
-    task: Task, policy: Policy, renderer: Renderer, budget: Budget, sampling: Sampling, seed: int
-) -> tuple[Draft, grading.Grade, dict[str, float]]:
+async def attempt(play: Play) -> tuple[Draft, grading.Grade, dict[str, float]]:
     """One answer, its grade, and `grade`, what it is worth. Raises EngineError or Aborted if the engine failed."""
+    task, budget = play.task, play.budget
     asked = _asked(task)
-    opening = Opening(_NoTools(task), _prompt(asked, renderer), ())
-    one, whole = msgspec.structs.replace(budget, turns=1), replace(sampling, max_tokens=budget.tokens)
-    draft = await play_opened(opening, policy=policy, renderer=renderer, budget=one, sampling=whole, seed=seed)
+    opening = Opening(_NoTools(task), _prompt(asked, play.renderer), ())
+    one, whole = msgspec.structs.replace(budget, turns=1), replace(play.sampling, max_tokens=budget.tokens)
+    draft = await play_opened(replace(play, budget=one, sampling=whole), opening)
     given, closed, _ = draft.turns[0].text.partition(asked.close) if draft.turns else ("", "", "")
     path = task.focus.path
     found = grade(task.solution[path], given if closed else None, language_of(path) or "")

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from etude.environments.base import Box, BoxError, Image, Limits, Sandbox
+import blake3
+
+from etude.environments.base import Box, BoxError, Limits, Request, Sandbox
 from etude.environments.cheats.canaries import Decoys
 from etude.environments.cheats.signs import marks
 from etude.environments.grading import Grade, grade
 from etude.harness import applied
 from etude.harness.agent import Agent, run_agent
-from etude.harness.loop import Aborted, Draft, Policy, Sampling, Unforkable, fork_episode, run_episode
+from etude.harness.loop import Aborted, Draft, Play, Policy, Sampling, fork_episode, run_episode
 from etude.harness.renderers import Renderer
 from etude.inference.client import EngineError
-from etude.records import Budget, Episode, Outcome, StopReason, Task
+from etude.records import Budget, Episode, Fork, Outcome, StopReason, Task
 from etude.tasks.dataset import Dataset
-
-__all__ = ["Policy", "Renderer", "Sampling", "play", "play_forks"]
 
 Played = tuple[Draft, Grade, dict[str, float]]
 
@@ -28,81 +28,106 @@ GRADE_SECONDS = 900.0  # to be graded, most of it a wait for the test runs befor
 _OURS = (BoxError, EngineError, Aborted, TimeoutError)
 
 
-async def play(
-    task: Task,
-    dataset: Dataset,
-    sandbox: Sandbox,
-    policy: Policy,
-    renderer: Renderer,
-    budget: Budget,
-    sampling: Sampling,
-    seed: int,
-    group_id: int,
-    member: int,
-    attempt: int,
-    decoys: Decoys | None = None,
-    agent: Agent | None = None,
-) -> Episode:
+@dataclass(frozen=True)
+class Setting:
+    """What the episodes of a run have in common; a task may have a budget of its own.
+
+    An outside `agent` takes the loop's place.
+    """
+
+    dataset: Dataset
+    sandbox: Sandbox
+    policy: Policy
+    renderer: Renderer
+    budget: Budget
+    sampling: Sampling
+    agent: Agent | None = None
+
+    def budget_of(self, task: Task) -> Budget:
+        return task.budget or self.budget
+
+    def play(self, task: Task, seed: int) -> Play:
+        """What an episode of `task` is played with."""
+        return Play(task, self.policy, self.renderer, self.budget_of(task), self.sampling, seed)
+
+    async def box(self, task: Task, decoys: Decoys | None) -> Box:
+        """The agent's box, decoys included. Raises what is ours."""
+        image, limits = self.dataset.image(task), Limits()
+        if decoys is not None:
+            image = replace(image, decoys=decoys.files)
+        if self.agent is not None:
+            image, limits = self.agent.image(image), self.agent.limits
+        async with asyncio.timeout(BOX_SECONDS):
+            return await self.sandbox.create(image, limits)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Which episode of a run one is, and its seed."""
+
+    group_id: int
+    member: int
+    attempt: int
+    seed: int
+
+
+async def play(setting: Setting, task: Task, slot: Slot, decoys: Decoys | None = None) -> Episode:
     """Plays and grades one attempt at `task`. The agent pays for everything that is not proved to be our fault.
 
-    `decoys` lie in the agent's box; an episode that uses one is tampered. An outside `agent` takes the loop's place.
-    A task with a sketch has no box. Raises only for mistakes in etude itself, such as TokenLedgerError, and UserError
-    if the outside agent cannot start.
+    `decoys` lie in the agent's box; an episode that uses one is tampered. A task with a sketch has no box. Raises only
+    for mistakes in etude itself, such as TokenLedgerError, and UserError if the outside agent cannot start.
     """
-    if task.sketch is not None:
-        played = applied.attempt(task, policy, renderer, budget, sampling, seed)
-    else:
-        played = _attempt(task, dataset, sandbox, policy, renderer, budget, sampling, seed, decoys, agent)
-    return await _record(task, seed, group_id, member, attempt, played)
+    plan = setting.play(task, slot.seed)
+    played = applied.attempt(plan) if task.sketch is not None else _attempt(setting, plan, decoys)
+    return await _record(task, slot, played)
 
 
 async def play_forks(
-    task: Task,
-    dataset: Dataset,
-    sandbox: Sandbox,
-    policy: Policy,
-    renderer: Renderer,
-    budget: Budget,
-    sampling: Sampling,
-    seed: int,
-    group_id: int,
-    attempt: int,
-    turns: int,
-    seeds: Sequence[int],
-) -> list[Episode]:
-    """Plays the first `turns` turns once, and from there and with that box a member of the group per seed.
+    setting: Setting, task: Task, slots: Sequence[Slot], decoys: Decoys | None = None, *, seed: int, turns: int
+) -> list[Coroutine[Any, Any, Episode]]:
+    """Plays the first `turns` turns once under `seed`; what is returned plays an episode per slot on from there.
 
-    All members hold the first turns, so with a group's mean as baseline those cancel where all share them: what is
-    learned is what was done after the fork. Each pays for its own failures, and all for those before.
+    Each has a fork of the box, and must be awaited. Each pays for its own failures, and all for those before, so every
+    episode is distributed as one that was played alone; but siblings are not independent (see `trainer.batch`).
     """
-    image = dataset.image(task)
     try:
-        box = await _box(sandbox, image, Limits())
-        try:
-            branches = await fork_episode(
-                task, policy=policy, renderer=renderer, box=box, budget=budget, sampling=sampling, seed=seed,
-                turns=turns, seeds=seeds,
-            )  # fmt: skip
-        finally:
-            await box.close()
-        played = [_graded(task, dataset, sandbox, image, b.box, b.play(), None) for b in branches]
-    except (Unforkable, *_OURS) as e:
-        played = [_spoiled(task, image, e) for _ in seeds]
-    members = enumerate(zip(seeds, played, strict=True))
-    return await asyncio.gather(*(_record(task, s, group_id, m, attempt, one) for m, (s, one) in members))
+        trunk, ways = await _ways_on(setting, setting.play(task, seed), slots, decoys, turns)
+    except _OURS as e:
+        return [_record(task, slot, _settled(e)) for slot in slots]
+    tokens = b"".join(segment.ids for segment in trunk.segments)
+    digest = blake3.blake3(b"%d/%d/" % (seed, turns) + tokens).hexdigest(length=16)
+    sampled = int(trunk.metrics["sampled_tokens"])
+    fork = Fork(trunk=digest, seed=seed, after=turns, turns=len(trunk.turns), tokens=sampled)
+    return [_record(task, slot, way, fork) for slot, way in zip(slots, ways, strict=True)]
 
 
-async def _spoiled(task: Task, image: Image, error: Exception) -> Played:
-    """What a branch is that could not begin."""
-    if not isinstance(error, Unforkable):
-        raise error
-    graded = Grade(Outcome.SCORED, 0.0, False, str(error), None)
-    return error.draft, graded, marks(task, image, {}, error.draft.turns, None, graded, False)
+async def _ways_on(
+    setting: Setting, plan: Play, slots: Sequence[Slot], decoys: Decoys | None, turns: int
+) -> tuple[Draft, list[Coroutine[Any, Any, Played]]]:
+    """A trunk, and what plays and grades an episode per slot from there. Raises one of `_OURS`."""
+    task = plan.task
+    box = await setting.box(task, decoys)
+    try:
+        trunk = await fork_episode(plan, box, turns, [slot.seed for slot in slots])
+    finally:
+        await box.close()
+    draft, asked = trunk.draft, box.requests()
+    if trunk.fault:
+        graded = Grade(Outcome.SCORED, 0.0, False, trunk.fault, None)
+        found = marks(task, setting.dataset.image(task), {}, draft.turns, decoys, graded, False, asked)
+        return draft, [_settled((draft, graded, found)) for _ in slots]
+    return draft, [
+        _graded(setting, task, b.box, b.play(), decoys, () if b.box is box else asked or ()) for b in trunk.branches
+    ]
 
 
-async def _record(
-    task: Task, seed: int, group_id: int, member: int, attempt: int, played: Coroutine[Any, Any, Played]
-) -> Episode:
+async def _settled(what: Played | Exception) -> Played:
+    if isinstance(what, Exception):
+        raise what
+    return what
+
+
+async def _record(task: Task, slot: Slot, played: Coroutine[Any, Any, Played], fork: Fork | None = None) -> Episode:
     """The episode that comes of an attempt."""
     draft: Draft | None = None
     signs: dict[str, float] = {}
@@ -111,66 +136,58 @@ async def _record(
     except _OURS as e:
         graded = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None)
     lost = draft is None
+    shared = {} if fork is None else {"trunk_tokens": float(fork.tokens)}
     return Episode(
-        id=f"{group_id}-{member}-{attempt}",
-        group_id=group_id,
-        member=member,
-        attempt=attempt,
+        id=f"{slot.group_id}-{slot.member}-{slot.attempt}",
+        group_id=slot.group_id,
+        member=slot.member,
+        attempt=slot.attempt,
         task_id=task.id,
-        seed=seed,
+        seed=slot.seed,
         outcome=graded.outcome,
         stop_reason=StopReason.ERROR if lost else draft.stop_reason,
         reward=graded.reward,
         passed=graded.passed,
         segments=() if lost else draft.segments,
         turns=() if lost else draft.turns,
-        metrics={} if lost else draft.metrics | signs,
+        metrics={} if lost else draft.metrics | signs | shared,
         detail=graded.detail,
+        fork=None if lost else fork,
     )
 
 
-async def _attempt(
-    task: Task,
-    dataset: Dataset,
-    sandbox: Sandbox,
-    policy: Policy,
-    renderer: Renderer,
-    budget: Budget,
-    sampling: Sampling,
-    seed: int,
-    decoys: Decoys | None,
-    agent: Agent | None,
-) -> Played:
+async def _attempt(setting: Setting, plan: Play, decoys: Decoys | None) -> Played:
     """Plays and grades. Raises one of `_OURS` when the infrastructure failed."""
-    image = dataset.image(task)
-    shown = replace(image, decoys=decoys.files) if decoys else image
-    box = await _box(sandbox, agent.image(shown) if agent else shown, agent.limits if agent else Limits())
-    parts: dict[str, Any] = {"policy": policy, "renderer": renderer, "box": box, "budget": budget}
-    parts |= {"sampling": sampling, "seed": seed}
-    playing = run_agent(task, agent, **parts) if agent else run_episode(task, **parts)
-    return await _graded(task, dataset, sandbox, image, box, playing, decoys)
-
-
-async def _box(sandbox: Sandbox, image: Image, limits: Limits) -> Box:
-    async with asyncio.timeout(BOX_SECONDS):
-        return await sandbox.create(image, limits)
+    box = await setting.box(plan.task, decoys)
+    agent = setting.agent
+    playing = run_agent(plan, agent, box) if agent is not None else run_episode(plan, box)
+    return await _graded(setting, plan.task, box, playing, decoys)
 
 
 async def _graded(
+    setting: Setting,
     task: Task,
-    dataset: Dataset,
-    sandbox: Sandbox,
-    image: Image,
     box: Box,
     playing: Coroutine[Any, Any, Draft],
     decoys: Decoys | None,
+    before: Sequence[Request] = (),
 ) -> Played:
-    """The draft that `playing` makes in `box`, which is closed then, its grade, and its marks."""
+    """The draft that `playing` makes in `box`, which is closed then, its grade, and its marks.
+
+    `before` is what was asked of the outside in the box that this one was forked from.
+    """
+    image = setting.dataset.image(task)
+
+    def signs(changes: Mapping[str, bytes | None], visible_passed: bool = False) -> dict[str, float]:
+        asked = box.requests()
+        asked = None if asked is None else [*before, *asked]
+        return marks(task, image, changes, draft.turns, decoys, graded, visible_passed, asked)
+
     try:
         draft = await playing
         if draft.timed_out:
             graded = Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None)
-            return draft, graded, marks(task, image, {}, draft.turns, decoys, graded, False, box.requests())
+            return draft, graded, signs({})
         try:
             async with asyncio.timeout(BOX_SECONDS):
                 changes = await box.changes()
@@ -178,15 +195,14 @@ async def _graded(
             if e.payer == "infra":
                 raise
             graded = Grade(Outcome.SCORED, 0.0, False, f"the box was left unreadable: {e}", None)
-            return draft, graded, marks(task, image, {}, draft.turns, decoys, graded, False, box.requests())
+            return draft, graded, signs({})
     finally:
         await box.close()
     async with asyncio.timeout(GRADE_SECONDS):
-        graded = await grade(sandbox, task, image, dataset.hidden, changes)
+        graded = await grade(setting.sandbox, task, image, setting.dataset.hidden, changes)
     if draft.note:
         graded = replace(graded, detail=f"{graded.detail}; {draft.note}")
-    visible_passed = bool(draft.metrics.get("visible_passed"))
-    found = marks(task, image, changes, draft.turns, decoys, graded, visible_passed, box.requests())
+    found = signs(changes, bool(draft.metrics.get("visible_passed")))
     if "flag/canary" in found:
         graded = replace(graded, outcome=Outcome.TAMPERED, reward=0.0, passed=False, detail="a planted answer was used")
     return draft, graded, found

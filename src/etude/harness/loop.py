@@ -11,7 +11,7 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import blake3
@@ -101,34 +101,30 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(blake3.blake3(f"{seed}/{turn}".encode()).digest(8)) >> 1
 
 
-async def run_episode(
-    task: Task,
-    *,
-    policy: Policy,
-    renderer: Renderer,
-    box: Box,
-    budget: Budget,
-    sampling: Sampling,
-    seed: int,
-) -> Draft:
-    """Plays `task` in `box`. A spent budget ends the episode where it stands; errors that are ours are raised."""
-    opening = await open_task(task, box, renderer, budget, documents=sampling.documents)
-    return await play_opened(opening, policy=policy, renderer=renderer, budget=budget, sampling=sampling, seed=seed)
+@dataclass(frozen=True)
+class Play:
+    """What one episode is played with; its box comes beside it."""
+
+    task: Task
+    policy: Policy
+    renderer: Renderer
+    budget: Budget
+    sampling: Sampling
+    seed: int
 
 
-async def play_opened(
-    opening: Opening, *, policy: Policy, renderer: Renderer, budget: Budget, sampling: Sampling, seed: int
-) -> Draft:
+async def run_episode(play: Play, box: Box) -> Draft:
+    """Plays in `box`. A spent budget ends the episode where it stands; errors that are ours are raised."""
+    return await play_opened(play, await _open(play, box))
+
+
+async def play_opened(play: Play, opening: Opening) -> Draft:
     """Plays on from an opening, as `run_episode` does."""
-    return await _Loop(policy, renderer, opening, budget, sampling, seed).draft()
+    return await _Loop(play, opening).draft()
 
 
-class Unforkable(Exception):
-    """What the agent left behind cannot be forked; `draft` is what it did."""
-
-    def __init__(self, draft: Draft, message: str) -> None:
-        super().__init__(message)
-        self.draft = draft
+async def _open(play: Play, box: Box) -> Opening:
+    return await open_task(play.task, box, play.renderer, play.budget, documents=play.sampling.documents)
 
 
 @dataclass(frozen=True)
@@ -139,25 +135,22 @@ class Branch:
     play: Callable[[], Coroutine[Any, Any, Draft]]
 
 
-async def fork_episode(
-    task: Task,
-    *,
-    policy: Policy,
-    renderer: Renderer,
-    box: Box,
-    budget: Budget,
-    sampling: Sampling,
-    seed: int,
-    turns: int,
-    seeds: Sequence[int],
-) -> list[Branch]:
-    """Plays `turns` turns of `task` once; from there an episode per seed may go on, each in a fork of `box`.
+@dataclass(frozen=True)
+class Trunk:
+    """The first turns of several episodes. No branches if the agent has left a box that cannot be forked: `fault`."""
 
-    They have their first tokens in common, log-probabilities included, and budgets count those. Running processes stay
-    behind in `box`. If the episode ends before, every branch is that one. Raises Unforkable.
+    draft: Draft
+    branches: tuple[Branch, ...]
+    fault: str = ""
+
+
+async def fork_episode(play: Play, box: Box, turns: int, seeds: Sequence[int]) -> Trunk:
+    """Plays `turns` turns in `box` once, the trunk; from there an episode per seed may go on, in a fork of the box.
+
+    They have the trunk's tokens in common, log-probabilities included, and budgets count those. Running processes, and
+    the shell's folder and variables, stay behind in `box`. If the trunk ends the episode, every branch is that one.
     """
-    opening = await open_task(task, box, renderer, budget, documents=sampling.documents)
-    trunk = _Loop(policy, renderer, opening, budget, sampling, seed)
+    trunk = _Loop(play, await _open(play, box))
     draft = await trunk.draft(turns)
     try:
         # A tool that outlived the time may still hold the box, which nobody will look into.
@@ -165,38 +158,33 @@ async def fork_episode(
     except BoxError as e:
         if e.payer == "infra":
             raise
-        raise Unforkable(draft, f"the box could not be forked: {e}") from None
+        return Trunk(draft, (), f"the box could not be forked: {e}")
 
     async def over() -> Draft:
         return draft
 
-    ended = draft.stop_reason is not StopReason.TURNS or turns >= budget.turns
+    ended = draft.stop_reason is not StopReason.TURNS or turns >= play.budget.turns
     ways = [over if ended else trunk.fork(fork, s).draft for fork, s in zip(boxes, seeds, strict=True)]
-    return [Branch(fork, way) for fork, way in zip(boxes, ways, strict=True)]
+    return Trunk(draft, tuple(Branch(fork, way) for fork, way in zip(boxes, ways, strict=True)))
 
 
 class _Loop:
     """One episode in progress."""
 
-    def __init__(
-        self, policy: Policy, renderer: Renderer, opening: Opening, budget: Budget, sampling: Sampling, seed: int
-    ) -> None:
+    def __init__(self, play: Play, opening: Opening) -> None:
         self.ledger = TokenLedger(opening.documents)
         self.turns: list[Turn] = []
         self._added: Sequence[int] = opening.prompt  # what the environment says next
         self._acted = 0  # turns but summaries
         self._summaries = 0
-        self._policy = policy
-        self._renderer = renderer
+        self._play = play
         self._open = opening.documents
         self._tools = tools = opening.tools
         self._documents: Counter[str] = Counter()  # their tokens in all requests, sent and found computed
-        self._budget = budget
-        self._sampling = sampling
-        self._seed = seed
+        budget, sampling = play.budget, play.sampling
         self._deadline = tools.deadline = time.monotonic() + budget.seconds
         # Two requests and two summaries must find room.
-        self._asked = len(renderer.bridge((), "stop", (), SUMMARISE + AGAIN)) if sampling.summarise_at else 0
+        self._asked = len(play.renderer.bridge((), "stop", (), SUMMARISE + AGAIN)) if sampling.summarise_at else 0
         self._trigger = min(sampling.summarise_at, budget.context - 2 * (self._asked + sampling.summary_tokens))
 
     def fork(self, box: Box, seed: int) -> _Loop:
@@ -204,7 +192,7 @@ class _Loop:
         new = copy.copy(self)
         new.ledger, new.turns, new._documents = self.ledger.fork(), self.turns[:], self._documents.copy()
         new._tools = self._tools.forked(box)
-        new._seed = seed
+        new._play = replace(self._play, seed=seed)
         return new
 
     async def draft(self, turns: int | None = None) -> Draft:
@@ -212,7 +200,7 @@ class _Loop:
         timed_out = False
         try:
             async with asyncio.timeout(self._deadline - time.monotonic() + GRACE_SECONDS):
-                stop_reason = await self._run(self._budget.turns if turns is None else turns)
+                stop_reason = await self._run(self._play.budget.turns if turns is None else turns)
         except TimeoutError:
             stop_reason, timed_out = StopReason.SECONDS, True
         return Draft(self.ledger.segments(), tuple(self.turns), stop_reason, self.metrics(), timed_out)
@@ -220,12 +208,12 @@ class _Loop:
     async def _run(self, turns: int) -> StopReason:
         """Plays turns until there is a reason to stop."""
         while self._acted < turns:
-            generation = await self._turn(self._sampling.max_tokens)
+            generation = await self._turn(self._play.sampling.max_tokens)
             if isinstance(generation, StopReason):
                 return generation
             self._acted += 1
             sampled = time.monotonic()
-            calls = self._renderer.parse(generation.ids, generation.finish_reason).calls
+            calls = self._play.renderer.parse(generation.ids, generation.finish_reason).calls
             results, finished = await _run_calls(self._tools, calls)
             ended = time.monotonic()
             self.turns[-1] = msgspec.structs.replace(
@@ -245,7 +233,7 @@ class _Loop:
 
     async def _turn(self, max_tokens: int) -> Generation | StopReason:
         """Appends what the environment says, and samples a turn after it, without running its calls."""
-        ledger, budget = self.ledger, self._budget
+        ledger, budget = self.ledger, self._play.budget
         # A result that does not fit stays out: a segment is never longer than the budget.
         if len(ledger) + len(self._added) >= budget.context or ledger.sampled >= budget.tokens:
             return StopReason.TOKENS
@@ -254,14 +242,14 @@ class _Loop:
         generation = await self._sample(started, max_tokens)
         if generation is None:
             return StopReason.SECONDS
-        text, seconds = self._renderer.text(generation.ids), time.monotonic() - started
+        text, seconds = self._play.renderer.text(generation.ids), time.monotonic() - started
         self.turns.append(Turn(text=text, calls=(), results=(), seconds_model=seconds, seconds_tools=0.0))
         return generation
 
     def _is_long(self, generation: Generation, results: Sequence[str]) -> bool:
-        if not self._sampling.summarise_at or self._acted >= self._budget.turns:
+        if not self._play.sampling.summarise_at or self._acted >= self._play.budget.turns:
             return False
-        added = self._renderer.bridge(generation.ids, generation.finish_reason, results)
+        added = self._play.renderer.bridge(generation.ids, generation.finish_reason, results)
         return len(self.ledger) + len(added) >= self._trigger
 
     async def _summarise(self, generation: Generation, results: Sequence[str]) -> StopReason | None:
@@ -270,9 +258,9 @@ class _Loop:
         One that is empty or cut is asked for once more. Both are kept and trained on, and the agent goes on with what
         it wrote last, so a bad summary costs it its memory.
         """
-        bridge, sampling = self._renderer.bridge, self._sampling
+        bridge, sampling = self._play.renderer.bridge, self._play.sampling
         self._added = bridge(generation.ids, generation.finish_reason, results, SUMMARISE)
-        if len(self.ledger) + len(self._added) + 2 * sampling.summary_tokens + self._asked >= self._budget.context:
+        if len(self.ledger) + len(self._added) + 2 * sampling.summary_tokens + self._asked >= self._play.budget.context:
             shown = [LEFT_OUT] * len(results)
             self._added = bridge(generation.ids, generation.finish_reason, shown, SUMMARISE)
         summary = ""
@@ -280,7 +268,7 @@ class _Loop:
             said = await self._turn(sampling.summary_tokens)
             if isinstance(said, StopReason):
                 return said
-            text = self._renderer.parse(said.ids, said.finish_reason).text.strip()
+            text = self._play.renderer.parse(said.ids, said.finish_reason).text.strip()
             summary = text or summary
             fault = "cut off" if said.finish_reason == "length" else "" if text else "empty"
             if not fault:
@@ -292,7 +280,7 @@ class _Loop:
         self._summaries += 1
         self.ledger = self.ledger.restarted(self._open)
         self._added = await reopen_task(
-            self._tools.task, self._tools, self._renderer, summary, self._summaries, documents=sampling.documents
+            self._tools.task, self._tools, self._play.renderer, summary, self._summaries, documents=sampling.documents
         )
         return None
 
@@ -300,20 +288,20 @@ class _Loop:
         """What follows a turn. If long results become documents, the ledger goes on as a new segment."""
 
         def bridge(shown: Sequence[str]) -> list[int]:
-            return self._renderer.bridge(generation.ids, generation.finish_reason, shown)
+            return self._play.renderer.bridge(generation.ids, generation.finish_reason, shown)
 
-        if not self._sampling.documents:
+        if not self._play.sampling.documents:
             return bridge(results)
         shown, new = list(results), list[list[int]]()
         for i, (call, result) in enumerate(zip(calls, results, strict=True)):
             title = title_of(call, self._tools.task.focus)
-            document = self._renderer.document(title, result) if title and not result.startswith("error: ") else []
+            document = self._play.renderer.document(title, result) if title and not result.startswith("error: ") else []
             if title and len(document) >= MIN_RESULT:
                 shown[i] = pointer(title)
                 if document not in (*self.ledger.documents, *new):
                     new.append(document)
         added = bridge(shown)
-        if len(self.ledger) + sum(map(len, new)) + len(added) >= self._budget.context:
+        if len(self.ledger) + sum(map(len, new)) + len(added) >= self._play.budget.context:
             return bridge(results)
         if new:
             self.ledger = self.ledger.continued(new)
@@ -321,7 +309,7 @@ class _Loop:
 
     async def _sample(self, now: float, max_tokens: int) -> Generation | None:
         """Samples a turn into the ledger; None if the time is up before it is whole."""
-        budget, sampling, ledger = self._budget, self._sampling, self.ledger
+        budget, sampling, ledger = self._play.budget, self._play.sampling, self.ledger
         prompt = ledger.prompt()
         seconds = self._deadline - now
         if seconds <= 0:
@@ -331,13 +319,13 @@ class _Loop:
         try:
             # The policy keeps its own deadline, and knows whether the engine was lost or only slow.
             async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
-                generation = await self._policy.generate(
+                generation = await self._play.policy.generate(
                     prompt,
                     max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
-                    stop=self._renderer.stop_ids,
-                    seed=turn_seed(self._seed, len(self.turns)),
+                    stop=self._play.renderer.stop_ids,
+                    seed=turn_seed(self._play.seed, len(self.turns)),
                     timeout=seconds,
                     **options,
                 )
@@ -363,12 +351,12 @@ class _Loop:
             "seconds_model": sum(turn.seconds_model for turn in self.turns),
             "seconds_tools": sum(turn.seconds_tools for turn in self.turns),
         }
-        if self._sampling.documents:
+        if self._play.sampling.documents:
             figures["documents"] = float(len(self.ledger.documents))
             figures |= {name: float(count) for name, count in self._documents.items()}
-        if self._sampling.summarise_at:
+        if self._play.sampling.summarise_at:
             figures |= {"summaries": float(self._summaries), "summary_errors": float(counted["summary_errors"])}
-        if self._sampling.documents or self._sampling.summarise_at:
+        if self._play.sampling.documents or self._play.sampling.summarise_at:
             figures["segments"] = float(len(self.ledger.segments()))
         return {name: float(counted[name]) for name in dict.fromkeys((*_COUNTS, *counted))} | figures
 

@@ -3,13 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from etude.environments.base import BoxError
+from etude.environments.cheats.canaries import Decoys
+from etude.harness import applied
+from etude.harness.episode import Setting
 from etude.harness.ledger import TokenLedgerError
-from etude.records import Generation, Routes, Segment
+from etude.harness.loop import Draft, fork_episode, run_episode
+from etude.records import Episode, Generation, Routes, Segment, StopReason, Task
+
+
+async def replay(setting: Setting, task: Task, episode: Episode, decoys: Decoys | None = None) -> str:
+    """What is another token when `episode` is played again in a new box, as it was: "" if none is.
+
+    Its calls are run, and nothing is sampled or graded. One that the clock ended is compared up to its last turn.
+    """
+    recorded = Recorded(episode.segments)
+    timed_out = episode.stop_reason is StopReason.SECONDS
+    try:
+        draft = await _played(replace(setting, policy=recorded), task, episode, decoys)
+    except TokenLedgerError as e:
+        return "" if timed_out and recorded.played == recorded.turns else str(e)
+    except (BoxError, TimeoutError) as e:
+        return f"the box was lost: {type(e).__name__}: {e}"
+    if recorded.played < recorded.turns:
+        return f"it ended ({draft.stop_reason}) after {recorded.played} of {recorded.turns} turns"
+    return "" if timed_out or draft.segments == episode.segments else "what follows the last turn is another text"
+
+
+async def _played(setting: Setting, task: Task, episode: Episode, decoys: Decoys | None) -> Draft:
+    plan, fork = setting.play(task, episode.seed), episode.fork
+    if task.sketch is not None:
+        return (await applied.attempt(plan))[0]
+    box = await setting.box(task, decoys)
+    try:
+        if fork is None:
+            return await run_episode(plan, box)
+        trunk = await fork_episode(plan, box, fork.after, [episode.seed])
+        if trunk.fault:
+            return trunk.draft
+        (branch,) = trunk.branches
+        try:
+            return await branch.play()
+        finally:
+            await branch.box.close()
+    finally:
+        await box.close()
 
 
 class Recorded:
@@ -20,7 +63,7 @@ class Recorded:
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self._turns = [(segment, *span) for segment in segments for span in _spans(segment)]
+        self._turns = [(segment, *span) for segment in segments for span in segment.spans()]
         self.played = 0
 
     @property
@@ -53,14 +96,6 @@ class Recorded:
             routes=None if routes_from is None else _routes(segment, routes_from, end - 1),
             recipe=segment.recipe,
         )
-
-
-def _spans(segment: Segment) -> list[tuple[int, int]]:
-    """First and last offset (exclusive) of the sampled tokens of each turn."""
-    mask_T = segment.arrays()[1]
-    starts = segment.turn_starts
-    bounds = pairwise((*starts, len(mask_T)))
-    return [(a, a + int(mask_T[a:b].sum())) for a, b in bounds]
 
 
 def _routes(segment: Segment, first: int, end: int) -> Routes | None:

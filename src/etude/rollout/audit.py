@@ -3,8 +3,8 @@
 All members have the same task, so an honest fix of it is there more than once, or looks like the failed tries of it. A
 member is charged with `contrast` if it passed, and its change has a trait that next to none of the other members'
 changes has: names that reach for the process or the caller, values of the visible examples, files other than the one
-in focus. Unusual fixes without such a trait stay alone. A pure function of the group, so the trainer, the report and a
-resumed run find the same.
+in focus. Siblings, which have a beginning in common, are not among the others. Unusual fixes without such a trait stay
+alone. A pure function of the group, so the trainer, the report and a resumed run find the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def audited(members: Sequence[Episode]) -> list[Episode]:
     """The members with the marks of the group's audit, and without the grade where that is a charge."""
     result: list[Episode] = []
     for index, member in enumerate(members):
-        others = [other for i, other in enumerate(members) if i != index]
+        others = [other for i, other in enumerate(members) if i != index and not member.is_sibling(other)]
         if contrasts(member, others) and "contrast" not in member.flags:
             member = withheld(marked(member, "contrast"))
         if strains(member, others):

@@ -48,6 +48,11 @@ class EpisodeLease:
     deadline: float
 
 
+def blob_key(group: int, member: int, attempt: int) -> str:
+    """Where the tokens of an episode lie in the store of rollouts."""
+    return f"{group:08d}/{member:04d}-{attempt}.msgpack"
+
+
 @dataclass(frozen=True)
 class GroupResult:
     """A finished group as the curriculum sees it. `mark` is what to pass to the next `results`."""
@@ -71,6 +76,7 @@ class Figures:
     consumed_version: int  # newest version that consumed a group; -1 before the first
 
 
+_Row = sa.Row[Any, Any, Any, Any, Any]
 _e, _g = episodes.c, groups.c
 
 # Statements of the hot path are built once: building one costs more than SQLite needs to run it.
@@ -188,11 +194,14 @@ class Ledger:
             pass  # admitted before
         return index
 
-    def lease(self, owner: str, limit: int, seconds: float) -> list[EpisodeLease]:
-        """Up to `limit` episodes for `owner`, of the oldest groups first: pending ones and those of expired leases."""
+    def lease(self, owner: str, limit: int, seconds: float, together: int = 1) -> list[EpisodeLease]:
+        """Up to `limit` episodes for `owner`, of the oldest groups first: pending ones and those of expired leases.
+
+        Families of `together` neighbours of a group are leased as a whole, or what is left of them.
+        """
         now = time.time()
         with self._write() as c:
-            rows = c.execute(_LEASABLE, {"now": now, "limit": limit}).all()
+            rows = _whole(c.execute(_LEASABLE, {"now": now, "limit": limit + 1}).all(), limit, together)
             leases = [
                 EpisodeLease(
                     group_id=row.group_id,
@@ -404,6 +413,12 @@ class Ledger:
         with self._read() as c:
             return _groups(c, list(c.execute(query).scalars()))
 
+    def blobs(self) -> list[str]:
+        """Keys of the tokens of every episode that has ended and was not lost, by group and member."""
+        query = sa.select(_e.blob).where(_e.state == "done", _e.blob.is_not(None)).order_by(_e.group_id, _e.member)
+        with self._read() as c:
+            return [str(key) for key in c.execute(query).scalars()]
+
     def counts(self) -> dict[str, int]:
         """Episodes that are done, by outcome."""
         with self._read() as c:
@@ -456,6 +471,14 @@ class Ledger:
             raise UserError(
                 f"the ledger {self._engine.url} failed: {reason(e)}; check the disk or the server, then --resume"
             ) from e
+
+
+def _whole(rows: Sequence[_Row], limit: int, together: int) -> Sequence[_Row]:
+    """The first `limit` rows, without the family that is cut there."""
+    if len(rows) <= limit:
+        return rows
+    cut = rows[limit].group_id, rows[limit].member // together
+    return [row for row in rows[:limit] if (row.group_id, row.member // together) != cut]
 
 
 def _groups(c: sa.Connection, ids: Sequence[int]) -> list[Group]:

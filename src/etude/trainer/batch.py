@@ -16,8 +16,10 @@ import torch
 from etude.errors import RunFailed
 from etude.models.documents import RECIPE
 from etude.models.replay import MISSING, UNFED
-from etude.records import Episode, Group, Outcome, Segment, StopReason, token_digest
+from etude.records import Episode, Fork, Group, Outcome, Segment, StopReason, token_digest
 from etude.trainer.plan import TokenRows
+
+Baseline = Literal["group", "turn"]
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,36 @@ def turn_advantages(rewards: Sequence[float], turns: Sequence[int]) -> list[np.n
     return [np.array([reward - mean for mean in means[:n]]) for reward, n in zip(rewards, turns, strict=True)]
 
 
+def with_trunks(per_turn: Sequence[np.ndarray], members: Sequence[Episode], baseline: Baseline) -> list[np.ndarray]:
+    """Advantages per turn, given those of members as if each had been played alone; forks change a trunk's turns.
+
+    A trunk's turns are in all n siblings, so its value is the mean of what their rewards say: that is the advantage of
+    each. A baseline that is the mean of N members takes 1 / N of the expected gradient of a turn that one member has,
+    and n / N of one that n siblings share, since it depends on all of them. (N - 1) / (N - n) makes up for that, so the
+    expected gradient is what it is without forks, in all turns. A trunk that all N share is compared with nothing: 0.
+    Given the trunk, siblings are independent, so what they do after it needs no change.
+    """
+    families: dict[Fork, list[int]] = {}
+    for i, member in enumerate(members):
+        if member.fork is not None:
+            families.setdefault(member.fork, []).append(i)
+    result = [a.copy() for a in per_turn]
+    for fork, siblings in families.items():
+        n = len(siblings)
+        for turn in range(fork.turns if n > 1 else 0):
+            compared = sum(len(a) > turn for a in per_turn) if baseline == "turn" else len(members)
+            scale = (compared - 1) / (compared - n) if compared > n else 0.0
+            value = scale * np.mean([per_turn[i][turn] for i in siblings])
+            for i in siblings:
+                result[i][turn] = value
+    return result
+
+
 def make_batch(
     groups: Sequence[Group],
     episodes: Sequence[Sequence[Episode]],
     *,
-    baseline: Literal["group", "turn"] = "group",
+    baseline: Baseline = "group",
     min_std: float = 0.0,
     advantage: Literal["mean", "zscore", "value"] = "mean",
     routes: tuple[int, int] | None = None,
@@ -131,6 +158,7 @@ def make_batch(
             per_turn = turn_advantages(rewards, turns)
         else:
             per_turn = [np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]
+        per_turn = with_trunks(per_turn, members, baseline)
         if advantage == "zscore":
             per_turn = [a / (pstdev(rewards) + 1e-6) for a in per_turn]
         rows.extend(_rows(members, per_turn, index, len(kept), routes))

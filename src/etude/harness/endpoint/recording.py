@@ -20,10 +20,10 @@ import msgspec
 
 from etude.harness.endpoint.conversation import Asked, Refused, digest, digests
 from etude.harness.ledger import TokenLedger
-from etude.harness.loop import Aborted, Draft, Policy, Sampling, turn_seed
+from etude.harness.loop import Aborted, Draft, Play, turn_seed
 from etude.harness.renderers import Message, ParsedTurn, Renderer
 from etude.harness.renderers.base import content_text
-from etude.records import Budget, Generation, Segment, StopReason, Turn
+from etude.records import Generation, Segment, StopReason, Turn
 
 MAX_CHARACTERS = 64  # of a token, on average over a whole prompt: beyond, a prompt is too long without being encoded
 Event = tuple[Literal["reasoning", "text", "call"], Any]  # a piece of text, or a call of the chat format
@@ -148,19 +148,16 @@ class Spoken:
 class Recording:
     """One episode of an outside agent. Everything but the sampling happens at once, so requests cannot interleave."""
 
-    def __init__(self, policy: Policy, renderer: Renderer, budget: Budget, sampling: Sampling, seed: int) -> None:
-        self.renderer = renderer
+    def __init__(self, play: Play) -> None:
+        self.renderer = play.renderer
         self.ended = asyncio.Event()  # nothing more is sampled
         self.stop_reason: StopReason | None = None
         self.failure: Exception | None = None  # ours
         self.forks: list[Fork] = []
         self.requests = self.repeats = 0
-        self._policy = policy
-        self._budget = budget
-        self._sampling = sampling
-        self._seed = seed
+        self._play = play
         self._session = f"agent-{secrets.token_hex(8)}"
-        self._deadline = time.monotonic() + budget.seconds
+        self._deadline = time.monotonic() + play.budget.seconds
         self._branches: list[_Branch] = []
         self._asked: dict[tuple[bytes, tuple[str, ...], int | None], Spoken] = {}
         self._said: dict[bytes, Spoken] = {}  # whole turns by the digest of the conversation up to their end
@@ -180,7 +177,7 @@ class Recording:
         self._check_budget()
         at = next((i for i in range(len(chain) - 1, -1, -1) if chain[i] in self._said), 0)
         tip = self._said.get(chain[at])
-        if sum(len(content_text(m)) for m in asked.messages[at:]) > MAX_CHARACTERS * self._budget.context:
+        if sum(len(content_text(m)) for m in asked.messages[at:]) > MAX_CHARACTERS * self._play.budget.context:
             raise self._too_long()
         try:
             if tip is None or tip.generation is None:
@@ -189,7 +186,7 @@ class Recording:
                 kept, added = tip.end, self.renderer.follow(tip.generation.ids, asked.messages[at:])
         except ValueError as e:
             raise Refused("invalid", str(e), "messages") from None
-        if kept + len(added) >= self._budget.context:
+        if kept + len(added) >= self._play.budget.context:
             raise self._too_long(kept + len(added))
         branch = self._branch(tip, asked.messages[at:], bool(asked.tools))
         branch.ledger.add_environment(added)
@@ -202,7 +199,7 @@ class Recording:
 
     def count(self, asked: Asked) -> int:
         """Tokens of a conversation as a prompt; nothing is recorded."""
-        if sum(len(content_text(m)) for m in asked.messages) > MAX_CHARACTERS * self._budget.context:
+        if sum(len(content_text(m)) for m in asked.messages) > MAX_CHARACTERS * self._play.budget.context:
             raise self._too_long()
         try:
             return len(self.renderer.prompt(asked.messages, asked.tools))
@@ -233,9 +230,9 @@ class Recording:
 
     def _check_budget(self) -> None:
         if not self.ended.is_set():
-            if len(self._asked) >= self._budget.turns:
+            if len(self._asked) >= self._play.budget.turns:
                 self.end(StopReason.TURNS)
-            elif sum(branch.ledger.sampled for branch in self._branches) >= self._budget.tokens:
+            elif sum(branch.ledger.sampled for branch in self._branches) >= self._play.budget.tokens:
                 self.end(StopReason.TOKENS)
             elif time.monotonic() >= self._deadline:
                 self.end(StopReason.SECONDS)
@@ -245,7 +242,7 @@ class Recording:
 
     def _too_long(self, tokens: int | None = None) -> Refused:
         found = f"{tokens} tokens" if tokens is not None else "far more tokens"
-        return Refused("context", f"prompt is too long: {found} > {self._budget.context - 1} maximum", "messages")
+        return Refused("context", f"prompt is too long: {found} > {self._play.budget.context - 1} maximum", "messages")
 
     def _branch(self, tip: Spoken | None, new: tuple[Message, ...], tools: bool) -> _Branch:
         """The branch to go on with: that of `tip` if nothing follows it there yet, else a new one."""
@@ -289,19 +286,19 @@ class Recording:
 
     async def _generate(self, spoken: Spoken, max_tokens: int | None, seconds: float) -> Generation:
         """Samples a turn into its ledger."""
-        ledger, sampling, budget = spoken.branch.ledger, self._sampling, self._budget
+        ledger, sampling, budget = spoken.branch.ledger, self._play.sampling, self._play.budget
         prompt = ledger.prompt()
         left = budget.tokens - sum(branch.ledger.sampled for branch in self._branches)
         limits = (max_tokens or sampling.max_tokens, sampling.max_tokens, left, budget.context - len(ledger))
         options: dict[str, Any] = {"routes_from": ledger.routed} if sampling.routes else {}
         async with asyncio.timeout(seconds + 1.0):  # the policy keeps its own deadline
-            generation = await self._policy.generate(
+            generation = await self._play.policy.generate(
                 prompt,
                 max_tokens=max(1, min(limits)),
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 stop=self.renderer.stop_ids,
-                seed=turn_seed(self._seed, spoken.number),
+                seed=turn_seed(self._play.seed, spoken.number),
                 timeout=seconds,
                 session=self._session,
                 on_tokens=spoken.grow,

@@ -1,0 +1,89 @@
+"""An episode as an ATIF-v1.8 document: the Agent Trajectory Interchange Format of Harbor, tokens included.
+
+    segment   a user step with what the model was shown; copied context if the segment goes on from an earlier one
+    turn      an agent step: text, thoughts, calls and their results, token ids and log-probabilities
+
+The first turn of a segment has its whole prompt as token ids, every later one what was added since
+(`metrics.extra.added_token_ids`), so a segment's tokens up to the last sampled one can be put together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from etude.harness.renderers import Renderer
+from etude.records import Episode, Segment, Turn
+
+Step = dict[str, Any]
+
+
+def document(episode: Episode, renderer: Renderer, agent: dict[str, Any], session: str) -> dict[str, Any]:
+    """The trajectory of an episode. `agent` is ATIF's object of that name, `session` names the run."""
+    steps = list(_steps(episode, renderer))
+    if not steps:
+        steps = [{"source": "system", "message": episode.detail or "nothing was sampled"}]
+    told = ("task_id", "group_id", "member", "attempt", "seed", "outcome", "stop_reason", "reward", "passed", "detail")
+    extra: dict[str, Any] = {name: getattr(episode, name) for name in told}
+    extra |= {"metrics": episode.metrics, "fork": msgspec.to_builtins(episode.fork)}
+    return {
+        "schema_version": "ATIF-v1.8",
+        "session_id": session,
+        "trajectory_id": episode.id,
+        "agent": agent,
+        "steps": [{"step_id": number} | step for number, step in enumerate(steps, 1)],
+        "final_metrics": {
+            "total_prompt_tokens": sum(start for s in episode.segments for start in s.turn_starts),
+            "total_completion_tokens": episode.sampled_tokens,
+            "total_steps": len(steps),
+        },
+        "extra": extra,
+    }
+
+
+def _steps(episode: Episode, renderer: Renderer) -> Iterator[Step]:
+    turns = iter(episode.turns)
+    for number, segment in enumerate(episode.segments):
+        ids = segment.arrays()[0][: segment.prompt_length].tolist()
+        yield {"source": "user", "message": renderer.text(ids)} | ({"is_copied_context": True} if number else {})
+        end = 0
+        for span in segment.spans():
+            yield _spoken(next(turns), renderer, segment, end, *span)
+            end = span[1]
+    for turn in turns:  # those that an outside agent asked for beside its work: they are in no segment
+        yield _agent(turn, turn.text) | {"extra": {"side_turn": True}}
+
+
+def _spoken(turn: Turn, renderer: Renderer, segment: Segment, before: int, start: int, end: int) -> Step:
+    """A turn whose tokens are [start, end) of its segment; the turn before it ended at `before`."""
+    ids_T, _, logprobs_T, versions_T = segment.arrays()
+    said = ids_T[start:end].tolist()
+    parsed = renderer.parse(said, "stop" if said and said[-1] in renderer.stop_ids else "length")
+    added = ids_T[before:start].tolist()
+    metrics: dict[str, Any] = {
+        "prompt_tokens": start,
+        "completion_tokens": end - start,
+        "completion_token_ids": said,
+        "logprobs": logprobs_T[start:end].tolist(),
+        "extra": {"versions": versions_T[start:end].tolist()} | ({"added_token_ids": added} if before else {}),
+    }
+    step = _agent(turn, parsed.text) | {"metrics": metrics | ({} if before else {"prompt_token_ids": added})}
+    return step | ({"reasoning_content": parsed.reasoning} if parsed.reasoning else {})
+
+
+def _agent(turn: Turn, message: str) -> Step:
+    step: Step = {"source": "agent", "message": message, "llm_call_count": 1}
+    calls = [
+        {"tool_call_id": f"call_{i}", "function_name": call.name, "arguments": call.arguments or {}}
+        | ({"extra": {"error": call.error}} if call.arguments is None else {})
+        for i, call in enumerate(turn.calls)
+    ]
+    # An outside agent may answer with other messages than one per call.
+    known = len(turn.results) <= len(calls)
+    results = [
+        {"content": text} | ({"source_call_id": f"call_{i}"} if known else {}) for i, text in enumerate(turn.results)
+    ]
+    step |= {"tool_calls": calls} if calls else {}
+    return step | ({"observation": {"results": results}} if results else {})
