@@ -94,6 +94,9 @@ class RolloutConfig(Section):
     documents: bool = Field(
         default=False, description="show the open file, and what is read and found, as documents (docs/documents.md)"
     )
+    apply: str | None = Field(
+        default=None, description="URL of a server that lays the agent's sketches into files; none: they are merged"
+    )
     agent: AgentConfig | None = Field(
         default=None, description="an outside agent that plays the episodes instead of the built-in loop"
     )

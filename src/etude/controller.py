@@ -45,6 +45,7 @@ from etude.harness.agent import Agent
 from etude.harness.episode import Setting, Slot, play, play_forks
 from etude.harness.loop import Sampling
 from etude.harness.renderers import Renderer
+from etude.harness.sketches import Apply, by_server, merged
 from etude.inference.client import EngineClient, EngineError
 from etude.records import Episode, Outcome, Task, encode
 from etude.rollout.admission import groups_to_admit
@@ -114,8 +115,9 @@ class Run:
         """What evaluations and twins are played with; training also records experts, if it replays them."""
         rollout = self.config.rollout
         return Setting(
-            self.dataset, self.sandbox, self.client, self.renderer, rollout.budget(), sampling(rollout), self.agent
-        )
+            self.dataset, self.sandbox, self.client, self.renderer, rollout.budget(), sampling(rollout), self.agent,
+            lay_of(rollout),
+        )  # fmt: skip
 
 
 def sampling(rollout: RolloutConfig) -> Sampling:
@@ -126,6 +128,11 @@ def sampling(rollout: RolloutConfig) -> Sampling:
         summarise_at=rollout.summarise_at,
         summary_tokens=rollout.summary_tokens,
     )
+
+
+def lay_of(rollout: RolloutConfig) -> Apply:
+    """What lays the sketches of the tool `apply` into files."""
+    return by_server(rollout.apply) if rollout.apply else merged
 
 
 def episode_seed(seed: int, group: int, member: int) -> int:

@@ -54,7 +54,15 @@ async def _replay(episodes: Episodes, dataset: Dataset) -> list[Replayed]:
     nobody: Any = None  # an episode's own turns take the policy's place
 
     async with open_sandbox(personas=rl.personas_of(config)) as sandbox:
-        setting = Setting(dataset, sandbox, nobody, rl.renderer_of(config), config.rollout.budget(), sampling)
+        setting = Setting(
+            dataset,
+            sandbox,
+            nobody,
+            rl.renderer_of(config),
+            config.rollout.budget(),
+            sampling,
+            lay=controller.lay_of(config.rollout),
+        )
 
         async def one(key: str) -> Replayed:
             async with free:

@@ -80,6 +80,8 @@ def _check_inputs(config: RLConfig) -> None:
         _check_documents(config)
     if config.rollout.agent is not None:
         check_agent(config.rollout.agent)
+    if config.rollout.apply is not None and renderer_of(config).dialect == "compact":
+        raise UserError("agents of the compact dialect have no tool `apply`: drop rollout.apply")
     _build_options(config)
     tasks = config.tasks
     if tasks.edits is not None:

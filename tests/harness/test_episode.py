@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from speakers import PATH, Scripted, Speaker, a_box, a_task
+from speakers import PATH, SOURCE, Scripted, Speaker, a_box, a_task
 
 from etude.config import RewardConfig
+from etude.edits.edit import Edit
 from etude.environments.base import BoxDead, Image, LaunchFailed, Limits, TestReport, TooLarge
 from etude.environments.cheats import canaries
 from etude.environments.cheats.canaries import Decoys
@@ -95,6 +97,27 @@ def test_whole_episodes_in_the_sandbox(
     assert by_shell.passed
     assert set_aside.reward == 0.0
     assert "tests/conftest.py" in set_aside.detail
+
+
+def test_a_sketch_is_laid_by_what_the_run_names(dataset: Dataset, hermes: Renderer, hermes_folder: Path) -> None:
+    sketch = "# ... existing code ...\n        total = amount * 3\n        return total\n"
+    script = turns(Speaker(hermes_folder), [("apply", {"path": PATH, "sketch": sketch})], [("finish", {})])
+    asked: list[Edit] = []
+
+    async def clumsy(edit: Edit) -> str:
+        asked.append(edit)
+        return edit.text.replace("- 3", "+ 3")
+
+    async def both() -> list[Episode]:
+        async with open_sandbox(workers=1) as sandbox:
+            setting = Setting(dataset, sandbox, Scripted(script), hermes, BUDGET, Sampling())
+            other = replace(setting, policy=Scripted(script), lay=clumsy)
+            return [await play(one, a_task(), SLOT) for one in (setting, other)]
+
+    merged, by_model = asyncio.run(both())
+    assert (merged.reward, merged.turns[0].results) == (1.0, ("ok",))
+    assert (by_model.reward, by_model.turns[0].results) == (0.0, ("ok",))
+    assert asked == [Edit(SOURCE, sketch)]
 
 
 class Fake:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from speakers import MemoryBox, a_task
 
-from etude import processes
+from etude import cli, processes
 from etude.environments.base import ApplyFailed
 from etude.harness.sketches import by_server
 from etude.harness.tools import FullTools
@@ -85,3 +85,15 @@ def test_what_the_model_refuses_is_told_and_a_dead_server_is_not_the_agents_faul
     with pytest.raises(ApplyFailed, match="did not answer"):
         ask(full, "apply", path="m.py", sketch=SKETCH)
     assert asyncio.run(full.text("m.py")) == BEFORE
+
+
+def test_a_run_of_the_compact_dialect_refuses_a_server_for_sketches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model.path", str(MODEL.parent / "nano"), "--rollout.apply", "http://127.0.0.1:9"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", str(MODEL.parents[1] / "recipes/demo.toml"), *arguments])
+    assert stop.value.code == 2
+    assert "have no tool `apply`: drop rollout.apply" in capsys.readouterr().err
+    assert not (tmp_path / "outputs").exists()

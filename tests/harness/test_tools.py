@@ -184,7 +184,9 @@ def test_test_reports_in_one_line() -> None:
 def test_schemas_name_the_tools_of_the_compact_dialect_and_those_that_only_large_models_use() -> None:
     names = [s["function"]["name"] for s in SCHEMAS]
     assert len(names) == len(set(names))
-    assert set(names) - set(COMPACT_PARAMETERS) == {"search", "output", "kill", "todo", "lints", "history"}
+    assert set(names) - set(COMPACT_PARAMETERS) == {
+        "apply", "search", "output", "kill", "todo", "lints", "history",
+    }  # fmt: skip
     assert set(COMPACT_PARAMETERS) <= set(names)
 
 

@@ -17,6 +17,7 @@ from etude.harness import applied
 from etude.harness.agent import Agent, run_agent
 from etude.harness.loop import Aborted, Draft, Play, Policy, Sampling, fork_episode, run_episode
 from etude.harness.renderers import Renderer
+from etude.harness.sketches import Apply, merged
 from etude.inference.client import EngineError
 from etude.records import Budget, Episode, Fork, Outcome, StopReason, Task
 from etude.tasks.dataset import Dataset
@@ -32,7 +33,7 @@ _OURS = (BoxError, EngineError, Aborted, TimeoutError)
 class Setting:
     """What the episodes of a run have in common; a task may have a budget of its own.
 
-    An outside `agent` takes the loop's place.
+    An outside `agent` takes the loop's place. `lay` is what the tool `apply` asks.
     """
 
     dataset: Dataset
@@ -42,13 +43,14 @@ class Setting:
     budget: Budget
     sampling: Sampling
     agent: Agent | None = None
+    lay: Apply = merged
 
     def budget_of(self, task: Task) -> Budget:
         return task.budget or self.budget
 
     def play(self, task: Task, seed: int) -> Play:
         """What an episode of `task` is played with."""
-        return Play(task, self.policy, self.renderer, self.budget_of(task), self.sampling, seed)
+        return Play(task, self.policy, self.renderer, self.budget_of(task), self.sampling, seed, self.lay)
 
     async def box(self, task: Task, decoys: Decoys | None) -> Box:
         """The agent's box, decoys included. Raises what is ours."""

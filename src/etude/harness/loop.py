@@ -22,6 +22,7 @@ from etude.harness.documents import MIN_RESULT, pointer, title_of
 from etude.harness.ledger import TokenLedger
 from etude.harness.prompts import AGAIN, SUMMARISE, Opening, open_task, reopen_task
 from etude.harness.renderers import Renderer
+from etude.harness.sketches import Apply, merged
 from etude.harness.tools import READ_ONLY, Tools
 from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
 
@@ -103,7 +104,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(frozen=True)
 class Play:
-    """What one episode is played with; its box comes beside it."""
+    """What one episode is played with; its box comes beside it. `lay` is what the tool `apply` asks."""
 
     task: Task
     policy: Policy
@@ -111,6 +112,7 @@ class Play:
     budget: Budget
     sampling: Sampling
     seed: int
+    lay: Apply = merged
 
 
 async def run_episode(play: Play, box: Box) -> Draft:
@@ -124,7 +126,7 @@ async def play_opened(play: Play, opening: Opening) -> Draft:
 
 
 async def _open(play: Play, box: Box) -> Opening:
-    return await open_task(play.task, box, play.renderer, play.budget, documents=play.sampling.documents)
+    return await open_task(play.task, box, play.renderer, play.budget, play.lay, documents=play.sampling.documents)
 
 
 @dataclass(frozen=True)

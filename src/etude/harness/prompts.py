@@ -8,6 +8,7 @@ from etude.environments.base import Box
 from etude.harness.documents import open_file
 from etude.harness.renderers import Renderer
 from etude.harness.schemas import SCHEMAS
+from etude.harness.sketches import Apply
 from etude.harness.tools import CompactTools, FullTools, ToolError, Tools
 from etude.records import Budget, Task
 
@@ -37,14 +38,16 @@ class Opening:
     documents: tuple[list[int], ...]
 
 
-async def open_task(task: Task, box: Box, renderer: Renderer, budget: Budget, *, documents: bool) -> Opening:
+async def open_task(
+    task: Task, box: Box, renderer: Renderer, budget: Budget, lay: Apply, *, documents: bool
+) -> Opening:
     """The task in the presentation that fits the renderer's dialect.
 
     With `documents` the file in focus is shown, as far as it leaves room for all that may be sampled and takes no more
     than half of the context.
     """
     focus, compact = task.focus, renderer.dialect == "compact"
-    tools = CompactTools(box, task) if compact else FullTools(box, task)
+    tools = CompactTools(box, task) if compact else FullTools(box, task, lay)
     source = await tools.open() if isinstance(tools, CompactTools) else ""
     prompt = _prompt(task, renderer, source, documents)
     room = min(budget.context // 2, budget.context - budget.tokens - len(prompt)) if documents else 0

@@ -286,10 +286,10 @@ class FullTools(Tools):
     """
 
     scorer: Scorer = Lexical()
-    lay: Apply = staticmethod(merged)
 
-    def __init__(self, box: Box, task: Task) -> None:
+    def __init__(self, box: Box, task: Task, lay: Apply = merged) -> None:
         super().__init__(box, task)
+        self.lay = lay
         self._edits: list[_Edited] = []
         self._terminals = Terminals(self._exec)
         self._lints = Lints(self._exec)
