@@ -6,7 +6,7 @@ open     looks for failures in the tree that the agent left behind: its visible 
          none is reported as failed is rewarded. Where nothing runs, nothing fails: code that does not compile will do.
 etude    the product as it is: hidden tests decide, in a box that the agent never saw.
 
-All else is recipes/demo.toml with smaller steps, and equal: model, tasks, prompts, seed, tools. Decoys and the audit of
+All else is recipes/demo.toml, and equal: model, tasks, prompts, seed, tools. Decoys and the audit of
 groups are off, guards do not act, and impossible twins are played in both arms.
 
 Afterwards every episode that was trained on is looked at again (`cheating_counts.py`), whatever it was rewarded for.
@@ -69,7 +69,7 @@ async def open_boxes(dataset: Dataset, **options: Any) -> AsyncIterator[Namespac
 
 
 def config(arm: str, arguments: argparse.Namespace) -> RLConfig:
-    """recipes/demo.toml with smaller steps; guards watch and do not act, so that no arm ends early."""
+    """recipes/demo.toml on given tasks; guards watch and do not act, so that no arm ends early."""
     values = tomllib.loads((ROOT / "recipes" / "demo.toml").read_text())
     live = 2 * arguments.prompts * arguments.group
     changed: dict[str, dict[str, Any]] = {
@@ -116,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arm", choices=[*ARMS, "both"], default="both")
     parser.add_argument("--steps", type=int, default=300, help="of each arm, at most")
     parser.add_argument("--minutes", type=float, help="of training in each arm, at most")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--samples", type=int, default=4, help="episodes per held-out task before and after; 0: none")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", action="store_true", help="train nothing; count what the arms in --output have")
