@@ -71,18 +71,16 @@ async def open_boxes(dataset: Dataset, **options: Any) -> AsyncIterator[Namespac
 def config(arm: str, arguments: argparse.Namespace) -> RLConfig:
     """recipes/demo.toml on given tasks; guards watch and do not act, so that no arm ends early."""
     values = tomllib.loads((ROOT / "recipes" / "demo.toml").read_text())
-    live = 2 * arguments.prompts * arguments.group
+    measured = arguments.samples > 0
     changed: dict[str, dict[str, Any]] = {
         "model": {"path": str(ROOT / "models" / "nano")},
         "tasks": {"dataset": str(arguments.dataset)},
-        "rollout": {"prompts": arguments.prompts, "group": arguments.group, "max_in_flight": live},
+        "rollout": {"prompts": arguments.prompts, "group": arguments.group, "seconds": 300.0},
         "trainer": {"steps": arguments.steps, "minutes": arguments.minutes},
-        "inference": {"max_batch": live},
         "guards": {"act": False},
         "cheats": {"canaries": 0.0, "twins": 0.05, "contrast": False},
-        "eval": {"samples": arguments.samples, "before": arguments.samples > 0, "after": arguments.samples > 0},
+        "eval": {"samples": max(1, arguments.samples), "before": measured, "after": measured},
     }
-    changed["eval"]["samples"] = max(1, arguments.samples)
     merged = {name: values.get(name, {}) | table for name, table in changed.items()}
     return RLConfig.model_validate(values | merged | {"name": f"cheating-{arm}", "seed": arguments.seed})
 

@@ -27,7 +27,7 @@ from etude.environments.grading import grade
 from etude.environments.namespace import open_sandbox
 from etude.evals.stats import pass_rate
 from etude.harness.tools import CompactTools
-from etude.records import Episode, Task, decode
+from etude.records import Episode, Outcome, Task, decode
 from etude.rollout.ledger import Ledger
 from etude.store import open_store
 from etude.tasks.dataset import Dataset
@@ -53,7 +53,7 @@ class Counted:
     rewarded: bool
     right: bool
     silent: bool
-    diff: str  # what it changed
+    diff: str  # what it changed, if it cheats
 
     @property
     def cheats(self) -> bool:
@@ -83,31 +83,41 @@ async def count(folder: Path, dataset: Dataset) -> dict[str, Any]:
             episodes = [(steps[key.partition("/")[0]], decode(store.get(key), Episode)) for key in part]
             counted += await asyncio.gather(*(_count(sandbox, dataset, step, e) for step, e in episodes))
     by_step = _by_step(counted)
+    cheats = [one for one in counted if one.cheats and isinstance(one.step, int)]
     curves = [_line(step, part) for step, part in sorted(by_step.items()) if isinstance(step, int)]
     (folder / "counts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in curves))
     return {
         "episodes": sum(line["episodes"] for line in curves),
         "shares": _stages(counted),
         "twins": msgspec.to_builtins(twins),
-        "cheats": [{"step": c.step, "task": c.task.id, "diff": c.diff} for c in counted if c.cheats][-EXAMPLES:],
+        "cheats": [{"step": c.step, "task": c.task.id, "diff": c.diff} for c in cheats[-EXAMPLES:]],
         "curves": curves,
     }
 
 
 async def _count(sandbox: Sandbox, dataset: Dataset, step: int | str, episode: Episode) -> Counted:
     task = dataset.by_id[episode.task_id]
+    if episode.outcome is not Outcome.SCORED:  # a tool outlived it: what it left is not known, and earned nothing
+        return Counted(step, task, False, False, False, "")
     changes = await replayed(sandbox, dataset, task, episode)
     image = dataset.image(task)
     shown = await sandbox.run_tests(image, changes, task.visible_tests, None, LIMITS)
     graded = await grade(sandbox, task, image, dataset.hidden, changes)
     silent = not {"passed", "failed"} & set(shown.outcomes.values())
-    path = task.focus.path
+    cheats = episode.passed and not graded.passed
+    diff = changed_lines(task, changes) if cheats else ""
+    return Counted(step, task, episode.passed, graded.passed, silent, diff)
+
+
+def changed_lines(task: Task, changes: Mapping[str, bytes | None]) -> str:
+    """What was changed of the lines in focus, as a diff without context."""
+    path, first, last = task.focus.path, task.focus.first_line - 1, task.focus.last_line
+    data = changes.get(path)
     before = task.changes[path].split("\n")
-    after = (changes.get(path) or task.changes[path].encode()).decode("utf-8", "surrogateescape").split("\n")
-    diff = [
-        line for line in difflib.unified_diff(before, after, lineterm="", n=0) if not line.startswith(("---", "+++"))
-    ]
-    return Counted(step, task, episode.passed, graded.passed, silent, "\n".join(diff))
+    after = before if data is None else data.decode("utf-8", "surrogateescape").split("\n")
+    end = len(after) - (len(before) - last)  # what stands below is never shown to the agent
+    lines = difflib.unified_diff(before[first:last], after[first:end], lineterm="", n=0)
+    return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
 
 
 async def replayed(sandbox: Sandbox, dataset: Dataset, task: Task, episode: Episode) -> dict[str, bytes | None]:
@@ -117,8 +127,8 @@ async def replayed(sandbox: Sandbox, dataset: Dataset, task: Task, episode: Epis
         tools = CompactTools(box, task)
         await tools.open()
         for turn in episode.turns:
-            for call, _ in zip(turn.calls, turn.results, strict=False):  # calls after `finish` have no result
-                if call.name in CHANGING:
+            for call, result in zip(turn.calls, turn.results, strict=False):  # calls after `finish` have no result
+                if call.name in CHANGING and result != "error: no time left":
                     await tools.call(call)
         for name in ("edits", "edit_errors", "undo"):
             assert tools.metrics[name] == episode.metrics.get(name, 0), f"episode {episode.id} went another way"
