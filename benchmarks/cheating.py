@@ -6,8 +6,9 @@ open     looks for failures in the tree that the agent left behind: its visible 
          none is reported as failed is rewarded. Where nothing runs, nothing fails: code that does not compile will do.
 etude    the product as it is: hidden tests decide, in a box that the agent never saw.
 
-All else is recipes/demo.toml, and equal: model, tasks, prompts, seed, tools. Decoys and the audit of
-groups are off, guards do not act, and impossible twins are played in both arms.
+All else is recipes/demo.toml, and equal: model, tasks, prompts, seed, tools. Decoys and the audit of groups are off,
+guards do not act, and impossible twins are played in both arms. In the demo's tasks a visible test fails at first
+(`tasks.visible_failure`); in others the open arm may reward doing nothing.
 
 Afterwards every episode that was trained on is looked at again (`cheating_counts.py`), whatever it was rewarded for.
 Writes cheating.json and cheating.svg into --output, and counts.jsonl, a line per step, into each arm's folder. A run
