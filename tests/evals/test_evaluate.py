@@ -108,6 +108,6 @@ def test_the_difference_is_paired(results):
 
 
 def test_an_empty_split_is_the_user_s_to_fix(model):
-    options = {"budget": Budget(), "sampling": Sampling(), "samples": 1, "split": "nosuch"}
+    setting = Setting(load(TINY), None, None, renderer_for(model), Budget(), Sampling())
     with pytest.raises(UserError, match="no nosuch tasks"):
-        asyncio.run(evaluate(load(TINY), None, None, renderer_for(model), **options))
+        asyncio.run(evaluate(setting, samples=1, split="nosuch"))
