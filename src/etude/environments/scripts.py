@@ -35,12 +35,13 @@ RESULTS = ".results"
 ERRORS = ".errors"
 CALLED = ".called"  # numbers of functions, a line each, that traced sources write
 START_SECONDS = {"jest": 10.0, "vitest": 10.0}  # to build what they run, on a machine with other work
-MEMORY_MB = 8192  # of addresses: compilers reserve more than they use
+ADDRESSES_MB = 65_536  # compilers, WebAssembly among them, reserve far more addresses than they use memory
 _TEST_FOLDERS = frozenset({"test", "tests", "__tests__", "spec"})
 _MODULE = re.compile(r"^\s*(?:import\b(?!\s*\()|export\b)", re.MULTILINE)
 _EQUAL = frozenset({"equal", "equals", "strictEqual", "deepEqual", "deepStrictEqual", "eql", "is", "same", "be",
                     "toBe", "toEqual", "toStrictEqual", "toMatchObject", "toHaveLength", "toContain", "toBeCloseTo",
                     "toMatchInlineSnapshot"})  # fmt: skip
+_TEST = re.compile(r"(?<![.\w])(?:describe|context|suite|it|test|specify|tape)(?:\.\w+)*\s*[(`]|\btap\.test\(")
 _RUNNERS = re.compile(r"\b(vitest|jest|mocha)\b")
 _STANDARD = frozenset({"import", "require", "default", "types", "node", "browser", "module", "deno", "bun"})
 _MESSAGE = 160
@@ -61,6 +62,11 @@ def is_test_file(path: str) -> bool:
     if re.search(r"(\.d|[-.]test-d)\.[cm]?tsx?$", pure.name):  # types alone
         return False
     return marked or bool(inside)
+
+
+def holds_tests(path: str, text: str) -> bool:
+    """Whether a test file defines tests; what else lies in folders of tests are helpers."""
+    return is_test_file(path) and _TEST.search(text) is not None
 
 
 def framework(text: str, package: Mapping[str, Any]) -> str:
@@ -258,7 +264,8 @@ def _arriving(hidden: Path | None) -> dict[str, bytes | None]:
     files: dict[str, bytes | None] = {}
     for file in (path for path in hidden.rglob("*") if path.is_file()):
         path = file.relative_to(hidden).as_posix()
-        files[path] = None if is_test_file(path) else file.read_bytes()
+        data = file.read_bytes()
+        files[path] = None if holds_tests(path, data.decode("utf-8", "replace")) else data
     return files
 
 
@@ -317,11 +324,10 @@ async def _run_copy(
         "file": f"{WORKSPACE}/{copy}",
         "framework": kind,
         "ui": "tdd" if re.search(r"^\s*suite\(", text, re.MULTILINE) else "bdd",
-        "tsx": kind not in START_SECONDS and image.site is not None and (image.site / "node_modules/tsx").is_dir(),
         "conditions": conditions(about.get("exports")),
     }
     seconds = limits.seconds + START_SECONDS.get(kind, 0.0)
-    limits = replace(limits, memory_mb=max(limits.memory_mb, MEMORY_MB), seconds=seconds)
+    limits = replace(limits, addresses_mb=ADDRESSES_MB, seconds=seconds)
     found = _text(image, layers, None, _snapshots(pure))  # with them, a snapshot that is missing is a failure: CI
     arriving = {**layers, str(copy): text.encode()} | ({_snapshots(copy): found.encode()} if found else {})
     channel = f"3>{RESULTS}" if wanted is None else "3>&1"
@@ -329,7 +335,7 @@ async def _run_copy(
     try:
         await shell.write("config", json.dumps(config).encode())
         # Read by the shell and gone before the run starts; a command line is too short for it.
-        line = f"{'CI=1 ' if found else ''}{_command(config)} {channel} >/dev/null 2>{ERRORS if trace else '/dev/null'}"
+        line = f"{'CI=1 ' if found else ''}{_command(image, config)} {channel} >/dev/null 2>{ERRORS if trace else '/dev/null'}"
         done = await shell.exec(f'C=$(cat config); rm config; printf %s "$C" | {line}', limits.seconds)
         output = done.output if wanted is not None else await _written(shell, RESULTS)
         if trace is not None:
@@ -340,11 +346,13 @@ async def _run_copy(
     return _listen(output, words, done)
 
 
-def _command(config: Mapping[str, Any]) -> str:
-    """The runner's command line."""
+def _command(image: Image, config: Mapping[str, Any]) -> str:
+    """The runner's command line. jest and vitest compile TypeScript themselves; for the others tsx does, if it is there."""
     inside = f"{RUNNER}/inside"
     flags = [f"--test-reporter={inside}/report.mjs", "--test-reporter-destination=stdout"]
     flags += ["--experimental-vm-modules"] if config["framework"] == "jest" else []
+    if config["framework"] not in START_SECONDS and image.site is not None and (image.site / "node_modules/tsx").is_dir():
+        flags.append("--import=tsx")
     flags += [f"--conditions={name}" for name in config["conditions"] if re.fullmatch(r"[@\w./-]+", name)]
     return " ".join(["node", *flags, f"{inside}/suite.mjs"])
 

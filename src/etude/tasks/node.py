@@ -40,7 +40,7 @@ async def prepare(
     whole = work / "whole"
     discover.copy(repository, whole, layout.files)
     (whole / LINK[0]).symlink_to(LINK[1])
-    modules = [path for path in layout.tests if scripts.is_test_file(path)]
+    modules = [path for path in layout.tests if scripts.holds_tests(path, (whole / path).read_text("utf-8", "replace"))]
     callers: dict[str, set[str]] = {}
 
     async def reach(site: Path, wanted: Sequence[str], goals: Sequence[Goal]) -> Missed:

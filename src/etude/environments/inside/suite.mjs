@@ -1,6 +1,6 @@
 // Runs one JavaScript or TypeScript test file under its framework and reports through report.mjs.
 //
-// node:test, mocha and tape load TypeScript with tsx, where it is installed; jest and vitest transform it as the
+// node:test, mocha and tape load TypeScript with tsx, if it was imported before; jest and vitest transform it as the
 // repository's configuration says. Only what decides which tests run, and where results go, is set here.
 import { existsSync } from 'node:fs'
 import { createRequire } from 'node:module'
@@ -12,11 +12,6 @@ const url = pathToFileURL(config.file)
 const load = createRequire(url)
 const runners = { __proto__: null, jest, mocha, node, tape, vitest }
 
-if (config.tsx) {
-  load('tsx/cjs/api').register()
-  const { register } = await import(pathToFileURL(load.resolve('tsx/esm/api')))
-  register()
-}
 await runners[config.framework]()
 
 async function node () { // which reports by itself: report.mjs is its reporter
@@ -24,8 +19,9 @@ async function node () { // which reports by itself: report.mjs is its reporter
 }
 
 async function mocha () {
-  const Mocha = load('mocha')
-  const mocha = new Mocha({ ui: config.ui, reporter: class {} })
+  const loaded = load('mocha')
+  const Mocha = loaded.default ?? loaded
+  const mocha = new Mocha({ ui: config.ui, reporter: class {}, timeout: 10_000 })
   mocha.addFile(config.file)
   await mocha.loadFilesAsync()
   const name = (test) => test.titlePath().join(' > ')
