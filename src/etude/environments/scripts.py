@@ -335,8 +335,9 @@ async def _run_copy(
     try:
         await shell.write("config", json.dumps(config).encode())
         # Read by the shell and gone before the run starts; a command line is too short for it.
-        line = f"{'CI=1 ' if found else ''}{_command(image, config)} {channel} >/dev/null 2>{ERRORS if trace else '/dev/null'}"
-        done = await shell.exec(f'C=$(cat config); rm config; printf %s "$C" | {line}', limits.seconds)
+        line = f"{'CI=1 ' if found else ''}{_command(image, config)} {channel} >/dev/null"
+        errors = ERRORS if trace is not None else "/dev/null"
+        done = await shell.exec(f'C=$(cat config); rm config; printf %s "$C" | {line} 2>{errors}', limits.seconds)
         output = done.output if wanted is not None else await _written(shell, RESULTS)
         if trace is not None:
             trace.called = frozenset(map(int, (await _written(shell, CALLED)).split()))
@@ -347,11 +348,15 @@ async def _run_copy(
 
 
 def _command(image: Image, config: Mapping[str, Any]) -> str:
-    """The runner's command line. jest and vitest compile TypeScript themselves; for the others tsx does, if it is there."""
+    """The runner's command line. jest and vitest compile TypeScript themselves; for the others tsx does."""
     inside = f"{RUNNER}/inside"
-    flags = [f"--test-reporter={inside}/report.mjs", "--test-reporter-destination=stdout"]
+    flags = [f"--test-reporter={inside}/report.mjs", "--test-reporter-destination=stdout", "--expose-gc"]
     flags += ["--experimental-vm-modules"] if config["framework"] == "jest" else []
-    if config["framework"] not in START_SECONDS and image.site is not None and (image.site / "node_modules/tsx").is_dir():
+    if (
+        config["framework"] not in START_SECONDS
+        and image.site is not None
+        and (image.site / "node_modules/tsx").is_dir()
+    ):
         flags.append("--import=tsx")
     flags += [f"--conditions={name}" for name in config["conditions"] if re.fullmatch(r"[@\w./-]+", name)]
     return " ".join(["node", *flags, f"{inside}/suite.mjs"])

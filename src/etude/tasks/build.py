@@ -111,8 +111,7 @@ async def _run(plan: _Plan) -> None:
     recipe, callers = None, None
     scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
     if scripts:
-        how = "rules" if options.bootstrap == "declared" else options.bootstrap
-        recipe, callers = await node.prepare(plan.repo, plan.layout, work, scripts, how)
+        recipe, callers = await node.prepare(plan.repo, plan.layout, work, scripts, options)
         requirements = list(recipe.requirements)
     elif options.bootstrap == "declared":
         requirements = fetch.install_dependencies(plan.repo, work / "site")

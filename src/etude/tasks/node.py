@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from etude.tasks import bootstrap, discover, fetch, javascript
 from etude.tasks.bootstrap import SHARE, Goal, Kit, Missed, Recipe, Try
 from etude.tasks.discover import Layout
 from etude.tasks.javascript import JsFunction
+from etude.tasks.options import BuildOptions
 
 NPM_SECONDS = 300.0
 LINK = ("node_modules", "/site/node_modules")  # in the repository: where Node looks for packages, and where they are
@@ -31,9 +33,9 @@ def is_link(path: Path) -> bool:
 
 
 async def prepare(
-    repository: Path, layout: Layout, work: Path, functions: Sequence[JsFunction], how: str
+    repository: Path, layout: Layout, work: Path, functions: Sequence[JsFunction], options: BuildOptions
 ) -> tuple[Recipe, dict[str, set[str]]]:
-    """(how it was installed into `work`/site, function id -> tests that call it). `how` is "rules" or a model's URL.
+    """(how it was installed into `work`/site, function id -> tests that call it).
 
     Raises UserError with the reason if no try makes SHARE of the tests pass.
     """
@@ -41,6 +43,8 @@ async def prepare(
     discover.copy(repository, whole, layout.files)
     (whole / LINK[0]).symlink_to(LINK[1])
     modules = [path for path in layout.tests if scripts.holds_tests(path, (whole / path).read_text("utf-8", "replace"))]
+    if options.max_test_files is not None and len(modules) > options.max_test_files:
+        modules = sorted(random.Random(options.seed).sample(modules, options.max_test_files))
     callers: dict[str, set[str]] = {}
 
     async def reach(site: Path, wanted: Sequence[str], goals: Sequence[Goal]) -> Missed:
@@ -65,6 +69,7 @@ async def prepare(
         usable=lambda lines: [line for line in lines if _PACKAGE.fullmatch(line)],
         reach=reach,
     )
+    how = "rules" if options.bootstrap == "declared" else options.bootstrap
     return await bootstrap.try_out(repository, work, how, kit), callers
 
 
