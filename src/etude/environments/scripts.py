@@ -34,7 +34,7 @@ LEARN_SECONDS = 60.0
 RESULTS = ".results"
 ERRORS = ".errors"
 CALLED = ".called"  # numbers of functions, a line each, that traced sources write
-START_SECONDS = {"jest": 10.0, "vitest": 10.0}  # to build what they run, on a machine with other work
+START_SECONDS = 10.0  # for those that compile what they run, on a machine with other work
 ADDRESSES_MB = 65_536  # compilers, WebAssembly among them, reserve far more addresses than they use memory
 _TEST_FOLDERS = frozenset({"test", "tests", "__tests__", "spec"})
 _MODULE = re.compile(r"^\s*(?:import\b(?!\s*\()|export\b)", re.MULTILINE)
@@ -326,7 +326,8 @@ async def _run_copy(
         "ui": "tdd" if re.search(r"^\s*suite\(", text, re.MULTILINE) else "bdd",
         "conditions": conditions(about.get("exports")),
     }
-    seconds = limits.seconds + START_SECONDS.get(kind, 0.0)
+    flags, compiles = _flags(image, config)
+    seconds = limits.seconds + (START_SECONDS if compiles else 0.0)
     limits = replace(limits, addresses_mb=ADDRESSES_MB, seconds=seconds)
     found = _text(image, layers, None, _snapshots(pure))  # with them, a snapshot that is missing is a failure: CI
     arriving = {**layers, str(copy): text.encode()} | ({_snapshots(copy): found.encode()} if found else {})
@@ -335,7 +336,7 @@ async def _run_copy(
     try:
         await shell.write("config", json.dumps(config).encode())
         # Read by the shell and gone before the run starts; a command line is too short for it.
-        line = f"{'CI=1 ' if found else ''}{_command(image, config)} {channel} >/dev/null"
+        line = f"{'CI=1 ' if found else ''}node {flags} {RUNNER}/inside/suite.mjs {channel} >/dev/null"
         errors = ERRORS if trace is not None else "/dev/null"
         done = await shell.exec(f'C=$(cat config); rm config; printf %s "$C" | {line} 2>{errors}', limits.seconds)
         output = done.output if wanted is not None else await _written(shell, RESULTS)
@@ -347,19 +348,14 @@ async def _run_copy(
     return _listen(output, words, done)
 
 
-def _command(image: Image, config: Mapping[str, Any]) -> str:
-    """The runner's command line. jest and vitest compile TypeScript themselves; for the others tsx does."""
-    inside = f"{RUNNER}/inside"
-    flags = [f"--test-reporter={inside}/report.mjs", "--test-reporter-destination=stdout", "--expose-gc"]
-    flags += ["--experimental-vm-modules"] if config["framework"] == "jest" else []
-    if (
-        config["framework"] not in START_SECONDS
-        and image.site is not None
-        and (image.site / "node_modules/tsx").is_dir()
-    ):
-        flags.append("--import=tsx")
+def _flags(image: Image, config: Mapping[str, Any]) -> tuple[str, bool]:
+    """(Node's flags, whether something compiles): jest and vitest by themselves, others with tsx, where it is."""
+    flags = [f"--test-reporter={RUNNER}/inside/report.mjs", "--test-reporter-destination=stdout", "--expose-gc"]
     flags += [f"--conditions={name}" for name in config["conditions"] if re.fullmatch(r"[@\w./-]+", name)]
-    return " ".join(["node", *flags, f"{inside}/suite.mjs"])
+    if config["framework"] in ("jest", "vitest"):
+        return " ".join([*flags, "--experimental-vm-modules"]), True
+    compiles = image.site is not None and (image.site / "node_modules/tsx").is_dir()
+    return " ".join([*flags, *(["--import=tsx"] if compiles else [])]), compiles
 
 
 def _snapshots(test: PurePosixPath) -> str:
