@@ -383,7 +383,10 @@ def _listen(output: str, words: Sequence[str], done: ExecResult) -> Said:
             forged = True
             break
         place += 1
-        record = json.loads(rest)
+        try:
+            record = json.loads(rest)
+        except ValueError:  # cut off where the run was killed
+            break
         if "end" in record:
             ended = True
         else:
