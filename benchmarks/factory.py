@@ -64,6 +64,24 @@ RELEASES = (
         "sha512-AAu9Ey/t6KDFqqeCfbwdlASlv7rQBG57gXYf2YU+MXJx1OIJn2q3BEJKmtnZaeGm1y5AYxLzRMmq9VWWXrfRcA==",
         npm=True,
     ),
+    Release(
+        "@wry/caches",
+        "1.0.1",
+        "sha512-bXuaUNLVVkD20wcGBWRyo7j9N3TxePEWFZj2Y+r9OoUzfqmavM84+mFykRicNsBqatba5JLay1t48wxaXaWnlA==",
+        npm=True,
+    ),
+    Release(
+        "zod",
+        "4.6.7",
+        "sha512-g8W2D2kU6a8untc053fX1uVBKzM7yqAxW/3zwk83+6RyF2+SKOuV+c0wBDhUwzV1PaGapmZH+rmcUzPf+3CGwg==",
+        npm=True,
+    ),
+    Release(
+        "ts-dedent",
+        "2.3.0",
+        "sha512-JfJeIHke7y2egdGGgRAvpCwYFUsHlM2gPcrVOxFkznt/4uzQ7HFmvE63iFHVLBJNDuyDOQgijDK/tXH/f6Msjg==",
+        npm=True,
+    ),
 )
 
 
@@ -128,11 +146,17 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--max-tasks", type=int, default=20)
     parser.add_argument("--max-functions", type=int, default=24)
+    parser.add_argument("--max-lines", type=int, default=30)
+    parser.add_argument("--max-test-files", type=int, default=12, help="of JavaScript")
+    parser.add_argument("--hang-seconds", type=float, default=5.0, help="more on a machine that does other work too")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     options = BuildOptions(
         max_tasks=arguments.max_tasks,
         max_functions=arguments.max_functions,
+        max_lines=arguments.max_lines,
+        max_test_files=arguments.max_test_files,
+        hang_seconds=arguments.hang_seconds,
         kinds=KINDS,
         per_function=1,
         test_cap=8,

@@ -127,6 +127,7 @@ def _tasks_arguments(tasks: argparse.ArgumentParser) -> None:
                        help="dependencies: declared, rules, or the URL of a model that proposes them")  # fmt: skip
     build.add_argument("--write-tests", metavar="COMMAND", help="writes tests for functions that have none")
     build.add_argument("--max-functions", type=int, help="functions to try; default: all of them")
+    build.add_argument("--max-test-files", type=int, help="JavaScript test files to use; default: all of them")
     build.add_argument("--heldout-fraction", type=float, default=0.25, help="share of functions kept for evaluation")
     check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
     check.add_argument("dataset", type=Path)
@@ -258,6 +259,7 @@ def _tasks(arguments: argparse.Namespace, _: list[str]) -> int:
         max_lines=arguments.max_lines,
         write_tests=arguments.write_tests,
         max_functions=arguments.max_functions,
+        max_test_files=arguments.max_test_files,
         bootstrap=arguments.bootstrap,
         kinds=tuple(arguments.kinds),
         heldout_fraction=arguments.heldout_fraction,

@@ -162,8 +162,12 @@ def test_every_operator_changes_the_tree() -> None:
 
 
 def test_hidden_tests_are_cut_out() -> None:
-    text = javascript.without_tests(TESTS, {"Shelf > is full", "clamp low", "total above"})
-    assert javascript.titles(text) == javascript.titles(TESTS) - {"Shelf > is full", "clamp low", "total above"}
+    text = javascript.without_tests("a.js", TESTS, {"Shelf > is full", "clamp low", "total above"})
+    assert javascript.titles("a.js", text) == javascript.titles("a.js", TESTS) - {
+        "Shelf > is full",
+        "clamp low",
+        "total above",
+    }
     assert languages.parses(text, "javascript")
     assert "describe('Shelf'" in text
 
@@ -277,10 +281,15 @@ def test_what_is_graded(built: dataset.Dataset) -> None:
 
 
 def test_frameworks() -> None:
-    assert scripts.framework("import { test } from 'node:test'") == "node"
-    assert scripts.framework("var test = require('tape')") == "tape"
-    assert scripts.framework("describe('x', function () {})") == "mocha"
+    assert scripts.framework("import { test } from 'node:test'", {}) == "node"
+    assert scripts.framework("var test = require('tape')", {"scripts": {"test": "jest"}}) == "tape"
+    assert scripts.framework("import { it } from 'vitest'", {"devDependencies": {"mocha": "*"}}) == "vitest"
+    assert scripts.framework("describe('x', function () {})", {}) == "mocha"
+    assert scripts.framework("describe('x', () => {})", {"scripts": {"lint": "tsc", "test": "c8 jest --ci"}}) == "jest"
+    assert scripts.framework("describe('x', () => {})", {"devDependencies": {"vitest": "*"}}) == "vitest"
     assert scripts.is_test_file("test/a.js")
     assert scripts.is_test_file("src/a.spec.mjs")
     assert not scripts.is_test_file("test/helpers/a.js")
+    assert scripts.is_test_file("src/__tests__/a.ts")
+    assert not scripts.is_test_file("test/types.test-d.ts")
     assert not scripts.is_test_file("latest.js")

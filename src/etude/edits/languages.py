@@ -19,8 +19,8 @@ from typing import Any
 
 SUFFIXES = {
     ".py": "python", ".pyi": "python", ".js": "javascript", ".mjs": "javascript", ".cjs": "javascript",
-    ".jsx": "javascript", ".ts": "typescript", ".tsx": "tsx", ".go": "go", ".java": "java", ".c": "c", ".h": "c",
-    ".md": "markdown", ".json": "json",
+    ".jsx": "javascript", ".ts": "typescript", ".mts": "typescript", ".cts": "typescript", ".tsx": "tsx", ".go": "go",
+    ".java": "java", ".c": "c", ".h": "c", ".md": "markdown", ".json": "json",
 }  # fmt: skip
 _GRAMMARS = {
     "javascript": ("tree_sitter_javascript", "language"),

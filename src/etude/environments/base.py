@@ -81,6 +81,7 @@ class Limits:
     """What a box may use."""
 
     memory_mb: int = 1024
+    addresses_mb: int | None = None  # of one process; None: as many as of memory
     processes: int = 64
     disk_mb: int = 64
     seconds: float = 10.0  # wall time of a test run

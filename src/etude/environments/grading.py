@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,9 +18,15 @@ MAX_CHANGES = 1000
 _NAMES = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "noxfile.py"}
     | {"sitecustomize.py", "usercustomize.py", "pytest.py", "Makefile"}
-    | {"package.json", "package-lock.json", ".npmrc", ".mocharc.js", ".mocharc.cjs", ".mocharc.json"}
+    | {"package.json", "package-lock.json", ".npmrc", ".swcrc"}
 )
-_FOLDERS = frozenset({"tests", "test", ".git", ".github", ".venv", "venv", "__pycache__", "node_modules"})
+_SETTINGS = re.compile(
+    r"(jest|vitest|vite|babel)\.[\w.-]*\.[cm]?[jt]s|setup-?[tT]ests?\.[jt]sx?|tsconfig.*\.json|\.(mocha|babel)rc.*"
+)
+_FOLDERS = frozenset(
+    {"tests", "test", "__tests__", ".git", ".github", ".venv", "venv", "__pycache__", "node_modules"}
+    | {"__mocks__", "__snapshots__"}  # jest takes what lies there for packages and for expected values
+)
 _SUFFIXES = (".pth", ".pyc", ".so", ".ini", ".cfg", ".lock")
 
 
@@ -112,6 +119,6 @@ def acceptable(path: str, source_roots: Sequence[str]) -> bool:
     name = pure.name
     if name in _NAMES or name.endswith(_SUFFIXES) or name.startswith("test_") or name.endswith("_test.py"):
         return False
-    if is_test_file(inner[-1]):
+    if is_test_file(inner[-1]) or _SETTINGS.fullmatch(name):
         return False
     return below and not _FOLDERS.intersection(inner[:-1])

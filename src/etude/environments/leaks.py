@@ -5,7 +5,11 @@ An answer is known by what is rare in it: its identifiers' neighbourhoods (shing
 
 from __future__ import annotations
 
+import base64
+import binascii
+import contextlib
 import io
+import json
 import re
 import subprocess
 import tarfile
@@ -22,6 +26,7 @@ MAX_FILE = 64 << 20
 GIT_SECONDS = 300.0
 
 _TOKEN = re.compile(r"[A-Za-z_]\w*|\d+(?:\.\d+)?|\"[^\"\n]*\"|'[^'\n]*'|[^\s\w]")
+_INLINE_MAP = re.compile(rb"sourceMappingURL=data:application/json[^,\s]*;base64,([A-Za-z0-9+/=]+)")
 _CONSTANT = re.compile(r"\"([^\"\n]*)\"|'([^'\n]*)'")
 
 
@@ -75,7 +80,7 @@ def contents(root: Path) -> Iterator[tuple[str, bytes]]:
         elif path.is_file() and path.stat().st_size <= MAX_FILE:
             data = path.read_bytes()
             yield name, data
-            yield from ((f"{name}!{member}", content) for member, content in _members(data))
+            yield from ((f"{name}!{member}", content) for member, content in (*_members(data), *_mapped(data)))
 
 
 def _members(data: bytes) -> Iterable[tuple[str, bytes]]:
@@ -102,6 +107,26 @@ def _members(data: bytes) -> Iterable[tuple[str, bytes]]:
     ):
         return []  # no archive after all, or one that nobody can open
     return []
+
+
+def _mapped(data: bytes) -> Iterable[tuple[str, bytes]]:
+    """The sources that a source map holds, be it a file or at the end of a script; as JSON text they hide."""
+    if b'"sourcesContent"' in data[:MAX_FILE] and data.lstrip()[:1] == b"{":
+        maps = [data]
+    else:
+        maps = []
+        for found in _INLINE_MAP.finditer(data):
+            with contextlib.suppress(binascii.Error):
+                maps.append(base64.b64decode(found[1], validate=True))
+    for text in maps:
+        try:
+            held = json.loads(text)
+            contents = held["sourcesContent"] if isinstance(held, dict) else ()
+            yield from (
+                (str(i), c.encode("utf-8", "surrogatepass")) for i, c in enumerate(contents) if isinstance(c, str)
+            )
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
 
 
 def git_objects(repository: Path) -> Iterator[tuple[str, bytes]]:

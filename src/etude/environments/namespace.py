@@ -371,6 +371,7 @@ class NamespaceSandbox:
 def limits_of(limits: Limits) -> dict[str, float]:
     return {
         "memory": limits.memory_mb << 20,
+        "addresses": (limits.addresses_mb or limits.memory_mb) << 20,
         "processes": limits.processes,
         "disk": limits.disk_mb << 20,
         "seconds": limits.seconds,

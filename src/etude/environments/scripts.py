@@ -1,4 +1,4 @@
-"""Test runs of JavaScript: node:test, mocha and tape, each test file in a process and a box of its own.
+"""Test runs of JavaScript and TypeScript: node:test, mocha, tape, jest and vitest, each test file in a box of its own.
 
 Node has no fork and no hot template, so a run is a live box that starts `inside/suite.mjs`. What it reports comes over
 the box's terminal, which its first process drains: written once, it cannot be changed, and without the one-time word
@@ -16,7 +16,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +26,24 @@ from etude.environments.inside.root import RUNNER, WORKSPACE
 
 if TYPE_CHECKING:
     from etude.environments.namespace import NamespaceSandbox
+    from etude.environments.shell import Shell
 
-SUFFIXES = (".js", ".mjs", ".cjs")
+SUFFIXES = (".js", ".mjs", ".cjs", ".jsx", ".ts", ".mts", ".cts", ".tsx")
 MAX_TESTS = 2000  # of one file
 LEARN_SECONDS = 60.0
 RESULTS = ".results"
+ERRORS = ".errors"
+CALLED = ".called"  # numbers of functions, a line each, that traced sources write
+START_SECONDS = 10.0  # for those that compile what they run, on a machine with other work
+ADDRESSES_MB = 65_536  # compilers, WebAssembly among them, reserve far more addresses than they use memory
 _TEST_FOLDERS = frozenset({"test", "tests", "__tests__", "spec"})
 _MODULE = re.compile(r"^\s*(?:import\b(?!\s*\()|export\b)", re.MULTILINE)
 _EQUAL = frozenset({"equal", "equals", "strictEqual", "deepEqual", "deepStrictEqual", "eql", "is", "same", "be",
-                    "toBe", "toEqual", "toStrictEqual"})  # fmt: skip
+                    "toBe", "toEqual", "toStrictEqual", "toMatchObject", "toHaveLength", "toContain", "toBeCloseTo",
+                    "toMatchInlineSnapshot"})  # fmt: skip
+_TEST = re.compile(r"(?<![.\w])(?:describe|context|suite|it|test|specify|tape)(?:\.\w+)*\s*[(`]|\btap\.test\(")
+_RUNNERS = re.compile(r"\b(vitest|jest|mocha)\b")
+_STANDARD = frozenset({"import", "require", "default", "types", "node", "browser", "module", "deno", "bun"})
 _MESSAGE = 160
 
 
@@ -48,17 +57,48 @@ def is_test_file(path: str) -> bool:
     pure = PurePosixPath(path)
     if not path.endswith(SUFFIXES):
         return False
-    marked = re.search(r"(^|[._-])(test|tests|spec)\.[cm]?js$", pure.name) is not None
+    marked = re.search(r"(^|[._-])(test|tests|spec)\.[cm]?[jt]sx?$", pure.name) is not None
     inside = _TEST_FOLDERS.intersection(pure.parts[:-1]) and not {"helpers", "fixtures", "support"} & set(pure.parts)
+    if re.search(r"(\.d|[-.]test-d)\.[cm]?tsx?$", pure.name):  # types alone
+        return False
     return marked or bool(inside)
 
 
-def framework(text: str) -> str:
-    """Which of the frameworks a test file is written for; mocha's needs no import."""
-    for name, pattern in (("node", r"['\"]node:test['\"]"), ("tape", r"['\"]tape['\"]")):
-        if re.search(rf"(?:require\(|from\s+|import\s+){pattern}", text):
+def holds_tests(path: str, text: str) -> bool:
+    """Whether a test file defines tests; what else lies in folders of tests are helpers."""
+    return is_test_file(path) and _TEST.search(text) is not None
+
+
+def framework(text: str, package: Mapping[str, Any]) -> str:
+    """Which of the frameworks a test file is written for: what it imports, else what its package.json names first."""
+    imported = (("node", "node:test"), ("tape", "tape"), ("vitest", "vitest"), ("jest", "@jest/globals"))
+    for name, module in imported:
+        if re.search(rf"(?:require\(|from\s+|import\s+)['\"]{module}['\"]", text):
             return name
-    return "mocha"
+    commands = package.get("scripts", {})
+    named = [commands.get("test", ""), *commands.values(), *package.get("devDependencies", ())]
+    found = _RUNNERS.search("\n".join(map(str, named)))
+    return found.group(1) if found else "mocha"
+
+
+def package(repository: Path) -> dict[str, Any]:
+    """What a repository's package.json says; empty if it cannot be read."""
+    try:
+        found = json.loads((repository / "package.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def conditions(exports: object) -> list[str]:
+    """Names under which a package.json exports its TypeScript sources, for tests that import the package by name."""
+    found: list[str] = []
+    for key, value in exports.items() if isinstance(exports, dict) else ():
+        if isinstance(value, str):
+            source = re.search(r"\.[cm]?tsx?$", value) and not re.search(r"\.d\.[cm]?ts$", value)
+            found += [key] if source and not key.startswith(".") and key not in _STANDARD else []
+        found += conditions(value)
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -71,6 +111,14 @@ class Said:
     timed_out: bool
 
 
+@dataclass
+class Trace:
+    """What a run left behind: numbers in CALLED, and what was printed on the error stream."""
+
+    called: frozenset[int] = frozenset()
+    printed: str = ""
+
+
 @dataclass(frozen=True)
 class Twin:
     """A test file with wrong expectations, and the tests that the pristine library fails because of them."""
@@ -79,35 +127,38 @@ class Twin:
     tells: frozenset[str]
 
 
-def guarded(text: str) -> tuple[str, dict[str, str]]:
-    """A test file with sentinels at its end, and their outcomes by name."""
+def guarded(text: str, kind: str) -> tuple[str, dict[str, str]]:
+    """A test file of the framework `kind` with sentinels at its end, and their outcomes by name."""
     wrong, right = secrets.token_hex(8), secrets.token_hex(8)
     one, two = secrets.SystemRandom().sample(range(10_000), 2)
-    module = _MODULE.search(text) is not None
-    kind, mark = framework(text), f"s{secrets.token_hex(4)}"
+    module = kind == "vitest" or _MODULE.search(text) is not None
+    check, test = (f"s{secrets.token_hex(4)}" for _ in range(2))
 
-    def bring(name: str, source: str) -> str:
-        return f"import {name} from '{source}';" if module else f"const {name} = require('{source}');"
+    def bring(names: str, source: str) -> str:
+        if module:
+            return f"import {names} from '{source}';\n"
+        return f"const {names.replace(' as ', ': ').removeprefix('*: ')} = require('{source}');\n"
 
-    assertion = f"{bring(mark + 'a', 'node:assert')}\n"
+    brought = {
+        "node": bring(f"{{ test as {test} }}", "node:test"),
+        "tape": bring(test, "tape"),
+        "jest": bring(f"{{ it as {test} }}", "@jest/globals"),
+        "vitest": bring(f"{{ it as {test} }}", "vitest"),
+        "mocha": f"const {test} = globalThis.it ?? globalThis.test;\n",
+    }[kind] + bring(f"* as {check}", "node:assert")
     checks = ((wrong, one, two), (right, one, one))
-    if kind == "mocha":
-        calls = [f"it('{name}', () => {{ {mark}a.strictEqual({a}, {b}) }});" for name, a, b in checks]
-    elif kind == "tape":
-        assertion = f"{bring(mark + 't', 'tape')}\n"
-        calls = [f"{mark}t('{name}', (t) => {{ t.equal({a}, {b}); t.end() }});" for name, a, b in checks]
+    if kind == "tape":
+        calls = [f"{test}('{name}', (t) => {{ t.equal({a}, {b}); t.end() }});" for name, a, b in checks]
     else:
-        assertion += f"{bring(mark + 't', 'node:test')}\n"
-        calls = [f"{mark}t('{name}', () => {{ {mark}a.strictEqual({a}, {b}) }});" for name, a, b in checks]
-    if not module:  # a block of its own: no name of the file is taken
-        calls = ["{", assertion, *calls, "}"]
-        assertion = ""
-    return f"{text}\n;{assertion}" + "\n".join(calls) + "\n", {wrong: "failed", right: "passed"}
+        calls = [f"{test}('{name}', () => {{ {check}.strictEqual({a}, {b}) }});" for name, a, b in checks]
+    added = brought + "\n".join(calls)
+    added = added if module else f"{{\n{added}\n}}"  # a block of its own: no name of the file is taken
+    return f"{text}\n;{added}\n", {wrong: "failed", right: "passed"}
 
 
-def contradicted(text: str) -> str | None:
+def contradicted(path: str, text: str) -> str | None:
     """A test file in which the first literal of every expected value is wrong; None if there is none to change."""
-    tree = languages.tree(text, "javascript")
+    tree = languages.tree(text, languages.language_of(path) or "javascript")
     if tree is None:
         return None
     data = text.encode()
@@ -132,6 +183,8 @@ def contradicted(text: str) -> str | None:
 def _literal(node: Any) -> Any:
     """The first number, text or truth value in an expected value that is written out."""
     if node.type in ("number", "string", "true", "false"):
+        return node
+    if node.type == "template_string" and all(child.type in ("`", "string_fragment") for child in node.children):
         return node
     if node.type not in ("array", "object", "pair", "unary_expression"):
         return None
@@ -177,13 +230,15 @@ async def run(
         secrets.SystemRandom().shuffle(copies)
         said: dict[bool, Said] = {}
         for copy, wrong in copies:
-            guard = guarded(copy) if hidden is not None else (copy, {})
+            kind = framework(text, package(image.repository))
+            guard = guarded(copy, kind) if hidden is not None else (copy, {})
             arrived = {**layers, **files}
             said[wrong] = await _run_copy(sandbox, image, arrived, path, guard[0], [*names, *guard[1]], limits)
             for sentinel, expected in guard[1].items():
                 found = said[wrong].tests.get(sentinel, ("missing", ""))[0]
                 everything = all(said[wrong].tests.get(n, ("", ""))[0] == "passed" for n in names)
-                tampered |= found not in (expected, "missing") or (found == "missing" and everything)
+                # A hook of the file can fail every test; what must fail passes by nobody's mistake.
+                tampered |= found != expected and (everything or found == "passed")
             timed_out |= said[wrong].timed_out
             tampered |= said[wrong].forged
             if timed_out:
@@ -209,7 +264,8 @@ def _arriving(hidden: Path | None) -> dict[str, bytes | None]:
     files: dict[str, bytes | None] = {}
     for file in (path for path in hidden.rglob("*") if path.is_file()):
         path = file.relative_to(hidden).as_posix()
-        files[path] = None if is_test_file(path) else file.read_bytes()
+        data = file.read_bytes()
+        files[path] = None if holds_tests(path, data.decode("utf-8", "replace")) else data
     return files
 
 
@@ -230,7 +286,7 @@ async def _twin(sandbox: NamespaceSandbox, image: Image, hidden: Path, path: str
 
 
 async def _try_twin(sandbox: NamespaceSandbox, image: Image, hidden: Path, path: str, text: str) -> Twin | None:
-    wrong = contradicted(text)
+    wrong = contradicted(path, text)
     if wrong is None:
         return None
     said = await _run_copy(sandbox, image, _arriving(hidden), path, wrong, None, Limits(seconds=LEARN_SECONDS))
@@ -238,15 +294,13 @@ async def _try_twin(sandbox: NamespaceSandbox, image: Image, hidden: Path, path:
 
 
 async def listed(
-    sandbox: NamespaceSandbox, image: Image, path: str, coverage: bool
-) -> tuple[Said, list[dict[str, Any]]]:
-    """Every test of a file as it stands in the image, and V8's coverage of the scripts that it ran, if wanted."""
+    sandbox: NamespaceSandbox, image: Image, path: str, layers: Mapping[str, bytes | None]
+) -> tuple[Said, Trace]:
+    """Every test of a file as it stands in the image, whose sources in `layers` write numbers to CALLED."""
     text = _text(image, {}, None, path)
     assert text is not None
-    found: list[dict[str, Any]] = []
-    limits = Limits(seconds=LEARN_SECONDS)
-    said = await _run_copy(sandbox, image, {}, path, text, None, limits, found if coverage else None)
-    return said, found
+    trace = Trace()
+    return await _run_copy(sandbox, image, layers, path, text, None, Limits(seconds=LEARN_SECONDS), trace), trace
 
 
 async def _run_copy(
@@ -257,37 +311,63 @@ async def _run_copy(
     text: str,
     wanted: list[str] | None,
     limits: Limits,
-    coverage: list[dict[str, Any]] | None = None,
+    trace: Trace | None = None,
 ) -> Said:
     """Run a test file under a name that nobody can know, in a box of its own."""
-    pure = PurePosixPath(path)
-    copy = str(pure.with_name(f"{secrets.token_hex(6)}.test{pure.suffix}"))
+    pure, about = PurePosixPath(path), package(image.repository)
+    copy = pure.with_name(f"{secrets.token_hex(6)}.test{pure.suffix}")
+    kind = framework(text, about)
     words = [secrets.token_hex(8) for _ in range(MAX_TESTS + 1 if wanted is None else len(wanted) + 1)]
-    ui = "tdd" if re.search(r"^\s*suite\(", text, re.MULTILINE) else "bdd"
-    config = {"words": words, "wanted": wanted, "file": f"{WORKSPACE}/{copy}", "framework": framework(text), "ui": ui}
-    config["requires"] = []
-    inside = f"{RUNNER}/inside"
-    flags = f"--test-reporter={inside}/report.mjs --test-reporter-destination=stdout"
+    config = {
+        "words": words,
+        "wanted": wanted,
+        "file": f"{WORKSPACE}/{copy}",
+        "framework": kind,
+        "ui": "tdd" if re.search(r"^\s*suite\(", text, re.MULTILINE) else "bdd",
+        "conditions": conditions(about.get("exports")),
+    }
+    flags, compiles = _flags(image, config)
+    seconds = limits.seconds + (START_SECONDS if compiles else 0.0)
+    limits = replace(limits, addresses_mb=ADDRESSES_MB, seconds=seconds)
+    found = _text(image, layers, None, _snapshots(pure))  # with them, a snapshot that is missing is a failure: CI
+    arriving = {**layers, str(copy): text.encode()} | ({_snapshots(copy): found.encode()} if found else {})
     channel = f"3>{RESULTS}" if wanted is None else "3>&1"
-    before = "NODE_V8_COVERAGE=.coverage " if coverage is not None else ""
-    line = f"{before}node {flags} {inside}/suite.mjs {channel} >/dev/null 2>&1"
-    shell = await sandbox.shell(image, {**layers, copy: text.encode()}, limits, plain=True)
+    shell = await sandbox.shell(image, arriving, limits, plain=True)
     try:
         await shell.write("config", json.dumps(config).encode())
         # Read by the shell and gone before the run starts; a command line is too short for it.
-        done = await shell.exec(f'C=$(cat config); rm config; printf %s "$C" | {line}', limits.seconds)
-        output = done.output
-        if wanted is None:
-            try:
-                output = (await shell.read(RESULTS, 4 << 20)).decode("utf-8", "replace")
-            except NotFound:
-                output = ""
-        if coverage is not None:
-            for name in await shell.list(".coverage"):
-                coverage += json.loads(await shell.read(f".coverage/{name}", 64 << 20))["result"]
+        line = f"{'CI=1 ' if found else ''}node {flags} {RUNNER}/inside/suite.mjs {channel} >/dev/null"
+        errors = ERRORS if trace is not None else "/dev/null"
+        done = await shell.exec(f'C=$(cat config); rm config; printf %s "$C" | {line} 2>{errors}', limits.seconds)
+        output = done.output if wanted is not None else await _written(shell, RESULTS)
+        if trace is not None:
+            trace.called = frozenset(map(int, (await _written(shell, CALLED)).split()))
+            trace.printed = await _written(shell, ERRORS)
     finally:
         await shell.close()
     return _listen(output, words, done)
+
+
+def _flags(image: Image, config: Mapping[str, Any]) -> tuple[str, bool]:
+    """(Node's flags, whether something compiles): jest and vitest by themselves, others with tsx, where it is."""
+    flags = [f"--test-reporter={RUNNER}/inside/report.mjs", "--test-reporter-destination=stdout", "--expose-gc"]
+    flags += [f"--conditions={name}" for name in config["conditions"] if re.fullmatch(r"[@\w./-]+", name)]
+    if config["framework"] in ("jest", "vitest"):
+        return " ".join([*flags, "--experimental-vm-modules"]), True
+    compiles = image.site is not None and (image.site / "node_modules/tsx").is_dir()
+    return " ".join([*flags, *(["--import=tsx"] if compiles else [])]), compiles
+
+
+def _snapshots(test: PurePosixPath) -> str:
+    """Where jest and vitest keep the snapshots of a test file."""
+    return str(test.parent / "__snapshots__" / f"{test.name}.snap")
+
+
+async def _written(shell: Shell, path: str) -> str:
+    try:
+        return (await shell.read(path, 4 << 20)).decode("utf-8", "replace")
+    except NotFound:
+        return ""
 
 
 def _listen(output: str, words: Sequence[str], done: ExecResult) -> Said:
@@ -303,7 +383,10 @@ def _listen(output: str, words: Sequence[str], done: ExecResult) -> Said:
             forged = True
             break
         place += 1
-        record = json.loads(rest)
+        try:
+            record = json.loads(rest)
+        except ValueError:  # cut off where the run was killed
+            break
         if "end" in record:
             ended = True
         else:

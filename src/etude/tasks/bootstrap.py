@@ -1,9 +1,10 @@
-"""Find how to install and test a Python repository: goals first, then up to five tries to reach them in a box.
+"""Find how to install and test a repository: goals first, then up to five tries to reach them in a box.
 
 After the two stages of Cursor's environment set-up: goals (commands with an expected outcome) are proposed without
 regard to how they can be reached, then requirements are tried until the goals hold. Both are proposed by rules, or by
-a model behind an OpenAI-compatible URL. Packages are fetched as wheels, which run nothing; all commands run in a box
+a model behind an OpenAI-compatible URL. Packages are fetched in forms that run nothing; all commands run in a box
 without network. Requirements that the last try lacked are added, never guessed: only names that the repository gives.
+This module has what all languages share, and Python's kit; JavaScript's is in `node.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ SUITE_SECONDS = 300.0
 COMMAND_SECONDS = 60.0
 MODEL_SECONDS = 120.0
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?)\b")
+
+
+Missed = tuple[tuple[str, str], ...]  # (command, end of what it printed)
 
 
 @dataclass(frozen=True)
@@ -57,34 +61,65 @@ class Try:
     """`missed` names the goals that do not hold, with the end of what they printed."""
 
     requirements: tuple[str, ...]
-    missed: tuple[tuple[str, str], ...]
+    missed: Missed
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What differs from language to language."""
+
+    language: str
+    given: str  # what a prompt says of the test runner
+    goals: tuple[Goal, ...]  # by rules; the last one, the suite, stays when a model names the others
+    rules: Callable[[Sequence[Try]], tuple[str, ...] | None]  # the next try's requirements
+    usable: Callable[[Iterable[str]], Iterable[str]]  # those of a model's requirements that are plain
+    reach: Callable[[Path, Sequence[str], Sequence[Goal]], Awaitable[Missed]]  # install into a folder, and look
 
 
 async def find(repository: Path, layout: Layout, work: Path, how: str) -> Recipe:
-    """Install what reaches the goals into `work`/site. `how` is "rules" or the URL of a model.
+    """Install what a Python repository needs into `work`/site. `how` is "rules" or the URL of a model.
 
-    Raises UserError with the reason of the last try if none of TRIES does.
+    Raises UserError with the reason of the last try if none of TRIES reaches the goals.
     """
     whole = work / "bootstrap"
     discover.copy(repository, whole, layout.files)
-    goals = tuple(_goals(layout))
+    kit = Kit(
+        language="Python",
+        given="pytest is there",
+        goals=tuple(_goals(layout)),
+        rules=lambda tries: _by_rules(repository, tries),
+        usable=lambda lines: requirements.usable(list(lines)),
+        reach=lambda site, wanted, goals: _reach(whole, site, wanted, goals),
+    )
+    try:
+        return await try_out(repository, work, how, kit)
+    finally:
+        shutil.rmtree(whole)
+
+
+async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> Recipe:
+    """The first of up to TRIES proposals that reaches the goals; its packages are in `work`/site.
+
+    Raises UserError with the reason of the last try if none does.
+    """
+    goals = kit.goals
     if how != "rules":
-        goals = (*_goals_of_model(how, repository)[: MAX_GOALS - 1], goals[-1])
+        goals = (*_goals_of_model(how, repository, kit)[: MAX_GOALS - 1], goals[-1])
     tries: list[Try] = []
     seen: set[tuple[str, ...]] = set()
     try:
         while len(tries) < TRIES:
-            wanted = _by_rules(repository, tries) if how == "rules" else _by_model(how, repository, tries)
+            wanted = kit.rules(tries) if how == "rules" else _by_model(how, repository, tries, kit)
             if wanted is None or wanted in seen:
                 break
             seen.add(wanted)
-            missed = await _reach(whole, work / f"site-{len(tries)}", wanted, goals)
+            missed = await kit.reach(work / f"site-{len(tries)}", wanted, goals)
             tries.append(Try(wanted, missed))
             if not missed:
                 (work / f"site-{len(tries) - 1}").rename(work / "site")
                 return Recipe(wanted, goals, len(tries))
     finally:
-        for folder in (whole, *work.glob("site-*")):
+        for folder in work.glob("site-*"):
             shutil.rmtree(folder)
     command, said = tries[-1].missed[0] if tries else ("", "nothing was proposed")
     raise UserError(f"{repository} is left out after {len(tries)} tries: `{command}` does not hold ({_last(said)}).")
@@ -101,7 +136,7 @@ def _goals(layout: Layout) -> Iterator[Goal]:
     yield Goal(f"{plain} --tb=line", share=SHARE)
 
 
-async def _reach(whole: Path, site: Path, wanted: Sequence[str], goals: Sequence[Goal]) -> tuple[tuple[str, str], ...]:
+async def _reach(whole: Path, site: Path, wanted: Sequence[str], goals: Sequence[Goal]) -> Missed:
     """What does not hold with these requirements: (command, end of its output)."""
     site.mkdir(parents=True)
     try:
@@ -110,7 +145,7 @@ async def _reach(whole: Path, site: Path, wanted: Sequence[str], goals: Sequence
         return (("pip install", str(e)),)
     _leave_metadata(whole, site)
     async with open_sandbox(workers=1, memo=0) as sandbox:
-        said = [(goal.command, await _miss(sandbox, whole, site, goal)) for goal in goals]
+        said = [(goal.command, await miss(sandbox, whole, site, goal)) for goal in goals]
     return tuple((command, text) for command, text in said if text is not None)
 
 
@@ -123,7 +158,7 @@ def _leave_metadata(whole: Path, site: Path) -> None:
         (folder / "METADATA").write_bytes(info.read_bytes())
 
 
-async def _miss(sandbox: Sandbox, whole: Path, site: Path, goal: Goal) -> str | None:
+async def miss(sandbox: Sandbox, whole: Path, site: Path, goal: Goal) -> str | None:
     """None if the goal holds, else the end of what the command printed."""
     seconds = SUITE_SECONDS if goal.share is not None else COMMAND_SECONDS
     box = await sandbox.create(Image(repository=whole, site=site, changes={}), Limits(seconds=seconds))
@@ -155,14 +190,15 @@ def _by_rules(repository: Path, tries: Sequence[Try]) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys([*tries[-1].requirements, *missing])) if missing else None
 
 
-_GOALS_PROMPT = """This is a Python repository. Name up to {count} shell commands that must work once it is installed
-with its test dependencies, each with a regular expression that its output must match. They run in the repository's
-root, without network. Do not say how to install anything. Answer with JSON alone:
+_GOALS_PROMPT = """This is a {language} repository. Name up to {count} shell commands that must work once it is
+installed with its test dependencies, each with a regular expression that its output must match. They run in the
+repository's root, without network. Do not say how to install anything. Answer with JSON alone:
 {{"goals": [{{"command": "...", "expected": "..."}}]}}
 
 {text}"""
-_SETUP_PROMPT = """This is a Python repository. Name the packages of the package index (name and, if needed, version)
-that must be installed so that these commands work; pytest is there. Answer with JSON alone: {{"requirements": ["..."]}}
+_SETUP_PROMPT = """This is a {language} repository. Name the packages of the package index (name and, if needed,
+version) that must be installed so that these commands work; {given}. Answer with JSON alone:
+{{"requirements": ["..."]}}
 
 Commands that must work:
 {goals}
@@ -170,8 +206,9 @@ Commands that must work:
 {text}"""
 
 
-def _goals_of_model(url: str, repository: Path) -> list[Goal]:
-    answer = _ask(url, _GOALS_PROMPT.format(count=MAX_GOALS - 1, text=_described(repository)))
+def _goals_of_model(url: str, repository: Path, kit: Kit) -> list[Goal]:
+    prompt = _GOALS_PROMPT.format(language=kit.language, count=MAX_GOALS - 1, text=_described(repository))
+    answer = _ask(url, prompt)
     goals = []
     for item in answer.get("goals", ()):
         command, expected = str(item.get("command", "")), str(item.get("expected", ""))
@@ -184,19 +221,19 @@ def _goals_of_model(url: str, repository: Path) -> list[Goal]:
     return goals
 
 
-def _by_model(url: str, repository: Path, tries: Sequence[Try]) -> tuple[str, ...]:
+def _by_model(url: str, repository: Path, tries: Sequence[Try], kit: Kit) -> tuple[str, ...]:
     """The next try's requirements; the last try's failures are shown, three of them, as the second stage has it."""
     failed = tries[-1].missed[:3] if tries else ()
     goals = "\n".join(f"$ {command}\nIt printed:\n{said[-1000:]}" for command, said in failed) or "the test suite"
     told = f"{_described(repository)}\nTried: {', '.join(tries[-1].requirements)}" if tries else _described(repository)
-    answer = _ask(url, _SETUP_PROMPT.format(goals=goals, text=told))
-    return tuple(requirements.usable([str(line) for line in answer.get("requirements", ())]))
+    answer = _ask(url, _SETUP_PROMPT.format(language=kit.language, given=kit.given, goals=goals, text=told))
+    return tuple(kit.usable(str(line) for line in answer.get("requirements", ())))
 
 
 def _described(repository: Path) -> str:
     """The list of files, and the beginnings of those that say how the project is installed."""
     files = discover.clean_files(repository)
-    telling = re.compile(r"pyproject\.toml|setup\.(cfg|py)|tox\.ini|.*requirements.*\.txt|README.*")
+    telling = re.compile(r"pyproject\.toml|setup\.(cfg|py)|tox\.ini|.*requirements.*\.txt|README.*|package\.json")
     shown = [f for f in files if telling.fullmatch(f)]
     texts = (f"--- {f}\n{(repository / f).read_text('utf-8', 'replace')[:4000]}" for f in shown)
     return "Files:\n" + "\n".join(files[:300]) + "\n\n" + "\n".join(texts)

@@ -111,7 +111,7 @@ async def _run(plan: _Plan) -> None:
     recipe, callers = None, None
     scripts = [f for f in plan.functions if isinstance(f, JsFunction)]
     if scripts:
-        recipe, callers = await node.prepare(plan.repo, plan.layout, work, scripts)
+        recipe, callers = await node.prepare(plan.repo, plan.layout, work, scripts, options)
         requirements = list(recipe.requirements)
     elif options.bootstrap == "declared":
         requirements = fetch.install_dependencies(plan.repo, work / "site")
@@ -220,7 +220,9 @@ def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> tuple[str, set[str
         everything = {split.base(test) for names in callers.values() for test in names}
         shown = split.visible_half(callers, plan.options.seed) | _uncuttable(plan, everything)
         hidden = everything - shown
-        discover.copy(plan.repo, plan.work / "repository", plan.layout.tests)
+        # Snapshots tell what hidden tests expect.
+        visible = [path for path in plan.layout.tests if not path.endswith(".snap")]
+        discover.copy(plan.repo, plan.work / "repository", visible)
         for path in sorted({test.split("::")[0] for test in hidden}):
             target = plan.work / "repository" / path
             text = target.read_text(encoding="utf-8")
@@ -238,8 +240,8 @@ def _uncuttable(plan: _Plan, tests: Iterable[str]) -> set[str]:
         by_file.setdefault(test.split("::")[0], set()).add(test)
     for path, names in by_file.items():
         if is_script(path):
-            known = {f"{path}::{name}" for name in javascript.titles((plan.repo / path).read_text("utf-8", "replace"))}
-            found |= names - known
+            text = (plan.repo / path).read_text("utf-8", "replace")
+            found |= names - {f"{path}::{name}" for name in javascript.titles(path, text)}
     return found
 
 

@@ -53,6 +53,7 @@ def datacard(manifest: Manifest, tasks: Sequence[Task], history: History) -> str
         "each task is decided by those that call its function "
         f"(at most {manifest.options['test_cap']} that must "
         f"start to pass, {manifest.options['test_cap']} that must keep passing).\n",
+        *_covered(tasks),
         _unstable(history.unstable),
         "## Gates\n",
         f"Functions found: {history.functions}; {history.eligible} within the limits on lines; {history.covered} of "
@@ -83,6 +84,18 @@ def _environment(recipe: Recipe | None) -> list[str]:
         return []
     goals = "".join(f"- `{goal.command[:120]}`\n" for goal in recipe.goals)
     return ["## Environment\n", f"Found at try {recipe.tries}. These commands hold in a box:\n\n{goals}"]
+
+
+def _covered(tasks: Sequence[Task]) -> list[str]:
+    """Of tasks of JavaScript, which say how much of their tests has a twin."""
+    shares = [task.difficulty["covered"] for task in tasks if "covered" in task.difficulty]
+    if not shares:
+        return []
+    none = sum(share == 0 for share in shares)
+    mean = sum(shares) / len(shares)
+    return [
+        f"Beside a twin with wrong expectations run {mean:.0%} of a task's tests on average; of {none} tasks, none.\n"
+    ]
 
 
 def _unstable(tests: Sequence[str]) -> str:

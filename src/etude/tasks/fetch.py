@@ -74,7 +74,8 @@ def npm(arguments: list[str], folder: Path, timeout: float) -> None:
         raise UserError(f"npm {arguments[0]} took over {timeout:.0f} s; check the network.") from None
     if done.returncode != 0:
         reason = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["no message"]
-        raise UserError(f"npm {arguments[0]} failed ({reason[0].strip()[:200]}); check the network and the package.")
+        said = "; ".join(line.strip()[:200] for line in reason[:2])
+        raise UserError(f"npm {arguments[0]} failed ({said}); check the network and the package.")
 
 
 def unpack(archive: Path, sha256: str, into: Path) -> Path:

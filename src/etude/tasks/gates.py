@@ -163,7 +163,8 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
             "p2p": float(len(p2p)),
             "visible_fails": float(visible_fails),
             "leak": round(candidate.leak, 3),
-        },
+        }
+        | ({"covered": round(report.covered, 3)} if is_script(function.path) else {}),
         licence=bench.licence,
     )
 

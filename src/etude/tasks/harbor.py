@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from etude.edits.languages import language_of
 from etude.environments.scripts import is_script
 from etude.errors import UserError
 from etude.records import Budget, Focus, Task
@@ -228,7 +229,7 @@ def _task_toml(task: Task) -> str:
             "name": f"etude/{task.id}",
             "version": "1",
             "description": f"{task.instruction} ({task.repository})",
-            "keywords": ["javascript" if is_script(task.function) else "python", task.kind, task.operator],
+            "keywords": [language_of(task.focus.path) or "python", task.kind, task.operator],
         },
         "metadata.etude": etude,
         "agent": {"timeout_sec": 600.0, **network},

@@ -1,19 +1,21 @@
-"""JavaScript repositories: where code and tests are, and functions to break, by tree-sitter (the extra `apply`).
+"""JavaScript and TypeScript: where code and tests are, and functions to break, by tree-sitter (the extra `apply`).
 
 Every mutant parses, has another tree, and leaves the text outside of the edited spans as it was.
 """
 
 from __future__ import annotations
 
+import posixpath
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.edits import languages
-from etude.environments.scripts import SUFFIXES, is_test_file
+from etude.environments import scripts
+from etude.environments.scripts import is_test_file
 from etude.errors import UserError
 from etude.tasks import discover
 from etude.tasks.discover import Layout, Unit
@@ -22,12 +24,19 @@ from etude.tasks.options import BuildOptions
 
 _FUNCTIONS = ("function_declaration", "function_expression", "arrow_function", "method_definition",
               "generator_function_declaration", "generator_function")  # fmt: skip
+_CLASSES = ("class_declaration", "abstract_class_declaration", "class")
+_NAMED = (("variable_declarator", "name"), ("assignment_expression", "left"), ("pair", "key"),
+          ("field_definition", "property"), ("public_field_definition", "name"))  # fmt: skip
 _BRANCHES = ("if_statement", "for_statement", "for_in_statement", "while_statement", "do_statement", "switch_case",
              "catch_clause", "ternary_expression")  # fmt: skip
 _NOT_CODE = frozenset(
     ("docs", "doc", "examples", "example", "benchmark", "benchmarks", "bench", "scripts", "tools", "types")
 )
-_NOT_FILES = re.compile(r"(\.config|\.conf|\.min|rollup.*|Gruntfile|gulpfile|example|bench(mark)?)\.[cm]?js$|^\.")
+_NOT_FILES = re.compile(
+    r"(\.config|\.conf|\.min|rollup.*|Gruntfile|gulpfile|example|bench(mark)?|\.d|-d)\.[cm]?[jt]sx?$|^\."
+)
+_CACHES = frozenset((".swc", ".turbo", ".parcel-cache", ".next", ".nyc_output", ".rollup.cache", ".vite", ".tsbuild"))
+_TYPED = re.compile(r"(?<!\.d)\.[cm]?tsx?$")
 _FLIP = FLIP | {"===": "!==", "!==": "===", "&&": "||", "||": "&&"}
 _CHANGE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "+": "*", "-": "+", "*": "+", "/": "%", "%": "*"}
 
@@ -53,9 +62,9 @@ def is_repository(repository: Path) -> bool:
 
 def layout(repository: Path) -> Layout:
     """Code and tests of an npm package. Raises UserError if there is no code, or no parser for it."""
-    if not languages.has_syntax("javascript"):
+    if not languages.has_syntax("typescript") or not languages.has_syntax("javascript"):
         raise UserError("JavaScript needs tree-sitter; install etude with the extra `apply`.")
-    files = discover.clean_files(repository)
+    files = _without_builds(repository, discover.clean_files(repository))
     tests = tuple(f for f in files if _belongs_to_tests(f))
     sources = tuple(f for f in files if f not in set(tests) and _is_source(f))
     if not sources:
@@ -64,20 +73,78 @@ def layout(repository: Path) -> Layout:
     return Layout(python_path=(), source_roots=roots, sources=sources, tests=tests, files=files)
 
 
+def typed(path: str) -> bool:
+    """Whether a file is TypeScript that holds code, not types alone."""
+    return _TYPED.search(path) is not None
+
+
+def _without_builds(repository: Path, files: Sequence[str]) -> tuple[str, ...]:
+    """The files but source maps, caches, and what was compiled from the repository's TypeScript: answers to copy.
+
+    A compiled file lies in a folder that package.json exports or a tsconfig compiles into, or repeats a name.
+    """
+    kept = [f for f in files if not f.endswith(".map") and not _CACHES.intersection(PurePosixPath(f).parts)]
+    code = {f for f in kept if typed(f) and _is_source(f) and not _belongs_to_tests(f)}
+    if not code:
+        return tuple(kept)
+    targets = [target for target in _targets(repository, kept) if not target.startswith("..")]
+    folders = {t.partition("/")[0] for t in targets if "/" in t or "." not in t}
+    folders -= {PurePosixPath(f).parts[0] for f in kept if typed(f)}
+    # Beside their sources; or in the root, where the tree of the sources is repeated.
+    stems = {_stem(f) for f in code} | {_stem(f).partition("/")[2] for f in code}
+
+    def built(path: str) -> bool:
+        script = re.search(r"\.([cm]?jsx?|d\.[cm]?ts)$", path) is not None
+        return PurePosixPath(path).parts[0] in folders or (script and _stem(path) in stems)
+
+    return tuple(f for f in kept if not built(f))
+
+
+def _stem(path: str) -> str:
+    return re.sub(r"(\.d)?\.[cm]?[jt]sx?$", "", path)
+
+
+def _targets(repository: Path, files: Sequence[str]) -> Iterator[str]:
+    """Paths that package.json gives to those who import the package, and folders that tsconfigs compile into."""
+    about = scripts.package(repository)
+    pending: list[object] = [
+        about.get(key) for key in ("main", "module", "browser", "types", "typings", "bin", "exports")
+    ]
+    while pending:
+        value = pending.pop()
+        pending += list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+        if isinstance(value, str) and "*" not in value and value != "./package.json":
+            yield posixpath.normpath(value)
+    for path in files:
+        if re.fullmatch(r"tsconfig[\w.-]*\.json", path):
+            text = (repository / path).read_text("utf-8", "replace")
+            for value in re.findall(r'"(?:outDir|declarationDir)"\s*:\s*"([^"]+)"', text):
+                yield posixpath.normpath(value) + "/_"
+
+
 def _belongs_to_tests(path: str) -> bool:
-    folders = {"test", "tests", "__tests__", "spec"}
+    folders = {"test", "tests", "__tests__", "spec", "__mocks__", "__snapshots__", "__fixtures__"}
     return is_test_file(path) or bool(folders.intersection(PurePosixPath(path).parts[:-1]))
 
 
 def _is_source(path: str) -> bool:
     pure = PurePosixPath(path)
-    return path.endswith(SUFFIXES) and not _NOT_CODE.intersection(pure.parts[:-1]) and not _NOT_FILES.search(pure.name)
+    return (
+        path.endswith(scripts.SUFFIXES)
+        and not _NOT_CODE.intersection(pure.parts[:-1])
+        and not _NOT_FILES.search(pure.name)
+    )
+
+
+def tree(path: str, text: str) -> Any:
+    """The tree of a script that parses, by the ending of its path; else None."""
+    return languages.tree(text, languages.language_of(path) or "javascript")
 
 
 def functions(path: str, text: str) -> list[JsFunction]:
     """Functions and methods that have a name of their own in the module; none of a file that does not parse."""
-    tree = languages.tree(text, "javascript")
-    if tree is None:
+    whole = tree(path, text)
+    if whole is None:
         return []
     found: list[JsFunction] = []
 
@@ -87,12 +154,15 @@ def functions(path: str, text: str) -> list[JsFunction]:
         if name and body is not None and body.type == "statement_block":
             found.append(_function(path, node, body, prefix + name))
             return  # what is nested belongs to it
-        if node.type in ("class_declaration", "class") and (label := node.child_by_field_name("name")) is not None:
+        if (
+            node.type in ("class_declaration", "abstract_class_declaration", "class")
+            and (label := node.child_by_field_name("name")) is not None
+        ):
             prefix = f"{prefix}{label.text.decode()}."
         for child in node.children:
             visit(child, prefix)
 
-    visit(tree.root_node, "")
+    visit(whole.root_node, "")
     names = [function.qualname for function in found]
     return [function for function in found if names.count(function.qualname) == 1]
 
@@ -105,7 +175,7 @@ def _name(node: Any) -> str:
     parent = node.parent
     if node.type not in ("function_expression", "arrow_function", "generator_function"):
         return own.text.decode() if own is not None else ""
-    for kind, field in (("variable_declarator", "name"), ("assignment_expression", "left"), ("pair", "key")):
+    for kind, field in _NAMED:
         if parent is not None and parent.type == kind:
             text = parent.child_by_field_name(field).text.decode()
             text = text.removeprefix("module.exports.").removeprefix("exports.").replace(".prototype.", ".")
@@ -249,9 +319,9 @@ OPERATORS: dict[str, Operator] = {
 def broken(source: str, function: JsFunction, options: BuildOptions) -> list[Broken]:
     """Broken versions of a function in a seeded order in which operators take turns; its removal among them."""
     rng = random.Random(f"{options.seed} {function.id}")
-    tree = languages.tree(source, "javascript")
-    assert tree is not None
-    inside = [n for n in walk(tree.root_node) if function.body[0] < n.start_byte and n.end_byte < function.body[1]]
+    whole = tree(function.path, source)
+    assert whole is not None
+    inside = [n for n in walk(whole.root_node) if function.body[0] < n.start_byte and n.end_byte < function.body[1]]
     tables: list[list[Broken]] = []
     seen: set[str] = set()
     for name, operator in OPERATORS.items():
@@ -294,9 +364,8 @@ def _apply(source: str, function: JsFunction, operator: str, edits: tuple[Edit, 
     for edit in ordered:
         whole = whole[: edit.start] + edit.text + whole[edit.end :]
     snippet = whole[start : end + len(whole) - len(data)].decode()
-    if not languages.parses(whole.decode(), "javascript") or languages.same_syntax(
-        whole.decode(), source, "javascript"
-    ):
+    language = languages.language_of(function.path) or "javascript"
+    if not languages.parses(whole.decode(), language) or languages.same_syntax(whole.decode(), source, language):
         return None
     return Mutant(
         operator=operator,
@@ -317,10 +386,10 @@ def _with_its_lines(data: bytes, edit: Edit) -> Edit:
     return Edit(line, stop + 1, b"") if alone else edit
 
 
-def without_tests(text: str, hidden: set[str]) -> str:
+def without_tests(path: str, text: str, hidden: set[str]) -> str:
     """A test file without the calls that define the `hidden` tests ("outer > inner")."""
-    tree = languages.tree(text, "javascript")
-    if tree is None:
+    whole = tree(path, text)
+    if whole is None:
         return ""  # what cannot be cut is not shown
     gone: list[tuple[int, int]] = []
 
@@ -334,7 +403,7 @@ def without_tests(text: str, hidden: set[str]) -> str:
         for child in node.children:
             visit(child, prefix)
 
-    visit(tree.root_node, "")
+    visit(whole.root_node, "")
     data = text.encode()
     for start, end in reversed(gone):
         line, stop = data.rfind(b"\n", 0, start) + 1, data.find(b"\n", end)
@@ -343,9 +412,9 @@ def without_tests(text: str, hidden: set[str]) -> str:
     return data.decode()
 
 
-def titles(text: str) -> set[str]:
+def titles(path: str, text: str) -> set[str]:
     """Names ("outer > inner") of the tests that `without_tests` can take out."""
-    tree = languages.tree(text, "javascript")
+    whole = tree(path, text)
     found: set[str] = set()
 
     def visit(node: Any, prefix: str) -> None:
@@ -356,8 +425,8 @@ def titles(text: str) -> set[str]:
         for child in node.children:
             visit(child, prefix)
 
-    if tree is not None:
-        visit(tree.root_node, "")
+    if whole is not None:
+        visit(whole.root_node, "")
     return found
 
 

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from etude.environments import scripts
 from etude.environments.base import Image
+from etude.environments.inside.root import WORKSPACE
 from etude.environments.namespace import NamespaceSandbox, open_sandbox
 from etude.errors import UserError
-from etude.tasks import discover, fetch
-from etude.tasks.bootstrap import SHARE, Goal, Recipe
+from etude.tasks import bootstrap, discover, fetch, javascript
+from etude.tasks.bootstrap import SHARE, Goal, Kit, Missed, Recipe, Try
 from etude.tasks.discover import Layout
 from etude.tasks.javascript import JsFunction
+from etude.tasks.options import BuildOptions
 
 NPM_SECONDS = 300.0
 LINK = ("node_modules", "/site/node_modules")  # in the repository: where Node looks for packages, and where they are
-_FRAMEWORKS = ("mocha", "tape")
+_SETTINGS = re.compile(r"(jest|vitest|vite|babel)[\w.-]*\.[cm]?[jt]s|tsconfig[\w.-]*\.json|\.(babel|mocha|swc)rc.*")
+_QUOTED = re.compile(r"['\"]((?:@[\w.-]+/)?[\w.-]+)(?:/[\w./-]+)?['\"]")
+_PACKAGE = re.compile(r"((?:@[a-z0-9._-]+/)?[a-z0-9._-]+)(?:@([^\s:/]+(?: [^\s:/]+)*))?", re.IGNORECASE)
 
 
 def is_link(path: Path) -> bool:
@@ -29,87 +33,158 @@ def is_link(path: Path) -> bool:
 
 
 async def prepare(
-    repository: Path, layout: Layout, work: Path, functions: Sequence[JsFunction]
+    repository: Path, layout: Layout, work: Path, functions: Sequence[JsFunction], options: BuildOptions
 ) -> tuple[Recipe, dict[str, set[str]]]:
     """(how it was installed into `work`/site, function id -> tests that call it).
 
-    Two tries: with the development packages that the tests import, then with all of them. Raises UserError with the
-    reason if fewer than SHARE of the tests pass.
+    Raises UserError with the reason if no try makes SHARE of the tests pass.
     """
     whole = work / "whole"
     discover.copy(repository, whole, layout.files)
     (whole / LINK[0]).symlink_to(LINK[1])
-    modules = [path for path in layout.tests if scripts.is_test_file(path)]
-    reason = "it has no test files"
-    for number, wanted in enumerate(_proposals(repository, layout)):
-        site = work / f"site-{number}"
+    modules = [path for path in layout.tests if scripts.holds_tests(path, (whole / path).read_text("utf-8", "replace"))]
+    if options.max_test_files is not None and len(modules) > options.max_test_files:
+        modules = sorted(random.Random(options.seed).sample(modules, options.max_test_files))
+    callers: dict[str, set[str]] = {}
+
+    async def reach(site: Path, wanted: Sequence[str], goals: Sequence[Goal]) -> Missed:
         try:
-            _install(wanted, site)
+            _install(wanted, site, scripts.package(repository).get("name"))
         except UserError as e:
-            reason = str(e).rstrip(".")
-            shutil.rmtree(site)
-            continue
+            return (("npm install", str(e)),)
         async with open_sandbox(workers=1, memo=0) as sandbox:
-            passed, ran, callers = await _trace(sandbox, Image(whole, site, {}), modules, functions)
-        if ran and passed >= SHARE * ran:
-            site.rename(work / "site")
-            goal = Goal(
-                f"{len(modules)} test files under {', '.join(sorted(_used_frameworks(whole, modules)))}", share=SHARE
-            )
-            return Recipe(tuple(f"{name}@{version}" for name, version in wanted.items()), (goal,), number + 1), callers
-        reason = f"{passed} of {ran} tests pass"
-        shutil.rmtree(site)
-    raise UserError(f"{repository} is left out: {reason}; node:test, mocha and tape are understood.")
+            said = [(goal.command, await bootstrap.miss(sandbox, whole, site, goal)) for goal in goals[:-1]]
+            passed, ran, printed, found = await _trace(sandbox, Image(whole, site, {}), modules, functions)
+        callers.clear()
+        callers.update(found)
+        few = not ran or passed < SHARE * ran
+        said.append((goals[-1].command, f"{printed}\n{passed} of {ran} tests pass" if few else None))
+        return tuple((command, text) for command, text in said if text is not None)
 
-
-def _used_frameworks(whole: Path, modules: Sequence[str]) -> set[str]:
-    return {scripts.framework((whole / path).read_text("utf-8", "replace")) for path in modules}
-
-
-def _proposals(repository: Path, layout: Layout) -> Iterator[dict[str, str]]:
-    package: dict[str, Any] = json.loads((repository / "package.json").read_text("utf-8"))
-    needed = {**package.get("dependencies", {}), **package.get("peerDependencies", {})}
-    development: dict[str, str] = package.get("devDependencies", {})
-    text = "\n".join(
-        (repository / path).read_text("utf-8", "replace") for path in layout.tests if path.endswith(scripts.SUFFIXES)
+    kit = Kit(
+        language="JavaScript",
+        given="packages of npm are meant, as name@range; their scripts do not run",
+        goals=tuple(_goals(whole, layout, modules)),
+        rules=lambda tries: _by_rules(whole, layout, modules, tries),
+        usable=lambda lines: [line for line in lines if _PACKAGE.fullmatch(line)],
+        reach=reach,
     )
-    imported = set(re.findall(r"(?:require\(|from\s+|import\s+|import\()\s*['\"]((?:@[\w.-]+/)?[\w.-]+)", text))
-    used = {name: version for name, version in development.items() if name in imported or name in _FRAMEWORKS}
-    yield needed | used
-    if set(development) - set(used):
-        yield needed | development
+    how = "rules" if options.bootstrap == "declared" else options.bootstrap
+    return await bootstrap.try_out(repository, work, how, kit), callers
 
 
-def _install(wanted: Mapping[str, str], site: Path) -> None:
-    """Packages of the registry below `site`/node_modules; their scripts do not run."""
+def _goals(whole: Path, layout: Layout, modules: Sequence[str]) -> Iterator[Goal]:
+    """What the package gives to those who import it can be imported, if it is no build; and the suite passes."""
+    entry = str(scripts.package(whole).get("main", "index.js")).removeprefix("./")
+    if entry in layout.sources and not javascript.typed(entry):
+        yield Goal(f"node -e \"import('./{entry}')\"")
+    used = sorted({_framework(whole, path) for path in modules})
+    yield Goal(f"{len(modules)} test files under {', '.join(used)}", share=SHARE)
+
+
+def _framework(whole: Path, path: str) -> str:
+    return scripts.framework((whole / path).read_text("utf-8", "replace"), scripts.package(whole))
+
+
+def _by_rules(whole: Path, layout: Layout, modules: Sequence[str], tries: Sequence[Try]) -> tuple[str, ...] | None:
+    """The next try's packages: the last one's without what npm has not and with what a run could not find; else those
+    that tests and settings name; else all."""
+    proposals = list(_proposals(whole, layout, modules))
+    if tries:
+        proposals.insert(0, _mended(whole, layout, tries[-1]))
+    for wanted in proposals:
+        plain = tuple(f"{name}@{version}" for name, version in wanted.items() if not re.search(r"[:/]", version))
+        if all(plain != old.requirements for old in tries):
+            return plain
+    return None
+
+
+def _proposals(whole: Path, layout: Layout, modules: Sequence[str]) -> Iterator[dict[str, str]]:
+    about = scripts.package(whole)
+    needed = {**about.get("dependencies", {}), **about.get("peerDependencies", {})}
+    development: dict[str, str] = about.get("devDependencies", {})
+    read = [
+        f for f in layout.files if (f in set(layout.tests) and f.endswith(scripts.SUFFIXES)) or _SETTINGS.fullmatch(f)
+    ]
+    text = "\n".join((whole / path).read_text("utf-8", "replace") for path in read)
+    own = json.dumps({key: value for key, value in about.items() if key in ("jest", "babel", "mocha")})
+    named = set(_QUOTED.findall(text + own))
+    used = {_framework(whole, path) for path in modules} - {"node"}
+    if not used & {"jest", "vitest"} and any(map(javascript.typed, (*layout.sources, *modules))):
+        used.add("tsx")
+    if "ts-jest" in named:
+        used.add("typescript")
+    runners = {name: development.get(name, "*") for name in sorted(used)}
+    yield needed | {name: version for name, version in development.items() if name in named} | runners
+    yield needed | development | runners
+
+
+def _mended(whole: Path, layout: Layout, last: Try) -> dict[str, str]:
+    """Only packages that the repository imports by name are added."""
+    said = "\n".join(text for _, text in last.missed)
+    refused = re.findall(r"No matching version found for (\S+?)@|'((?:@[\w.-]+/)?[\w.-]+)@[^']*' is not in this", said)
+    gone = {name for pair in refused for name in pair}
+    wanted = {m[1]: m[2] or "*" for line in last.requirements if (m := _PACKAGE.fullmatch(line)) and m[1] not in gone}
+    lacking = set(re.findall(r"Cannot find (?:module|package) '((?:@[\w.-]+/)?[\w.-]+)", said)) - set(wanted)
+    code = (f for f in layout.files if f.endswith(scripts.SUFFIXES) or _SETTINGS.fullmatch(f))
+    known = {name for f in code if lacking for name in _QUOTED.findall((whole / f).read_text("utf-8", "replace"))}
+    development = scripts.package(whole).get("devDependencies", {})
+    return wanted | {name: development.get(name, "*") for name in sorted(lacking & (known | set(development)))}
+
+
+def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
+    """Packages ("name@range") of the registry below `site`/node_modules; their scripts do not run.
+
+    The repository's `own` package would be an answer to copy, and a cache might hold one.
+    """
     (site / "node_modules").mkdir(parents=True)
-    plain = {name: version for name, version in wanted.items() if not re.search(r"[:/]", version)}
-    (site / "package.json").write_text(json.dumps({"private": True, "dependencies": plain}))
-    if not plain:
+    pairs = [m for line in wanted if (m := _PACKAGE.fullmatch(line)) and m[1] != own]
+    (site / "package.json").write_text(
+        json.dumps({"private": True, "dependencies": {m[1]: m[2] or "*" for m in pairs}})
+    )
+    if not pairs:
         return
-    fetch.npm(["install", "--ignore-scripts", "--omit=optional", "--legacy-peer-deps"], site, NPM_SECONDS)
-    shutil.rmtree(site / "node_modules/.bin", ignore_errors=True)  # links; nothing in a box calls them
+    fetch.npm(["install", "--ignore-scripts", "--legacy-peer-deps"], site, NPM_SECONDS)
+    modules = site / "node_modules"
+    for folder in (modules / ".bin", modules / ".cache", *([modules / own] if own else [])):
+        shutil.rmtree(folder, ignore_errors=True)  # of .bin: links; nothing in a box calls them
 
 
 async def _trace(
     sandbox: NamespaceSandbox, image: Image, modules: Sequence[str], functions: Sequence[JsFunction]
-) -> tuple[int, int, dict[str, set[str]]]:
-    """(tests that passed, tests that ran, function id -> tests): V8 counts the calls of each test file."""
+) -> tuple[int, int, str, dict[str, set[str]]]:
+    """(tests that passed, tests that ran, errors printed, function id -> tests): sources say what each file calls."""
     passed = ran = 0
+    printed = ""
     callers: dict[str, set[str]] = {}
-    by_path: dict[str, list[JsFunction]] = {}
-    for function in functions:
-        by_path.setdefault(function.path, []).append(function)
+    layers = _saying(image.repository, functions)
     for path in modules:
-        said, covered = await scripts.listed(sandbox, image, path, coverage=True)
+        said, trace = await scripts.listed(sandbox, image, path, layers)
         good = {f"{path}::{name}" for name in single(said.tests) if said.tests[name][0] == "passed"}
         ran += max(1, sum(outcome != "skipped" for outcome, _ in said.tests.values()))
         passed += sum(outcome == "passed" for outcome, _ in said.tests.values())
-        for script in covered:
-            for function in by_path.get(script["url"].removeprefix("file:///workspace/"), ()):
-                if _called(image.repository, function, script["functions"]):
-                    callers.setdefault(function.id, set()).update(good)
-    return passed, ran, {function: tests for function, tests in callers.items() if tests}
+        printed = (printed + trace.printed[-1000:])[-4000:]
+        for number in trace.called:
+            callers.setdefault(functions[number].id, set()).update(good)
+    return passed, ran, printed, {function: tests for function, tests in callers.items() if tests}
+
+
+def _saying(repository: Path, functions: Sequence[JsFunction]) -> dict[str, bytes]:
+    """The sources, each function of which writes its number to CALLED at its first call; no line moves.
+
+    So calls are seen under any runner, in any process and context, and whatever compiles the text.
+    """
+    found: dict[str, bytes] = {}
+    for number, function in sorted(enumerate(functions), key=lambda pair: -pair[1].body[0]):
+        data = found.get(function.path) or (repository / function.path).read_bytes()
+        directive = re.compile(rb"\s*(['\"])use [\w ]+\1;?").match(data, function.body[0] + 1)
+        place = directive.end() if directive else function.body[0] + 1
+        line = (
+            f";globalThis.__called_{number} ??= (process.getBuiltinModule('fs')"
+            f".appendFileSync('{WORKSPACE}/{scripts.CALLED}', '{number}\\n'), 1);"
+        )
+        found[function.path] = data[:place] + line.encode() + data[place:]
+    return found
 
 
 def single(names: Iterable[str]) -> set[str]:
@@ -118,13 +193,3 @@ def single(names: Iterable[str]) -> set[str]:
     parents = {" > ".join(parts[:i]) for name in names for parts in [name.split(" > ")] for i in range(1, len(parts))}
     doubled = {name for name in names if f"{name} #2" in names}
     return {name for name in names if name not in parents | doubled and re.sub(r" #\d+$", "", name) not in doubled}
-
-
-def _called(repository: Path, function: JsFunction, covered: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether V8 counted a call of the function, or of one inside it. Its offsets are UTF-16 units."""
-    data = (repository / function.path).read_bytes()
-    start, end = (
-        len(data[:at].decode("utf-8", "replace").encode("utf-16-le")) // 2 for at in (function.start, function.end)
-    )
-    outer = (entry["ranges"][0] for entry in covered)
-    return any(start <= r["startOffset"] and r["endOffset"] <= end and r["count"] > 0 for r in outer)

@@ -25,6 +25,7 @@ class BuildOptions:
     min_lines: int = 3  # lines of the body, docstring left out
     max_lines: int = 30
     max_functions: int | None = None  # functions to try, drawn by the seed; None: all of them
+    max_test_files: int | None = None  # of JavaScript, drawn by the seed: each is a process or more; None: all of them
     heldout_fraction: float = 0.22  # share of functions kept for evaluation
     bootstrap: str = "declared"  # dependencies as declared, or looked for by "rules" or by the model at a URL
     visible: Literal["auto", "doctests", "half"] = "auto"  # which tests the agent may run

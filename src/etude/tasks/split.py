@@ -54,9 +54,8 @@ def base(test: str) -> str:
 def without_tests(path: str, text: str, hidden: set[str]) -> str:
     """A test module with the `hidden` test functions (node ids) taken out; all other lines stay as they are."""
     if is_script(path):
-        return javascript.without_tests(
-            text, {test.partition("::")[2] for test in hidden if test.startswith(f"{path}::")}
-        )
+        gone = {test.partition("::")[2] for test in hidden if test.startswith(f"{path}::")}
+        return javascript.without_tests(path, text, gone)
     lines: list[str | None] = list(text.split("\n"))
 
     def visit(body: list[ast.stmt], prefix: str) -> None:

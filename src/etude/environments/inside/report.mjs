@@ -12,6 +12,9 @@ const everything = wanted === null
 const times = { __proto__: null }
 const stringify = JSON.stringify
 const text = String
+const slice = Function.prototype.call.bind(String.prototype.slice)
+const exit = process.exit.bind(process)
+const MESSAGE = 300 // characters; the terminal keeps no more than the ends of a long output
 let count = 0
 
 export const config = rest
@@ -20,11 +23,18 @@ export function record (test, outcome, message) {
   times[test] = (times[test] ?? 0) + 1
   const id = times[test] > 1 ? `${test} #${times[test]}` : test
   if (!everything && known[id] !== true) return
-  writeSync(3, `${words[count++]} ${stringify({ __proto__: null, test: id, outcome, message })}\n`)
+  writeSync(3, `${words[count++]} ${stringify({ __proto__: null, test: id, outcome, message: slice(message, 0, MESSAGE) })}\n`)
 }
 
 export function end () {
   writeSync(3, `${words[count++]} {"end":true}\n`)
+}
+
+// For runners that keep the process alive. A file without tests did not load: `why` is for people, and no end is said.
+export function leave (tests, why) {
+  if (tests) end()
+  else writeSync(2, `${why}\n`)
+  exit(0)
 }
 
 export function said (error) {

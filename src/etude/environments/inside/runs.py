@@ -383,7 +383,7 @@ def confine(limits: dict[str, Any], program: bytes) -> None:
     os.umask(0o022)
     os.chdir(root.WORKSPACE)
     hard = {
-        resource.RLIMIT_AS: limits["memory"],
+        resource.RLIMIT_AS: limits["addresses"],
         resource.RLIMIT_NPROC: limits["processes"],
         resource.RLIMIT_FSIZE: limits["disk"],
         resource.RLIMIT_CORE: 0,
