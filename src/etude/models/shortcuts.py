@@ -1,9 +1,10 @@
 """What transformers' modelling code computes in many small operations, in one kernel each, to the bit the same.
 
 A model that decodes a few tokens spends more time between operations than in them: an RMS norm is eight of them, the
-rotation of queries and keys fourteen. Here both are kernels compiled by numba, taken on the CPU in float32 where no
-gradients are kept. `install` puts them in place of a model's own only where they give the same bits on this machine; so
-there still is one definition of the model, and nothing has to be known of its architecture.
+rotation of queries and keys fourteen. Here both are kernels compiled by numba, and an attention layer that norms its
+queries and keys calls them itself. They are taken on the CPU in float32 where no gradients are kept. `install` puts
+them in place of a model's own only where they give the same bits on this machine: so there still is one definition of
+the model, transformers' own.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from types import MethodType
+from typing import Any
 
 import numba
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from etude.models.attention import Layout, causal
 
 _LANES, _SUMS = 8, 4  # PyTorch adds squares up in four vectors of eight, and begins new ones
 _ROUND = 16 * _LANES * _SUMS  # after so many
@@ -31,13 +36,14 @@ Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 @torch.no_grad()
 def install(model: PreTrainedModel) -> None:
-    """Take the kernels for the norms and rotations of `model` whose bits they give; the others stay. Harmless twice.
+    """Take the kernels for those layers of `model` whose bits they give; the others stay. Harmless twice.
 
     The rotation is a function of the modelling code, and replaced there for all models of that code.
     """
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and "forward" not in vars(module) and _same_norm(module):
-            module.forward = MethodType(_norm, module)
+        for forward, same in ((_norm, _same_norm), (_attention, _same_attention)):
+            if "forward" not in vars(module) and same(module):
+                module.forward = MethodType(forward, module)
     code = sys.modules[type(model).__module__]
     rotate = getattr(code, _ROTATE, None)
     if rotate is not None and not hasattr(rotate, "__wrapped__") and _same_rotation(rotate):
@@ -54,7 +60,7 @@ def _ours(x: Tensor) -> bool:
 # --- norms ----------------------------------------------------------------------------------------------------------
 
 
-def _norm(module: nn.Module, hidden_states: Tensor) -> Tensor:
+def _norm(module: Any, hidden_states: Tensor) -> Tensor:
     """The forward of an RMS norm; `install` has seen that the module has what is read here."""
     if not _ours(hidden_states) or not hidden_states.is_contiguous():
         return type(module).forward(module, hidden_states)
@@ -63,7 +69,9 @@ def _norm(module: nn.Module, hidden_states: Tensor) -> Tensor:
     return out
 
 
-def _same_norm(module: nn.Module) -> bool:
+def _same_norm(module: Any) -> bool:
+    if not type(module).__name__.endswith("RMSNorm"):
+        return False
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, Tensor) or not isinstance(eps, float) or weight.shape[-1] % (_LANES * _SUMS):
         return False
@@ -152,3 +160,57 @@ def turn(q_THD, k_TKD, cos_TD, sin_TD, out_q, out_k) -> None:  # type: ignore[no
                 for i in range(half):
                     out[i] = x[i] * cos[i] - x[i + half] * sin[i]
                     out[i + half] = x[i + half] * cos[i + half] + x[i] * sin[i + half]
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def _attention(
+    module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor | None,
+    past_key_values: object = None, layout: Layout | None = None, **options: object,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The forward of an attention layer with norms on queries and keys, from the hidden states to the layout."""
+    ours = layout is not None and attention_mask is None and past_key_values is None and len(hidden_states) == 1
+    if not ours or not _ours(hidden_states):
+        return type(module).forward(
+            module, hidden_states, position_embeddings, attention_mask, past_key_values, layout=layout, **options
+        )
+    cos, sin = position_embeddings
+    hidden_TD = hidden_states[0]
+    query, key, value = (
+        F.linear(hidden_TD, projection.weight).view(len(hidden_TD), -1, module.head_dim)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    q_THD, k_TKD = query.numpy(), key.numpy()
+    q_normed, k_normed = np.empty_like(q_THD), np.empty_like(k_TKD)
+    norm(q_THD, module.q_norm.weight.numpy(), np.float32(module.q_norm.variance_epsilon), q_normed)
+    norm(k_TKD, module.k_norm.weight.numpy(), np.float32(module.k_norm.variance_epsilon), k_normed)
+    turn(q_normed, k_normed, cos.numpy()[0], sin.numpy()[0], q_THD, k_TKD)
+    query, key, value = (x.unsqueeze(0).transpose(1, 2) for x in (query, key, value))
+    out_1HTD = layout.attend(module.layer_idx, query, key, value, module.scaling)
+    return F.linear(out_1HTD.transpose(1, 2).reshape(*hidden_states.shape[:2], -1), module.o_proj.weight), None
+
+
+class _Causal:
+    """What the two ways are compared with: plain attention."""
+
+    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        return causal(query_BHTD, key_BKTD, value_BKTD, scale)
+
+
+def _same_attention(module: Any) -> bool:
+    """Whether the layer has what `_attention` reads, and nothing that changes what it says."""
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    parts = [getattr(module, name, None) for name in names]
+    if None in parts or not all(type(part) is nn.Linear and part.bias is None for part in parts[:4]):
+        return False
+    has_all = all(hasattr(module, name) for name in ("head_dim", "layer_idx", "scaling"))
+    if not has_all or getattr(module, "sliding_window", None) or not all(map(_same_norm, parts[4:])):
+        return False
+    for rows in _SIZES:
+        x, angles = _sample(1, rows, parts[0].in_features), _sample(1, rows, module.head_dim // 2)
+        where = tuple(torch.cat((f(angles), f(angles)), dim=-1) for f in (torch.cos, torch.sin))
+        (one, _), (other, _) = (f(module, x, where, None, layout=_Causal()) for f in (_attention, type(module).forward))
+        if not torch.equal(one, other):
+            return False
+    return True
