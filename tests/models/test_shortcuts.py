@@ -1,6 +1,5 @@
 """The kernels that stand in for norms and rotations: the same bits, or not in place."""
 
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -53,16 +52,12 @@ def test_a_model_gives_the_same_bits_with_the_kernels(kind: str, mode: bool) -> 
         for norm in norms_of(model):
             norm.weight.uniform_(-2.0, 2.0)
     ids = torch.randint(0, 97, (1, 37), generator=torch.Generator().manual_seed(1))
-    code = sys.modules[type(model).__module__]
-    stock = getattr(code.apply_rotary_pos_emb, "__wrapped__", code.apply_rotary_pos_emb)
-    code.apply_rotary_pos_emb = stock  # whatever another test has installed
     with torch.inference_mode(), exact.exact(mode):
         before = model(input_ids=ids, use_cache=False).logits, engine_logits(model, [37, 1, 5, 1, 20])
         shortcuts.install(model)
         after = model(input_ids=ids, use_cache=False).logits, engine_logits(model, [37, 1, 5, 1, 20])
     assert all(ours(model, "RMSNorm"))
-    assert all(mine == (kind != "llama") for mine in ours(model, "Attention"))
-    assert code.apply_rotary_pos_emb.__wrapped__ is stock
+    assert all(ours(model, "Attention"))
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 

@@ -1,17 +1,14 @@
 """What transformers' modelling code computes in many small operations, in one kernel each, to the bit the same.
 
 A model that decodes a few tokens spends more time between operations than in them: an RMS norm is eight of them, the
-rotation of queries and keys fourteen. Here both are kernels compiled by numba, and an attention layer that norms its
-queries and keys calls them itself. They are taken on the CPU in float32 where no gradients are kept. `install` puts
-them in place of a model's own only where they give the same bits on this machine: so there still is one definition of
-the model, transformers' own.
+rotation of queries and keys fourteen. Here both are kernels compiled by numba, and the forward of an attention layer
+goes from one product to the next without modules between. They are taken on the CPU in float32 where no gradients are
+kept. `install` puts them in place of a model's own only where they give the same bits on this machine: so there still
+is one definition of the model, transformers' own.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import wraps
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -28,26 +25,16 @@ from etude.models.attention import Layout, causal
 _LANES, _SUMS = 8, 4  # PyTorch adds squares up in four vectors of eight, and begins new ones
 _ROUND = 16 * _LANES * _SUMS  # after so many
 _SERIAL = 32768  # elements that PyTorch, too, leaves to one thread
-_SIZES = (1, 64)  # rows that the bits are compared on
-_ROTATE = "apply_rotary_pos_emb"
-
-Rotate = Callable[..., tuple[Tensor, Tensor]]
+_SIZES = (1, 5, 64)  # rows that the bits are compared on
 
 
 @torch.no_grad()
 def install(model: PreTrainedModel) -> None:
-    """Take the kernels for those layers of `model` whose bits they give; the others stay. Harmless twice.
-
-    The rotation is a function of the modelling code, and replaced there for all models of that code.
-    """
+    """Take the kernels for those layers of `model` whose bits they give; the others stay. Harmless twice."""
     for module in model.modules():
         for forward, same in ((_norm, _same_norm), (_attention, _same_attention)):
             if "forward" not in vars(module) and same(module):
                 module.forward = MethodType(forward, module)
-    code = sys.modules[type(model).__module__]
-    rotate = getattr(code, _ROTATE, None)
-    if rotate is not None and not hasattr(rotate, "__wrapped__") and _same_rotation(rotate):
-        setattr(code, _ROTATE, _rotation(rotate))
 
 
 def _ours(x: Tensor) -> bool:
@@ -116,33 +103,69 @@ def norm(x, weight_D, eps, out) -> None:  # type: ignore[no-untyped-def]
             out_D[i] = weight_D[i] * (x_D[i] * factor)
 
 
-# --- rotations ------------------------------------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------------------------------------
 
 
-def _rotation(stock: Rotate) -> Rotate:
-    @wraps(stock)
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        plain = len(q) == 1 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1] and unsqueeze_dim == 1
-        if not plain or not cos.dtype == k.dtype == q.dtype or not _ours(q):
-            return stock(q, k, cos, sin, unsqueeze_dim)
-        out_q, out_k = (torch.empty(x.shape[2], x.shape[1], x.shape[3]) for x in (q, k))
-        q_THD, k_TKD = (x.numpy()[0].swapaxes(0, 1) for x in (q, k))
-        turn(q_THD, k_TKD, cos.numpy()[0], sin.numpy()[0], out_q.numpy(), out_k.numpy())
-        return out_q[None].transpose(1, 2), out_k[None].transpose(1, 2)
+def _attention(
+    module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor | None,
+    past_key_values: object = None, layout: Layout | None = None, **options: object,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The forward of an attention layer with rotations in halves, with norms on queries and keys or without."""
+    plain = layout is not None and attention_mask is None and past_key_values is None and len(hidden_states) == 1
+    cos, sin = position_embeddings
+    if not plain or cos.shape != (*hidden_states.shape[:2], module.head_dim) or not _ours(hidden_states):
+        return type(module).forward(
+            module, hidden_states, position_embeddings, attention_mask, past_key_values, layout=layout, **options
+        )
+    hidden_TD = hidden_states[0]
+    query, key, value = (
+        F.linear(hidden_TD, projection.weight).view(len(hidden_TD), -1, module.head_dim)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    q_THD, k_TKD = query.numpy(), key.numpy()
+    if getattr(module, "q_norm", None) is not None:
+        q_THD, k_TKD = _normed(module.q_norm, q_THD), _normed(module.k_norm, k_TKD)
+    query, key = torch.empty_like(query), torch.empty_like(key)
+    turn(q_THD, k_TKD, cos.numpy()[0], sin.numpy()[0], query.numpy(), key.numpy())
+    query, key, value = (x.unsqueeze(0).transpose(1, 2) for x in (query, key, value))
+    out_1HTD = layout.attend(module.layer_idx, query, key, value, module.scaling)
+    return F.linear(out_1HTD.transpose(1, 2).reshape(*hidden_states.shape[:2], -1), module.o_proj.weight), None
 
-    return rotate
+
+def _normed(module: Any, x: np.ndarray) -> np.ndarray:
+    out = np.empty_like(x)
+    norm(x, module.weight.numpy(), np.float32(module.variance_epsilon), out)
+    return out
 
 
-def _same_rotation(stock: Rotate) -> bool:
-    if list(signature(stock).parameters)[:4] != ["q", "k", "cos", "sin"]:
+class _Causal:
+    """What the two ways are compared with: plain attention."""
+
+    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        return causal(query_BHTD, key_BKTD, value_BKTD, scale)
+
+
+def _same_attention(module: Any) -> bool:
+    """Whether the layer has what `_attention` reads, and nothing that changes what it says."""
+    q, k, v, o = parts = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    if not all(type(part) is nn.Linear and part.bias is None for part in parts) or not _ours(q.weight[:1]):
         return False
-    ours = _rotation(stock)
-    for length in _SIZES:
-        q, k = (_sample(1, length, heads, 64).transpose(1, 2) for heads in (4, 2))
-        angles = _sample(1, length, 32)
-        cos, sin = (torch.cat((x, x), dim=-1) for x in (angles.cos(), angles.sin()))
-        pairs = zip(ours(q, k, cos, sin), stock(q, k, cos, sin), strict=True)
-        if not all(torch.equal(one, other) for one, other in pairs):
+    if q.out_features != o.in_features or k.out_features != v.out_features:
+        return False
+    if norms != [None, None] and not all(norm is not None and _same_norm(norm) for norm in norms):
+        return False
+    if not all(hasattr(module, name) for name in ("head_dim", "layer_idx", "scaling")):
+        return False
+    given = list(signature(type(module).forward).parameters)[1:5]
+    more = any(getattr(module, name, None) for name in ("sliding_window", "attention_dropout"))
+    if given != ["hidden_states", "position_embeddings", "attention_mask", "past_key_values"] or more:
+        return False
+    for rows in _SIZES:
+        x, angles = _sample(1, rows, q.in_features), _sample(1, rows, module.head_dim // 2)
+        where = tuple(torch.cat((f(angles), f(angles)), dim=-1) for f in (torch.cos, torch.sin))
+        (one, _), (other, _) = (f(module, x, where, None, layout=_Causal()) for f in (_attention, type(module).forward))
+        if not torch.equal(one, other):
             return False
     return True
 
@@ -160,57 +183,3 @@ def turn(q_THD, k_TKD, cos_TD, sin_TD, out_q, out_k) -> None:  # type: ignore[no
                 for i in range(half):
                     out[i] = x[i] * cos[i] - x[i + half] * sin[i]
                     out[i + half] = x[i + half] * cos[i + half] + x[i] * sin[i + half]
-
-
-# --- attention ------------------------------------------------------------------------------------------------------
-
-
-def _attention(
-    module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor | None,
-    past_key_values: object = None, layout: Layout | None = None, **options: object,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The forward of an attention layer with norms on queries and keys, from the hidden states to the layout."""
-    ours = layout is not None and attention_mask is None and past_key_values is None and len(hidden_states) == 1
-    if not ours or not _ours(hidden_states):
-        return type(module).forward(
-            module, hidden_states, position_embeddings, attention_mask, past_key_values, layout=layout, **options
-        )
-    cos, sin = position_embeddings
-    hidden_TD = hidden_states[0]
-    query, key, value = (
-        F.linear(hidden_TD, projection.weight).view(len(hidden_TD), -1, module.head_dim)
-        for projection in (module.q_proj, module.k_proj, module.v_proj)
-    )
-    q_THD, k_TKD = query.numpy(), key.numpy()
-    q_normed, k_normed = np.empty_like(q_THD), np.empty_like(k_TKD)
-    norm(q_THD, module.q_norm.weight.numpy(), np.float32(module.q_norm.variance_epsilon), q_normed)
-    norm(k_TKD, module.k_norm.weight.numpy(), np.float32(module.k_norm.variance_epsilon), k_normed)
-    turn(q_normed, k_normed, cos.numpy()[0], sin.numpy()[0], q_THD, k_TKD)
-    query, key, value = (x.unsqueeze(0).transpose(1, 2) for x in (query, key, value))
-    out_1HTD = layout.attend(module.layer_idx, query, key, value, module.scaling)
-    return F.linear(out_1HTD.transpose(1, 2).reshape(*hidden_states.shape[:2], -1), module.o_proj.weight), None
-
-
-class _Causal:
-    """What the two ways are compared with: plain attention."""
-
-    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-        return causal(query_BHTD, key_BKTD, value_BKTD, scale)
-
-
-def _same_attention(module: Any) -> bool:
-    """Whether the layer has what `_attention` reads, and nothing that changes what it says."""
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-    parts = [getattr(module, name, None) for name in names]
-    if None in parts or not all(type(part) is nn.Linear and part.bias is None for part in parts[:4]):
-        return False
-    has_all = all(hasattr(module, name) for name in ("head_dim", "layer_idx", "scaling"))
-    if not has_all or getattr(module, "sliding_window", None) or not all(map(_same_norm, parts[4:])):
-        return False
-    for rows in _SIZES:
-        x, angles = _sample(1, rows, parts[0].in_features), _sample(1, rows, module.head_dim // 2)
-        where = tuple(torch.cat((f(angles), f(angles)), dim=-1) for f in (torch.cos, torch.sin))
-        (one, _), (other, _) = (f(module, x, where, None, layout=_Causal()) for f in (_attention, type(module).forward))
-        if not torch.equal(one, other):
-            return False
-    return True
