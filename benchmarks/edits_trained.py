@@ -35,8 +35,8 @@ class Timed:
 
 def trained(count: int, add: Callable[..., None]) -> int:
     """Adds the rows `suite/...`; returns how many answers differ from those of plain decoding (float32)."""
-    requests, wanted, characters = _requests(count)
     model = load_model(MODEL)
+    requests, wanted, characters = _requests(count, model.config.max_position_embeddings)
     fast, plain = Engine(model, limits=Limits(rows=1)), Engine(model, limits=Limits(rows=1, speculate=False))
     for engine in (fast, plain):
         _timed(engine, requests[0])  # compiles the kernels, measures the costs
@@ -59,12 +59,13 @@ def trained(count: int, add: Callable[..., None]) -> int:
     return different
 
 
-def _requests(count: int) -> tuple[list[Request], list[list[int]], list[int]]:
+def _requests(count: int, length: int) -> tuple[list[Request], list[list[int]], list[int]]:
     """What is asked, the ids of the right answers, and the characters of the new files."""
     applier = Applier(load_tokenizer(MODEL), renderer_for(MODEL))
-    length = load_model(MODEL).config.max_position_embeddings
     requests, wanted, characters = [], [], []
     for example in data.load(SUITE):
+        if len(requests) == count:
+            break
         try:
             request, close = applier.request(Edit(example.file, example.sketch, example.instruction), length)
         except DoesNotFit:
@@ -74,7 +75,7 @@ def _requests(count: int) -> tuple[list[Request], list[list[int]], list[int]]:
         characters.append(len(example.result))
     if not requests:
         raise UserError(f"no edit of the suite fits {MODEL}")
-    return requests[:count], wanted[:count], characters[:count]
+    return requests, wanted, characters
 
 
 def _timed(engine: Engine, request: Request) -> Timed:

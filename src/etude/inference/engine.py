@@ -30,7 +30,7 @@ from etude.inference.limits import Counters, Limits
 from etude.inference.rows import Request, Row, Slots, check_sequence
 from etude.inference.sampling import MARGIN, sample
 from etude.inference.speculation import Speculation, kept
-from etude.models import exact
+from etude.models import exact, shortcuts
 from etude.models.documents import RECIPE
 from etude.models.kernels import BLOCK
 from etude.records import Generation
@@ -49,6 +49,7 @@ class Engine:
     def __init__(
         self, model: PreTrainedModel, *, version: int = 0, limits: Limits | None = None, deterministic: bool = False
     ) -> None:
+        shortcuts.install(model)
         self.model = model
         self.version = version
         self.deterministic = deterministic

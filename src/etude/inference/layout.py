@@ -34,13 +34,11 @@ class PagedBatch:
         self._inner: _Paged | _Gather | None = None
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-        query, key, value = (x[0].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
         if self._inner is None:
+            keys = self.cache.keys
             ours = keys.device.type == "cpu" and keys.dtype == torch.float32
             self._inner = _Paged(self) if ours else _Gather(self, keys.device)
-        out = self._inner.attend(query, key, value, keys, values, scale)
-        return out.transpose(0, 1).unsqueeze(0)
+        return self._inner.attend(layer, query_BHTD, key_BKTD, value_BKTD, scale)
 
 
 class _Paged:
@@ -48,46 +46,60 @@ class _Paged:
 
     def __init__(self, batch: PagedBatch) -> None:
         self.table, self.row_N, self.position_N = batch.table, batch.row_N, batch.position_N
-        cuts = np.flatnonzero(np.diff(self.row_N)) + 1
-        runs = pairwise([0, *cuts.tolist(), len(self.row_N)])
-        self.long = [] if exact.is_on() else [(a, b) for a, b in runs if b - a >= _LONG]
-        short_N = np.ones(len(self.row_N), bool)
-        for a, b in self.long:
-            short_N[a:b] = False
-        self.short = np.flatnonzero(short_N) if self.long else slice(None)
-        longest = max((int(self.position_N[b - 1]) // BLOCK + 1 for _, b in self.long), default=0)
         cache = batch.cache.keys
-        self.copied = torch.empty((2, cache.shape[2], longest * BLOCK, cache.shape[4]))  # one for all layers
+        self.keys_L, self.values_L = cache.numpy(), batch.cache.values.numpy()
+        self.long = [] if exact.is_on() else _long_runs(self.row_N)
+        if self.long:
+            short_N = np.ones(len(self.row_N), bool)
+            for a, b in self.long:
+                short_N[a:b] = False
+            self.short = np.flatnonzero(short_N)
+            longest = max(int(self.position_N[b - 1]) // BLOCK + 1 for _, b in self.long)
+            self.copied = torch.empty((2, cache.shape[2], longest * BLOCK, cache.shape[4]))  # one for all layers
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        _, H, T, D = query_BHTD.shape
         count = len(self.row_N)
-        out = torch.empty(query.shape, dtype=torch.float32)
+        pages = self.keys_L[layer], self.values_L[layer]
+        query_NHD, key_NKD, value_NKD = (_by_token(x)[:count] for x in (query_BHTD, key_BKTD, value_BKTD))
+        out_THD = torch.empty(T, H, D)
+        out = out_THD.numpy()
         out[count:] = 0.0
-        pages = keys.numpy(), values.numpy()
-        store(_array(key[:count]), _array(value[:count]), *pages, self.table, self.row_N, self.position_N)
+        store(key_NKD, value_NKD, *pages, self.table, self.row_N, self.position_N)
+        attend, factor = paged_attention(D), np.float32(scale)
+        if not self.long:
+            attend(query_NHD, *pages, self.table, self.row_N, self.position_N, factor, out[:count])
+        elif len(self.short):
+            short = np.empty((len(self.short), H, D), np.float32)
+            row_S, position_S = self.row_N[self.short], self.position_N[self.short]
+            attend(query_NHD[self.short], *pages, self.table, row_S, position_S, factor, short)
+            out[self.short] = short
         for a, b in self.long:
             end = int(self.position_N[b - 1]) + 1
             collect(self.table[self.row_N[a], : -(-end // BLOCK)], *pages, *self.copied.numpy())
             key_1KTD, value_1KTD = self.copied[:, None, :, :end]
-            out[a:b] = causal(query[a:b].float().transpose(0, 1)[None], key_1KTD, value_1KTD, scale)[0].transpose(0, 1)
-        query_SHD = query[:count][self.short]
-        if len(query_SHD):
-            out_SHD = torch.empty(query_SHD.shape)
-            row_S, position_S = self.row_N[self.short], self.position_N[self.short]
-            attend = paged_attention(query.shape[-1])
-            attend(_array(query_SHD), *pages, self.table, row_S, position_S, np.float32(scale), out_SHD.numpy())
-            out[:count][self.short] = out_SHD
-        return out.to(query.dtype)
+            out_THD[a:b] = causal(query_BHTD[:, :, a:b].float(), key_1KTD, value_1KTD, scale)[0].transpose(0, 1)
+        return out_THD.to(query_BHTD.dtype).transpose(0, 1).unsqueeze(0)
 
 
-def _array(x: Tensor) -> np.ndarray:
-    return x.to(torch.float32).contiguous().numpy()
+def _long_runs(row_N: np.ndarray) -> list[tuple[int, int]]:
+    """Where tokens of one row begin and end, if there are many of them."""
+    if len(row_N) < _LONG:
+        return []
+    cuts = np.flatnonzero(np.diff(row_N)) + 1
+    return [(a, b) for a, b in pairwise([0, *cuts.tolist(), len(row_N)]) if b - a >= _LONG]
+
+
+def _by_token(x_1HTD: Tensor) -> np.ndarray:
+    """Float32 [T, H, D], contiguous."""
+    return np.ascontiguousarray(x_1HTD.float().numpy()[0].swapaxes(0, 1))
 
 
 class _Gather:
     """The same in torch operations, for accelerators: rows padded to the longest, pages gathered."""
 
     def __init__(self, batch: PagedBatch, device: torch.device) -> None:
+        self.cache = batch.cache
         rows, local_N = np.unique(batch.row_N, return_inverse=True)
         counts = np.bincount(local_N)
         first = np.zeros(len(rows), dtype=np.int64)
@@ -109,7 +121,9 @@ class _Gather:
         visible = torch.arange(num_pages * BLOCK, device=device) <= tensor(position_RT).clamp(min=0)[..., None]
         self.mask_R1TL = visible.unsqueeze(1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD))
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.page_N, :, self.offset_N] = key.to(keys.dtype)
         values[self.page_N, :, self.offset_N] = value.to(values.dtype)
         R, T = self.shape
@@ -123,4 +137,4 @@ class _Gather:
         out_RHTD = F.scaled_dot_product_attention(
             query_RTHD.transpose(1, 2), row_keys, row_values, attn_mask=self.mask_R1TL, scale=scale
         )
-        return out_RHTD.transpose(1, 2)[self.local_N, self.slot_N]
+        return out_RHTD.transpose(1, 2)[self.local_N, self.slot_N].transpose(0, 1).unsqueeze(0)
