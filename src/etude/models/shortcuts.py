@@ -111,9 +111,12 @@ def _attention(
     past_key_values: object = None, layout: Layout | None = None, **options: object,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The forward of an attention layer with rotations in halves, with norms on queries and keys or without."""
-    plain = layout is not None and attention_mask is None and past_key_values is None and len(hidden_states) == 1
     cos, sin = position_embeddings
-    if not plain or cos.shape != (*hidden_states.shape[:2], module.head_dim) or not _ours(hidden_states):
+    rows = hidden_states.shape[:2]
+    plain = (
+        attention_mask is None and past_key_values is None and rows[0] == 1 and cos.shape == (*rows, module.head_dim)
+    )
+    if layout is None or not plain or not _ours(hidden_states):
         return type(module).forward(
             module, hidden_states, position_embeddings, attention_mask, past_key_values, layout=layout, **options
         )
@@ -129,7 +132,7 @@ def _attention(
     turn(q_THD, k_TKD, cos.numpy()[0], sin.numpy()[0], query.numpy(), key.numpy())
     query, key, value = (x.unsqueeze(0).transpose(1, 2) for x in (query, key, value))
     out_1HTD = layout.attend(module.layer_idx, query, key, value, module.scaling)
-    return F.linear(out_1HTD.transpose(1, 2).reshape(*hidden_states.shape[:2], -1), module.o_proj.weight), None
+    return F.linear(out_1HTD.transpose(1, 2).reshape(*rows, -1), module.o_proj.weight), None
 
 
 def _normed(module: Any, x: np.ndarray) -> np.ndarray:
@@ -147,7 +150,8 @@ class _Causal:
 
 def _same_attention(module: Any) -> bool:
     """Whether the layer has what `_attention` reads, and nothing that changes what it says."""
-    q, k, v, o = parts = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    parts: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    q, k, v, o = parts
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
     if not all(type(part) is nn.Linear and part.bias is None for part in parts) or not _ours(q.weight[:1]):
         return False
