@@ -177,17 +177,13 @@ def test_death_of_the_zygote_is_noticed_at_once(library_image: Image) -> None:
     asyncio.run(scenario())
 
 
-def children(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(word) for word in file.read().split()]
-
-
 def test_a_lost_template_is_replaced(open_place: Callable[..., Place]) -> None:
     place = open_place(memo=0)
     assert place.test({}, CHUNKS).outcomes == dict.fromkeys(CHUNKS, "passed")
-    (maker,) = children(place.sandbox.zygote_pid)  # no box is live
-    for pid in children(maker):
-        os.kill(pid, signal.SIGKILL)
+    zygote = place.sandbox.zygote_pid
+    with open(f"/proc/{zygote}/task/{zygote}/children") as file:
+        for pid in file.read().split():
+            os.kill(int(pid), signal.SIGKILL)
     hidden = place.hidden
     with pytest.raises(BoxDead):  # its end takes a moment to get there
         place.run(forever(lambda: place.sandbox.run_tests(place.image(), {}, CHUNKS, hidden, Limits())))

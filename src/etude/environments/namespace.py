@@ -337,9 +337,8 @@ class NamespaceSandbox:
             shell = Shell(connection, stem, gate, ends.pop_all())
             self._shells.add(shell)
             try:
-                who = None if self._personas is None or plain else persona.draw(_digest(image.changes), self._personas)
                 proxies = {} if network is None else network.environment
-                await shell.start(limits_of(limits), own, self._prefix, who, proxies, door, below)
+                await shell.start(limits_of(limits), own, self._prefix, proxies, door, below)
             except BaseException:
                 await shell.close()
                 raise
@@ -350,7 +349,8 @@ class NamespaceSandbox:
         folders = image.repository, image.site, image.tools, image.door
         key = blake3.blake3(repr((folders, plain, sorted(shared.items()))).encode("utf-8", "surrogatepass")).digest()
 
-        def make() -> Connection:
+        def make() -> Stem:
+            who = None if self._personas is None or plain else persona.draw(_digest(image.changes), self._personas)
             hello = {
                 "live": True,
                 "repository": _folder(image.repository),
@@ -360,8 +360,8 @@ class NamespaceSandbox:
             }
             if image.door is not None:
                 hello["mounts"] |= {_door(image.door): _folder(image.door.parent)}
-            with memory(encode({}, shared)) as fd:
-                return self._handler(hello, [fd], socket.SOCK_SEQPACKET)
+            with memory(encode({"persona": who and who.plain()}, shared)) as fd:
+                return Stem(self._handler(hello, [fd], socket.SOCK_SEQPACKET), who)
 
         return self._stems.get(key, make)
 

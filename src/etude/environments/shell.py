@@ -14,7 +14,6 @@ from etude.environments.base import BoxDead, BoxError, Busy, ExecResult, Request
 from etude.environments.connection import Connection, encode
 from etude.environments.egress.gate import PORT, Gate
 from etude.environments.inside.root import RUNNER, SITE, WORKSPACE
-from etude.environments.persona import Persona
 from etude.environments.stems import Layer, Stem
 
 FILE_SECONDS = 30.0
@@ -45,7 +44,6 @@ class Shell:
         limits: dict[str, float],
         layers: Mapping[str, bytes | None],
         prefix: str,
-        persona: Persona | None,
         proxies: Mapping[str, str],
         door: tuple[str, int] | None,
         below: Sequence[Layer] = (),
@@ -63,13 +61,13 @@ class Shell:
             "TERM": "xterm-256color",
             "USER": "user",
         }
+        persona = None if self._stem is None else self._stem.persona
         if persona is not None:
             environment |= persona.environment
             environment["PATH"] = ":".join((environment["PATH"], *persona.path))
         head = {
             "limits": limits,
             "environment": environment | dict(proxies),
-            "persona": persona and persona.plain(),
             "port": PORT if self._gate is not None else 0,
             "door": door,
             "below": [layer.name for layer in below],

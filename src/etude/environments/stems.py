@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from etude.environments.base import BoxDead
 from etude.environments.connection import Connection
+from etude.environments.persona import Persona
 
 KEPT = 8  # stems that go on without a box, for the next one on their image
 DEPTH = 64  # frozen layers below one box: mount options must fit a page
@@ -18,8 +19,9 @@ DEPTH = 64  # frozen layers below one box: mount options must fit a page
 class Stem:
     """The process of one image; ends when nothing holds this object: no box, no frozen layer, and not `Stems`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, persona: Persona | None) -> None:
         self.connection = connection
+        self.persona = persona
         self._layers = 0
         weakref.finalize(self, connection.close)
 
@@ -59,10 +61,11 @@ class Stems:
         self._all: weakref.WeakValueDictionary[bytes, Stem] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[bytes, Stem] = OrderedDict()
 
-    def get(self, key: bytes, make: Callable[[], Connection]) -> Stem:
+    def get(self, key: bytes, make: Callable[[], Stem]) -> Stem:
+        """The stem of that key, made if there is none."""
         stem = self._all.get(key)
         if stem is None or stem.connection.dead is not None:
-            stem = self._all[key] = Stem(make())
+            stem = self._all[key] = make()
         self._kept[key] = stem
         self._kept.move_to_end(key)
         while len(self._kept) > KEPT:

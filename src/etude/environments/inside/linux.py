@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import signal
@@ -238,6 +239,7 @@ _FAMILIES = (17, 38, 40, 44)  # AF_PACKET, AF_ALG, AF_VSOCK, AF_XDP
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
 
+@functools.cache
 def filter_program(machine: str) -> bytes:
     """The deny list as classic BPF over `struct seccomp_data` (nr at 0, arch at 4, low half of argument i at 16+8i)."""
     column = {"x86_64": 0, "aarch64": 1}[machine]

@@ -155,8 +155,9 @@ class Output:
 class Live:
     """Serves one live box until the owner hangs up. Its shells join `groups`; it stays out, and so outlives them."""
 
-    def __init__(self, connection: socket.socket, groups: Sequence[int]) -> None:
+    def __init__(self, connection: socket.socket, groups: Sequence[int], persona: dict[str, Any] | None = None) -> None:
         self.connection = connection
+        self.persona = persona
         self.groups = groups
         self.shell: Shell | None = None
 
@@ -175,8 +176,8 @@ class Live:
         self.stack = layers.Stack(self.limits, changes, [f"{root.SHARED}/{name}" for name in request["below"]])
         linux.loopback_up()
         linux.mount("devpts", "/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, "newinstance,ptmxmode=0666")
-        if request["persona"] is not None:
-            persona.settle(request["persona"])
+        if self.persona is not None:
+            persona.settle(self.persona)
         self.stack.hide()
         linux.hide()
         os.chdir("/")

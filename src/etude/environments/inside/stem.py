@@ -12,32 +12,40 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from . import box, linux, root, shell
+from . import box, linux, persona, root, shell
 
-FROZEN_DESCRIPTORS = 16  # of one message, at most
+DESCRIPTORS = 16  # of one message, at most
 
 
-def prepare(changes: Mapping[str, bytes | None]) -> None:
-    """Write the files of the task, in a stem that has its own mount namespace."""
+def start(connection: socket.socket, hello: dict[str, Any], payload: int) -> None:
+    """In the first process of the stem's namespaces; until the owner hangs up."""
+    request, changes = box.decode(box.read_all(payload))
+    os.close(payload)
     os.umask(0o022)
     linux.mount("tmpfs", root.SHARED, "tmpfs", box.PRIVATE, "mode=755")
     if changes:
         os.mkdir(root.TASK)
         box.write(root.TASK, changes, [root.WORKSPACE])
+    if request["persona"] is not None:
+        persona.prepare(request["persona"])
     os.chmod(root.SHARED, 0)  # for boxes: a stem has the rights to pass
+    linux.filter_program(os.uname().machine)  # kept for boxes
+    if hello["door"]:
+        from . import door  # noqa: F401, so that boxes need not
+    box.send(connection, {"ready": True})
+    _serve(connection, request["persona"])
 
 
-def serve(connection: socket.socket) -> None:
-    """Until the owner hangs up."""
+def _serve(connection: socket.socket, who: dict[str, Any] | None) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # boxes are reaped by the kernel
     pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     gc.collect()
     gc.freeze()
     while True:
-        data, descriptors, _, _ = socket.recv_fds(connection, 65536, FROZEN_DESCRIPTORS)
+        data, descriptors, _, _ = socket.recv_fds(connection, 65536, DESCRIPTORS)
         if not data:
             return
         request = json.loads(data)
@@ -48,12 +56,12 @@ def serve(connection: socket.socket) -> None:
             linux.unmount(f"{root.SHARED}/{request['drop']}")
             os.rmdir(f"{root.SHARED}/{request['drop']}")
         else:
-            _fork(connection, descriptors, pids)
+            _fork(connection, descriptors, pids, who)
         for fd in descriptors:
             os.close(fd)
 
 
-def _fork(connection: socket.socket, descriptors: Sequence[int], pids: int) -> None:
+def _fork(connection: socket.socket, descriptors: Sequence[int], pids: int, who: dict[str, Any] | None) -> None:
     """Pid 1 of a box: the next fork is the first of a new pid namespace."""
     linux.unshare(linux.NEWPID)
     pid = -1
@@ -70,18 +78,7 @@ def _fork(connection: socket.socket, descriptors: Sequence[int], pids: int) -> N
     try:
         linux.die_with_parent(0)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        shell.Live(own, descriptors[1:]).serve()
+        shell.Live(own, descriptors[1:], who).serve()
     except BaseException as e:
         box.send(own, {"error": f"{type(e).__name__}: {e}"})
     os._exit(0)
-
-
-def start(connection: socket.socket, hello: dict[str, Any], payload: int) -> None:
-    """In the first process of the stem's namespaces."""
-    _, changes = box.decode(box.read_all(payload))
-    os.close(payload)
-    prepare(changes)
-    if hello["door"]:
-        from . import door  # noqa: F401, so that boxes need not
-    box.send(connection, {"ready": True})
-    serve(connection)

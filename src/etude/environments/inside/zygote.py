@@ -97,7 +97,12 @@ def serve(control: socket.socket, templates: socket.socket | None, real_root: bo
             count += 1
             hello["host_id"] = root.BASE_ID + count % 100_000 if real_root else None
         if templates is not None and not hello["live"]:
-            socket.send_fds(templates, [json.dumps(hello).encode()], descriptors)
+            message = json.dumps(hello).encode()
+            try:
+                socket.send_fds(templates, [message], descriptors)
+            except OSError:  # it has died, perhaps for want of memory
+                templates = _templates(control)
+                socket.send_fds(templates, [message], descriptors)
         else:
             parent = os.getpid()
             if os.fork() == 0:
