@@ -2,7 +2,8 @@
 
 Every box writes files, leaves a process behind and is closed; every tenth is forked, and its fork is used. Counted
 before and after, on this machine: processes, control groups, mounts, descriptors, memory of the processes that stay,
-files in memory and temporary files. Then an owner is killed in the middle of its work, and what is left of it is counted.
+files in memory and temporary files. Then an owner is killed in the middle of its work, and what is left of it is
+counted.
 """
 
 from __future__ import annotations
