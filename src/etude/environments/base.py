@@ -193,7 +193,7 @@ class Box(Protocol):
         ...
 
     async def fork(self, count: int) -> Sequence[Box]:
-        """Boxes with the same regular files, sharing the image. Processes stay behind. Raises TooLarge."""
+        """Boxes with the same files; this one goes on, with its processes. Raises TooLarge."""
         ...
 
     async def close(self) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etude.environments.base import BoxDead, LaunchFailed
+from etude.environments.base import BoxDead, BoxError, LaunchFailed
 
 START_SECONDS = 60.0
 
@@ -26,8 +27,9 @@ class Connection:
         self.dead: str | None = None
         self.descriptors: list[int] = []  # that came with replies; who takes one closes it
         self._buffer = bytearray()
+        self._loop = asyncio.get_running_loop()
         sock.setblocking(False)
-        asyncio.get_running_loop().add_reader(sock.fileno(), self._receive)
+        self._loop.add_reader(sock.fileno(), self._receive)
 
     def _receive(self) -> None:
         try:
@@ -45,8 +47,8 @@ class Connection:
             head, body = frame
             if "ready" in head and not self.ready.done():
                 self.ready.set_result(None)
-            elif "error" in head and not self.ready.done():
-                self.ready.set_exception(LaunchFailed(head["error"]))
+            elif "error" in head:
+                self._fail(LaunchFailed(head["error"]))
             elif (future := self.waiting.pop(head.get("id", -1), None)) is not None and not future.done():
                 future.set_result((head, body))
 
@@ -84,15 +86,9 @@ class Connection:
         future = asyncio.get_running_loop().create_future()
         self.waiting[number] = future
         data = json.dumps(head | {"id": number}).encode()
-        memory = os.memfd_create("request", os.MFD_CLOEXEC)
-        try:
-            _write_all(memory, payload)
+        with memory(payload) as fd:
             # A few small requests are in flight at most, so the socket's buffer always has room.
-            socket.send_fds(self.sock, [struct.pack("<I", len(data)) + data], [memory, *descriptors])
-        except OSError as e:
-            self.close(f"the process that makes boxes cannot be reached ({e})")
-        finally:
-            os.close(memory)
+            self._send(struct.pack("<I", len(data)) + data, [fd, *descriptors])
         try:
             async with asyncio.timeout(seconds):
                 return await future
@@ -102,20 +98,48 @@ class Connection:
         finally:
             self.waiting.pop(number, None)
 
+    def tell(self, head: dict[str, Any], descriptors: Sequence[int]) -> None:
+        """Send a message that has no reply, on a socket that keeps messages apart. Raises BoxDead."""
+        if self.dead is None:
+            self._send(json.dumps(head).encode(), descriptors)
+        if self.dead is not None:
+            raise BoxDead(self.dead)
+
+    def _send(self, data: bytes, descriptors: Sequence[int]) -> None:
+        try:
+            socket.send_fds(self.sock, [data], descriptors)
+        except OSError as e:
+            self.close(f"the process that makes boxes cannot be reached ({e})")
+
     def close(self, why: str = "the sandbox is closed") -> None:
         if self.dead is not None:
             return
         self.dead = why
-        asyncio.get_running_loop().remove_reader(self.sock.fileno())
+        self._loop.remove_reader(self.sock.fileno())
         self.sock.close()
         for fd in self.descriptors:
             os.close(fd)
         self.descriptors.clear()
+        if not self._loop.is_closed():
+            self._fail(BoxDead(why))
+
+    def _fail(self, error: BoxError) -> None:
         for future in (self.ready, *self.waiting.values()):
             if not future.done():
-                future.set_exception(BoxDead(why))
+                future.set_exception(error)
                 future.exception()  # somebody may have stopped waiting for it
         self.waiting.clear()
+
+
+@contextlib.contextmanager
+def memory(data: bytes) -> Iterator[int]:
+    """A descriptor of memory that holds `data`, for somebody to read who is sent it."""
+    fd = os.memfd_create("request", os.MFD_CLOEXEC)
+    try:
+        _write_all(fd, data)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -37,7 +37,7 @@ from etude.environments.base import (
 )
 from etude.environments.box import ValueBox
 from etude.environments.cgroups import Groups
-from etude.environments.connection import START_SECONDS, Connection, encode
+from etude.environments.connection import START_SECONDS, Connection, encode, memory
 from etude.environments.doctor import cause
 from etude.environments.egress.gate import Gate, Network
 from etude.environments.egress.policy import Egress
@@ -45,11 +45,13 @@ from etude.environments.inside.answers import PREFIX
 from etude.environments.inside.root import RUN
 from etude.environments.questions import Sheet
 from etude.environments.shell import Shell
+from etude.environments.stems import Layer, Stem, Stems
 from etude.errors import UserError
 
 DIED = "the process that makes boxes has died"
 BATCH = 200  # questions of one trial run: their answers (`inside/answers.py`) fit into its pipe
 LEARN_SECONDS = 180.0
+STARTING = 4  # live boxes at a time: more would only wait for each other
 GRACE_SECONDS = 20.0  # beyond a run's own deadline, before the template is taken for dead
 _PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 _HERE = Path(__file__).resolve().parent
@@ -106,6 +108,8 @@ class NamespaceSandbox:
         self._prefix = sys.base_prefix
         self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
         self._templates: dict[tuple[ImageKey, bool, bool], _Template] = {}
+        self._stems = Stems()
+        self._starting = asyncio.Semaphore(STARTING)
         self._questions = questions
         self._personas = personas
         self.groups = groups
@@ -294,23 +298,28 @@ class NamespaceSandbox:
         return template
 
     async def shell(
-        self, image: Image, layers: Mapping[str, bytes | None], limits: Limits, plain: bool = False
+        self,
+        image: Image,
+        layers: Mapping[str, bytes | None],
+        limits: Limits,
+        plain: bool = False,
+        below: Sequence[Layer] = (),
     ) -> Shell:
-        """A live box on `image` with `layers` over it; a `plain` one is nobody's machine, and has no way out."""
-        hello: dict[str, Any] = {
-            "live": True,
-            "repository": _folder(image.repository),
-            "site": None if image.site is None else _folder(image.site),
-            "mounts": {} if image.tools is None else {TOOLS: _folder(image.tools)},
-        }
-        door = None
-        if image.door is not None:
-            inside = f"{RUN}/{secrets.token_hex(12)}"
-            hello["mounts"] |= {inside: _folder(image.door.parent)}
-            door = f"{inside}/{image.door.name}", DOOR_PORT
+        """A live box on `image` with `layers` over it; a `plain` one is nobody's machine, and has no way out.
+
+        `below` are frozen layers of a box of this image that this one was forked from, the newest first.
+        """
+        door = None if image.door is None else (f"{_door(image.door)}/{image.door.name}", DOOR_PORT)
+        texts = image.changes if plain else {**image.decoys, **image.changes}
+        shared = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
+        if not below and not shared.keys() <= layers.keys():  # not even the task's files are wanted
+            shared = {}
+        own = {path: data for path, data in layers.items() if path not in shared or data != shared[path]}
+        stem = below[0].stem if below else self._stem(image, shared, plain)
+        await stem.connection.started()
         self._live += 1
         network = None if plain else self._network
-        async with AsyncExitStack() as ends:
+        async with self._starting, AsyncExitStack() as ends:
             descriptors: Sequence[int] = ()
             if self.groups is not None:
                 group = self.groups.make(limits)
@@ -320,23 +329,48 @@ class NamespaceSandbox:
             if network is not None:
                 gate = Gate(network, self._live)
                 ends.push_async_callback(gate.close)
-            connection = self._handler(hello, descriptors)
-            shell = Shell(connection, gate, ends.pop_all())
-        self._shells.add(shell)
-        try:
-            await connection.started()
-            who = None if self._personas is None or plain else persona.draw(_digest(image.changes), self._personas)
-            proxies = {} if network is None else network.environment
-            await shell.start(limits_of(limits), layers, self._prefix, who, proxies, door)
-        except BaseException:
-            await shell.close()
-            raise
+            ours, theirs = socket.socketpair()
+            with theirs:
+                connection = Connection(ours)
+                ends.callback(connection.close)
+                stem.fork(theirs.fileno(), descriptors)
+            shell = Shell(connection, stem, gate, ends.pop_all())
+            self._shells.add(shell)
+            try:
+                proxies = {} if network is None else network.environment
+                await shell.start(limits_of(limits), own, self._prefix, proxies, door, below)
+            except BaseException:
+                await shell.close()
+                raise
         return shell
 
-    def _handler(self, hello: dict[str, Any], groups: Sequence[int] = ()) -> Connection:
-        ours, theirs = socket.socketpair()
+    def _stem(self, image: Image, shared: Mapping[str, bytes], plain: bool) -> Stem:
+        """The process that live boxes of an image are forked from, with their `shared` files."""
+        folders = image.repository, image.site, image.tools, image.door
+        key = blake3.blake3(repr((folders, plain, sorted(shared.items()))).encode("utf-8", "surrogatepass")).digest()
+
+        def make() -> Stem:
+            who = None if self._personas is None or plain else persona.draw(_digest(image.changes), self._personas)
+            hello = {
+                "live": True,
+                "repository": _folder(image.repository),
+                "site": None if image.site is None else _folder(image.site),
+                "mounts": {} if image.tools is None else {TOOLS: _folder(image.tools)},
+                "door": image.door is not None,
+            }
+            if image.door is not None:
+                hello["mounts"] |= {_door(image.door): _folder(image.door.parent)}
+            with memory(encode({"persona": who and who.plain()}, shared)) as fd:
+                return Stem(self._handler(hello, [fd], socket.SOCK_SEQPACKET), who)
+
+        return self._stems.get(key, make)
+
+    def _handler(
+        self, hello: dict[str, Any], descriptors: Sequence[int] = (), kind: int = socket.SOCK_STREAM
+    ) -> Connection:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         try:
-            socket.send_fds(self._control, [json.dumps(hello).encode()], [theirs.fileno(), *groups])
+            socket.send_fds(self._control, [json.dumps(hello).encode()], [theirs.fileno(), *descriptors])
         except OSError:
             ours.close()
             raise BoxDead(DIED) from None
@@ -349,6 +383,7 @@ class NamespaceSandbox:
         await self._zygote.wait()
         for template in self._templates.values():
             template.connection.close(DIED)
+        self._stems.close(DIED)
         for shell in list(self._shells):
             await shell.close()
 
@@ -358,6 +393,7 @@ class NamespaceSandbox:
             template.connection.close()
         for shell in list(self._shells):
             await shell.close()
+        self._stems.close("the sandbox is closed")
         self._control.close()
         if self._zygote.returncode is None:
             self._zygote.kill()
@@ -376,6 +412,11 @@ def limits_of(limits: Limits) -> dict[str, float]:
         "disk": limits.disk_mb << 20,
         "seconds": limits.seconds,
     }
+
+
+def _door(socket: Path) -> str:
+    """Where a box has the folder of that socket."""
+    return f"{RUN}/{blake3.blake3(os.fsencode(socket)).hexdigest()[:24]}"
 
 
 def _folder(path: Path) -> str:

@@ -14,7 +14,7 @@ from etude.environments.base import BoxDead, BoxError, Busy, ExecResult, Request
 from etude.environments.connection import Connection, encode
 from etude.environments.egress.gate import PORT, Gate
 from etude.environments.inside.root import RUNNER, SITE, WORKSPACE
-from etude.environments.persona import Persona
+from etude.environments.stems import Layer, Stem
 
 FILE_SECONDS = 30.0
 GRACE_SECONDS = 5.0  # a command that is killed at its deadline still has to end
@@ -31,8 +31,9 @@ _ESCAPES = re.compile(
 class Shell:
     """A connection to pid 1 of a live box. One operation at a time."""
 
-    def __init__(self, connection: Connection, gate: Gate | None, ends: AsyncExitStack) -> None:
+    def __init__(self, connection: Connection, stem: Stem | None, gate: Gate | None, ends: AsyncExitStack) -> None:
         self._connection = connection
+        self._stem = stem
         self._gate = gate
         self._ends = ends  # of what goes with the box
         self._lock = asyncio.Lock()
@@ -43,11 +44,11 @@ class Shell:
         limits: dict[str, float],
         layers: Mapping[str, bytes | None],
         prefix: str,
-        persona: Persona | None,
         proxies: Mapping[str, str],
         door: tuple[str, int] | None,
+        below: Sequence[Layer] = (),
     ) -> None:
-        """Raises BoxDead. `proxies` are variables that say where the way out is, if there is one."""
+        """Raises BoxDead or LaunchFailed. `proxies` are variables that say where the way out is, if there is one."""
         environment = {
             "HOME": "/home/user",
             "LANG": "C.UTF-8",
@@ -60,15 +61,16 @@ class Shell:
             "TERM": "xterm-256color",
             "USER": "user",
         }
+        persona = None if self._stem is None else self._stem.persona
         if persona is not None:
             environment |= persona.environment
             environment["PATH"] = ":".join((environment["PATH"], *persona.path))
         head = {
             "limits": limits,
             "environment": environment | dict(proxies),
-            "persona": persona and persona.plain(),
             "port": PORT if self._gate is not None else 0,
             "door": door,
+            "below": [layer.name for layer in below],
         }
         await self._connection.request(head, encode({}, layers), FILE_SECONDS)
         if self._gate is not None:
@@ -123,9 +125,18 @@ class Shell:
             offset += size or 0
         return found
 
+    async def freeze(self) -> tuple[Layer | None, bool]:
+        """What the box has written since it was last frozen, if anything, and whether it stands on that itself now."""
+        head, _ = await self._ask({"op": "freeze"})
+        if head["layer"] == "empty":
+            return None, False
+        assert self._stem is not None
+        return self._stem.keep(self._connection.descriptors.pop()), head["layer"] == "moved"
+
     async def close(self) -> None:
         """The box ends when its pid 1 loses this connection."""
         self._connection.close("the box is closed")
+        self._stem = None
         await self._ends.aclose()
 
     async def _ask(

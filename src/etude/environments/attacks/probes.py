@@ -74,7 +74,7 @@ for path in [*glob.glob("/proc/[0-9]*/environ"), *glob.glob("/proc/[0-9]*/cmdlin
 for link in glob.glob("/proc/self/fd/*"):
     if os.path.exists(link) and holds(link, EXPECTED) and os.path.realpath(link) != me: print(link)
 for path in glob.glob("/run/*"):
-    if path != "/run/box": print(path)
+    if path not in ("/run/box", "/run/lower"): print(path)
 """,
     "A9": """
 texts = [str(dict(os.environ)), os.uname().nodename, open("/proc/self/mountinfo").read(), os.getcwd()]

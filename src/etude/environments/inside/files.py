@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import secrets
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from . import linux
 
@@ -72,7 +71,7 @@ def write(root: int, path: str, data: bytes) -> None:
     """By a temporary file and a rename; folders are made as needed."""
     folder, _, name = path.rpartition("/")
     parent = _make_folders(root, folder)
-    temporary = f".{secrets.token_hex(8)}"
+    temporary = f".{os.urandom(8).hex()}"
     try:
         mode = 0o644
         try:
@@ -137,44 +136,81 @@ def delete(root: int, path: str) -> None:
         os.close(parent)
 
 
-def changed(upper: int, lower: int) -> Iterator[tuple[str, bytes | None]]:
-    """(path, content or None if deleted) of an overlay's upper folder, links and special files left out.
+def changed(layers: Sequence[int], base: Sequence[int], tree: int) -> Iterator[tuple[str, bytes | None]]:
+    """(path, content or None if deleted) of an overlay's written `layers`, links and special files left out.
+
+    `base` are the layers below them, and `tree` is the overlay itself: what can be seen there counts.
+    """
+    total = 0
+    seen: set[str] = set()
+    for path in (path for layer in layers for path in _touched(layer, base)):
+        if path in seen:
+            continue
+        seen.add(path)
+        if len(seen) > MAX_ENTRIES:
+            raise Refused("TooLarge", f"more than {MAX_ENTRIES} files were changed")
+        status = _status(tree, path)
+        if status is not None and stat.S_ISREG(status.st_mode):
+            total += status.st_size
+            if status.st_size > MAX_FILE or total > MAX_TOTAL:
+                raise Refused("TooLarge", f"{path} is too large to hand in")
+            yield path, read(tree, path, MAX_FILE)
+        elif (status is None or stat.S_ISDIR(status.st_mode)) and any(_is_file(lower, path) for lower in base):
+            yield path, None
+
+
+def _touched(layer: int, base: Sequence[int]) -> Iterator[str]:
+    """Regular files of a layer, and those of `base` that it hides.
 
     A deletion is a character device 0:0; a folder that replaced another is marked opaque.
     """
-    entries = total = 0
+    entries = 0
     pending = [""]
     while pending:
         folder = pending.pop()
         if folder.count("/") >= MAX_DEPTH:
             raise Refused("TooLarge", f"folders are nested more than {MAX_DEPTH} deep")
-        here = _open(upper, folder, os.O_RDONLY | os.O_DIRECTORY)
+        here = _open(layer, folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            present = set()
             with os.scandir(here) as found:
                 for entry in found:
                     entries += 1
                     if entries > MAX_ENTRIES:
                         raise Refused("TooLarge", f"more than {MAX_ENTRIES} files were changed")
                     path = f"{folder}/{entry.name}" if folder else entry.name
-                    present.add(path)
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISDIR(status.st_mode):
                         pending.append(path)
-                    elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
-                        for gone in _files(lower, path):
-                            yield gone, None
                     elif stat.S_ISREG(status.st_mode):
-                        total += status.st_size
-                        if status.st_size > MAX_FILE or total > MAX_TOTAL:
-                            raise Refused("TooLarge", f"{path} is too large to hand in")
-                        yield path, read(upper, path, MAX_FILE)
+                        yield path
+                    elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
+                        for lower in base:
+                            yield from _files(lower, path)
             if folder and _opaque(here):
-                for gone in _files(lower, folder):
-                    if not any(gone == path or gone.startswith(path + "/") for path in present):
-                        yield gone, None
+                for lower in base:
+                    yield from _files(lower, folder)
         finally:
             os.close(here)
+
+
+def _status(root: int, path: str) -> os.stat_result | None:
+    """Of what lies there, without following a link; None if nothing does."""
+    folder, _, name = path.rpartition("/")
+    try:
+        parent = _open(root, folder, _O_PATH | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        return os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    finally:
+        os.close(parent)
+
+
+def _is_file(root: int, path: str) -> bool:
+    status = _status(root, path)
+    return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def _opaque(folder: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import signal
@@ -16,7 +17,7 @@ libc.syscall.restype = ctypes.c_long
 NEWTIME, NEWNS, NEWCGROUP, NEWUTS = 0x80, 0x20000, 0x2000000, 0x4000000
 NEWIPC, NEWUSER, NEWPID, NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 
@@ -60,6 +61,16 @@ def bind(source: str, target: str, read_only: bool = True) -> None:
     set_attributes(target, (MS_RDONLY if read_only else 0) | MS_NOSUID | MS_NODEV)
 
 
+def clone_tree(path: str) -> int:
+    """Descriptor of a copy of the mount at `path`, with that folder as its root, attached nowhere."""
+    return _check(libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), _CLONE_TREE | os.O_CLOEXEC), "clone")
+
+
+def attach(tree: int, target: str) -> None:
+    """Mount what `clone_tree` gave; once."""
+    _check(libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), 4), "attach")
+
+
 def bind_owned(source: str, target: str, host_id: int) -> None:
     """Bind a folder read-only so that what its owner owns belongs to `host_id`: then an overlay can copy it up.
 
@@ -70,10 +81,10 @@ def bind_owned(source: str, target: str, host_id: int) -> None:
     try:
         users = _user_namespace(owner.st_uid, owner.st_gid, host_id)
         try:
-            tree = _check(libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(source), _CLONE_TREE | os.O_CLOEXEC), "clone")
+            tree = clone_tree(source)
             data = struct.pack("QQQQ", _ATTR_IDMAP | MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, users)
             _check(libc.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, data, len(data)), "map owners")
-            _check(libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), 4), "attach")
+            attach(tree, target)
         finally:
             os.close(users)
             if tree >= 0:
@@ -104,15 +115,16 @@ def _user_namespace(uid: int, gid: int, host_id: int) -> int:
         os.waitpid(pid, 0)
 
 
-def set_attributes(target: str, attributes: int, tree: bool = True) -> None:
+def set_attributes(target: str, attributes: int, tree: bool = True, clear: int = 0) -> None:
     """mount_setattr(2): MOUNT_ATTR_{RDONLY,NOSUID,NODEV,NOEXEC} equal the MS_ flags."""
-    data = struct.pack("QQQQ", attributes, 0, 0, 0)
+    data = struct.pack("QQQQ", attributes, clear, 0, 0)
     path, flags = os.fsencode(target), _AT_RECURSIVE if tree else 0
     _check(libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, flags, data, len(data)), f"read-only {target}")
 
 
-def unmount(target: str) -> None:
-    _check(libc.umount2(os.fsencode(target), MNT_DETACH), f"unmount {target}")
+def unmount(target: str, flags: int = MNT_DETACH) -> None:
+    """umount2(2); without flags it raises EBUSY while anybody has a file or folder open there."""
+    _check(libc.umount2(os.fsencode(target), flags), f"unmount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
@@ -227,6 +239,7 @@ _FAMILIES = (17, 38, 40, 44)  # AF_PACKET, AF_ALG, AF_VSOCK, AF_XDP
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
 
+@functools.cache
 def filter_program(machine: str) -> bytes:
     """The deny list as classic BPF over `struct seccomp_data` (nr at 0, arch at 4, low half of argument i at 16+8i)."""
     column = {"x86_64": 0, "aarch64": 1}[machine]

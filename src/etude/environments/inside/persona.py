@@ -9,23 +9,28 @@ from typing import Any
 
 from . import linux, root
 
-FOLDER = f"{root.LAYER}/persona"
+FOLDER = f"{root.SHARED}/persona"
 HOMES = f"{root.LAYER}/homes"
+
+
+def prepare(persona: dict[str, Any]) -> None:
+    """In the stem: what all boxes of an image have in common."""
+    _clocks(persona["uptime"])
+    os.mkdir(FOLDER)
+    for target, text in _files(persona).items():
+        with open(_source(target), "w") as file:
+            file.write(text)
+        if not target.startswith("/proc/"):  # which every box has its own of
+            linux.bind(_source(target), target)
 
 
 def settle(persona: dict[str, Any]) -> None:
     """In pid 1 of a live box, in its own namespaces, while it still holds capabilities there and can be looked at."""
     user = persona["user"]
     socket.sethostname(persona["host"])
-    _clocks(persona["uptime"])
-    os.mkdir(FOLDER)
-    linux.mount("tmpfs", FOLDER, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755,size=1m")
-    for target, text in _files(persona).items():
-        source = f"{FOLDER}/{target.replace('/', '-')}"
-        with open(source, "w") as file:
-            file.write(text)
-        linux.bind(source, target)
-    linux.set_attributes(FOLDER, linux.MS_RDONLY, tree=False)
+    for target in ("/proc/cmdline", "/proc/cpuinfo"):
+        if os.path.exists(_source(target)):
+            linux.bind(_source(target), target)
     os.makedirs(f"{HOMES}/{user}")
     for name in persona["folders"]:
         os.mkdir(f"{HOMES}/{user}/{name}")
@@ -34,6 +39,10 @@ def settle(persona: dict[str, Any]) -> None:
             file.write(text)
     linux.mount(HOMES, "/home", None, linux.MS_BIND)
     linux.call_itself("/sbin/init", "systemd")
+
+
+def _source(target: str) -> str:
+    return f"{FOLDER}/{target.replace('/', '-')}"
 
 
 def _clocks(uptime: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 from . import linux
 
@@ -13,6 +12,8 @@ WORKSPACE = "/workspace"
 SITE = "/site"
 RUN = "/run"  # private mounts; its entries can't be listed
 LAYER = "/run/box"  # what a box writes
+SHARED = "/run/lower"  # what the boxes of an image have in common: files of the task, and frozen layers
+TASK = f"{SHARED}/0"
 BOX_ID = 1000
 BASE_ID = 200_000  # host ids of boxes when the sandbox is started by root
 
@@ -40,6 +41,7 @@ def build(prefix: str, runner: dict[str, str]) -> None:
         WORKSPACE,
         SITE,
         LAYER,
+        SHARED,
         "/proc",
         "/dev/shm",
         "/dev/pts",
@@ -51,7 +53,8 @@ def build(prefix: str, runner: dict[str, str]) -> None:
         os.makedirs(new + folder, 0o755)
     for name, source in etc.items():
         # Resolved below the old root: /tmp there is covered by now.
-        shutil.copyfile(source, f"{new}/etc/{name}")
+        with open(source, "rb") as old, open(f"{new}/etc/{name}", "wb") as file:
+            file.write(old.read())
     linux.pivot_root(new, new + HOST)
     os.chdir("/")
     for path, target in links:
