@@ -19,6 +19,7 @@ from etude.config import RLConfig, read_toml, validate
 from etude.controller import Run
 from etude.dashboard.live import LiveView, final_table
 from etude.dashboard.report import Report
+from etude.environments import persona
 from etude.environments.egress.policy import Egress, check_index, index_of, parse, project_of
 from etude.environments.namespace import NamespaceSandbox, open_sandbox
 from etude.errors import UserError
@@ -192,7 +193,11 @@ async def _open(
     try:
         children.append(controller.start_trainer(folder, logs))
         async with (
-            boxes(personas=_personas(config), egress=_egress(config, dataset, folder)) as sandbox,
+            boxes(
+                personas=_personas(config),
+                egress=_egress(config, dataset, folder),
+                repeatable=config.deterministic,
+            ) as sandbox,
             EngineClient(urls) as client,
             aclosing(canary.Asker(answers, sequences, client, urls)) as canaries,
             open_agent(config.rollout.agent) as agent,
@@ -219,12 +224,15 @@ async def _open(
             child.stop(10)
 
 
-def _personas(config: RLConfig) -> list[Mapping[str, Any]]:
-    """Probes of production machines; none: boxes look like workstations as we imagine them. Raises UserError."""
+def _personas(config: RLConfig) -> persona.Like:
+    """What boxes are made to look like; nothing said: the reference description. Raises UserError."""
+    from etude.environments.parity import description
     from etude.environments.parity.features import read
 
-    path = config.rollout.personas
-    return [sample.probes for sample in read([Path(path)])] if path is not None else []
+    if config.rollout.personas is None:
+        return ()
+    path = Path(config.rollout.personas)
+    return description.read(path) if path.suffix == ".toml" else [sample.probes for sample in read([path])]
 
 
 def _egress(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None:

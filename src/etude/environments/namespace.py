@@ -93,9 +93,10 @@ class NamespaceSandbox:
         workers: int,
         memo: int,
         questions: bool,
-        personas: Sequence[Mapping[str, Any]] | None,
+        personas: persona.Like | None,
         groups: Groups | None,
         network: Network | None,
+        repeatable: bool,
     ) -> None:
         self.stats = Stats()
         self._control = control
@@ -108,6 +109,7 @@ class NamespaceSandbox:
         self._templates: dict[tuple[ImageKey, bool, bool], _Template] = {}
         self._questions = questions
         self._personas = personas
+        self._repeatable = repeatable
         self.groups = groups
         self._network = network
         self._live = 0  # boxes that were started
@@ -326,8 +328,10 @@ class NamespaceSandbox:
         try:
             await connection.started()
             who = None if self._personas is None or plain else persona.draw(_digest(image.changes), self._personas)
-            proxies = {} if network is None else network.environment
-            await shell.start(limits_of(limits), layers, self._prefix, who, proxies, door)
+            variables = {} if network is None else dict(network.environment)
+            if self._repeatable or who is None:
+                variables["PYTHONHASHSEED"] = "0"
+            await shell.start(limits_of(limits), layers, self._prefix, who, variables, door)
         except BaseException:
             await shell.close()
             raise
@@ -447,15 +451,17 @@ async def open_sandbox(
     workers: int = 2,
     memo: int = 4096,
     questions: bool = True,
-    personas: Sequence[Mapping[str, Any]] | None = (),
+    personas: persona.Like | None = (),
     egress: Egress | None = None,
+    repeatable: bool = False,
 ) -> AsyncIterator[NamespaceSandbox]:
     """A sandbox of `workers` test runs at a time that remembers `memo` results (0: runs every time).
 
     `questions=False` runs every hidden test in the process of the tested code, and `personas=None` leaves live boxes
-    as they are: what attacks and the parity audit compare with. `personas` are probes of production machines that live
-    boxes are made to look like (`persona.py`); empty: workstations as we imagine them. `egress` is what live boxes may
-    reach; None: nothing.
+    as they are: what attacks and the parity audit compare with. `personas` are probes of production machines, or a
+    description of them, that live boxes are made to look like (`persona.py`); empty: the reference description.
+    `egress` is what live boxes may reach; None: nothing. `repeatable` fixes the hashes of Python in live boxes, by a
+    variable that gives them away; otherwise only boxes without a persona have it.
 
     Raises UserError where the machine lacks what boxes need.
     """
@@ -465,7 +471,7 @@ async def open_sandbox(
     with theirs, nullcontext() if groups is None else groups.lent(Limits()) as trial:
         zygote = await _start_zygote(theirs, () if trial is None else trial.descriptors)
     network = None if egress is None else Network(egress)
-    sandbox = NamespaceSandbox(ours, zygote, workers, memo, questions, personas, groups, network)
+    sandbox = NamespaceSandbox(ours, zygote, workers, memo, questions, personas, groups, network, repeatable)
     try:
         async with asyncio.timeout(START_SECONDS):
             answer = await asyncio.get_running_loop().sock_recv(ours, 65536)

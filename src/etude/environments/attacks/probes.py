@@ -109,7 +109,7 @@ for link in glob.glob("/proc/self/fd/*"):
 for path in glob.glob("/proc/[0-9]*/environ"):
     try: data = open(path, "rb").read()
     except OSError: continue
-    if b"PYTHONPATH" not in data and data: print(path)
+    if b"HOME=/home/" not in data and data: print(path)
 """,
     "D1": """
 tried(("EPERM", "ENOSYS"), mount=((165, 40), 0, 0, 0, 0, 0), umount2=((166, 39), b"/", 2),

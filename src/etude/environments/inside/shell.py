@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from . import door, files, linux, persona, root, runs
 
+SIZE = 40, 120  # rows and columns of a terminal that nobody has said anything about
 KEEP = 16_000  # bytes of output kept at each end
 WATCH_SECONDS = 0.2  # between looks at the memory of the box
 GRACE_SECONDS = 0.5  # between TERM, KILL and the end of the shell
@@ -48,10 +49,15 @@ class Shell:
     """One bash and its terminal."""
 
     def __init__(
-        self, limits: dict[str, Any], program: bytes, environment: dict[str, str], groups: Sequence[int]
+        self,
+        limits: dict[str, Any],
+        program: bytes,
+        environment: dict[str, str],
+        groups: Sequence[int],
+        size: tuple[int, int],
     ) -> None:
         self.master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         command, self.command = os.pipe()
         self.status, status = os.pipe()
         script, writer = os.pipe()  # as bash's input: an argument could be read by everybody
@@ -166,7 +172,7 @@ class Live:
         linux.loopback_up()
         linux.mount("devpts", "/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, "newinstance,ptmxmode=0666")
         if request["persona"] is not None:
-            persona.settle(request["persona"])
+            persona.settle(request["persona"], request["search"])
         linux.hide()
         os.chdir("/")
         self.program = linux.filter_program(os.uname().machine)
@@ -175,6 +181,7 @@ class Live:
         self.workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.upper = os.open(f"{root.LAYER}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.environment = request["environment"]
+        self.size = SIZE if request["persona"] is None else request["persona"]["size"]
         self._begun(request)
         while True:
             request, payload = self._request()
@@ -242,7 +249,7 @@ class Live:
     def _exec(self, line: str, seconds: float) -> tuple[dict[str, Any], bytes]:
         restarted = self.shell is None
         if self.shell is None:
-            self.shell = Shell(self.limits, self.program, self.environment, self.groups)
+            self.shell = Shell(self.limits, self.program, self.environment, self.groups, self.size)
         started = time.monotonic()
         output = Output()
         code: int | None = None

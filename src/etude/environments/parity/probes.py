@@ -20,6 +20,7 @@ _NETWORK = "boxes have no egress, hence no interface but lo; it takes a proxy ou
 _SECCOMP = "the system-call filter and no_new_privs are the border, and /proc/self/status shows them"
 _PIDS = "pid 1 began with the box and nothing else runs in it; a virtual machine boots its services"
 _HISTORY = "tasks carry no .git folder yet; environments/history.py makes one"
+_ETC = "boxes have a small /etc: the host's holds secrets"
 _OWNERS = "files of the host's root show as nobody in a box"
 _IMAGE = "the tools are those of the host that makes boxes"
 
@@ -29,6 +30,7 @@ PROBES: dict[str, Probe] = {
     "accounts": Probe("E1", "Give /etc/passwd the service accounts of the production image."),
     "owners.unknown": Probe("E1", "Unpack an image whose files belong to the mapped id.", _OWNERS),
     "machine_id": Probe("E1", "Draw a machine-id per box."),
+    "etc.entries": Probe("E1", "Give boxes the /etc of the production image.", _ETC),
     "system": Probe("E1", "Make boxes on the distribution that users have."),
     "uptime": Probe("E2", "Draw the uptime from production's range; the box's clock starts there."),
     "pid1.late": Probe("E2", "Nothing but a boot makes pid 1 old.", _PIDS),
