@@ -43,9 +43,11 @@ SECONDS = 300.0  # of one command
 COMMITS = 4  # a clone is of one of the last so many
 SESSIONS = 4  # terminals in which a machine's samples are taken
 # Docker's, from its documentation of --cap-add.
-CAPABILITIES = [f"CAP_{name}" for name in
-                ("AUDIT_WRITE CHOWN DAC_OVERRIDE FOWNER FSETID KILL MKNOD NET_BIND_SERVICE NET_RAW SETFCAP SETGID "
-                 "SETPCAP SETUID SYS_CHROOT").split()]  # fmt: skip
+_NAMES = """
+AUDIT_WRITE CHOWN DAC_OVERRIDE FOWNER FSETID KILL MKNOD NET_BIND_SERVICE NET_RAW
+SETFCAP SETGID SETPCAP SETUID SYS_CHROOT
+"""
+CAPABILITIES = [f"CAP_{name}" for name in _NAMES.split()]
 _PLAN = """set -eu
 useradd -m -s /bin/bash -u 1000 "$USER_NAME"
 cp -r /tmp/plan/home/. /home/$USER_NAME/
@@ -55,7 +57,13 @@ mkdir -p /workspace && chown 1000:1000 /workspace
 _CLONE = """set -eu
 git clone --quiet --depth "$DEPTH" --branch "work" file:///srv/repo.git /workspace
 git -C /workspace remote set-url origin "$ORIGIN"
-find /workspace -mindepth 0 -depth -print0 | xargs -0 touch -h -d "@$WHEN"
+python3 - "$AGE" <<'END'
+import os, sys
+for folder, _, names in os.walk("/workspace", topdown=False):
+    for path in [*(os.path.join(folder, name) for name in names), folder]:
+        when = os.lstat(path).st_mtime - float(sys.argv[1])
+        os.utime(path, (when, when), follow_symlinks=False)
+END
 """
 
 
@@ -112,7 +120,9 @@ def _ask(*command: str) -> str:
     return done.stdout
 
 
-def _process(persona: Persona, user: int, argv: list[str], *, terminal: bool, more: dict[str, str]) -> dict[str, object]:
+def _process(
+    persona: Persona, user: int, argv: list[str], *, terminal: bool, more: dict[str, str]
+) -> dict[str, object]:
     home = f"/home/{persona.user}" if user else "/root"
     variables = {"PATH": ":".join(persona.path), "HOME": home} | persona.environment | more
     capabilities = CAPABILITIES if user == 0 else []
@@ -122,7 +132,7 @@ def _process(persona: Persona, user: int, argv: list[str], *, terminal: bool, mo
         "args": argv,
         "env": [f"{name}={value}" for name, value in variables.items()],
         "cwd": "/workspace" if terminal else "/",
-        "capabilities": {kind: capabilities for kind in ("effective", "permitted")} | {"bounding": CAPABILITIES},
+        "capabilities": dict.fromkeys(("effective", "permitted"), capabilities) | {"bounding": CAPABILITIES},
         "noNewPrivileges": False,
     }
 
@@ -238,8 +248,8 @@ def settle(machine: Machine, repository: Path, description: Description, rng: ra
     _ask("git", "--git-dir", str(source), "update-ref", "refs/heads/work", rng.choice(commits))
     _ask("chown", "-R", "1000:1000", str(source))
     origin = _ask("git", "-C", str(repository), "remote", "get-url", "origin").strip()
-    when = time.time() - (persona.checkout_age or 0)
-    machine.run(_CLONE, 1000, DEPTH=str(description.depth), ORIGIN=origin, WHEN=f"{when:.3f}")
+    age = str(persona.checkout_age or 0)
+    machine.run(_CLONE, 1000, DEPTH=str(description.depth), ORIGIN=origin, AGE=age)
     shutil.rmtree(source)
     shutil.rmtree(merged / "tmp/plan")
     (merged / "opt/fingerprint.py").write_text(Path(fingerprint.__file__).read_text())

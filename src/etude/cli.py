@@ -156,6 +156,8 @@ def _doctor_arguments(doctor: argparse.ArgumentParser) -> None:
     what.add_argument("--script", action="store_true", help="print the script that takes them, for other machines")
     parity.add_argument("--samples", type=int, default=20, help="fingerprints to record")
     parity.add_argument("--boxes", type=int, default=200, help="boxes to compare with")
+    parity.add_argument("--dataset", type=Path, metavar="DIR", help="tasks whose boxes these are; else a made-up one's")
+    parity.add_argument("--personas", type=Path, metavar="FILE", help="as rollout.personas; else half of the machines")
 
 
 def _weights_arguments(weights: argparse.ArgumentParser) -> None:
@@ -359,7 +361,13 @@ def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
             return 0
         if arguments.record is not None:
             return audit.record(arguments.record, arguments.samples)
-        return audit.show(arguments.against, arguments.boxes, arguments.json)
+        return audit.show(
+            arguments.against,
+            arguments.boxes,
+            arguments.json,
+            dataset=arguments.dataset,
+            personas=arguments.personas,
+        )
     from etude.environments.doctor import show
 
     return show(as_json=arguments.json)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -226,13 +225,9 @@ async def _open(
 
 def _personas(config: RLConfig) -> persona.Like:
     """What boxes are made to look like; nothing said: the reference description. Raises UserError."""
-    from etude.environments.parity import description
-    from etude.environments.parity.features import read
+    from etude.environments.parity.audit import load
 
-    if config.rollout.personas is None:
-        return ()
-    path = Path(config.rollout.personas)
-    return description.read(path) if path.suffix == ".toml" else [sample.probes for sample in read([path])]
+    return load(Path(config.rollout.personas)) if config.rollout.personas is not None else ()
 
 
 def _egress(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None:

@@ -57,6 +57,7 @@ class ValueBox:
         self._limits = limits
         texts = {**image.decoys, **image.changes}
         self._base = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
+        self._base |= image.history
         self._changes: dict[str, bytes | None] = {}
         self._shell: Shell | None = None
         self._closed = False
@@ -142,7 +143,9 @@ class ValueBox:
     async def changes(self) -> dict[str, bytes | None]:
         self._open()
         current = self._changes if self._shell is None else await self._shell.changes()
-        return {path: data for path, data in current.items() if data != self._original(path)}
+        mine = {path: data for path, data in current.items() if data != self._original(path)}
+        # What git writes when an agent looks at the state of its tree is no work, and nobody reads it.
+        return {path: data for path, data in mine.items() if not (self._image.history and path.startswith(".git/"))}
 
     def requests(self) -> Sequence[Request] | None:
         if not self._sandbox.gated:

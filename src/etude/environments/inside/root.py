@@ -17,7 +17,11 @@ BOX_ID = 1000
 BASE_ID = 200_000  # host ids of boxes when the sandbox is started by root
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-_ETC = ("ld.so.cache", "localtime", "mime.types", "services", "protocols", "alternatives")
+_ETC = (  # files of which none is about this machine or its users
+    *("ld.so.cache", "ld.so.conf", "localtime", "timezone", "mime.types", "services", "protocols", "rpc", "networks"),
+    *("bash.bashrc", "profile", "inputrc", "nanorc", "debian_version", "issue", "issue.net", "host.conf", "gai.conf"),
+    *("login.defs", "magic", "deluser.conf", "adduser.conf", "debconf.conf", "xattr.conf", "e2scrub.conf"),
+)
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
@@ -52,6 +56,8 @@ def build(prefix: str, runner: dict[str, str]) -> None:
     for name, source in etc.items():
         # Resolved below the old root: /tmp there is covered by now.
         shutil.copyfile(source, f"{new}/etc/{name}")
+    if os.path.isdir("/etc/alternatives"):  # links that awk, editors and pagers are found by
+        shutil.copytree("/etc/alternatives", f"{new}/etc/alternatives", symlinks=True)
     linux.pivot_root(new, new + HOST)
     os.chdir("/")
     for path, target in links:
