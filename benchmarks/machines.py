@@ -65,6 +65,9 @@ for folder, _, names in os.walk("/workspace", topdown=False):
         os.utime(path, (when, when), follow_symlinks=False)
 END
 """
+# Programs have run in a workspace before an agent comes; how many is seen in the next process's number.
+_WORK = """while [ "$(sh -c 'echo $$')" -lt "$PIDS" ]; do /bin/true; done
+"""
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,7 @@ def settle(machine: Machine, repository: Path, description: Description, rng: ra
     origin = _ask("git", "-C", str(repository), "remote", "get-url", "origin").strip()
     age = str(persona.checkout_age or 0)
     machine.run(_CLONE, 1000, DEPTH=str(description.depth), ORIGIN=origin, AGE=age)
+    machine.run(_WORK, 1000, PIDS=str(persona.pids))
     shutil.rmtree(source)
     shutil.rmtree(merged / "tmp/plan")
     (merged / "opt/fingerprint.py").write_text(Path(fingerprint.__file__).read_text())

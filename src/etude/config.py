@@ -93,7 +93,7 @@ class RolloutConfig(Section):
     )
     personas: str | None = Field(
         default=None,
-        description="fingerprints (.jsonl) or a description (.toml) of the machines that boxes are made to look like",
+        description='fingerprints (.jsonl) or a description (.toml) of machines that boxes look like; "none": no one',
     )
     lease_seconds: float = Field(default=120.0, gt=0)
     stall_seconds: float = Field(

@@ -223,11 +223,14 @@ async def _open(
             child.stop(10)
 
 
-def _personas(config: RLConfig) -> persona.Like:
+def _personas(config: RLConfig) -> persona.Like | None:
     """What boxes are made to look like; nothing said: the reference description. Raises UserError."""
     from etude.environments.parity.audit import load
 
-    return load(Path(config.rollout.personas)) if config.rollout.personas is not None else ()
+    given = config.rollout.personas
+    if given == "none":
+        return None
+    return () if given is None else load(Path(given))
 
 
 def _egress(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None:

@@ -53,6 +53,7 @@ _MORE = (  # of a desktop session: no tool of a repository looks at them
     *("SESSION_MANAGER", "USERNAME", "VTE_VERSION", "WINDOWPATH", "XDG_CURRENT_DESKTOP", "XDG_MENU_PREFIX"),
     *("XDG_SEAT", "XDG_VTNR", "XDG_SESSION_CLASS", "XDG_SESSION_DESKTOP", "XMODIFIERS"),
 )
+_RATE = (500.0, 8000.0)
 _SHELL_SETS = frozenset({"HOME", "OLDPWD", "PATH", "PWD", "SHLVL", "_"})  # a box's shell has them anyway
 _PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _FEW = frozenset({"/usr/local/bin", "/usr/bin", "/bin"})  # never left out of PATH
@@ -83,6 +84,8 @@ class Persona:
     environment: dict[str, str]
     size: tuple[int, int]  # rows and columns of the terminal
     checkout_age: float | None  # of the files in the work tree
+    checkout_rate: float  # files that it wrote in a second
+    pids: int  # processes before the agent's
 
     def plain(self) -> dict[str, Any]:
         """For the request that starts a live box."""
@@ -130,6 +133,8 @@ def _described(rng: random.Random, machine: Description) -> Persona:
         environment={name: _filled(text, known) for name, text in environment.items()},
         size=rng.choice(machine.sizes),
         checkout_age=60 * within(rng, machine.checkout_minutes),
+        checkout_rate=within(rng, _RATE),
+        pids=int(within(rng, machine.pids)),
     )
 
 
@@ -156,6 +161,8 @@ def _imitated(rng: random.Random, seen: Mapping[str, Any]) -> Persona:
         environment=_environment(user, host, seen),
         size=(int(seen.get("terminal.rows", 40)), int(seen.get("terminal.columns", 120))),
         checkout_age=None if age is None else float(age) * (0.8 + 0.4 * rng.random()),
+        checkout_rate=within(rng, _RATE),
+        pids=max(2, int(seen.get("pid.self", 40)) - rng.randrange(1, 5)),
     )
 
 
@@ -196,6 +203,7 @@ def _kernel_line(rng: random.Random, names: Sequence[str]) -> str:
 def _home(rng: random.Random, user: str, seen: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Files by name, and folders, of the home folder."""
     names = [str(name) for name in seen.get("dotfiles", ())]
+    names += [".local"] * (".local" not in names)  # Python finds its modules there: `inside/persona.py`
     names += _HOME[: max(0, int(seen.get("home.entries", 0)) - len(names))]
     machine = reference()
     known = {"user": user, "User": user.title()}

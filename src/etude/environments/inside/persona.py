@@ -15,7 +15,6 @@ from . import linux, root
 FOLDER = f"{root.LAYER}/persona"
 HOMES = f"{root.LAYER}/homes"
 STAMPED, STAMPED_SIZE = 300, 8 << 20  # entries, and bytes, of a tree whose files are dated anew
-WRITTEN = 2000.0  # files that a checkout writes in a second
 _NO_BYTECODE = "import sys; sys.dont_write_bytecode = True\n"  # of a run of the agent's none is to be handed in
 
 
@@ -37,7 +36,9 @@ def settle(persona: dict[str, Any], search: Sequence[str]) -> None:
     linux.mount("overlay", "/etc", "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
     _home(persona, search)
     if persona["checkout_age"] is not None:
-        _stamp(root.WORKSPACE, time.time() - persona["checkout_age"])
+        _stamp(root.WORKSPACE, time.time() - persona["checkout_age"], persona["checkout_rate"])
+    with contextlib.suppress(OSError):  # a kernel without it: CONFIG_CHECKPOINT_RESTORE
+        _write("/proc/sys/kernel/ns_last_pid", str(persona["pids"]))
     linux.call_itself(persona["init"], persona["init_name"])
 
 
@@ -59,8 +60,8 @@ def _home(persona: dict[str, Any], search: Sequence[str]) -> None:
     linux.mount(HOMES, "/home", None, linux.MS_BIND)
 
 
-def _stamp(folder: str, checkout: float) -> None:
-    """Date the files of a small tree as a checkout does that wrote them then, one after the other.
+def _stamp(folder: str, checkout: float, rate: float) -> None:
+    """Date the files of a small tree as a checkout does that wrote them then, one after the other, `rate` a second.
 
     Each is copied into the box's own layer by that. A large tree keeps the dates of its image.
     """
@@ -69,7 +70,7 @@ def _stamp(folder: str, checkout: float) -> None:
     for parent, folders, names in os.walk(folder):
         if ".git" in folders:
             folders.remove(".git")
-            found += (entry.path for entry in os.scandir(f"{parent}/.git"))
+            found += [*(entry.path for entry in os.scandir(f"{parent}/.git")), f"{parent}/.git"]
         paths = [f"{parent}/{name}" for name in sorted(names)]
         size += sum(os.lstat(path).st_size for path in paths)
         found += [*paths, parent]
@@ -78,7 +79,7 @@ def _stamp(folder: str, checkout: float) -> None:
     found += [folder]  # after its entries, whose copying changes it
     with contextlib.suppress(PermissionError):  # no file system with owners mapped: lower files are not the user's
         for place, path in enumerate(found):
-            when = checkout + place / WRITTEN
+            when = checkout + place / rate
             os.utime(path, (when, when), follow_symlinks=False)
 
 

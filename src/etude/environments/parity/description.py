@@ -37,6 +37,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     uptime_hours: tuple[float, float]
     checkout_minutes: tuple[float, float]
     depth: int
+    pids: tuple[float, float]
     terminals: tuple[str, ...]
     sizes: tuple[tuple[int, int], ...]
     path: tuple[str, ...]
@@ -59,7 +60,7 @@ def read(path: Path) -> Description:
     for name in ("users", "hosts", "init", "terminals", "sizes", "path", "commands"):
         if not getattr(found, name):
             raise UserError(f"{path}: {name} is empty; give at least one.")
-    for name in ("uptime_hours", "checkout_minutes", "history"):
+    for name in ("uptime_hours", "checkout_minutes", "pids", "history"):
         low, high = getattr(found, name)
         if not 0 < low <= high:
             raise UserError(f"{path}: {name} is no range from a positive number to one that is no less.")
