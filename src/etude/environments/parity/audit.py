@@ -275,7 +275,7 @@ def _print(treated: Audit, untreated: Audit, passed: bool, notes: Sequence[str])
     counted = [tell for tell in treated.tells if not tell.exception and tell.auc > GATE]
     for tell in counted[:SHOWN]:
         print(f"{tell.group} {tell.probe:20} {tell.auc:.2f}  {tell.seen}\n   cure: {tell.cure}")
-    print("\ndeclared exceptions (docs/decisions/0019-cheating.md):")
+    print("\ndeclared exceptions (docs/sandbox.md):")
     reasons: dict[str, list[str]] = {}
     for tell in treated.tells:
         if tell.exception and tell.auc > GATE:
