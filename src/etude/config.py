@@ -101,7 +101,8 @@ class RolloutConfig(Section):
         default=None, description="an outside agent that plays the episodes instead of the built-in loop"
     )
     personas: str | None = Field(
-        default=None, description="file of fingerprints of production machines that boxes are made to look like"
+        default=None,
+        description='fingerprints (.jsonl) or a description (.toml) of machines that boxes look like; "none": no one',
     )
     lease_seconds: float = Field(default=120.0, gt=0)
     stall_seconds: float = Field(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -19,6 +18,7 @@ from etude.config import RLConfig, read_toml, validate
 from etude.controller import Run
 from etude.dashboard.live import LiveView, final_table
 from etude.dashboard.report import Report
+from etude.environments import persona
 from etude.environments.egress.policy import Egress, check_index, index_of, parse, project_of
 from etude.environments.namespace import NamespaceSandbox, open_sandbox
 from etude.errors import UserError
@@ -200,7 +200,11 @@ async def _open(
     try:
         children.append(controller.start_trainer(folder, logs))
         async with (
-            boxes(personas=personas_of(config), egress=_egress(config, dataset, folder)) as sandbox,
+            boxes(
+                personas=personas_of(config),
+                egress=_egress(config, dataset, folder),
+                repeatable=config.deterministic,
+            ) as sandbox,
             EngineClient(urls) as client,
             aclosing(canary.Asker(answers, sequences, client, urls)) as canaries,
             open_agent(config.rollout.agent) as agent,
@@ -227,12 +231,14 @@ async def _open(
             child.stop(10)
 
 
-def personas_of(config: RLConfig) -> list[Mapping[str, Any]]:
-    """Probes of production machines; none: boxes look like workstations as we imagine them. Raises UserError."""
-    from etude.environments.parity.features import read
+def personas_of(config: RLConfig) -> persona.Like | None:
+    """What boxes are made to look like; nothing said: the reference description. Raises UserError."""
+    from etude.environments.parity.audit import load
 
-    path = config.rollout.personas
-    return [sample.probes for sample in read([Path(path)])] if path is not None else []
+    given = config.rollout.personas
+    if given == "none":
+        return None
+    return () if given is None else load(Path(given))
 
 
 def _egress(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None:

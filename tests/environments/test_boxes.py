@@ -291,7 +291,8 @@ def test_a_box_sees_little(shell: Callable[..., ExecResult]) -> None:
     """C15, D1, D2, D4, D7: the probes of the doctor print nothing."""
     assert {name: shell(line).output for name, line in doctor.PROBES.items()} == dict.fromkeys(doctor.PROBES, "")
     names = shell("env | cut -d= -f1 | sort | tr '\\n' ' '").output.split()
-    assert not {"HOSTNAME", "SSH_AUTH_SOCK", "AWS_ACCESS_KEY_ID"} & set(names)
+    assert not {"SSH_AUTH_SOCK", "AWS_ACCESS_KEY_ID"} & set(names)
+    assert shell('test "${HOSTNAME:-$(hostname)}" = "$(hostname)"').rc == 0, "the persona's, not the host's"
     assert not set(names) - {*OWN, *persona._VALUES, *persona._MORE}
     assert shell("cat /proc/net/unix | tail -n +2").output == ""
 

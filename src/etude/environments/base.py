@@ -72,6 +72,7 @@ class Image:
     site: Path | None  # its dependencies, on sys.path, read-only
     changes: Mapping[str, str]  # layer L2: path -> text over the repository
     decoys: Mapping[str, str] = field(default_factory=dict)  # files of the agent's box that no test run holds
+    history: Mapping[str, bytes] = field(default_factory=dict)  # the agent's .git, path -> content; no test run has it
     tools: Path | None = None  # folder that a live box has at TOOLS, read-only: the program of an outside agent
     door: Path | None = None  # unix socket of the host that a live box reaches at 127.0.0.1:DOOR_PORT
 

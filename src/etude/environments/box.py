@@ -59,6 +59,7 @@ class ValueBox:
         self._limits = limits
         texts = {**image.decoys, **image.changes}
         self._base = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
+        self._base |= image.history
         self._changes: dict[str, bytes | None] = {}
         self._below: tuple[Layer, ...] = ()  # of live boxes that this one was forked from: then it is made live, too
         self._shell: Shell | None = None
@@ -143,7 +144,9 @@ class ValueBox:
         self._open()
         shell = await self._live()
         current = self._changes if shell is None else await shell.changes()
-        return {path: data for path, data in current.items() if data != self._original(path)}
+        mine = {path: data for path, data in current.items() if data != self._original(path)}
+        # What git writes when an agent looks at the state of its tree is no work, and nobody reads it.
+        return {path: data for path, data in mine.items() if not (self._image.history and path.startswith(".git/"))}
 
     def requests(self) -> Sequence[Request] | None:
         if not self._sandbox.gated:

@@ -95,9 +95,10 @@ class NamespaceSandbox:
         workers: int,
         memo: int,
         questions: bool,
-        personas: Sequence[Mapping[str, Any]] | None,
+        personas: persona.Like | None,
         groups: Groups | None,
         network: Network | None,
+        repeatable: bool,
     ) -> None:
         self.stats = Stats()
         self._control = control
@@ -112,6 +113,7 @@ class NamespaceSandbox:
         self._starting = asyncio.Semaphore(STARTING)
         self._questions = questions
         self._personas = personas
+        self._repeatable = repeatable
         self.groups = groups
         self._network = network
         self._live = 0  # boxes that were started
@@ -311,7 +313,7 @@ class NamespaceSandbox:
         """
         door = None if image.door is None else (f"{_door(image.door)}/{image.door.name}", DOOR_PORT)
         texts = image.changes if plain else {**image.decoys, **image.changes}
-        shared = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
+        shared = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()} | image.history
         if not below and not shared.keys() <= layers.keys():  # not even the task's files are wanted
             shared = {}
         own = {path: data for path, data in layers.items() if path not in shared or data != shared[path]}
@@ -337,8 +339,10 @@ class NamespaceSandbox:
             shell = Shell(connection, stem, gate, ends.pop_all())
             self._shells.add(shell)
             try:
-                proxies = {} if network is None else network.environment
-                await shell.start(limits_of(limits), own, self._prefix, proxies, door, below)
+                variables = {} if network is None else dict(network.environment)
+                if self._repeatable or stem.persona is None:
+                    variables["PYTHONHASHSEED"] = "0"
+                await shell.start(limits_of(limits), own, self._prefix, variables, door, below)
             except BaseException:
                 await shell.close()
                 raise
@@ -347,7 +351,11 @@ class NamespaceSandbox:
     def _stem(self, image: Image, shared: Mapping[str, bytes], plain: bool) -> Stem:
         """The process that live boxes of an image are forked from, with their `shared` files."""
         folders = image.repository, image.site, image.tools, image.door
-        key = blake3.blake3(repr((folders, plain, sorted(shared.items()))).encode("utf-8", "surrogatepass")).digest()
+        digest = blake3.blake3(repr((folders, plain)).encode("utf-8", "surrogatepass"))
+        for path, data in sorted(shared.items()):
+            digest.update(b"\0%d %s\0" % (len(data), os.fsencode(path)))
+            digest.update(data)
+        key = digest.digest()
 
         def make() -> Stem:
             who = None if self._personas is None or plain else persona.draw(_digest(image.changes), self._personas)
@@ -489,15 +497,17 @@ async def open_sandbox(
     workers: int = 2,
     memo: int = 4096,
     questions: bool = True,
-    personas: Sequence[Mapping[str, Any]] | None = (),
+    personas: persona.Like | None = (),
     egress: Egress | None = None,
+    repeatable: bool = False,
 ) -> AsyncIterator[NamespaceSandbox]:
     """A sandbox of `workers` test runs at a time that remembers `memo` results (0: runs every time).
 
     `questions=False` runs every hidden test in the process of the tested code, and `personas=None` leaves live boxes
-    as they are: what attacks and the parity audit compare with. `personas` are probes of production machines that live
-    boxes are made to look like (`persona.py`); empty: workstations as we imagine them. `egress` is what live boxes may
-    reach; None: nothing.
+    as they are: what attacks and the parity audit compare with. `personas` are probes of production machines, or a
+    description of them, that live boxes are made to look like (`persona.py`); empty: the reference description.
+    `egress` is what live boxes may reach; None: nothing. `repeatable` fixes the hashes of Python in live boxes, by a
+    variable that gives them away; otherwise only boxes without a persona have it.
 
     Raises UserError where the machine lacks what boxes need.
     """
@@ -507,7 +517,7 @@ async def open_sandbox(
     with theirs, nullcontext() if groups is None else groups.lent(Limits()) as trial:
         zygote = await _start_zygote(theirs, () if trial is None else trial.descriptors)
     network = None if egress is None else Network(egress)
-    sandbox = NamespaceSandbox(ours, zygote, workers, memo, questions, personas, groups, network)
+    sandbox = NamespaceSandbox(ours, zygote, workers, memo, questions, personas, groups, network, repeatable)
     try:
         async with asyncio.timeout(START_SECONDS):
             answer = await asyncio.get_running_loop().sock_recv(ours, 65536)

@@ -44,30 +44,32 @@ class Shell:
         limits: dict[str, float],
         layers: Mapping[str, bytes | None],
         prefix: str,
-        proxies: Mapping[str, str],
+        variables: Mapping[str, str],
         door: tuple[str, int] | None,
         below: Sequence[Layer] = (),
     ) -> None:
-        """Raises BoxDead or LaunchFailed. `proxies` are variables that say where the way out is, if there is one."""
-        environment = {
-            "HOME": "/home/user",
-            "LANG": "C.UTF-8",
-            "LOGNAME": "user",
-            "PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONHASHSEED": "0",
-            "PYTHONPATH": f"{WORKSPACE}/src:{WORKSPACE}:{SITE}:{RUNNER}",
-            "SHELL": "/bin/bash",
-            "TERM": "xterm-256color",
-            "USER": "user",
-        }
+        """Raises BoxDead or LaunchFailed. `variables` are further ones, such as those that say where the way out is."""
         persona = None if self._stem is None else self._stem.persona
-        if persona is not None:
+        search = [f"{WORKSPACE}/src", WORKSPACE, SITE, RUNNER]
+        if persona is None:
+            environment = {
+                "HOME": "/home/user",
+                "LANG": "C.UTF-8",
+                "LOGNAME": "user",
+                "PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTHONPATH": ":".join(search),
+                "SHELL": "/bin/bash",
+                "TERM": "xterm-256color",
+                "USER": "user",
+            }
+        else:
+            environment = {"HOME": f"/home/{persona.user}", "PATH": _path(f"{prefix}/bin", persona.path)}
             environment |= persona.environment
-            environment["PATH"] = ":".join((environment["PATH"], *persona.path))
         head = {
             "limits": limits,
-            "environment": environment | dict(proxies),
+            "environment": environment | dict(variables),
+            "search": search,
             "port": PORT if self._gate is not None else 0,
             "door": door,
             "below": [layer.name for layer in below],
@@ -150,6 +152,14 @@ class Shell:
             error: type[BoxError] = getattr(base, reply["refused"])
             raise error(reply["message"])
         return reply, body
+
+
+def _path(programs: str, entries: Sequence[str]) -> str:
+    """PATH with the folder of Python in it and no more entries than `entries`, if there is one that others hold too."""
+    if programs in entries:
+        return ":".join(entries)
+    spare = next((entry for entry in ("/sbin", "/usr/local/sbin", "/usr/sbin") if entry in entries), None)
+    return ":".join([programs, *(entry for entry in entries if entry != spare)])
 
 
 def shown(data: bytes) -> str:

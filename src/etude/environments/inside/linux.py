@@ -21,7 +21,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 
-_PR_SET_NAME = 15
+_PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # the same numbers on every architecture
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE, _CLONE_TREE = -100, 0x1000, 0x8000, 1
@@ -153,7 +153,7 @@ def become(host_id: int | None, box_id: int, flags: int) -> None:
     """
     uid, gid = os.geteuid(), os.getegid()
     if host_id is not None:
-        os.setgroups([])
+        os.setgroups([host_id])  # as a login gives people their own group
         os.setresgid(host_id, host_id, host_id)
         os.setresuid(host_id, host_id, host_id)
         _prctl(_PR_SET_DUMPABLE, 1)  # else /proc/self/uid_map belongs to root
@@ -169,20 +169,29 @@ def hide(hidden: bool = True) -> None:
     _prctl(_PR_SET_DUMPABLE, int(not hidden))
 
 
-def call_itself(line: str, name: str) -> None:
+def call_itself(line: Sequence[str], name: str) -> None:
     """Give this process another command line and name in /proc.
 
-    The kernel shows the arguments up to their first NUL if the last byte of their place is none (fs/proc/base.c).
+    The end of the arguments is moved (prctl(2), PR_SET_MM_MAP), so that they are parted by NULs as any program's. Where
+    the kernel has no such call it shows them up to their first NUL if the last byte of their place is none
+    (fs/proc/base.c), and blanks part them.
     """
     with open("/proc/self/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, fields 48 and 49 of proc_pid_stat(5)
-    text = os.fsencode(line)
-    if end - start < len(text) + 2:
+        fields = [0, 0, 0, *file.read().rpartition(")")[2].split()]  # numbered as in proc_pid_stat(5), from 1
+    start, end = int(fields[48]), int(fields[49])
+    text = b"".join(os.fsencode(word) + b"\0" for word in line)
+    if end - start < len(text) + 1:
         return
-    ctypes.memset(start, 0, end - start - 1)
+    ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, text, len(text))
-    ctypes.memset(end - 1, 1, 1)
+    libc.sbrk.restype = ctypes.c_void_p
+    code, data, heap = fields[26:28], fields[45:47], (fields[47], libc.sbrk(0))
+    places = (*code, *data, *heap, fields[28], start, start + len(text), *fields[50:52])
+    layout = struct.pack("12QII", *map(int, places), 0, 0, 0xFFFFFFFF)
+    if libc.prctl(_PR_SET_MM, ctypes.c_ulong(_PR_SET_MM_MAP), layout, ctypes.c_ulong(len(layout)), 0) < 0:
+        text = b" ".join(map(os.fsencode, line))
+        ctypes.memmove(start, text + b"\0", len(text) + 1)
+        ctypes.memset(end - 1, 1, 1)
     buffer = ctypes.create_string_buffer(name.encode())
     _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
 

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from . import box, files, layers, linux, persona, root
 
+SIZE = 40, 120  # rows and columns of a terminal that nobody has said anything about
 KEEP = 16_000  # bytes of output kept at each end
 WATCH_SECONDS = 0.2  # between looks at the memory of the box
 LEAVE_SECONDS = 2.0  # for the shell to change its folder
@@ -51,10 +52,15 @@ class Shell:
     """One bash and its terminal."""
 
     def __init__(
-        self, limits: dict[str, Any], program: bytes, environment: dict[str, str], groups: Sequence[int]
+        self,
+        limits: dict[str, Any],
+        program: bytes,
+        environment: dict[str, str],
+        groups: Sequence[int],
+        size: tuple[int, int],
     ) -> None:
         self.master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         command, self.command = os.pipe()
         self.status, status = os.pipe()
         script, writer = os.pipe()  # as bash's input: an argument could be read by everybody
@@ -166,6 +172,7 @@ class Live:
         self.limits = request["limits"]
         self.program = linux.filter_program(os.uname().machine)
         self.environment = request["environment"]
+        self.size = SIZE if self.persona is None else self.persona["size"]
         _, changes = box.decode(payload)
         self._settle(request, changes)
         self._begun(request)
@@ -177,7 +184,7 @@ class Live:
         linux.loopback_up()
         linux.mount("devpts", "/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, "newinstance,ptmxmode=0666")
         if self.persona is not None:
-            persona.settle(self.persona)
+            persona.settle(self.persona, request["search"])
         self.stack.hide()
         linux.hide()
         os.chdir("/")
@@ -288,7 +295,7 @@ class Live:
     def _exec(self, line: str, seconds: float) -> tuple[dict[str, Any], bytes]:
         restarted = self.shell is None
         if self.shell is None:
-            self.shell = Shell(self.limits, self.program, self.environment, self.groups)
+            self.shell = Shell(self.limits, self.program, self.environment, self.groups, self.size)
         started = time.monotonic()
         output = Output()
         code: int | None = None
