@@ -37,7 +37,7 @@ from etude import processes
 from etude.config import RLConfig
 from etude.environments.cheats import canaries
 from etude.environments.cheats.canaries import Decoys
-from etude.environments.namespace import NamespaceSandbox
+from etude.environments.namespace import Backend
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
 from etude.harness.agent import Agent
@@ -93,7 +93,7 @@ class Run:
     ledger: Ledger
     weights: Store
     rollouts: Store
-    sandbox: NamespaceSandbox
+    sandbox: Backend
     renderer: Renderer
     canaries: Asker
     client: EngineClient

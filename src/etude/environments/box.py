@@ -25,7 +25,7 @@ from etude.environments.base import (
 )
 
 if TYPE_CHECKING:
-    from etude.environments.namespace import NamespaceSandbox
+    from etude.environments.namespace import Backend
     from etude.environments.shell import Shell
 
 MAX_FILE = 10 << 20  # bytes of one file
@@ -51,7 +51,7 @@ class ValueBox:
     Reading goes through the change set to the image on disk; links in the image are not followed.
     """
 
-    def __init__(self, sandbox: NamespaceSandbox, image: Image, limits: Limits) -> None:
+    def __init__(self, sandbox: Backend, image: Image, limits: Limits) -> None:
         self._sandbox = sandbox
         self._image = image
         self._limits = limits

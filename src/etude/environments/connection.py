@@ -19,15 +19,18 @@ class Connection:
     """To one process below the zygote: length-prefixed requests, replies by id. Broken for good once it ends."""
 
     def __init__(self, sock: socket.socket) -> None:
+        self._begin()
         self.sock = sock
+        sock.setblocking(False)
+        asyncio.get_running_loop().add_reader(sock.fileno(), self._receive)
+
+    def _begin(self) -> None:
         self.waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.count = 0
         self.dead: str | None = None
         self.descriptors: list[int] = []  # that came with replies; who takes one closes it
         self._buffer = bytearray()
-        sock.setblocking(False)
-        asyncio.get_running_loop().add_reader(sock.fileno(), self._receive)
 
     def _receive(self) -> None:
         try:
@@ -40,6 +43,9 @@ class Connection:
         if not data:
             self.close("the process that makes boxes has died")
             return
+        self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
         self._buffer += data
         while (frame := self._frame()) is not None:
             head, body = frame
@@ -83,16 +89,10 @@ class Connection:
         self.count = number = self.count + 1
         future = asyncio.get_running_loop().create_future()
         self.waiting[number] = future
-        data = json.dumps(head | {"id": number}).encode()
-        memory = os.memfd_create("request", os.MFD_CLOEXEC)
         try:
-            _write_all(memory, payload)
-            # A few small requests are in flight at most, so the socket's buffer always has room.
-            socket.send_fds(self.sock, [struct.pack("<I", len(data)) + data], [memory, *descriptors])
+            self._send(head | {"id": number}, payload, descriptors)
         except OSError as e:
             self.close(f"the process that makes boxes cannot be reached ({e})")
-        finally:
-            os.close(memory)
         try:
             async with asyncio.timeout(seconds):
                 return await future
@@ -102,12 +102,25 @@ class Connection:
         finally:
             self.waiting.pop(number, None)
 
+    def _send(self, head: dict[str, Any], payload: bytes, descriptors: Sequence[int]) -> None:
+        data = json.dumps(head).encode()
+        memory = os.memfd_create("request", os.MFD_CLOEXEC)
+        try:
+            _write_all(memory, payload)
+            # A few small requests are in flight at most, so the socket's buffer always has room.
+            socket.send_fds(self.sock, [struct.pack("<I", len(data)) + data], [memory, *descriptors])
+        finally:
+            os.close(memory)
+
+    def _hang_up(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.sock.fileno())
+        self.sock.close()
+
     def close(self, why: str = "the sandbox is closed") -> None:
         if self.dead is not None:
             return
         self.dead = why
-        asyncio.get_running_loop().remove_reader(self.sock.fileno())
-        self.sock.close()
+        self._hang_up()
         for fd in self.descriptors:
             os.close(fd)
         self.descriptors.clear()

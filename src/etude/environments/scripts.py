@@ -25,7 +25,7 @@ from etude.environments.base import ExecResult, Image, Limits, NotFound, TestRep
 from etude.environments.inside.root import RUNNER, WORKSPACE
 
 if TYPE_CHECKING:
-    from etude.environments.namespace import NamespaceSandbox
+    from etude.environments.namespace import Backend
 
 SUFFIXES = (".js", ".mjs", ".cjs")
 MAX_TESTS = 2000  # of one file
@@ -148,7 +148,7 @@ def _wrong(node: Any) -> bytes:
 
 
 async def run(
-    sandbox: NamespaceSandbox,
+    sandbox: Backend,
     image: Image,
     layers: Mapping[str, bytes | None],
     tests: Sequence[str],
@@ -221,7 +221,7 @@ def _text(image: Image, layers: Mapping[str, bytes | None], hidden: Path | None,
     return file.read_text("utf-8", "replace") if file.is_file() else None
 
 
-async def _twin(sandbox: NamespaceSandbox, image: Image, hidden: Path, path: str, text: str) -> Twin | None:
+async def _twin(sandbox: Backend, image: Image, hidden: Path, path: str, text: str) -> Twin | None:
     """The twin of a hidden file, tried once on the pristine library."""
     key = ((image.repository, image.site, hidden), path)
     if key not in sandbox.twins:
@@ -229,7 +229,7 @@ async def _twin(sandbox: NamespaceSandbox, image: Image, hidden: Path, path: str
     return await asyncio.shield(sandbox.twins[key])
 
 
-async def _try_twin(sandbox: NamespaceSandbox, image: Image, hidden: Path, path: str, text: str) -> Twin | None:
+async def _try_twin(sandbox: Backend, image: Image, hidden: Path, path: str, text: str) -> Twin | None:
     wrong = contradicted(text)
     if wrong is None:
         return None
@@ -238,7 +238,7 @@ async def _try_twin(sandbox: NamespaceSandbox, image: Image, hidden: Path, path:
 
 
 async def listed(
-    sandbox: NamespaceSandbox, image: Image, path: str, coverage: bool
+    sandbox: Backend, image: Image, path: str, coverage: bool
 ) -> tuple[Said, list[dict[str, Any]]]:
     """Every test of a file as it stands in the image, and V8's coverage of the scripts that it ran, if wanted."""
     text = _text(image, {}, None, path)
@@ -250,7 +250,7 @@ async def listed(
 
 
 async def _run_copy(
-    sandbox: NamespaceSandbox,
+    sandbox: Backend,
     image: Image,
     layers: Mapping[str, bytes | None],
     path: str,

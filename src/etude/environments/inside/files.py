@@ -177,6 +177,48 @@ def changed(upper: int, lower: int) -> Iterator[tuple[str, bytes | None]]:
             os.close(here)
 
 
+State = dict[str, tuple[int, int, int, int]]  # regular file -> inode, size, times of its content and of itself
+
+
+def state(root: int, entries: int = MAX_ENTRIES) -> State:
+    """Every regular file below `root`, and what a write changes of it: nobody in a box can set the last time back."""
+    found: State = {}
+    pending = [""]
+    while pending:
+        folder = pending.pop()
+        if folder.count("/") >= MAX_DEPTH:
+            raise Refused("TooLarge", f"folders are nested more than {MAX_DEPTH} deep")
+        here = _open(root, folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with os.scandir(here) as listed:
+                for entry in listed:
+                    entries -= 1
+                    if entries < 0:
+                        raise Refused("TooLarge", "there are too many files")
+                    path = f"{folder}/{entry.name}" if folder else entry.name
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(status.st_mode):
+                        pending.append(path)
+                    elif stat.S_ISREG(status.st_mode):
+                        found[path] = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        finally:
+            os.close(here)
+    return found
+
+
+def differing(root: int, before: State) -> Iterator[tuple[str, bytes | None]]:
+    """(path, content or None if deleted) of files that may differ from what they were when `before` was taken."""
+    now = state(root, len(before) + MAX_ENTRIES)
+    for path in before.keys() - now.keys():
+        yield path, None
+    total = 0
+    for path in (path for path, known in now.items() if before.get(path) != known):
+        total += now[path][1]
+        if now[path][1] > MAX_FILE or total > MAX_TOTAL:
+            raise Refused("TooLarge", f"{path} is too large to hand in")
+        yield path, read(root, path, MAX_FILE)
+
+
 def _opaque(folder: int) -> bool:
     try:
         return os.getxattr(folder, "user.overlay.opaque") in (b"y", b"x")

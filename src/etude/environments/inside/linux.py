@@ -20,7 +20,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 
-_PR_SET_NAME = 15
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # the same numbers on every architecture
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE, _CLONE_TREE = -100, 0x1000, 0x8000, 1
@@ -152,6 +152,11 @@ def become(host_id: int | None, box_id: int, flags: int) -> None:
             file.write(text)
 
 
+def adopt_orphans() -> None:
+    """Processes below this one that lose their parent become this one's."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 def hide(hidden: bool = True) -> None:
     """Keep processes of the same user out of this one's /proc entry."""
     _prctl(_PR_SET_DUMPABLE, int(not hidden))
@@ -190,12 +195,16 @@ def loopback_up() -> None:
         fcntl.ioctl(s, 0x8914, struct.pack("16sH14s", b"lo", 0x1 | 0x40, b""))  # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
 
 
-def drop_privileges() -> None:
-    """No capability in any set, none to regain by exec."""
+def drop_privileges(user: int | None = None) -> None:
+    """No capability in any set, none to regain by exec. Root becomes `user`, if given."""
     with open("/proc/sys/kernel/cap_last_cap") as file:
         last = int(file.read())
     for capability in range(last + 1):
         _prctl(_PR_CAPBSET_DROP, capability)
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
     _check(libc.capset(header, struct.pack("6I", *[0] * 6)), "capset")
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)

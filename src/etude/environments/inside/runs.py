@@ -259,10 +259,7 @@ class Template:
             request, changes = ({}, {}) if payload < 0 else decode(read_all(payload))
             _close_all(keep=writer)
             self.cache.changed = {f"{root.WORKSPACE}/{path}": data for path, data in changes.items()}
-            enter(limits, changes)
-            linux.become(None, root.BOX_ID, linux.NEWCGROUP)  # processes are counted for this box alone
-            os.setsid()
-            confine(limits, self.filter)
+            self._enter(limits, changes)
             if warm is not None:
                 self._learn(warm, writer)
             else:
@@ -274,6 +271,13 @@ class Template:
                 _write(writer, {"lost": suite.describe(e)})
             os._exit(2)
         os._exit(0)
+
+    def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+        """Make this fork a box."""
+        enter(limits, changes)
+        linux.become(None, root.BOX_ID, linux.NEWCGROUP)  # processes are counted for this box alone
+        os.setsid()
+        confine(limits, self.filter)
 
     def _run(self, request: dict[str, Any], writer: int) -> None:
         def report(test: str, outcome: str, message: str) -> None:
@@ -378,8 +382,12 @@ def enter(limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
     linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
 
 
-def confine(limits: dict[str, Any], program: bytes) -> None:
-    """Resource limits, no capabilities, the system-call filter; then this process is the box."""
+def confine(limits: dict[str, Any], program: bytes, user: int | None = None) -> None:
+    """Resource limits, no capabilities, the system-call filter; then this process is the box, as `user` if given."""
+    if user is not None:
+        os.seteuid(0)  # a server of files acts as the user
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # who serves the box shares its memory, and is to outlive it
     os.umask(0o022)
     os.chdir(root.WORKSPACE)
     hard = {
@@ -393,7 +401,7 @@ def confine(limits: dict[str, Any], program: bytes) -> None:
         hard[resource.RLIMIT_CPU] = int(limits["seconds"]) + 2
     for kind, value in hard.items():
         resource.setrlimit(kind, (value, value))
-    linux.drop_privileges()
+    linux.drop_privileges(user)
     linux.install_filter(program)
 
 

@@ -16,7 +16,7 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from . import door, files, linux, persona, root, runs
@@ -48,9 +48,16 @@ class Shell:
     """One bash and its terminal."""
 
     def __init__(
-        self, limits: dict[str, Any], program: bytes, environment: dict[str, str], groups: Sequence[int]
+        self,
+        limits: dict[str, Any],
+        program: bytes,
+        environment: dict[str, str],
+        groups: Sequence[int],
+        user: int | None,
     ) -> None:
         self.master, slave = os.openpty()
+        if user is not None:
+            os.fchown(slave, user, -1)
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         command, self.command = os.pipe()
         self.status, status = os.pipe()
@@ -59,7 +66,7 @@ class Shell:
         os.close(writer)
         self.pid = os.fork()
         if self.pid == 0:
-            _exec(slave, command, status, script, limits, program, environment, groups)
+            _exec(slave, command, status, script, limits, program, environment, groups, user)
         os.close(script)
         os.close(command)
         os.close(status)
@@ -109,11 +116,14 @@ def _exec(
     program: bytes,
     environment: dict[str, str],
     groups: Sequence[int],
+    user: int | None,
 ) -> NoReturn:
+    """In the fork. `user` is who the shell becomes; None: this user, in a user namespace of its own."""
     try:
         linux.join(groups)
         linux.hide(False)
-        linux.become(None, root.BOX_ID, linux.NEWCGROUP)
+        if user is None:
+            linux.become(None, root.BOX_ID, linux.NEWCGROUP)
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in (script, slave, slave, command, status)]
@@ -123,7 +133,7 @@ def _exec(
         os.closerange(10, 65536)
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        runs.confine(limits | {"seconds": 0}, program)
+        runs.confine(limits | {"seconds": 0}, program, user)
         os.execve("/bin/bash", ["bash"], environment)
     finally:
         os._exit(127)
@@ -156,11 +166,22 @@ class Live:
         self.connection = connection
         self.groups = groups
         self.shell: Shell | None = None
+        self.user: int | None = None  # whom shells run as, if not as this process
+        self.spared = {"1"}  # processes that are not the box's
 
     def serve(self) -> None:
         request, payload = self._request()
         self.limits = request["limits"]
+        self.program = linux.filter_program(os.uname().machine)
+        self.environment = request["environment"]
         _, changes = runs.decode(payload)
+        self._settle(request, changes)
+        self.workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._begun(request)
+        self._serve()
+
+    def _settle(self, request: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+        """Make this process the first of a box."""
         self.lower = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # the overlay will cover it
         runs.enter(self.limits, changes)
         linux.loopback_up()
@@ -169,13 +190,11 @@ class Live:
             persona.settle(request["persona"])
         linux.hide()
         os.chdir("/")
-        self.program = linux.filter_program(os.uname().machine)
         if request["door"] is not None:
             door.start(*request["door"], self.program)
-        self.workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.upper = os.open(f"{root.LAYER}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.environment = request["environment"]
-        self._begun(request)
+
+    def _serve(self) -> NoReturn:
         while True:
             request, payload = self._request()
             try:
@@ -229,20 +248,26 @@ class Live:
 
     def _changes(self) -> tuple[dict[str, Any], bytes]:
         """With every other process stopped, so that nothing moves while we look."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
         try:
-            found = dict(files.changed(self.upper, self.lower))
+            found = dict(self._changed())
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGCONT)
+            self._signal(signal.SIGCONT)
         sizes = [(path, None if data is None else len(data)) for path, data in found.items()]
         return {"files": sizes}, b"".join(data for data in found.values() if data is not None)
+
+    def _changed(self) -> Iterator[tuple[str, bytes | None]]:
+        return files.changed(self.upper, self.lower)
+
+    def _signal(self, number: int) -> None:
+        """To every process of the box but this one."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, number)
 
     def _exec(self, line: str, seconds: float) -> tuple[dict[str, Any], bytes]:
         restarted = self.shell is None
         if self.shell is None:
-            self.shell = Shell(self.limits, self.program, self.environment, self.groups)
+            self.shell = Shell(self.limits, self.program, self.environment, self.groups, self.user)
         started = time.monotonic()
         output = Output()
         code: int | None = None
@@ -331,10 +356,9 @@ class Live:
             return
         pages = 0
         for name in os.listdir("/proc"):
-            if name.isdigit() and name != "1":
+            if name.isdigit() and name not in self.spared:
                 with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/statm") as file:
                     _, resident, shared, *_ = file.read().split()
                     pages += int(resident) - int(shared)
         if pages * 4096 > self.limits["memory"]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
+            self._signal(signal.SIGKILL)

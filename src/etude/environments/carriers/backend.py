@@ -1,0 +1,184 @@
+"""A backend over a carrier: one machine for every live box, and a new one for every test run.
+
+What is asked of a machine, and what comes of it, is the same code as on namespaces: `namespace.Backend` above,
+`inside/shell.py` and `inside/runs.py` in the box.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from etude.environments import judge
+from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, Limits
+from etude.environments.carriers.carrier import COMMAND, Carrier, Need, Packed, StreamConnection, pack
+from etude.environments.connection import encode
+from etude.environments.inside.answers import PREFIX
+from etude.environments.inside.root import RUN, SITE, WORKSPACE
+from etude.environments.namespace import (
+    GRACE_SECONDS,
+    LEARN_SECONDS,
+    Backend,
+    ImageKey,
+    installed_runner,
+    limits_of,
+)
+from etude.environments.questions import Sheet
+from etude.environments.shell import Shell
+from etude.errors import UserError
+
+USERS = range(10_000, 60_000)  # processes are counted by user, on some carriers over all boxes of a machine
+_PREFIX = "/usr/local"
+
+
+class CarriedBackend(Backend):
+    """Made by `open_carried`."""
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        capabilities: Capabilities,
+        workers: int,
+        memo: int,
+        questions: bool,
+    ) -> None:
+        super().__init__(workers, memo, questions)
+        self._carrier = carrier
+        self._capabilities = capabilities
+        self._users = count(secrets.randbelow(len(USERS)))
+        self._packs: dict[Path | None, asyncio.Task[Packed]] = {}
+        self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
+        self._closed = False
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def shell(
+        self, image: Image, layers: Mapping[str, bytes | None], limits: Limits, plain: bool = False
+    ) -> Shell:
+        if image.door is not None or image.tools is not None:
+            raise LaunchFailed(f"boxes of {self._carrier.name} cannot hold an outside agent")
+        async with AsyncExitStack() as ends:
+            connection = await self._machine((image.repository, image.site, None), {"live": True}, limits, ends)
+            shell = Shell(connection, None, ends.pop_all())
+        self._shells.add(shell)
+        try:
+            await shell.start(limits_of(limits), layers, _PREFIX, None, {}, None)
+        except BaseException:
+            await shell.close()
+            raise
+        return shell
+
+    async def _fork(
+        self,
+        key: ImageKey,
+        files: Sequence[str],
+        asked: Sequence[str],
+        layers: Mapping[str, bytes | None],
+        limits: Limits,
+        sheet: Sheet | None,
+    ) -> tuple[dict[str, Any], bytes]:
+        repository, site, hidden = key
+        async with AsyncExitStack() as ends:
+            guard = None
+            if sheet is None and hidden is not None:
+                guard = self._guards.setdefault(key, judge.new_guard())
+            connection = await self._runs((repository, site, hidden if sheet is None else None), guard, limits, ends)
+            if sheet is not None:
+                for path in (file.removeprefix(PREFIX) for file in files):
+                    sources = {question.name: question.source for question in sheet.files[path].values()}
+                    await connection.request({"learn": path}, json.dumps(sources).encode(), LEARN_SECONDS)
+            head = {"files": [], "limits": limits_of(limits)}
+            payload = encode({"tests": asked}, layers)
+            reply, data = await connection.request(head, payload, limits.seconds + GRACE_SECONDS)
+        self.stats.cpu_seconds += reply["cpu"]
+        return reply, data
+
+    async def _names(self, key: ImageKey, path: str) -> list[str]:
+        async with AsyncExitStack() as ends:
+            connection = await self._runs(key, None, Limits(), ends)
+            _, body = await connection.request({"learn": path}, b"", LEARN_SECONDS)
+        return json.loads(body)
+
+    async def _runs(
+        self, key: ImageKey, guard: judge.Guard | None, limits: Limits, ends: AsyncExitStack
+    ) -> StreamConnection:
+        hidden = None if key[2] is None else f"{RUN}/{secrets.token_hex(12)}"
+        hello = {
+            "live": False,
+            "hidden": hidden,
+            "guard": None if guard is None else {"token": guard.token, "virtual": guard.virtual},
+        }
+        return await self._machine(key, hello, limits, ends)
+
+    async def _machine(
+        self, key: ImageKey, hello: dict[str, Any], limits: Limits, ends: AsyncExitStack
+    ) -> StreamConnection:
+        """A new machine that holds an image, and is greeted."""
+        if self._closed:
+            raise BoxDead("the sandbox is closed")
+        runner = await self._packed(None)
+        user = USERS[next(self._users) % len(USERS)]
+        repository, site, hidden = key
+        places = {WORKSPACE: (repository, user), SITE: (site, 0), hello.get("hidden"): (hidden, 0)}
+        packs = [
+            (at, owner, await self._packed(folder)) for at, (folder, owner) in places.items() if folder is not None
+        ]
+        files = runner.size + sum(packed.size for _, _, packed in packs)
+        stream = await self._carrier.start(COMMAND, Need(limits, (files >> 20) + 1))
+        ends.push_async_callback(stream.close)
+        connection = StreamConnection(stream)
+        ends.callback(connection.close)
+        connection.boot(runner.data)
+        for at, owner, packed in packs:
+            connection.put({"at": at, "owner": owner}, packed.data)
+        connection.put({"hello": hello | {"user": user}})
+        await connection.started()
+        return connection
+
+    async def _packed(self, folder: Path | None) -> Packed:
+        """A folder of an image, or (None) our own modules: packed once."""
+        if folder not in self._packs:
+            if folder is not None and not folder.is_dir():
+                raise LaunchFailed(f"{folder} is not a folder")
+            places = {"": folder.resolve()} if folder is not None else _paths(installed_runner())
+            self._packs[folder] = asyncio.create_task(asyncio.to_thread(pack, places))
+        return await asyncio.shield(self._packs[folder])
+
+    async def close(self) -> None:
+        self._closed = True
+        await asyncio.gather(*(shell.close() for shell in list(self._shells)))
+
+
+def _paths(places: Mapping[str, str]) -> dict[str, Path]:
+    return {name: Path(path) for name, path in places.items()}
+
+
+@asynccontextmanager
+async def open_carried(
+    carrier: Carrier, *, workers: int = 2, memo: int = 4096, questions: bool = True, **asked: Any
+) -> AsyncIterator[CarriedBackend]:
+    """Like `namespace.open_sandbox`. Raises UserError for what is asked besides and the carrier cannot give."""
+    capabilities = await carrier.open()
+    if asked.get("egress") is not None:
+        raise UserError(
+            f"boxes of {carrier.name} have no way out; drop sandbox.egress and sandbox.index, or use the namespaces."
+        )
+    if asked.get("personas"):
+        raise UserError(f"boxes of {carrier.name} cannot look like a given machine; drop rollout.personas.")
+    sandbox = CarriedBackend(carrier, capabilities, workers, memo, questions)
+    try:
+        yield sandbox
+    finally:
+        await sandbox.close()

@@ -1,0 +1,185 @@
+"""Docker and Podman, by their command lines: a container for each box, without network and capabilities to speak of.
+
+The container's first program is ours and ends with its standard input, so a box never outlives its owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import shutil
+import tempfile
+from collections.abc import Sequence
+from typing import IO, Any, Literal
+
+from etude.environments.base import Capabilities, LaunchFailed
+from etude.environments.carriers.carrier import SERVER_PROCESSES, Need
+from etude.errors import UserError
+
+QUESTION_SECONDS = 30.0
+END_SECONDS = 10.0  # for a machine that has lost its stream; it takes a fraction of one
+CHUNK = 1 << 18
+# What serves a box needs these to become the box's user, own its files and end its processes.
+_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
+_ISOLATION: dict[str, Literal["gvisor", "vm"]] = {"runsc": "gvisor", "kata": "vm", "krun": "vm"}
+
+
+class ProcessStream:
+    """The standard streams of a program on this machine that stands for one elsewhere; `end` ends that one."""
+
+    def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes], end: Sequence[str]) -> None:
+        self._process = process
+        self._errors = errors
+        self._end = end
+        self._closed: asyncio.Task[None] | None = None
+
+    async def read(self) -> bytes:
+        assert self._process.stdout is not None
+        data = await self._process.stdout.read(CHUNK)
+        if not data and not self._errors.closed and await self._process.wait():
+            self._errors.seek(0)
+            raise OSError(last(self._errors.read().decode("utf-8", "replace")))
+        return data
+
+    async def write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(data)
+        await self._process.stdin.drain()
+
+    async def close(self) -> None:
+        if self._closed is None:
+            self._closed = asyncio.create_task(self._close())
+        await asyncio.shield(self._closed)
+
+    async def _close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            await output(self._end)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        self._errors.close()
+
+
+async def attached(command: Sequence[str], end: Sequence[str]) -> ProcessStream:
+    """Start `command`. Raises FileNotFoundError."""
+    errors = tempfile.TemporaryFile()
+    streams = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": errors}
+    return ProcessStream(await asyncio.create_subprocess_exec(*command, **streams), errors, end)
+
+
+async def output(command: Sequence[str], seconds: float = QUESTION_SECONDS, data: bytes = b"") -> tuple[int, str]:
+    """(exit code, what a command printed); a code of 124 if it took too long. Raises FileNotFoundError."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(seconds):
+            printed, _ = await process.communicate(data)
+    except TimeoutError:
+        return 124, f"no answer within {seconds:.0f} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode or 0, printed.decode("utf-8", "replace").strip()
+
+
+class Containers:
+    """`runtime` is one that the engine knows, such as runc or runsc (gVisor); None: its own choice."""
+
+    def __init__(self, name: Literal["docker", "podman"], image: str, runtime: str | None) -> None:
+        self.name = name
+        self._image = image
+        self._runtime = runtime
+
+    async def open(self) -> Capabilities:
+        if shutil.which(self.name) is None:
+            raise UserError(f"sandbox.backend is {self.name}, which is not installed here.")
+        info = await self._info()
+        code, said = await output([self.name, "image", "inspect", "--format", "{{.Id}}", self._image])
+        if code:
+            raise UserError(f"{self.name} has no image {self._image} ({last(said)}); pull or import it first.")
+        if self.name == "docker":
+            runtimes, version, rootless = info["Runtimes"], info.get("CgroupVersion", "1"), _rootless(info)
+            missing = [] if info["MemoryLimit"] and info["PidsLimit"] else ["memory or processes"]
+        else:
+            host = info["host"]
+            runtimes, rootless = None, host["security"]["rootless"]
+            version = host["cgroupVersion"].removeprefix("v")
+            missing = sorted({"memory", "pids"} - set(host["cgroupControllers"] or ()))
+        if missing:
+            raise UserError(f"{self.name} cannot limit {', '.join(missing)} here; give it control groups.")
+        if self._runtime is not None:
+            known = shutil.which(self._runtime) if runtimes is None else runtimes.get(self._runtime)
+            if known is None:
+                raise UserError(f"{self.name} has no runtime {self._runtime} here; install it, or drop sandbox.runtime.")
+        stem = (self._runtime or "").rpartition("/")[2]
+        return Capabilities(
+            isolation=next((kind for word, kind in _ISOLATION.items() if word in stem), "container"),
+            rootless=rootless,
+            egress=False,
+            pty=True,
+            seccomp=True,
+            cgroup="v2" if version == "2" else "v1",
+            limits=("memory", "processes", "disk", "cpus", *(["files"] if self.name == "docker" else [])),
+        )
+
+    async def _info(self) -> dict[str, Any]:
+        code, said = await output([self.name, "info", "--format", "{{json .}}"])
+        with contextlib.suppress(ValueError):
+            info = json.loads(said)
+            if code == 0 and not info.get("ServerErrors"):
+                return info
+        raise UserError(f"{self.name} does not answer ({last(said)}); start it, or use another sandbox.backend.")
+
+    async def start(self, command: Sequence[str], need: Need) -> ProcessStream:
+        name = f"etude-{secrets.token_hex(8)}"
+        run = [*self._program(), "run", "--rm", "--interactive", "--name", name, *self._options(need)]
+        now = ["--time", "0"] if self.name == "podman" else []
+        return await attached([*run, self._image, *command[1:]], [self.name, "rm", "--force", *now, name])
+
+    def _program(self) -> list[str]:
+        if self._runtime is None:
+            return [self.name]
+        flags = ["--runtime", self._runtime] if self.name == "podman" else []
+        if self.name == "podman" and "runsc" in self._runtime:
+            flags += ["--runtime-flag", "network=none"]  # else it takes the host's own network namespace for ours
+        return [self.name, *flags]
+
+    def _options(self, need: Need) -> list[str]:
+        limits = need.limits
+        disk = f"size={limits.disk_mb}m" + (",nr_inodes=16384" if self.name == "docker" else "")
+        tree = f"size={limits.disk_mb + need.files_mb}m"
+        mounts = {"/workspace": tree, "/site": tree, "/opt/runner": tree, "/run": tree}
+        mounts |= dict.fromkeys(("/home/user", "/tmp", "/var/tmp"), disk)
+        # nofile, nproc: some hosts forbid what engines ask for by default
+        fixed = "--network none --read-only --cap-drop ALL --security-opt no-new-privileges --hostname devbox"
+        return [
+            *fixed.split(),
+            *("--user", "0:0", "--workdir", "/", "--entrypoint", "sh", "--log-driver", "none", "--pull", "never"),
+            *("--memory", f"{need.memory_mb}m", "--memory-swap", f"{need.memory_mb}m", "--cpus", str(limits.cpus)),
+            *("--pids-limit", str(limits.processes + SERVER_PROCESSES), "--shm-size", f"{limits.disk_mb}m"),
+            *("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--ulimit", "core=0:0"),
+            *(part for name in _CAPABILITIES for part in ("--cap-add", name)),
+            *(part for at, how in mounts.items() for part in ("--tmpfs", f"{at}:rw,exec,nosuid,nodev,{how}")),
+            *(["--runtime", self._runtime] if self._runtime is not None and self.name == "docker" else []),
+        ]
+
+
+def _rootless(info: dict[str, Any]) -> bool:
+    return any("rootless" in option for option in info.get("SecurityOptions") or ())
+
+
+def last(text: str) -> str:
+    """The last line of what a program printed."""
+    return (text.splitlines() or ["no reason given"])[-1][:200]

@@ -1,0 +1,242 @@
+"""The first program of a box that a container or a virtual machine isolates, where `zygote.py` has nothing to do.
+
+Its standard input and output are a stream to the owner: frames of a length, JSON with a count of bytes, and the bytes.
+First come the files of the image, then one hello, then requests for `shell.Live` or `runs.Template`, which see the
+same socket with memory files as below the zygote. The server is root and acts as the box's user; what it starts is that
+user, without capabilities and under the system-call filter. When the stream ends, everything here ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, NoReturn
+
+from . import files, linux, root, runs, shell
+
+HOME = "/home/user"
+LEARNING = {"memory": 4 << 30, "processes": 64, "disk": 64 << 20, "seconds": 60}
+
+
+def main(stream: BinaryIO) -> NoReturn:
+    """Take files until a hello comes, then serve until the stream ends."""
+    out = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (1, 2):
+        os.dup2(null, fd)
+    linux.call_itself("/sbin/init", "init")
+    os.umask(0o022)
+    try:
+        while "hello" not in (frame := _frame(stream))[0]:
+            _unpack(frame[0]["at"], frame[0]["owner"], frame[1])
+    except EOFError:
+        os._exit(0)
+    hello = frame[0]["hello"]
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        os.dup2(null, 0)
+        os.close(out)
+        _serve(theirs, hello)
+    theirs.close()
+    threading.Thread(target=_requests, args=(stream, ours, hello["user"]), daemon=True).start()
+    while data := ours.recv(1 << 16):
+        while data:
+            data = data[os.write(out, data) :]
+    os._exit(0)
+
+
+def _frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
+    """Raises EOFError when the owner has gone."""
+    head = stream.read(4)
+    data = stream.read(struct.unpack("<I", head)[0]) if len(head) == 4 else b""
+    frame = json.loads(data) if data else {"bytes": 0}
+    body = stream.read(frame["bytes"])
+    if not data or len(body) < frame["bytes"]:
+        raise EOFError
+    return frame, body
+
+
+def _requests(stream: BinaryIO, server: socket.socket, user: int) -> NoReturn:
+    """Hand requests on as the owner's `Connection` would: what they carry is memory that only its reader sees."""
+    while True:
+        try:
+            head, body = _frame(stream)
+        except (EOFError, ValueError):
+            signal_all(user, signal.SIGKILL)
+            os._exit(0)
+        memory = os.memfd_create("request", os.MFD_CLOEXEC)
+        with open(memory, "wb", closefd=False) as file:
+            file.write(body)
+        data = json.dumps(head).encode()
+        socket.send_fds(server, [struct.pack("<I", len(data)) + data], [memory])
+        os.close(memory)
+
+
+def _unpack(at: str, owner: int, data: bytes) -> None:
+    """A packed folder (tar, gzip), which is trusted, as files of `owner`."""
+    os.makedirs(at, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(gzip.decompress(data))) as archive:
+        if hasattr(tarfile, "fully_trusted_filter"):
+            archive.extraction_filter = tarfile.fully_trusted_filter
+        members = archive.getmembers()
+        for member in members:
+            member.uid = member.gid = owner
+        archive.extractall(at, members, numeric_owner=True)
+    os.chown(at, owner, owner)
+
+
+def _serve(connection: socket.socket, hello: dict[str, Any]) -> NoReturn:
+    """In the fork; never returns. Orphans of the box come to this process."""
+    try:
+        linux.adopt_orphans()
+        os.setgroups([])
+        served: Guest | Runs
+        if hello["live"]:
+            served = Guest(connection, hello["user"])
+        else:
+            served = Runs(connection, hello)
+        runs.send(connection, {"ready": True})
+        served.serve()
+    except BaseException as e:
+        runs.send(connection, {"error": f"{type(e).__name__}: {e}"})
+    os._exit(0)
+
+
+def signal_all(user: int, number: int) -> None:
+    """Signal every process of the box's user, and no other process of this machine."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.seteuid(0)
+            os.setresuid(user, user, user)
+            os.kill(-1, number)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _folders(user: int) -> None:
+    """What the box's user may write to; the rest belongs to root."""
+    for path in (root.WORKSPACE, HOME):
+        os.makedirs(path, exist_ok=True)
+        os.chown(path, user, user)
+    for path in ("/tmp", "/var/tmp", "/dev/shm"):
+        os.makedirs(path, exist_ok=True)
+        os.chmod(path, 0o1777)
+    with contextlib.suppress(OSError):  # an image that is read-only keeps its accounts
+        with open("/etc/passwd") as file:
+            known = any(line.split(":")[2:3] == [str(user)] for line in file)
+        if not known:
+            with open("/etc/passwd", "a") as file:
+                file.write(f"user:x:{user}:{user}::{HOME}:/bin/bash\n")
+
+
+def _lay(changes: dict[str, bytes | None], user: int) -> None:
+    """Write a change set over the workspace; no change is to stand out by its age."""
+    for path, data in changes.items():
+        target = f"{root.WORKSPACE}/{path}"
+        old = None
+        with contextlib.suppress(OSError):
+            old = os.stat(target)
+            os.unlink(target)
+        if data is None:
+            continue
+        folder = root.WORKSPACE
+        for part in path.split("/")[:-1]:
+            folder += f"/{part}"
+            if not os.path.isdir(folder):
+                os.mkdir(folder)
+                os.chown(folder, user, user)
+        with open(target, "wb") as file:
+            file.write(data)
+        os.chown(target, user, user)
+        if old is not None:
+            os.chmod(target, old.st_mode & 0o777)
+            os.utime(target, ns=(old.st_atime_ns, old.st_mtime_ns))
+
+
+class Guest(shell.Live):
+    """A live box: its files are the machine's, its change set is what differs from when it started."""
+
+    def __init__(self, connection: socket.socket, user: int) -> None:
+        super().__init__(connection, ())
+        self.user = user
+
+    def _settle(self, request: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+        user = self.user
+        assert user is not None
+        self.spared = set(os.listdir("/proc"))
+        self.environment["PATH"] = f"{os.path.dirname(sys.executable)}:{self.environment['PATH']}"
+        _folders(user)
+        workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.before = files.state(workspace, sys.maxsize)
+        os.close(workspace)
+        _lay(changes, user)
+        os.setegid(user)
+        os.seteuid(user)
+        os.chdir("/")
+
+    def _changed(self) -> Iterator[tuple[str, bytes | None]]:
+        return files.differing(self.workspace, self.before)
+
+    def _signal(self, number: int) -> None:
+        assert self.user is not None
+        signal_all(self.user, number)
+
+
+class Runs(runs.Template):
+    """Runs tests in a box that is used once. This process imports nothing of the repository's."""
+
+    def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        self.user = hello["user"]
+        _folders(self.user)
+        guard = hello["guard"] or {"token": None, "virtual": {}}
+        super().__init__(connection, False, hello["hidden"], guard["token"], guard["virtual"])
+
+    def _fork(self) -> int:
+        return os.fork()
+
+    def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+        os.setsid()
+        _lay(changes, self.user)
+        runs.confine(limits, self.filter, self.user)
+
+    def _warm_up(self, files: Sequence[str]) -> None:
+        """Nothing is kept for a second run."""
+
+    def _teach(self, request: dict[str, Any], payload: int) -> None:
+        """Take questions; or, as the box's user, collect a test file of the pristine image and name its tests."""
+        if runs.read_all(payload):
+            super()._teach(request, payload)
+            return
+        os.close(payload)
+        path = request["learn"]
+        reader, writer = os.pipe()
+        if self._fork() == 0:
+            try:
+                self._enter(LEARNING, {})
+                self.suite.warm(path)
+                with open(writer, "w") as pipe:
+                    json.dump(list(self.suite.items[path]), pipe)
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            names = pipe.read()
+        runs.send(self.connection, {"id": request["id"]}, names or b"[]")
+
+    def _finish(self, run: runs.Run) -> None:
+        """What the run left behind ends, so that its pipe does."""
+        signal_all(self.user, signal.SIGKILL)
+        super()._finish(run)
