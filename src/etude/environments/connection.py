@@ -53,6 +53,9 @@ class Connection:
                 self.ready.set_result(None)
             elif "error" in head and not self.ready.done():
                 self.ready.set_exception(LaunchFailed(head["error"]))
+            elif "error" in head:
+                self.close(f"what serves a box has failed ({head['error']})")
+                return
             elif (future := self.waiting.pop(head.get("id", -1), None)) is not None and not future.done():
                 future.set_result((head, body))
 

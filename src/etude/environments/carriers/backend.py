@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import tempfile
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from etude.environments import judge
-from etude.environments.base import BoxDead, Capabilities, Image, LaunchFailed, Limits
+from etude.environments.base import BoxDead, BoxError, Capabilities, Image, LaunchFailed, Limits
 from etude.environments.carriers.carrier import COMMAND, Carrier, Need, Packed, StreamConnection, pack
 from etude.environments.connection import encode
+from etude.environments.egress.policy import Egress
 from etude.environments.inside.answers import PREFIX
 from etude.environments.inside.root import RUN, SITE, WORKSPACE
 from etude.environments.namespace import (
@@ -70,7 +73,7 @@ class CarriedBackend(Backend):
         if image.door is not None or image.tools is not None:
             raise LaunchFailed(f"boxes of {self._carrier.name} cannot hold an outside agent")
         async with AsyncExitStack() as ends:
-            connection = await self._machine((image.repository, image.site, None), {"live": True}, limits, ends)
+            connection = await self._machine((image.repository, image.site, None), {"kind": "live"}, limits, ends)
             shell = Shell(connection, None, ends.pop_all())
         self._shells.add(shell)
         try:
@@ -116,7 +119,7 @@ class CarriedBackend(Backend):
     ) -> StreamConnection:
         hidden = None if key[2] is None else f"{RUN}/{secrets.token_hex(12)}"
         hello = {
-            "live": False,
+            "kind": "runs",
             "hidden": hidden,
             "guard": None if guard is None else {"token": guard.token, "virtual": guard.virtual},
         }
@@ -147,6 +150,29 @@ class CarriedBackend(Backend):
         await connection.started()
         return connection
 
+    async def probe(self, without: Collection[str]) -> None:
+        """Try a machine, and keep of the capabilities what holds there. Raises UserError if too little does."""
+        limits = Limits(memory_mb=256, processes=16, disk_mb=16)
+        try:
+            async with AsyncExitStack() as ends:
+                with tempfile.TemporaryDirectory(prefix="etude-probe-") as folder:
+                    connection = await self._machine((Path(folder), None, None), {"kind": "probe"}, limits, ends)
+                found, _ = await connection.request({"limits": limits_of(limits)}, b"", LEARN_SECONDS)
+        except BoxError as e:
+            raise UserError(f"{self._carrier.name} cannot make boxes here: {e}.") from None
+        capabilities, held = self._capabilities, found["held"]
+        tried = ("memory", "processes")
+        kept = tuple(limit for limit in capabilities.limits if limit in held or limit not in tried)
+        self._capabilities = replace(capabilities, limits=kept, seccomp="filter" in held)
+        missing = {"memory", "processes", "disk"}.difference(kept, without)
+        if not self._capabilities.seccomp:
+            raise UserError(f"boxes of {self._carrier.name} cannot filter system calls; use another runtime.")
+        if missing:
+            raise UserError(
+                f"boxes of {self._carrier.name} cannot limit {', '.join(sorted(missing))} here; "
+                f"use another runtime, or name it in sandbox.without."
+            )
+
     async def _packed(self, folder: Path | None) -> Packed:
         """A folder of an image, or (None) our own modules: packed once."""
         if folder not in self._packs:
@@ -167,18 +193,29 @@ def _paths(places: Mapping[str, str]) -> dict[str, Path]:
 
 @asynccontextmanager
 async def open_carried(
-    carrier: Carrier, *, workers: int = 2, memo: int = 4096, questions: bool = True, **asked: Any
+    carrier: Carrier,
+    *,
+    workers: int = 2,
+    memo: int = 4096,
+    questions: bool = True,
+    personas: Sequence[Mapping[str, Any]] | None = (),
+    egress: Egress | None = None,
+    without: Sequence[str] = (),
 ) -> AsyncIterator[CarriedBackend]:
-    """Like `namespace.open_sandbox`. Raises UserError for what is asked besides and the carrier cannot give."""
+    """Like `namespace.open_sandbox`; `without` names limits that boxes may lack.
+
+    Raises UserError for what is asked and the carrier cannot give.
+    """
     capabilities = await carrier.open()
-    if asked.get("egress") is not None:
+    if egress is not None:
         raise UserError(
             f"boxes of {carrier.name} have no way out; drop sandbox.egress and sandbox.index, or use the namespaces."
         )
-    if asked.get("personas"):
+    if personas:
         raise UserError(f"boxes of {carrier.name} cannot look like a given machine; drop rollout.personas.")
     sandbox = CarriedBackend(carrier, capabilities, workers, memo, questions)
     try:
+        await sandbox.probe(frozenset(without))
         yield sandbox
     finally:
         await sandbox.close()

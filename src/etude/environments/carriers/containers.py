@@ -20,6 +20,7 @@ from etude.errors import UserError
 
 QUESTION_SECONDS = 30.0
 END_SECONDS = 10.0  # for a machine that has lost its stream; it takes a fraction of one
+KERNEL_THREADS = 512
 CHUNK = 1 << 18
 # What serves a box needs these to become the box's user, own its files and end its processes.
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
@@ -123,9 +124,8 @@ class Containers:
             known = shutil.which(self._runtime) if runtimes is None else runtimes.get(self._runtime)
             if known is None:
                 raise UserError(f"{self.name} has no runtime {self._runtime} here; install it, or drop sandbox.runtime.")
-        stem = (self._runtime or "").rpartition("/")[2]
         return Capabilities(
-            isolation=next((kind for word, kind in _ISOLATION.items() if word in stem), "container"),
+            isolation=self._isolation(),
             rootless=rootless,
             egress=False,
             pty=True,
@@ -133,6 +133,10 @@ class Containers:
             cgroup="v2" if version == "2" else "v1",
             limits=("memory", "processes", "disk", "cpus", *(["files"] if self.name == "docker" else [])),
         )
+
+    def _isolation(self) -> Literal["container", "gvisor", "vm"]:
+        stem = (self._runtime or "").rpartition("/")[2]
+        return next((kind for word, kind in _ISOLATION.items() if word in stem), "container")
 
     async def _info(self) -> dict[str, Any]:
         code, said = await output([self.name, "info", "--format", "{{json .}}"])
@@ -159,6 +163,8 @@ class Containers:
     def _options(self, need: Need) -> list[str]:
         limits = need.limits
         disk = f"size={limits.disk_mb}m" + (",nr_inodes=16384" if self.name == "docker" else "")
+        # a kernel of its own counts its own threads here; the box's processes are counted inside
+        processes = limits.processes + (KERNEL_THREADS if self._isolation() != "container" else SERVER_PROCESSES)
         tree = f"size={limits.disk_mb + need.files_mb}m"
         mounts = {"/workspace": tree, "/site": tree, "/opt/runner": tree, "/run": tree}
         mounts |= dict.fromkeys(("/home/user", "/tmp", "/var/tmp"), disk)
@@ -168,7 +174,7 @@ class Containers:
             *fixed.split(),
             *("--user", "0:0", "--workdir", "/", "--entrypoint", "sh", "--log-driver", "none", "--pull", "never"),
             *("--memory", f"{need.memory_mb}m", "--memory-swap", f"{need.memory_mb}m", "--cpus", str(limits.cpus)),
-            *("--pids-limit", str(limits.processes + SERVER_PROCESSES), "--shm-size", f"{limits.disk_mb}m"),
+            *("--pids-limit", str(processes), "--shm-size", f"{limits.disk_mb}m"),
             *("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--ulimit", "core=0:0"),
             *(part for name in _CAPABILITIES for part in ("--cap-add", name)),
             *(part for at, how in mounts.items() for part in ("--tmpfs", f"{at}:rw,exec,nosuid,nodev,{how}")),

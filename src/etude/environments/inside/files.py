@@ -53,8 +53,30 @@ def _open(root: int, path: str, flags: int) -> int:
     fd = linux.libc.syscall(_OPENAT2, root, os.fsencode(path or "."), how, len(how))
     if fd < 0:
         code = ctypes.get_errno()
+        if code == errno.ENOSYS:  # gVisor
+            return _open_by_parts(root, path, flags)
         raise OSError(code, os.strerror(code))
     return int(fd)
+
+
+def _open_by_parts(root: int, path: str, flags: int) -> int:
+    """The same without openat2(2): each part is opened without following it, and looked at before the next."""
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    device = os.fstat(root).st_dev
+    current = os.dup(root)
+    try:
+        for part in parts:
+            following = os.open(part, _O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+            os.close(current)
+            current = following
+            found = os.fstat(current)
+            if stat.S_ISLNK(found.st_mode) or part == ".." or found.st_dev != device:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if flags & os.O_DIRECTORY and not stat.S_ISDIR(os.fstat(current).st_mode):
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        return os.open(f"/proc/self/fd/{current}", flags | os.O_CLOEXEC | os.O_NONBLOCK * (not flags & _O_PATH))
+    finally:
+        os.close(current)
 
 
 def read(root: int, path: str, max_bytes: int) -> bytes:

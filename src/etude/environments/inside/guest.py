@@ -49,8 +49,17 @@ def main(stream: BinaryIO) -> NoReturn:
         os.close(out)
         _serve(theirs, hello)
     theirs.close()
-    threading.Thread(target=_requests, args=(stream, ours, hello["user"]), daemon=True).start()
-    while data := ours.recv(1 << 16):
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as pid 1, this process is the parent of all orphans
+    threading.Thread(target=_replies, args=(ours, out), daemon=True).start()
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        _requests(stream, ours)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal_all(hello["user"], signal.SIGKILL)
+    os._exit(0)
+
+
+def _replies(server: socket.socket, out: int) -> NoReturn:
+    while data := server.recv(1 << 16):
         while data:
             data = data[os.write(out, data) :]
     os._exit(0)
@@ -67,14 +76,10 @@ def _frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
     return frame, body
 
 
-def _requests(stream: BinaryIO, server: socket.socket, user: int) -> NoReturn:
+def _requests(stream: BinaryIO, server: socket.socket) -> NoReturn:
     """Hand requests on as the owner's `Connection` would: what they carry is memory that only its reader sees."""
     while True:
-        try:
-            head, body = _frame(stream)
-        except (EOFError, ValueError):
-            signal_all(user, signal.SIGKILL)
-            os._exit(0)
+        head, body = _frame(stream)
         memory = os.memfd_create("request", os.MFD_CLOEXEC)
         with open(memory, "wb", closefd=False) as file:
             file.write(body)
@@ -97,15 +102,10 @@ def _unpack(at: str, owner: int, data: bytes) -> None:
 
 
 def _serve(connection: socket.socket, hello: dict[str, Any]) -> NoReturn:
-    """In the fork; never returns. Orphans of the box come to this process."""
+    """In the fork; never returns."""
     try:
-        linux.adopt_orphans()
         os.setgroups([])
-        served: Guest | Runs
-        if hello["live"]:
-            served = Guest(connection, hello["user"])
-        else:
-            served = Runs(connection, hello)
+        served = {"live": Guest, "runs": Runs, "probe": Probe}[hello["kind"]](connection, hello)
         runs.send(connection, {"ready": True})
         served.serve()
     except BaseException as e:
@@ -169,9 +169,9 @@ def _lay(changes: dict[str, bytes | None], user: int) -> None:
 class Guest(shell.Live):
     """A live box: its files are the machine's, its change set is what differs from when it started."""
 
-    def __init__(self, connection: socket.socket, user: int) -> None:
+    def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         super().__init__(connection, ())
-        self.user = user
+        self.user = hello["user"]
 
     def _settle(self, request: dict[str, Any], changes: dict[str, bytes | None]) -> None:
         user = self.user
@@ -193,6 +193,46 @@ class Guest(shell.Live):
     def _signal(self, number: int) -> None:
         assert self.user is not None
         signal_all(self.user, number)
+
+
+class Probe:
+    """Tries what a box relies on, as its user, and says what holds."""
+
+    def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        self.connection, self.user = connection, hello["user"]
+
+    def serve(self) -> None:
+        data, descriptors, _, _ = socket.recv_fds(self.connection, 65536, 1)
+        request = json.loads(data[4:])
+        held = [name for name in ("filter", "memory", "processes") if self._holds(name, request["limits"])]
+        runs.send(self.connection, {"id": request["id"], "held": held, "bash": os.path.exists("/bin/bash")})
+
+    def _holds(self, name: str, limits: dict[str, Any]) -> bool:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _folders(self.user)
+                runs.confine(limits, linux.filter_program(os.uname().machine), self.user)
+                getattr(self, f"_{name}")(limits)
+                os._exit(1)
+            except (OSError, MemoryError):
+                os._exit(0)
+            finally:
+                os._exit(2)
+        status = os.waitpid(pid, 0)[1]
+        signal_all(self.user, signal.SIGKILL)
+        return status == 0
+
+    def _filter(self, limits: dict[str, Any]) -> None:
+        linux.setns(0, 0)
+
+    def _memory(self, limits: dict[str, Any]) -> None:
+        bytearray(limits["memory"] + 1)
+
+    def _processes(self, limits: dict[str, Any]) -> None:
+        for _ in range(limits["processes"] + 1):
+            if os.fork() == 0:
+                signal.pause()
 
 
 class Runs(runs.Template):

@@ -8,6 +8,7 @@ import os
 import platform
 import signal
 import struct
+import threading
 from collections.abc import Sequence
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -20,7 +21,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 
-_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+_PR_SET_NAME = 15
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # the same numbers on every architecture
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE, _CLONE_TREE = -100, 0x1000, 0x8000, 1
@@ -152,9 +153,21 @@ def become(host_id: int | None, box_id: int, flags: int) -> None:
             file.write(text)
 
 
-def adopt_orphans() -> None:
-    """Processes below this one that lose their parent become this one's."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def end_of(child: int) -> int:
+    """A descriptor that is readable once a child of this process has ended; it is not reaped thereby."""
+    try:
+        return os.pidfd_open(child)
+    except OSError as e:
+        if e.errno != errno.ENOSYS:  # gVisor
+            raise
+    reader, writer = os.pipe()
+
+    def wait() -> None:
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        os.close(writer)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return reader
 
 
 def hide(hidden: bool = True) -> None:
@@ -197,10 +210,13 @@ def loopback_up() -> None:
 
 def drop_privileges(user: int | None = None) -> None:
     """No capability in any set, none to regain by exec. Root becomes `user`, if given."""
-    with open("/proc/sys/kernel/cap_last_cap") as file:
-        last = int(file.read())
-    for capability in range(last + 1):
-        _prctl(_PR_CAPBSET_DROP, capability)
+    for capability in range(64):
+        try:
+            _prctl(_PR_CAPBSET_DROP, capability)
+        except OSError as e:
+            if e.errno != errno.EINVAL or not capability:
+                raise
+            break  # there are no more of them
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)

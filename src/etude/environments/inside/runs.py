@@ -104,7 +104,7 @@ class Template:
             for run in self.runs.values():
                 if now >= run.deadline:
                     run.timed_out = True
-                    signal.pidfd_send_signal(run.pidfd, signal.SIGKILL)
+                    os.kill(run.pid, signal.SIGKILL)  # it stays ours until it is waited for
                     run.deadline = now + 60
 
     def _watch(self, now: float) -> None:
@@ -123,7 +123,7 @@ class Template:
                 sums[pid] += max(0, size - inherited)
         for pid, size in sums.items():
             if size > old[pid].memory:
-                signal.pidfd_send_signal(old[pid].pidfd, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
     def _requests(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self.connection, 65536, 16)
@@ -163,7 +163,7 @@ class Template:
             os.close(fd)
         deadline = started + request["limits"]["seconds"]
         memory = math.inf if groups else request["limits"]["memory"]
-        run = Run(request["id"], pid, os.pidfd_open(pid), reader, deadline, started, memory)
+        run = Run(request["id"], pid, linux.end_of(pid), reader, deadline, started, memory)
         self.runs[run.pidfd] = run
         self.poll.register(run.pidfd, select.POLLIN)
 

@@ -27,7 +27,7 @@ GRACE_SECONDS = 0.5  # between TERM, KILL and the end of the shell
 
 _LOOP = """
 set -m; shopt -s expand_aliases; trap : INT
-exec 7<>/dev/tty
+{ exec 7<>/dev/tty; } 2>/dev/null || exec 7<&1  # an old gVisor cannot open it
 while IFS= read -r -d '' __n <&8 && IFS= read -r -d '' __line <&8; do
   exec 0<&7 1>&7 2>&7
   eval "$__line" 7>&- 8<&- 9>&-
@@ -74,13 +74,14 @@ class Shell:
         self.modes = termios.tcgetattr(slave)
         self.modes[1] &= ~termios.OPOST
         self.modes[3] &= ~(termios.ECHO | termios.ICANON)
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = linux.end_of(self.pid)
         self.count = 0
         os.set_blocking(self.master, False)
 
     def start(self, line: str) -> None:
         termios.tcsetattr(self.slave, termios.TCSANOW, self.modes)
-        termios.tcflow(self.slave, termios.TCOON)
+        with contextlib.suppress(termios.error):  # gVisor's terminals cannot be stopped either
+            termios.tcflow(self.slave, termios.TCOON)
         self.count += 1
         data = f"{self.count}\0{line}\0".encode("utf-8", "surrogateescape")
         while data:  # the shell is reading
