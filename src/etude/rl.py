@@ -19,8 +19,8 @@ from etude.config import RLConfig, read_toml, validate
 from etude.controller import Run
 from etude.dashboard.live import LiveView, final_table
 from etude.dashboard.report import Report
-from etude.environments.egress.policy import Egress, check_index, index_of, parse, project_of
 from etude.environments.backends import opened
+from etude.environments.egress.policy import Egress, check_index, index_of, parse, project_of
 from etude.environments.namespace import Backend
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate

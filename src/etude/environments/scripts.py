@@ -237,9 +237,7 @@ async def _try_twin(sandbox: Backend, image: Image, hidden: Path, path: str, tex
     return Twin(wrong, frozenset(name for name, (outcome, _) in said.tests.items() if outcome == "failed"))
 
 
-async def listed(
-    sandbox: Backend, image: Image, path: str, coverage: bool
-) -> tuple[Said, list[dict[str, Any]]]:
+async def listed(sandbox: Backend, image: Image, path: str, coverage: bool) -> tuple[Said, list[dict[str, Any]]]:
     """Every test of a file as it stands in the image, and V8's coverage of the scripts that it ran, if wanted."""
     text = _text(image, {}, None, path)
     assert text is not None

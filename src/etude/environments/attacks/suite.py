@@ -112,9 +112,7 @@ class Host:
         return ", ".join(found)
 
 
-async def run(
-    *, quick: bool, progress: Callable[[str], None] = lambda _: None, boxes: Boxes = open_sandbox
-) -> Report:
+async def run(*, quick: bool, progress: Callable[[str], None] = lambda _: None, boxes: Boxes = open_sandbox) -> Report:
     """Raises UserError where boxes cannot be made."""
     report = Report(skipped=dict(SKIPPED))
     with tempfile.TemporaryDirectory(prefix="etude-attacks-") as folder, contextlib.closing(_listener()) as listener:

@@ -24,7 +24,9 @@ from etude.environments.inside.root import RUNNER
 
 SERVER_MB = 160  # memory of what serves a box, besides the box's own
 SERVER_PROCESSES = 16
-LIFETIME = 6 * 3600.0  # seconds after which a service ends a machine whose owner has vanished
+# Of root in a machine: to become the box's user, own its files and end its processes.
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
+LIFETIME = 3600.0  # seconds after which a machine elsewhere ends whose owner has vanished
 
 _BOOT = f"""
 import io, sys, tarfile

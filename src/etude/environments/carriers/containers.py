@@ -5,94 +5,20 @@ The container's first program is ours and ends with its standard input, so a box
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import secrets
 import shutil
-import tempfile
 from collections.abc import Sequence
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
-from etude.environments.base import Capabilities, LaunchFailed
-from etude.environments.carriers.carrier import SERVER_PROCESSES, Need
+from etude.environments.base import Capabilities
+from etude.environments.carriers.carrier import CAPABILITIES, SERVER_PROCESSES, Need
+from etude.environments.carriers.processes import ProcessStream, attached, last, output
 from etude.errors import UserError
 
-QUESTION_SECONDS = 30.0
-END_SECONDS = 10.0  # for a machine that has lost its stream; it takes a fraction of one
 KERNEL_THREADS = 512
-CHUNK = 1 << 18
-# What serves a box needs these to become the box's user, own its files and end its processes.
-_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
 _ISOLATION: dict[str, Literal["gvisor", "vm"]] = {"runsc": "gvisor", "kata": "vm", "krun": "vm"}
-
-
-class ProcessStream:
-    """The standard streams of a program on this machine that stands for one elsewhere; `end` ends that one."""
-
-    def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes], end: Sequence[str]) -> None:
-        self._process = process
-        self._errors = errors
-        self._end = end
-        self._closed: asyncio.Task[None] | None = None
-
-    async def read(self) -> bytes:
-        assert self._process.stdout is not None
-        data = await self._process.stdout.read(CHUNK)
-        if not data and not self._errors.closed and await self._process.wait():
-            self._errors.seek(0)
-            raise OSError(last(self._errors.read().decode("utf-8", "replace")))
-        return data
-
-    async def write(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(data)
-        await self._process.stdin.drain()
-
-    async def close(self) -> None:
-        if self._closed is None:
-            self._closed = asyncio.create_task(self._close())
-        await asyncio.shield(self._closed)
-
-    async def _close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            async with asyncio.timeout(END_SECONDS):
-                await self._process.wait()
-        except TimeoutError:
-            await output(self._end)
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        self._errors.close()
-
-
-async def attached(command: Sequence[str], end: Sequence[str]) -> ProcessStream:
-    """Start `command`. Raises FileNotFoundError."""
-    errors = tempfile.TemporaryFile()
-    streams = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": errors}
-    return ProcessStream(await asyncio.create_subprocess_exec(*command, **streams), errors, end)
-
-
-async def output(command: Sequence[str], seconds: float = QUESTION_SECONDS, data: bytes = b"") -> tuple[int, str]:
-    """(exit code, what a command printed); a code of 124 if it took too long. Raises FileNotFoundError."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        async with asyncio.timeout(seconds):
-            printed, _ = await process.communicate(data)
-    except TimeoutError:
-        return 124, f"no answer within {seconds:.0f} s"
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return process.returncode or 0, printed.decode("utf-8", "replace").strip()
 
 
 class Containers:
@@ -123,7 +49,9 @@ class Containers:
         if self._runtime is not None:
             known = shutil.which(self._runtime) if runtimes is None else runtimes.get(self._runtime)
             if known is None:
-                raise UserError(f"{self.name} has no runtime {self._runtime} here; install it, or drop sandbox.runtime.")
+                raise UserError(
+                    f"{self.name} has no runtime {self._runtime} here; install it, or drop sandbox.runtime."
+                )
         return Capabilities(
             isolation=self._isolation(),
             rootless=rootless,
@@ -176,7 +104,7 @@ class Containers:
             *("--memory", f"{need.memory_mb}m", "--memory-swap", f"{need.memory_mb}m", "--cpus", str(limits.cpus)),
             *("--pids-limit", str(processes), "--shm-size", f"{limits.disk_mb}m"),
             *("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--ulimit", "core=0:0"),
-            *(part for name in _CAPABILITIES for part in ("--cap-add", name)),
+            *(part for name in CAPABILITIES for part in ("--cap-add", name)),
             *(part for at, how in mounts.items() for part in ("--tmpfs", f"{at}:rw,exec,nosuid,nodev,{how}")),
             *(["--runtime", self._runtime] if self._runtime is not None and self.name == "docker" else []),
         ]
@@ -184,8 +112,3 @@ class Containers:
 
 def _rootless(info: dict[str, Any]) -> bool:
     return any("rootless" in option for option in info.get("SecurityOptions") or ())
-
-
-def last(text: str) -> str:
-    """The last line of what a program printed."""
-    return (text.splitlines() or ["no reason given"])[-1][:200]
