@@ -49,9 +49,7 @@ class Containers:
         if self._runtime is not None:
             known = shutil.which(self._runtime) if runtimes is None else runtimes.get(self._runtime)
             if known is None:
-                raise UserError(
-                    f"{self.name} has no runtime {self._runtime} here; install it, or drop sandbox.runtime."
-                )
+                raise UserError(f"{self.name} knows no runtime {self._runtime}; install it, or drop sandbox.runtime.")
         return Capabilities(
             isolation=self._isolation(),
             rootless=rootless,

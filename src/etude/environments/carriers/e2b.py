@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import struct
@@ -29,8 +30,10 @@ _END = 0x02  # flag of the message that ends a stream
 class Machine:
     """One process in one machine."""
 
-    def __init__(self, client: httpx2.AsyncClient, url: str, base: str, headers: Mapping[str, str]) -> None:
-        self._client, self._url, self._base, self._headers = client, url, base, headers
+    def __init__(
+        self, client: httpx2.AsyncClient, url: str, key: Mapping[str, str], base: str, headers: Mapping[str, str]
+    ) -> None:
+        self._client, self._url, self._key, self._base, self._headers = client, url, key, base, headers
         self._ends = AsyncExitStack()
         self._events: AsyncIterator[dict[str, Any]]
         self._pid = 0
@@ -83,10 +86,8 @@ class Machine:
         await asyncio.shield(self._closed)
 
     async def _close(self) -> None:
-        try:
-            await self._client.delete(self._url, timeout=SECONDS)
-        except httpx2.HTTPError:
-            pass  # the service ends it when its time is over
+        with contextlib.suppress(httpx2.HTTPError):  # the service ends it when its time is over
+            await self._client.delete(self._url, headers=self._key, timeout=SECONDS)
         await self._ends.aclose()
         await self._client.aclose()
 
@@ -126,12 +127,10 @@ class E2B:
         return Capabilities("vm", True, False, True, True, "none", limits=("memory", "processes"))
 
     async def start(self, command: Sequence[str], need: Need) -> Machine:
-        client = httpx2.AsyncClient()
+        client, key = httpx2.AsyncClient(), {"X-API-Key": self._key}
         wanted = {"templateID": self._template, "timeout": int(LIFETIME), "allow_internet_access": False}
         try:
-            answer = await client.post(
-                f"{self._api}/v2/sandboxes", json=wanted, headers={"X-API-Key": self._key}, timeout=SECONDS
-            )
+            answer = await client.post(f"{self._api}/v2/sandboxes", json=wanted, headers=key, timeout=SECONDS)
             answer.raise_for_status()
             made = answer.json()
             number = made["sandboxID"]
@@ -143,8 +142,7 @@ class E2B:
                 "E2b-Sandbox-Port": str(PORT),
                 "X-Access-Token": made.get("envdAccessToken") or "",
             }
-            client.headers["X-API-Key"] = self._key
-            machine = Machine(client, f"{self._api}/v2/sandboxes/{number}", base, headers)
+            machine = Machine(client, f"{self._api}/sandboxes/{number}", key, base, headers)
         except (httpx2.HTTPError, KeyError, ValueError) as e:
             await client.aclose()
             raise LaunchFailed(f"e2b made no machine ({_reason(e)})") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -42,10 +43,8 @@ class Machine:
         await asyncio.shield(self._closed)
 
     async def _close(self) -> None:
-        try:
+        with contextlib.suppress(self._modal.exception.Error):  # the service ends it when its time is over
             await self._sandbox.terminate.aio()
-        except self._modal.exception.Error:
-            pass  # the service ends it when its time is over
 
 
 class Modal:
