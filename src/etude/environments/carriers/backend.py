@@ -165,6 +165,8 @@ class CarriedBackend(Backend):
         kept = tuple(limit for limit in capabilities.limits if limit in held or limit not in tried)
         self._capabilities = replace(capabilities, limits=kept, seccomp="filter" in held)
         missing = {"memory", "processes", "disk"}.difference(kept, without)
+        if "network" not in held:
+            raise UserError(f"boxes of {self._carrier.name} reach the network; something must keep them off it.")
         if not self._capabilities.seccomp:
             raise UserError(f"boxes of {self._carrier.name} cannot filter system calls; use another runtime.")
         if missing:

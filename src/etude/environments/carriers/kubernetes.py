@@ -1,6 +1,6 @@
 """Kubernetes, by kubectl: a pod for each box, in a RuntimeClass if one is named, behind a policy that allows nothing.
 
-A pod's program ends when `kubectl attach` loses its standard input (`stdinOnce`), and a deadline ends what is forgotten.
+A pod's program ends when `kubectl attach` loses its standard input (`stdinOnce`); a deadline ends what is forgotten.
 """
 
 from __future__ import annotations

@@ -61,9 +61,10 @@ class ProcessStream:
 
 async def attached(command: Sequence[str], end: Sequence[str], lasting: bool = False) -> ProcessStream:
     """Start `command`; `end` removes what it stands for, which outlasts it, or is stuck. Raises FileNotFoundError."""
-    errors = tempfile.TemporaryFile()
-    streams = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": errors}
-    return ProcessStream(await asyncio.create_subprocess_exec(*command, **streams), errors, end, lasting)
+    pipe = asyncio.subprocess.PIPE
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  # the stream closes it
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=errors)
+    return ProcessStream(process, errors, end, lasting)
 
 
 async def output(command: Sequence[str], seconds: float = QUESTION_SECONDS, data: bytes = b"") -> tuple[int, str]:
