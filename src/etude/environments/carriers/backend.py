@@ -165,6 +165,8 @@ class CarriedBackend(Backend):
         kept = tuple(limit for limit in capabilities.limits if limit in held or limit not in tried)
         self._capabilities = replace(capabilities, limits=kept, seccomp="filter" in held)
         missing = {"memory", "processes", "disk"}.difference(kept, without)
+        if not found["bash"]:
+            raise UserError(f"the image of {self._carrier.name}'s boxes has no /bin/bash; use one that has.")
         if "network" not in held:
             raise UserError(f"boxes of {self._carrier.name} reach the network; something must keep them off it.")
         if not self._capabilities.seccomp:

@@ -88,7 +88,8 @@ class Containers:
 
     def _options(self, need: Need) -> list[str]:
         limits = need.limits
-        disk = f"size={limits.disk_mb}m" + (",nr_inodes=16384" if self.name == "docker" else "")
+        # a page less than the largest file, so that a disk is full before a file is too large
+        disk = f"size={limits.disk_mb * 1024 - 4}k" + (",nr_inodes=16384" if self.name == "docker" else "")
         # a kernel of its own counts its own threads here; the box's processes are counted inside
         processes = limits.processes + (KERNEL_THREADS if self._isolation() != "container" else SERVER_PROCESSES)
         tree = f"size={limits.disk_mb + need.files_mb}m"

@@ -80,7 +80,7 @@ class Pods:
     def pod(self, name: str, command: Sequence[str], need: Need) -> dict[str, Any]:
         """The manifest of a box."""
         limits = need.limits
-        tree, disk = f"{limits.disk_mb + need.files_mb}Mi", f"{limits.disk_mb}Mi"
+        tree, disk = f"{limits.disk_mb + need.files_mb}Mi", f"{limits.disk_mb * 1024 - 4}Ki"
         mounts = dict.fromkeys(("/workspace", "/site", "/opt/runner", "/run"), tree)
         mounts |= dict.fromkeys(("/home/user", "/tmp", "/var/tmp", "/dev/shm"), disk)
         volumes = {f"v{i}": (at, size) for i, (at, size) in enumerate(mounts.items())}

@@ -128,7 +128,10 @@ def signal_all(user: int, number: int) -> None:
 
 
 def _folders(user: int) -> None:
-    """What the box's user may write to; the rest belongs to root."""
+    """What the box's user may write to; the rest belongs to root, and what lies in RUN cannot be listed."""
+    for path, mode in ((root.RUNNER, 0o755), (root.SITE, 0o755), (root.RUN, 0o711)):
+        os.makedirs(path, exist_ok=True)
+        os.chmod(path, mode)
     for path in (root.WORKSPACE, HOME):
         os.makedirs(path, exist_ok=True)
         os.chown(path, user, user)
@@ -233,7 +236,11 @@ class Probe:
         return status == 0
 
     def _filter(self, limits: dict[str, Any]) -> None:
-        linux.setns(0, 0)
+        try:
+            linux.setns(0, 0)
+        except OSError as e:
+            if e.errno == errno.EPERM:  # else the kernel itself has looked at it
+                raise
 
     def _network(self, limits: dict[str, Any]) -> None:
         """Raises OSError unless something out there answers, be it with a refusal."""
