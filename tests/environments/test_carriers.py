@@ -23,6 +23,7 @@ from etude.environments.egress.policy import Egress
 from etude.environments.inside import files, linux
 from etude.errors import UserError
 
+PROGRAMS = {"docker": "docker", "podman": "podman", "kubernetes": "kubectl"}
 ENGINE = os.environ.get("ETUDE_CONTAINERS", "").split()  # such as "podman IMAGE runc"
 
 
@@ -95,7 +96,7 @@ def test_deadlines_bombs_and_lost_shells(place: Place) -> None:
     late = place.run(box.exec("sleep 60", 1))
     assert late.timed_out
     assert late.rc != 0
-    bomb = "python3 -c 'import subprocess\nfor _ in range(99): subprocess.Popen([\"sleep\", \"60\"])'; kill -9 -1"
+    bomb = 'python3 -c \'import subprocess\nfor _ in range(99): subprocess.Popen(["sleep", "60"])\'; kill -9 -1'
     assert "unavailable" in place.run(box.exec(bomb, 30)).output
     assert "MemoryError" in place.run(box.exec("python3 -c 'bytes(1 << 29)'", 30)).output
     assert place.run(box.exec("kill -9 $$", 30)).rc is None
@@ -177,7 +178,9 @@ def test_settings_that_do_not_fit(table: dict[str, object], said: str) -> None:
 
 def test_an_engine_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("docker", "podman", "kubernetes"):
+    why = asyncio.run(backends.reachable())
+    assert all(f"{program} is not installed" in why[name] for name, program in PROGRAMS.items())
+    for name in PROGRAMS:
         boxes = backends.opened(SandboxConfig(backend=name, image="x"))
 
         async def enter(boxes: object = boxes) -> None:

@@ -10,6 +10,7 @@ from etude.config import SandboxConfig
 from etude.environments.carriers.backend import open_carried
 from etude.environments.carriers.carrier import Carrier
 from etude.environments.namespace import Backend, open_sandbox
+from etude.errors import UserError
 
 
 def carrier_of(config: SandboxConfig) -> Carrier | None:
@@ -33,6 +34,20 @@ def carrier_of(config: SandboxConfig) -> Carrier | None:
             from etude.environments.carriers.e2b import E2B
 
             return E2B(config.image)
+
+
+async def reachable() -> dict[str, str]:
+    """Every backend but the namespaces -> why it cannot be used here; empty if it can."""
+    found: dict[str, str] = {}
+    for name in ("docker", "podman", "kubernetes", "modal", "e2b"):
+        carrier = carrier_of(SandboxConfig(backend=name, image="none"))
+        assert carrier is not None
+        try:
+            await carrier.reach()
+            found[name] = ""
+        except UserError as e:
+            found[name] = str(e)
+    return found
 
 
 def opened(config: SandboxConfig) -> Callable[..., AbstractAsyncContextManager[Backend]]:

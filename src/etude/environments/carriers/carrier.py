@@ -77,12 +77,16 @@ class Stream(Protocol):
 
 
 class Carrier(Protocol):
-    """Makes machines. `user` is the first of `users` numbers that boxes may run as."""
+    """Makes machines."""
 
     name: str
 
+    async def reach(self) -> None:
+        """Raises UserError: it is not installed, does not answer, or has no key."""
+        ...
+
     async def open(self) -> Capabilities:
-        """What its boxes have. Raises UserError: it cannot be reached, or lacks what boxes need."""
+        """Prepare, and say what its boxes have. Raises UserError: it lacks what boxes need."""
         ...
 
     async def start(self, command: Sequence[str], need: Need) -> Stream:

@@ -29,9 +29,10 @@ class Containers:
         self._image = image
         self._runtime = runtime
 
+    async def reach(self) -> None:
+        await self._info()
+
     async def open(self) -> Capabilities:
-        if shutil.which(self.name) is None:
-            raise UserError(f"sandbox.backend is {self.name}, which is not installed here.")
         info = await self._info()
         code, said = await output([self.name, "image", "inspect", "--format", "{{.Id}}", self._image])
         if code:
@@ -65,6 +66,8 @@ class Containers:
         return next((kind for word, kind in _ISOLATION.items() if word in stem), "container")
 
     async def _info(self) -> dict[str, Any]:
+        if shutil.which(self.name) is None:
+            raise UserError(f"{self.name} is not installed here; install it, or use another sandbox.backend.")
         code, said = await output([self.name, "info", "--format", "{{json .}}"])
         with contextlib.suppress(ValueError):
             info = json.loads(said)

@@ -121,9 +121,12 @@ class E2B:
         self._api = os.environ.get("E2B_API_URL") or f"https://api.{self._domain}"
         self._key = os.environ.get("E2B_API_KEY", "")
 
-    async def open(self) -> Capabilities:
+    async def reach(self) -> None:
         if not self._key:
-            raise UserError("sandbox.backend is e2b, which needs a key: set E2B_API_KEY.")
+            raise UserError("e2b needs a key; set E2B_API_KEY.")
+
+    async def open(self) -> Capabilities:
+        await self.reach()
         return Capabilities("vm", True, False, True, True, "none", limits=("memory", "processes"))
 
     async def start(self, command: Sequence[str], need: Need) -> Machine:

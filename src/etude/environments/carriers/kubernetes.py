@@ -36,12 +36,15 @@ class Pods:
         self._runtime = runtime
         self._kubectl = ["kubectl", "--namespace", namespace]
 
-    async def open(self) -> Capabilities:
+    async def reach(self) -> None:
         if shutil.which("kubectl") is None:
-            raise UserError("sandbox.backend is kubernetes, and kubectl is not installed here.")
+            raise UserError("kubectl is not installed here; install it, or use another sandbox.backend.")
         code, said = await output([*self._kubectl, "auth", "can-i", "create", "pods"])
         if code:
             raise UserError(f"kubectl may not make pods ({last(said)}); point it at a cluster that allows it.")
+
+    async def open(self) -> Capabilities:
+        await self.reach()
         code, said = await output([*self._kubectl, "apply", "-f", "-"], data=json.dumps(DENY_ALL).encode())
         if code:
             raise UserError(f"the cluster takes no NetworkPolicy ({last(said)}); boxes would reach its network.")

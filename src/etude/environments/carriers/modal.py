@@ -57,16 +57,19 @@ class Modal:
         self._modal: Any = None
         self._app: Any = None
 
-    async def open(self) -> Capabilities:
+    async def reach(self) -> None:
         try:
             import modal
         except ImportError:
-            raise UserError("sandbox.backend is modal: install etude[modal].") from None
+            raise UserError("the package modal is not installed here; install etude[modal].") from None
         self._modal = modal
         try:
             self._app = await modal.App.lookup.aio(APP, create_if_missing=True)
         except modal.exception.Error as e:
             raise UserError(f"modal does not answer ({e}); run `modal setup`, or set MODAL_TOKEN_ID.") from None
+
+    async def open(self) -> Capabilities:
+        await self.reach()
         return Capabilities("gvisor", True, False, True, True, "none", limits=("memory", "processes", "cpus"))
 
     async def start(self, command: Sequence[str], need: Need) -> Machine:
