@@ -112,6 +112,11 @@ class Host:
         return ", ".join(found)
 
 
+def _engine(mount: str) -> bool:
+    """Whether a line of mountinfo is the root of somebody's container, which comes and goes with it."""
+    return any(place in mount for place in ("/containers/storage/", "/docker/"))
+
+
 async def run(*, quick: bool, progress: Callable[[str], None] = lambda _: None, boxes: Boxes = open_sandbox) -> Report:
     """Raises UserError where boxes cannot be made."""
     report = Report(skipped=dict(SKIPPED))
