@@ -41,6 +41,9 @@ class Local:
         self.needs: list[Need] = []
         self.streams: list[ProcessStream] = []
 
+    async def reach(self) -> None:
+        """It is always there."""
+
     async def open(self) -> Capabilities:
         return replace(self.capabilities)
 
