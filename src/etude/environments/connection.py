@@ -18,6 +18,8 @@ START_SECONDS = 60.0
 class Connection:
     """To one process below the zygote: length-prefixed requests, replies by id. Broken for good once it ends."""
 
+    start_seconds = START_SECONDS
+
     def __init__(self, sock: socket.socket) -> None:
         self._begin()
         self.sock = sock
@@ -77,7 +79,7 @@ class Connection:
     async def started(self) -> None:
         """Raises LaunchFailed or BoxDead."""
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(self.start_seconds):
                 await asyncio.shield(self.ready)
         except TimeoutError:
             self.close("a box did not start in time")

@@ -11,6 +11,7 @@ import contextlib
 import gzip
 import io
 import json
+import re
 import struct
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -97,6 +98,8 @@ class Carrier(Protocol):
 class StreamConnection(Connection):
     """Requests and replies as in `Connection`, over a stream: what a request carries follows it."""
 
+    start_seconds = 180.0  # files travel, and a machine may be far away
+
     def __init__(self, stream: Stream) -> None:
         self._begin()
         self._stream = stream
@@ -149,10 +152,18 @@ class Packed:
     size: int  # bytes, unpacked
 
 
+# pytest needs two of these
+_LEXERS = re.compile(r"pygments/lexers/(__pycache__/)?(?!__init__|_mapping|diff|python|__pycache__)")
+
+
 def pack(places: Mapping[str, Path]) -> Packed:
     """Files and folders by their name in the archive; "" is the folder itself. Links stay links."""
+
+    def wanted(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return None if "pygments" in places and _LEXERS.match(member.name) else member
+
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for name, path in places.items():
-            archive.add(path, name or ".")
+            archive.add(path, name or ".", filter=wanted)
     return Packed(gzip.compress(buffer.getvalue(), 1), buffer.tell())
