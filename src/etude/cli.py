@@ -158,6 +158,9 @@ def _doctor_arguments(doctor: argparse.ArgumentParser) -> None:
     attacks = checks.add_parser("sandbox", help="run the attack suite on this machine", allow_abbrev=False)
     attacks.add_argument("--json", action="store_true")
     attacks.add_argument("--quick", action="store_true", help="leave out repetitions and comparisons")
+    attacks.add_argument("--backend", default="namespace", help="who makes the boxes, as in [sandbox]")
+    attacks.add_argument("--image", default="", help="what [sandbox] calls image")
+    attacks.add_argument("--runtime", help="what [sandbox] calls runtime")
     parity = checks.add_parser("parity", help="whether boxes can be told from production machines", allow_abbrev=False)
     parity.add_argument("--json", action="store_true")
     what = parity.add_mutually_exclusive_group(required=True)
@@ -375,9 +378,13 @@ def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
 
         return replay.show(arguments.folder, arguments.episode, as_json=arguments.json)
     if arguments.check == "sandbox":
+        from etude.config import SandboxConfig, validate
         from etude.environments.attacks import suite
+        from etude.environments.backends import opened
 
-        return suite.show(as_json=arguments.json, quick=arguments.quick)
+        given = {"backend": arguments.backend, "image": arguments.image, "runtime": arguments.runtime}
+        boxes = opened(validate(SandboxConfig, given, "etude doctor"))
+        return suite.show(as_json=arguments.json, quick=arguments.quick, boxes=boxes)
     if arguments.check == "parity":
         from etude.environments.parity import audit
 

@@ -146,12 +146,17 @@ class TestReport:
 class Capabilities:
     """What a backend gives on this machine."""
 
-    isolation: Literal["none", "namespace", "gvisor", "vm"]
+    isolation: Literal["none", "namespace", "container", "gvisor", "vm"]
     rootless: bool
     egress: bool
     pty: bool
     seccomp: bool
     cgroup: Literal["v2", "v1", "none"]
+    limits: tuple[str, ...] = ()  # of `Limits`, those that hold for a box as a whole
+    persona: bool = False  # whether a box can look like a given machine
+    door: bool = False  # whether a box can reach a socket of the host: an outside agent's endpoint
+    fork_fs: bool = True  # a fork has the same files, by its change set
+    fork_mem: bool = False  # a fork has the same processes
 
 
 class Box(Protocol):

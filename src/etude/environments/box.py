@@ -26,7 +26,7 @@ from etude.environments.base import (
 from etude.environments.stems import DEPTH
 
 if TYPE_CHECKING:
-    from etude.environments.namespace import NamespaceSandbox
+    from etude.environments.namespace import Backend
     from etude.environments.shell import Shell
     from etude.environments.stems import Layer
 
@@ -53,7 +53,7 @@ class ValueBox:
     Reading goes through the change set to the image on disk; links in the image are not followed.
     """
 
-    def __init__(self, sandbox: NamespaceSandbox, image: Image, limits: Limits) -> None:
+    def __init__(self, sandbox: Backend, image: Image, limits: Limits) -> None:
         self._sandbox = sandbox
         self._image = image
         self._limits = limits
@@ -156,11 +156,14 @@ class ValueBox:
     async def fork(self, count: int) -> list[ValueBox]:
         """`count` boxes with the same files, their links and modes too, and nothing that was deleted here.
 
-        Processes stay behind, and this box goes on. Files are frozen, not copied, unless a process works among them.
+        Processes stay behind, and this box goes on. Files are frozen, not copied, unless a process works among them; a
+        machine of another backend has its regular files copied.
         """
         self._open()
         below, changes = self._below, self._changes
-        if self._shell is not None:
+        if self._shell is not None and not self._shell.layered:
+            changes = await self.changes()
+        elif self._shell is not None:
             if len(below) >= DEPTH:
                 raise TooLarge(f"a box can't be a fork of forks more than {DEPTH} deep")
             layer, moved = await self._shell.freeze()

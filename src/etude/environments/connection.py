@@ -19,17 +19,22 @@ START_SECONDS = 60.0
 class Connection:
     """To one process below the zygote: length-prefixed requests, replies by id. Broken for good once it ends."""
 
+    start_seconds = START_SECONDS
+
     def __init__(self, sock: socket.socket) -> None:
+        self._begin()
         self.sock = sock
+        sock.setblocking(False)
+        self._loop.add_reader(sock.fileno(), self._receive)
+
+    def _begin(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self.waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[None] = self._loop.create_future()
         self.count = 0
         self.dead: str | None = None
         self.descriptors: list[int] = []  # that came with replies; who takes one closes it
         self._buffer = bytearray()
-        self._loop = asyncio.get_running_loop()
-        sock.setblocking(False)
-        self._loop.add_reader(sock.fileno(), self._receive)
 
     def _receive(self) -> None:
         try:
@@ -42,6 +47,9 @@ class Connection:
         if not data:
             self.close("the process that makes boxes has died")
             return
+        self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
         self._buffer += data
         while (frame := self._frame()) is not None:
             head, body = frame
@@ -70,7 +78,7 @@ class Connection:
     async def started(self) -> None:
         """Raises LaunchFailed or BoxDead."""
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(self.start_seconds):
                 await asyncio.shield(self.ready)
         except TimeoutError:
             self.close("a box did not start in time")
@@ -85,10 +93,7 @@ class Connection:
         self.count = number = self.count + 1
         future = asyncio.get_running_loop().create_future()
         self.waiting[number] = future
-        data = json.dumps(head | {"id": number}).encode()
-        with memory(payload) as fd:
-            # A few small requests are in flight at most, so the socket's buffer always has room.
-            self._send(struct.pack("<I", len(data)) + data, [fd, *descriptors])
+        self._send(head | {"id": number}, payload, descriptors)
         try:
             async with asyncio.timeout(seconds):
                 return await future
@@ -101,22 +106,31 @@ class Connection:
     def tell(self, head: dict[str, Any], descriptors: Sequence[int]) -> None:
         """Send a message that has no reply, on a socket that keeps messages apart. Raises BoxDead."""
         if self.dead is None:
-            self._send(json.dumps(head).encode(), descriptors)
+            self._write(json.dumps(head).encode(), descriptors)
         if self.dead is not None:
             raise BoxDead(self.dead)
 
-    def _send(self, data: bytes, descriptors: Sequence[int]) -> None:
+    def _send(self, head: dict[str, Any], payload: bytes, descriptors: Sequence[int]) -> None:
+        data = json.dumps(head).encode()
+        with memory(payload) as fd:
+            # A few small requests are in flight at most, so the socket's buffer always has room.
+            self._write(struct.pack("<I", len(data)) + data, [fd, *descriptors])
+
+    def _write(self, data: bytes, descriptors: Sequence[int]) -> None:
         try:
             socket.send_fds(self.sock, [data], descriptors)
         except OSError as e:
             self.close(f"the process that makes boxes cannot be reached ({e})")
 
+    def _hang_up(self) -> None:
+        self._loop.remove_reader(self.sock.fileno())
+        self.sock.close()
+
     def close(self, why: str = "the sandbox is closed") -> None:
         if self.dead is not None:
             return
         self.dead = why
-        self._loop.remove_reader(self.sock.fileno())
-        self.sock.close()
+        self._hang_up()
         for fd in self.descriptors:
             os.close(fd)
         self.descriptors.clear()

@@ -15,6 +15,7 @@ import secrets
 import socket
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
@@ -85,65 +86,62 @@ class _Template:
         await asyncio.shield(self._known[path])
 
 
-class NamespaceSandbox:
-    """A started zygote and the templates below it. Made by `open_sandbox`."""
+class Backend(ABC):
+    """What all backends share: boxes as values, test runs that are remembered, and questions.
 
-    def __init__(
-        self,
-        control: socket.socket,
-        zygote: asyncio.subprocess.Process,
-        workers: int,
-        memo: int,
-        questions: bool,
-        personas: persona.Like | None,
-        groups: Groups | None,
-        network: Network | None,
-        repeatable: bool,
-    ) -> None:
+    A backend adds live boxes (`shell`), forks of a pristine image (`_fork`, `_names`), and whether it is `alive`.
+    """
+
+    def __init__(self, workers: int, memo: int, questions: bool) -> None:
         self.stats = Stats()
-        self._control = control
-        self._zygote = zygote
         self._slots = asyncio.Semaphore(workers)  # wakes in order of arrival
         self._memo: OrderedDict[bytes, asyncio.Task[TestReport]] = OrderedDict()
         self._memo_size = memo
-        self._prefix = sys.base_prefix
-        self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
-        self._templates: dict[tuple[ImageKey, bool, bool], _Template] = {}
-        self._stems = Stems()
-        self._starting = asyncio.Semaphore(STARTING)
         self._questions = questions
-        self._personas = personas
-        self._repeatable = repeatable
-        self.groups = groups
-        self._network = network
-        self._live = 0  # boxes that were started
         self._sheets: dict[ImageKey, tuple[Sheet, asyncio.Lock]] = {}
         self._guards: dict[ImageKey, judge.Guard | None] = {}
         self.twins: dict[tuple[ImageKey, str], asyncio.Task[scripts.Twin | None]] = {}
 
+    gated = False  # whether live boxes have a way out
+    zygote_pid: int | None = None  # of the process that makes boxes, where there is one
+
     @property
+    @abstractmethod
     def alive(self) -> bool:
-        """Whether the zygote is; without it every call raises BoxDead."""
-        return self._zygote.returncode is None
+        """Whether boxes can be made; if not, every call raises BoxDead."""
 
-    @property
-    def gated(self) -> bool:
-        """Whether live boxes have a way out."""
-        return self._network is not None
+    @abstractmethod
+    def capabilities(self) -> Capabilities: ...
 
-    @property
-    def zygote_pid(self) -> int:
-        return self._zygote.pid
+    @abstractmethod
+    async def shell(
+        self,
+        image: Image,
+        layers: Mapping[str, bytes | None],
+        limits: Limits,
+        plain: bool = False,
+        below: Sequence[Layer] = (),
+    ) -> Shell:
+        """A live box on `image` with `layers` over it; a `plain` one is nobody's machine, and has no way out.
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            isolation="namespace",
-            rootless=os.geteuid() != 0,
-            egress=True,
-            pty=True,
-            seccomp=True,
-            cgroup="none" if self.groups is None else self.groups.hierarchy.kind,
-        )
+        `below` are frozen layers of a box of this image that this one was forked from, the newest first.
+        """
+
+    @abstractmethod
+    async def _fork(
+        self,
+        key: ImageKey,
+        files: Sequence[str],
+        asked: Sequence[str],
+        layers: Mapping[str, bytes | None],
+        limits: Limits,
+        sheet: Sheet | None,
+    ) -> tuple[dict[str, Any], bytes]:
+        """One run of `asked` in a new box: how it ended, and what it wrote."""
+
+    @abstractmethod
+    async def _names(self, key: ImageKey, path: str) -> list[str]:
+        """Ids of the tests in a file of the pristine image, by pytest."""
 
     async def create(self, image: Image, limits: Limits) -> ValueBox:
         return ValueBox(self, image, limits)
@@ -223,6 +221,79 @@ class NamespaceSandbox:
         reply, data = await self._fork(key, files, [sheet.id(test) for test in tests], layers, limits, sheet)
         return judge.decide_apart(sheet, tests, reply["status"], reply["timed_out"], reply["seconds"], data)
 
+    async def _sheet(self, key: ImageKey, hidden: Path, tests: Sequence[str]) -> Sheet:
+        """The questions in the files of `tests`: read here, named by pytest, tried on the pristine image."""
+        if key not in self._sheets:
+            self._sheets[key] = Sheet(hidden), asyncio.Lock()
+        sheet, lock = self._sheets[key]
+        async with lock:
+            for path in sorted({test.partition("::")[0] for test in tests if "::doctest:" not in test}):
+                if path in sheet.files or not sheet.read(path):
+                    continue
+                try:
+                    await self._try_questions(key, sheet, path)
+                except BaseException:  # what was not tried to the end is tried again
+                    sheet.forget(path)
+                    raise
+        return sheet
+
+    async def _try_questions(self, key: ImageKey, sheet: Sheet, path: str) -> None:
+        sheet.match(path, await self._names(key, path))
+        mine = [test for test, (file, _, _) in sheet.rows.items() if file == path]
+        for start in range(0, len(mine), BATCH):
+            batch = mine[start : start + BATCH]
+            report = await self._apart(key, sheet, {}, batch, Limits(seconds=LEARN_SECONDS))
+            sheet.keep(batch, report.outcomes)
+
+
+class NamespaceSandbox(Backend):
+    """A started zygote and the templates below it. Made by `open_sandbox`."""
+
+    def __init__(
+        self,
+        control: socket.socket,
+        zygote: asyncio.subprocess.Process,
+        workers: int,
+        memo: int,
+        questions: bool,
+        personas: persona.Like | None,
+        groups: Groups | None,
+        network: Network | None,
+        repeatable: bool,
+    ) -> None:
+        super().__init__(workers, memo, questions)
+        self._control = control
+        self._zygote = zygote
+        self.zygote_pid = zygote.pid
+        self._prefix = sys.base_prefix
+        self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
+        self._templates: dict[tuple[ImageKey, bool, bool], _Template] = {}
+        self._stems = Stems()
+        self._starting = asyncio.Semaphore(STARTING)
+        self._personas = personas
+        self._repeatable = repeatable
+        self.groups = groups
+        self._network = network
+        self.gated = network is not None
+        self._live = 0  # boxes that were started
+
+    @property
+    def alive(self) -> bool:
+        return self._zygote.returncode is None
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            isolation="namespace",
+            rootless=os.geteuid() != 0,
+            egress=True,
+            pty=True,
+            seccomp=True,
+            cgroup="none" if self.groups is None else self.groups.hierarchy.kind,
+            persona=True,
+            door=True,
+            limits=("memory", "processes", "disk", "files", *([] if self.groups is None else ["cpus"])),
+        )
+
     async def _fork(
         self,
         key: ImageKey,
@@ -251,31 +322,10 @@ class NamespaceSandbox:
             self.stats.cold += 1
         return reply, data
 
-    async def _sheet(self, key: ImageKey, hidden: Path, tests: Sequence[str]) -> Sheet:
-        """The questions in the files of `tests`: read here, named by pytest, tried on the pristine image."""
-        if key not in self._sheets:
-            self._sheets[key] = Sheet(hidden), asyncio.Lock()
-        sheet, lock = self._sheets[key]
-        async with lock:
-            for path in sorted({test.partition("::")[0] for test in tests if "::doctest:" not in test}):
-                if path in sheet.files or not sheet.read(path):
-                    continue
-                try:
-                    await self._try_questions(key, sheet, path)
-                except BaseException:  # what was not tried to the end is tried again
-                    sheet.forget(path)
-                    raise
-        return sheet
-
-    async def _try_questions(self, key: ImageKey, sheet: Sheet, path: str) -> None:
+    async def _names(self, key: ImageKey, path: str) -> list[str]:
         template = await self._template(key, True, None)
         _, body = await template.connection.request({"learn": path}, b"", LEARN_SECONDS)
-        sheet.match(path, json.loads(body))
-        mine = [test for test, (file, _, _) in sheet.rows.items() if file == path]
-        for start in range(0, len(mine), BATCH):
-            batch = mine[start : start + BATCH]
-            report = await self._apart(key, sheet, {}, batch, Limits(seconds=LEARN_SECONDS))
-            sheet.keep(batch, report.outcomes)
+        return json.loads(body)
 
     async def _template(self, key: ImageKey, hot: bool, sheet: Sheet | None) -> _Template:
         """One for questions sees no hidden tests, and is none that the agent's own test runs use."""
@@ -307,10 +357,6 @@ class NamespaceSandbox:
         plain: bool = False,
         below: Sequence[Layer] = (),
     ) -> Shell:
-        """A live box on `image` with `layers` over it; a `plain` one is nobody's machine, and has no way out.
-
-        `below` are frozen layers of a box of this image that this one was forked from, the newest first.
-        """
         door = None if image.door is None else (f"{_door(image.door)}/{image.door.name}", DOOR_PORT)
         texts = image.changes if plain else {**image.decoys, **image.changes}
         shared = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()} | image.history
@@ -449,7 +495,7 @@ def _digest(changes: Mapping[str, str]) -> bytes:
     return blake3.blake3(repr(sorted(changes.items())).encode("utf-8", "surrogatepass")).digest()
 
 
-def _runner() -> dict[str, str]:
+def installed_runner() -> dict[str, str]:
     """Name below the runner folder -> where this installation has it."""
     places = {"inside": str(_HERE / "inside")}
     for name in _PACKAGES:
@@ -466,7 +512,7 @@ def _runner() -> dict[str, str]:
 
 async def _start_zygote(theirs: socket.socket, groups: Sequence[int]) -> asyncio.subprocess.Process:
     """The zygote, at the other end of a socket pair; it tries at once whether boxes can join `groups`."""
-    config = json.dumps({"prefix": sys.base_prefix, "runner": _runner(), "groups": groups})
+    config = json.dumps({"prefix": sys.base_prefix, "runner": installed_runner(), "groups": groups})
     start = f"import sys; sys.path.append({str(_HERE)!r}); from inside.zygote import main; main()"
     environment = {
         "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",

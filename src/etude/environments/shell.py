@@ -127,6 +127,11 @@ class Shell:
             offset += size or 0
         return found
 
+    @property
+    def layered(self) -> bool:
+        """Whether it can be frozen."""
+        return self._stem is not None
+
     async def freeze(self) -> tuple[Layer | None, bool]:
         """What the box has written since it was last frozen, if anything, and whether it stands on that itself now."""
         head, _ = await self._ask({"op": "freeze"})

@@ -179,7 +179,7 @@ for call in (lambda: os.chown("/etc/passwd", 1000, 1000), lambda: os.chmod("/bin
     except OSError: pass
 """,
     "D7": """
-if len(open("/proc/net/unix").read().splitlines()) > 1: print("sockets")
+if any(len(line.split()) > 7 for line in open("/proc/net/unix").read().splitlines()[1:]): print("named sockets")
 for path in ("/var/run/docker.sock", "/run/docker.sock", "/run/containerd/containerd.sock"):
     if os.path.exists(path): print(path)
 for port in (22, 80, 2375, 5432, 8000, 8080, PORT):

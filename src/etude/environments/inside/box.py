@@ -77,8 +77,12 @@ def write(layer: str, changes: Mapping[str, bytes | None], lowers: Sequence[str]
                 break
 
 
-def confine(limits: dict[str, Any], program: bytes) -> None:
-    """Resource limits, no capabilities, the system-call filter; then this process is the box."""
+def confine(limits: dict[str, Any], program: bytes, user: int | None = None) -> None:
+    """Resource limits, no capabilities, the system-call filter; then this process is the box, as `user` if given."""
+    if user is not None:
+        os.seteuid(0)  # a server of files acts as the user
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # who serves the box shares its memory, and is to outlive it
     os.umask(0o022)
     os.chdir(root.WORKSPACE)
     hard = {
@@ -92,7 +96,7 @@ def confine(limits: dict[str, Any], program: bytes) -> None:
         hard[resource.RLIMIT_CPU] = int(limits["seconds"]) + 2
     for kind, value in hard.items():
         resource.setrlimit(kind, (value, value))
-    linux.drop_privileges()
+    linux.drop_privileges(user)
     linux.install_filter(program)
 
 

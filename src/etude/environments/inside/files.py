@@ -52,8 +52,30 @@ def _open(root: int, path: str, flags: int) -> int:
     fd = linux.libc.syscall(_OPENAT2, root, os.fsencode(path or "."), how, len(how))
     if fd < 0:
         code = ctypes.get_errno()
+        if code == errno.ENOSYS:  # gVisor
+            return _open_by_parts(root, path, flags)
         raise OSError(code, os.strerror(code))
     return int(fd)
+
+
+def _open_by_parts(root: int, path: str, flags: int) -> int:
+    """The same without openat2(2): each part is opened without following it, and looked at before the next."""
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    device = os.fstat(root).st_dev
+    current = os.dup(root)
+    try:
+        for part in parts:
+            following = os.open(part, _O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+            os.close(current)
+            current = following
+            found = os.fstat(current)
+            if stat.S_ISLNK(found.st_mode) or part == ".." or found.st_dev != device:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if flags & os.O_DIRECTORY and not stat.S_ISDIR(os.fstat(current).st_mode):
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        return os.open(f"/proc/self/fd/{current}", flags | os.O_CLOEXEC | os.O_NONBLOCK * (not flags & _O_PATH))
+    finally:
+        os.close(current)
 
 
 def read(root: int, path: str, max_bytes: int) -> bytes:
@@ -211,6 +233,48 @@ def _status(root: int, path: str) -> os.stat_result | None:
 def _is_file(root: int, path: str) -> bool:
     status = _status(root, path)
     return status is not None and stat.S_ISREG(status.st_mode)
+
+
+State = dict[str, tuple[int, int, int, int]]  # regular file -> inode, size, times of its content and of itself
+
+
+def state(root: int, entries: int = MAX_ENTRIES) -> State:
+    """Every regular file below `root`, and what a write changes of it: nobody in a box can set the last time back."""
+    found: State = {}
+    pending = [""]
+    while pending:
+        folder = pending.pop()
+        if folder.count("/") >= MAX_DEPTH:
+            raise Refused("TooLarge", f"folders are nested more than {MAX_DEPTH} deep")
+        here = _open(root, folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with os.scandir(here) as listed:
+                for entry in listed:
+                    entries -= 1
+                    if entries < 0:
+                        raise Refused("TooLarge", "there are too many files")
+                    path = f"{folder}/{entry.name}" if folder else entry.name
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(status.st_mode):
+                        pending.append(path)
+                    elif stat.S_ISREG(status.st_mode):
+                        found[path] = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        finally:
+            os.close(here)
+    return found
+
+
+def differing(root: int, before: State) -> Iterator[tuple[str, bytes | None]]:
+    """(path, content or None if deleted) of files that may differ from what they were when `before` was taken."""
+    now = state(root, len(before) + MAX_ENTRIES)
+    for path in before.keys() - now.keys():
+        yield path, None
+    total = 0
+    for path in (path for path, known in now.items() if before.get(path) != known):
+        total += now[path][1]
+        if now[path][1] > MAX_FILE or total > MAX_TOTAL:
+            raise Refused("TooLarge", f"{path} is too large to hand in")
+        yield path, read(root, path, MAX_FILE)
 
 
 def _opaque(folder: int) -> bool:

@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import struct
+import threading
 from collections.abc import Sequence
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -164,6 +165,23 @@ def become(host_id: int | None, box_id: int, flags: int) -> None:
             file.write(text)
 
 
+def end_of(child: int) -> int:
+    """A descriptor that is readable once a child of this process has ended; it is not reaped thereby."""
+    try:
+        return os.pidfd_open(child)
+    except OSError as e:
+        if e.errno != errno.ENOSYS:  # gVisor
+            raise
+    reader, writer = os.pipe()
+
+    def wait() -> None:
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        os.close(writer)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return reader
+
+
 def hide(hidden: bool = True) -> None:
     """Keep processes of the same user out of this one's /proc entry."""
     _prctl(_PR_SET_DUMPABLE, int(not hidden))
@@ -211,12 +229,19 @@ def loopback_up() -> None:
         fcntl.ioctl(s, 0x8914, struct.pack("16sH14s", b"lo", 0x1 | 0x40, b""))  # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
 
 
-def drop_privileges() -> None:
-    """No capability in any set, none to regain by exec."""
-    with open("/proc/sys/kernel/cap_last_cap") as file:
-        last = int(file.read())
-    for capability in range(last + 1):
-        _prctl(_PR_CAPBSET_DROP, capability)
+def drop_privileges(user: int | None = None) -> None:
+    """No capability in any set, none to regain by exec. Root becomes `user`, if given."""
+    for capability in range(64):
+        try:
+            _prctl(_PR_CAPBSET_DROP, capability)
+        except OSError as e:
+            if e.errno != errno.EINVAL or not capability:
+                raise
+            break  # there are no more of them
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
     _check(libc.capset(header, struct.pack("6I", *[0] * 6)), "capset")
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)

@@ -104,7 +104,7 @@ class Template:
             for run in self.runs.values():
                 if now >= run.deadline:
                     run.timed_out = True
-                    signal.pidfd_send_signal(run.pidfd, signal.SIGKILL)
+                    os.kill(run.pid, signal.SIGKILL)  # it stays ours until it is waited for
                     run.deadline = now + 60
 
     def _watch(self, now: float) -> None:
@@ -123,7 +123,7 @@ class Template:
                 sums[pid] += max(0, size - inherited)
         for pid, size in sums.items():
             if size > old[pid].memory:
-                signal.pidfd_send_signal(old[pid].pidfd, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
     def _requests(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self.connection, 65536, 16)
@@ -163,7 +163,7 @@ class Template:
             os.close(fd)
         deadline = started + request["limits"]["seconds"]
         memory = math.inf if groups else request["limits"]["memory"]
-        run = Run(request["id"], pid, os.pidfd_open(pid), reader, deadline, started, memory)
+        run = Run(request["id"], pid, linux.end_of(pid), reader, deadline, started, memory)
         self.runs[run.pidfd] = run
         self.poll.register(run.pidfd, select.POLLIN)
 
@@ -259,10 +259,7 @@ class Template:
             request, changes = ({}, {}) if payload < 0 else box.decode(box.read_all(payload))
             _close_all(keep=writer)
             self.cache.changed = {f"{root.WORKSPACE}/{path}": data for path, data in changes.items()}
-            box.enter(limits, changes)
-            linux.become(None, root.BOX_ID, linux.NEWCGROUP)  # processes are counted for this box alone
-            os.setsid()
-            box.confine(limits, self.filter)
+            self._enter(limits, changes)
             if warm is not None:
                 self._learn(warm, writer)
             else:
@@ -274,6 +271,13 @@ class Template:
                 _write(writer, {"lost": suite.describe(e)})
             os._exit(2)
         os._exit(0)
+
+    def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+        """Make this fork a box."""
+        box.enter(limits, changes)
+        linux.become(None, root.BOX_ID, linux.NEWCGROUP)  # processes are counted for this box alone
+        os.setsid()
+        box.confine(limits, self.filter)
 
     def _run(self, request: dict[str, Any], writer: int) -> None:
         def report(test: str, outcome: str, message: str) -> None:

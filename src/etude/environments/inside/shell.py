@@ -29,7 +29,7 @@ GRACE_SECONDS = 0.5  # between TERM, KILL and the end of the shell
 
 _LOOP = """
 set -m; shopt -s expand_aliases; trap : INT
-exec 7<>/dev/tty
+{ exec 7<>/dev/tty; } 2>/dev/null || exec 7<&1  # an old gVisor cannot open it
 while IFS= read -r -d '' __n <&8 && IFS= read -r -d '' __line <&8; do
   exec 0<&7 1>&7 2>&7
   eval "$__line" 7>&- 8<&- 9>&-
@@ -58,8 +58,11 @@ class Shell:
         environment: dict[str, str],
         groups: Sequence[int],
         size: tuple[int, int],
+        user: int | None,
     ) -> None:
         self.master, slave = os.openpty()
+        if user is not None:
+            os.fchown(slave, user, -1)
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         command, self.command = os.pipe()
         self.status, status = os.pipe()
@@ -68,7 +71,7 @@ class Shell:
         os.close(writer)
         self.pid = os.fork()
         if self.pid == 0:
-            _exec(slave, command, status, script, limits, program, environment, groups)
+            _exec(slave, command, status, script, limits, program, environment, groups, user)
         os.close(script)
         os.close(command)
         os.close(status)
@@ -76,13 +79,14 @@ class Shell:
         self.modes = termios.tcgetattr(slave)
         self.modes[1] &= ~termios.OPOST
         self.modes[3] &= ~(termios.ECHO | termios.ICANON)
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = linux.end_of(self.pid)
         self.count = 0
         os.set_blocking(self.master, False)
 
     def start(self, line: str) -> None:
         termios.tcsetattr(self.slave, termios.TCSANOW, self.modes)
-        termios.tcflow(self.slave, termios.TCOON)
+        with contextlib.suppress(termios.error):  # gVisor's terminals cannot be stopped either
+            termios.tcflow(self.slave, termios.TCOON)
         self.count += 1
         data = f"{self.count}\0{line}\0".encode("utf-8", "surrogateescape")
         while data:  # the shell is reading
@@ -118,11 +122,14 @@ def _exec(
     program: bytes,
     environment: dict[str, str],
     groups: Sequence[int],
+    user: int | None,
 ) -> NoReturn:
+    """In the fork. `user` is who the shell becomes; None: this user, in a user namespace of its own."""
     try:
         linux.join(groups)
         linux.hide(False)
-        linux.become(None, root.BOX_ID, linux.NEWCGROUP)
+        if user is None:
+            linux.become(None, root.BOX_ID, linux.NEWCGROUP)
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in (script, slave, slave, command, status)]
@@ -132,7 +139,7 @@ def _exec(
         os.closerange(10, 65536)
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        box.confine(limits | {"seconds": 0}, program)
+        box.confine(limits | {"seconds": 0}, program, user)
         os.execve("/bin/bash", ["bash"], environment)
     finally:
         os._exit(127)
@@ -166,6 +173,8 @@ class Live:
         self.persona = persona
         self.groups = groups
         self.shell: Shell | None = None
+        self.user: int | None = None  # whom shells run as, if not as this process
+        self.spared = {"1"}  # processes that are not the box's
 
     def serve(self) -> None:
         request, payload = self._request()
@@ -192,6 +201,11 @@ class Live:
             from . import door  # it takes long to import, and few boxes have one
 
             door.start(*request["door"], self.program)
+
+    @property
+    def tree(self) -> int:
+        """Descriptor of the work tree."""
+        return self.stack.tree
 
     def _serve(self) -> NoReturn:
         while True:
@@ -238,13 +252,13 @@ class Live:
             case "exec":
                 return self._exec(payload.decode("utf-8", "surrogateescape"), request["seconds"])
             case "read":
-                return {}, files.read(self.stack.tree, path, request["max"])
+                return {}, files.read(self.tree, path, request["max"])
             case "write":
-                files.write(self.stack.tree, path, payload)
+                files.write(self.tree, path, payload)
             case "list":
-                return {"names": files.names(self.stack.tree, path)}, b""
+                return {"names": files.names(self.tree, path)}, b""
             case "delete":
-                files.delete(self.stack.tree, path)
+                files.delete(self.tree, path)
             case "changes":
                 return self._changes()
             case "freeze":
@@ -295,7 +309,7 @@ class Live:
     def _exec(self, line: str, seconds: float) -> tuple[dict[str, Any], bytes]:
         restarted = self.shell is None
         if self.shell is None:
-            self.shell = Shell(self.limits, self.program, self.environment, self.groups, self.size)
+            self.shell = Shell(self.limits, self.program, self.environment, self.groups, self.size, self.user)
         started = time.monotonic()
         output = Output()
         code: int | None = None
@@ -384,7 +398,7 @@ class Live:
             return
         pages = 0
         for name in os.listdir("/proc"):
-            if name.isdigit() and name != "1":
+            if name.isdigit() and name not in self.spared:
                 with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/statm") as file:
                     _, resident, shared, *_ = file.read().split()
                     pages += int(resident) - int(shared)
