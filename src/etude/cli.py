@@ -158,14 +158,23 @@ def _doctor_arguments(doctor: argparse.ArgumentParser) -> None:
     attacks = checks.add_parser("sandbox", help="run the attack suite on this machine", allow_abbrev=False)
     attacks.add_argument("--json", action="store_true")
     attacks.add_argument("--quick", action="store_true", help="leave out repetitions and comparisons")
+    attacks.add_argument("--backend", default="namespace", help="who makes the boxes, as in [sandbox]")
+    attacks.add_argument("--image", default="", help="what [sandbox] calls image")
+    attacks.add_argument("--runtime", help="what [sandbox] calls runtime")
     parity = checks.add_parser("parity", help="whether boxes can be told from production machines", allow_abbrev=False)
     parity.add_argument("--json", action="store_true")
     what = parity.add_mutually_exclusive_group(required=True)
     what.add_argument("--against", type=Path, nargs="+", metavar="FILE", help="fingerprints of production machines")
     what.add_argument("--record", type=Path, metavar="FILE", help="append fingerprints of this machine")
+    what.add_argument(
+        "--episodes", type=Path, nargs=2, metavar="RUN", help="two runs of the same tasks, to be compared"
+    )
     what.add_argument("--script", action="store_true", help="print the script that takes them, for other machines")
     parity.add_argument("--samples", type=int, default=20, help="fingerprints to record")
     parity.add_argument("--boxes", type=int, default=200, help="boxes to compare with")
+    parity.add_argument("--of", default="eval-before", metavar="PREFIX", help="which episodes of the runs")
+    parity.add_argument("--dataset", type=Path, metavar="DIR", help="tasks whose boxes these are; else a made-up one's")
+    parity.add_argument("--personas", type=Path, metavar="FILE", help="as rollout.personas; else half of the machines")
 
 
 def _weights_arguments(weights: argparse.ArgumentParser) -> None:
@@ -369,18 +378,32 @@ def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
 
         return replay.show(arguments.folder, arguments.episode, as_json=arguments.json)
     if arguments.check == "sandbox":
+        from etude.config import SandboxConfig, validate
         from etude.environments.attacks import suite
+        from etude.environments.backends import opened
 
-        return suite.show(as_json=arguments.json, quick=arguments.quick)
+        given = {"backend": arguments.backend, "image": arguments.image, "runtime": arguments.runtime}
+        boxes = opened(validate(SandboxConfig, given, "etude doctor"))
+        return suite.show(as_json=arguments.json, quick=arguments.quick, boxes=boxes)
     if arguments.check == "parity":
         from etude.environments.parity import audit
 
         if arguments.script:
             print(audit.SCRIPT.read_text("utf-8"), end="")
             return 0
+        if arguments.episodes is not None:
+            from etude.environments.parity import pairs
+
+            return pairs.show(arguments.episodes, arguments.of, arguments.json)
         if arguments.record is not None:
             return audit.record(arguments.record, arguments.samples)
-        return audit.show(arguments.against, arguments.boxes, arguments.json)
+        return audit.show(
+            arguments.against,
+            arguments.boxes,
+            arguments.json,
+            dataset=arguments.dataset,
+            personas=arguments.personas,
+        )
     from etude.environments.doctor import show
 
     return show(as_json=arguments.json)

@@ -101,7 +101,8 @@ class RolloutConfig(Section):
         default=None, description="an outside agent that plays the episodes instead of the built-in loop"
     )
     personas: str | None = Field(
-        default=None, description="file of fingerprints of production machines that boxes are made to look like"
+        default=None,
+        description='fingerprints (.jsonl) or a description (.toml) of machines that boxes look like; "none": no one',
     )
     lease_seconds: float = Field(default=120.0, gt=0)
     stall_seconds: float = Field(
@@ -338,8 +339,19 @@ class CheatsConfig(Section):
 
 
 class SandboxConfig(Section):
-    """What agents' boxes may reach; nothing unless hosts or an index are named. See docs/sandbox.md."""
+    """Who makes agents' boxes, and what they may reach; nothing unless hosts or an index are named. docs/sandbox.md."""
 
+    backend: Literal["namespace", "docker", "podman", "kubernetes", "modal", "e2b"] = Field(
+        default="namespace", description="who makes boxes: this machine's kernel, containers, a cluster or a service"
+    )
+    image: str = Field(default="", description="container image of boxes, or E2B's template: sh, bash, python3")
+    runtime: str | None = Field(
+        default=None, description="docker, podman: an OCI runtime such as runsc; kubernetes: a RuntimeClass"
+    )
+    namespace: str = Field(default="default", description="kubernetes: namespace of the pods")
+    without: tuple[Literal["memory", "processes", "disk"], ...] = Field(
+        default=(), description="limits that boxes may lack where their backend cannot give them"
+    )
     egress: tuple[str, ...] = Field(
         default=(), description="hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS where the name is not to be resolved"
     )
@@ -355,6 +367,12 @@ class SandboxConfig(Section):
     def _an_index_has_a_date(self) -> SandboxConfig:
         if self.index is not None and self.index_before is None:
             raise ValueError("sandbox.index needs sandbox.index_before, a date such as 2024-05-01")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _containers_have_an_image(self) -> SandboxConfig:
+        if self.backend != "namespace" and not self.image:
+            raise ValueError(f'sandbox.backend = "{self.backend}" needs sandbox.image')
         return self
 
 
@@ -386,6 +404,20 @@ class RLConfig(Section):
             raise ValueError("tasks.edits are asked without documents: set rollout.documents to false")
         if self.tasks.edits is not None and self.rollout.forks > 1:
             raise ValueError("tasks.edits have one turn, after which there is nothing to fork: drop rollout.forks")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _only_namespaces_do_everything(self) -> RLConfig:
+        """What the boxes of others cannot do is refused before anything is started."""
+        sandbox, rollout = self.sandbox, self.rollout
+        asked = {
+            "sandbox.egress": sandbox.egress,
+            "sandbox.index": sandbox.index,
+            "rollout.personas": rollout.personas,
+            "rollout.agent": rollout.agent,
+        }
+        if sandbox.backend != "namespace" and (name := next((name for name, value in asked.items() if value), None)):
+            raise ValueError(f'boxes of sandbox.backend = "{sandbox.backend}" cannot give {name}: drop one of the two')
         return self
 
     @pydantic.model_validator(mode="after")

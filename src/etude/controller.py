@@ -38,7 +38,7 @@ from etude import processes
 from etude.config import RLConfig, RolloutConfig
 from etude.environments.cheats import canaries
 from etude.environments.cheats.canaries import Decoys
-from etude.environments.namespace import NamespaceSandbox
+from etude.environments.namespace import Backend
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
 from etude.harness.agent import Agent
@@ -95,7 +95,7 @@ class Run:
     ledger: Ledger
     weights: Store
     rollouts: Store
-    sandbox: NamespaceSandbox
+    sandbox: Backend
     renderer: Renderer
     canaries: Asker
     client: EngineClient

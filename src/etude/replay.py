@@ -53,7 +53,7 @@ async def _replay(episodes: Episodes, dataset: Dataset) -> list[Replayed]:
     sampling = replace(controller.sampling(config.rollout), routes=config.trainer.router_replay)
     nobody: Any = None  # an episode's own turns take the policy's place
 
-    async with open_sandbox(personas=rl.personas_of(config)) as sandbox:
+    async with open_sandbox(personas=rl.personas_of(config), repeatable=config.deterministic) as sandbox:
         setting = Setting(
             dataset,
             sandbox,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -19,8 +18,10 @@ from etude.config import RLConfig, read_toml, validate
 from etude.controller import Run
 from etude.dashboard.live import LiveView, final_table
 from etude.dashboard.report import Report
+from etude.environments import persona
+from etude.environments.backends import opened
 from etude.environments.egress.policy import Egress, check_index, index_of, parse, project_of
-from etude.environments.namespace import NamespaceSandbox, open_sandbox
+from etude.environments.namespace import Backend
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
 from etude.harness import applied
@@ -44,20 +45,20 @@ from etude.tasks.options import BuildOptions
 from etude.weights.manifest import manifests
 from etude.weights.signature import private_key, public_key
 
-Boxes = Callable[..., AbstractAsyncContextManager[NamespaceSandbox]]
+Boxes = Callable[..., AbstractAsyncContextManager[Backend]]
 STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
 
 
-def train_rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None, boxes: Boxes = open_sandbox) -> Report:
+def train_rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None, boxes: Boxes | None = None) -> Report:
     """Runs or resumes the stage in `folder` and writes its report. Raises UserError or RunFailed.
 
-    Episodes are played in what `boxes` makes: a sandbox, or a benchmark's with slower tools.
+    Episodes are played in what `boxes` makes, such as a benchmark's with slower tools; by default [sandbox] says.
     """
     _check_inputs(config)
     if not resume:
         runfolder.create(folder, config, toml)
     with runfolder.lock(folder), LiveView(config.name, STAGES) as view:
-        report = asyncio.run(_train(config, folder, view, boxes))
+        report = asyncio.run(_train(config, folder, view, boxes or opened(config.sandbox)))
     Console().print(final_table(report, folder / "report.html"))
     return report
 
@@ -123,7 +124,9 @@ async def _train(config: RLConfig, folder: Path, view: LiveView, boxes: Boxes) -
         await controller.check_documents(run)
         await controller.wait_for_version(run, max(0, controller.last_version(run.weights)))
         before = await _evaluate(run, view, "before") if config.eval.before else None
-        pids = {child.log.stem: child.popen.pid for child in run.children} | {"zygote": run.sandbox.zygote_pid}
+        pids = {child.log.stem: child.popen.pid for child in run.children}
+        if run.sandbox.zygote_pid is not None:
+            pids["zygote"] = run.sandbox.zygote_pid
         with _stage(folder, view, "train"):
             await controller.rollouts(run, trainer, Monitor(folder, config, view, pids).tick)
         await controller.wait_for_version(run, controller.last_version(run.weights))
@@ -200,7 +203,11 @@ async def _open(
     try:
         children.append(controller.start_trainer(folder, logs))
         async with (
-            boxes(personas=personas_of(config), egress=_egress(config, dataset, folder)) as sandbox,
+            boxes(
+                personas=personas_of(config),
+                egress=_egress(config, dataset, folder),
+                repeatable=config.deterministic,
+            ) as sandbox,
             EngineClient(urls) as client,
             aclosing(canary.Asker(answers, sequences, client, urls)) as canaries,
             open_agent(config.rollout.agent) as agent,
@@ -227,12 +234,14 @@ async def _open(
             child.stop(10)
 
 
-def personas_of(config: RLConfig) -> list[Mapping[str, Any]]:
-    """Probes of production machines; none: boxes look like workstations as we imagine them. Raises UserError."""
-    from etude.environments.parity.features import read
+def personas_of(config: RLConfig) -> persona.Like | None:
+    """What boxes are made to look like; nothing said: the reference description. Raises UserError."""
+    from etude.environments.parity.audit import load
 
-    path = config.rollout.personas
-    return [sample.probes for sample in read([Path(path)])] if path is not None else []
+    given = config.rollout.personas
+    if given == "none":
+        return None
+    return () if given is None else load(Path(given))
 
 
 def _egress(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from etude.environments import persona
 from etude.environments.base import Image, Limits
 from etude.environments.namespace import open_sandbox
-from etude.environments.parity import audit, fingerprint, probes
+from etude.environments.parity import audit, description, fingerprint, probes
 from etude.environments.parity.classifier import auc, folds, interval, logistic, scores, stumps
 from etude.environments.parity.features import Sample, parse, read, table
 from etude.errors import UserError
@@ -158,8 +160,9 @@ print(json.dumps([
 def test_a_box_looks_like_its_persona(library_image: Image) -> None:
     seen = {
         "host.shape": "a-a9", "uptime": 200_000.0, "accounts": 41, "history": 120, "home.entries": 9, "path": 7,
-        "dotfiles": [".bash_history", ".bashrc", ".ssh", ".vimrc"], "environment": ["PAGER", "EDITOR"],
+        "dotfiles": [".bash_history", ".bashrc", ".ssh", ".vimrc"], "environment": ["PAGER", "EDITOR", "USER", "TERM"],
         "kernel.line": ["BOOT_IMAGE", "quiet", "root"], "terminal.kind": "tmux-256color",
+        "pid1.name": "systemd", "pid1.program": "init", "machine_id": 32,
     }  # fmt: skip
 
     async def look(personas) -> list:
@@ -185,9 +188,68 @@ def test_a_box_looks_like_its_persona(library_image: Image) -> None:
     assert [word.partition("=")[0] for word in kernel.split()] == ["BOOT_IMAGE", "quiet", "root"]
     assert (env["TERM"], env["PAGER"], env["EDITOR"]) == ("tmux-256color", "less", "vim")
     assert (init, comm.strip(), parent) == ("/sbin/init\0", "systemd", "bash\0")
+    assert not {"PYTHONPATH", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE", "LOGNAME"} & env.keys()
     assert not writable
     assert second[0] == host, "the members of a group see one machine"
     assert (plain[0], plain[2]) == ("devbox", "user")
+
+
+SURVEY = """
+import json, os, sys, time
+def text(path): return open(path).read()
+import dependency
+root = os.getcwd()
+times = [os.stat(os.path.join(f, n)).st_mtime for f, _, ns in os.walk(root) for n in ns]
+print(json.dumps([
+    os.path.exists('/etc/machine-id'), text('/proc/1/cmdline'), text('/proc/1/comm'), list(os.get_terminal_size()),
+    os.getgroups(), os.getpid(), time.time() - max(times), max(times) - min(times), sorted(os.environ),
+    sys.dont_write_bytecode, os.access('/etc/hosts', os.W_OK), os.path.exists('/usr/bin/awk'),
+]))
+"""
+
+
+def test_a_box_is_like_its_description(library_image: Image) -> None:
+    described = msgspec.structs.replace(
+        description.read(description.REFERENCE), sizes=((33, 99),), checkout_minutes=(30.0, 30.001), pids=(700, 701),
+        init=("tail", "-f", "/dev/null"), environment={"HOSTNAME": "{host}"}, sometimes=description._Sometimes(),
+    )  # fmt: skip
+
+    async def look() -> list:
+        async with open_sandbox(personas=described) as sandbox:
+            box = await sandbox.create(library_image, Limits())
+            done = await box.exec(f'python3 -c "{SURVEY}"', 20.0)
+            assert done.rc == 0, done.output
+            assert await box.changes() == {}, "what was dated anew is no change"
+            await box.close()
+            return json.loads(done.output)
+
+    machine_id, init, comm, size, groups, pid, age, spread, names, bytecode, writable, awk = asyncio.run(look())
+    assert not machine_id
+    assert (init, comm.strip()) in (("tail\0-f\0/dev/null\0", "tail"), ("tail -f /dev/null\0", "tail"))
+    assert size == [99, 33]
+    assert (len(groups) == 1 and groups[0] == 1000) or os.geteuid() != 0
+    assert 700 < pid < 800 or pid < 100, "a kernel without CONFIG_CHECKPOINT_RESTORE counts from 1"
+    if os.geteuid() != 0 or age > 100:  # a file system without owners mapped keeps its dates
+        assert 1700 < age < 1900
+        assert spread < 1
+    assert set(names) <= {"HOME", "HOSTNAME", "OLDPWD", "PATH", "PWD", "SHLVL", "TERM", "_", "LC_CTYPE"}
+    assert bytecode
+    assert not writable
+    assert awk == os.path.exists("/usr/bin/awk")
+
+
+def test_descriptions_are_read_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.toml"
+    whole = description.REFERENCE.read_text()
+    for wrong, named in (
+        (whole.replace('name = "workspace"', ""), "name"), (whole + "\n[other]\n", "other"), ("[", "describes no"),
+        (whole.replace("uptime_hours = [3.0, 700.0]", "uptime_hours = [3.0, 2.0]"), "uptime_hours"),
+        (whole.replace('init = ["sleep", "infinity"]', "init = []"), "init"),
+    ):  # fmt: skip
+        path.write_text(wrong)
+        with pytest.raises(UserError, match=named):
+            description.read(path)
+    assert audit.load(description.REFERENCE) == description.read(description.REFERENCE)
 
 
 def test_personas_of_other_tasks_differ_and_every_sample_can_be_imitated() -> None:

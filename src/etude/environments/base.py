@@ -72,6 +72,7 @@ class Image:
     site: Path | None  # its dependencies, on sys.path, read-only
     changes: Mapping[str, str]  # layer L2: path -> text over the repository
     decoys: Mapping[str, str] = field(default_factory=dict)  # files of the agent's box that no test run holds
+    history: Mapping[str, bytes] = field(default_factory=dict)  # the agent's .git, path -> content; no test run has it
     tools: Path | None = None  # folder that a live box has at TOOLS, read-only: the program of an outside agent
     door: Path | None = None  # unix socket of the host that a live box reaches at 127.0.0.1:DOOR_PORT
 
@@ -145,12 +146,17 @@ class TestReport:
 class Capabilities:
     """What a backend gives on this machine."""
 
-    isolation: Literal["none", "namespace", "gvisor", "vm"]
+    isolation: Literal["none", "namespace", "container", "gvisor", "vm"]
     rootless: bool
     egress: bool
     pty: bool
     seccomp: bool
     cgroup: Literal["v2", "v1", "none"]
+    limits: tuple[str, ...] = ()  # of `Limits`, those that hold for a box as a whole
+    persona: bool = False  # whether a box can look like a given machine
+    door: bool = False  # whether a box can reach a socket of the host: an outside agent's endpoint
+    fork_fs: bool = True  # a fork has the same files, by its change set
+    fork_mem: bool = False  # a fork has the same processes
 
 
 class Box(Protocol):
@@ -193,7 +199,7 @@ class Box(Protocol):
         ...
 
     async def fork(self, count: int) -> Sequence[Box]:
-        """Boxes with the same regular files, sharing the image. Processes stay behind. Raises TooLarge."""
+        """Boxes with the same files; this one goes on, with its processes. Raises TooLarge."""
         ...
 
     async def close(self) -> None:

@@ -23,10 +23,12 @@ from etude.environments.base import (
     TestReport,
     TooLarge,
 )
+from etude.environments.stems import DEPTH
 
 if TYPE_CHECKING:
-    from etude.environments.namespace import NamespaceSandbox
+    from etude.environments.namespace import Backend
     from etude.environments.shell import Shell
+    from etude.environments.stems import Layer
 
 MAX_FILE = 10 << 20  # bytes of one file
 MAX_DEPTH = 64
@@ -51,13 +53,15 @@ class ValueBox:
     Reading goes through the change set to the image on disk; links in the image are not followed.
     """
 
-    def __init__(self, sandbox: NamespaceSandbox, image: Image, limits: Limits) -> None:
+    def __init__(self, sandbox: Backend, image: Image, limits: Limits) -> None:
         self._sandbox = sandbox
         self._image = image
         self._limits = limits
         texts = {**image.decoys, **image.changes}
         self._base = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
+        self._base |= image.history
         self._changes: dict[str, bytes | None] = {}
+        self._below: tuple[Layer, ...] = ()  # of live boxes that this one was forked from: then it is made live, too
         self._shell: Shell | None = None
         self._closed = False
         self._start = asyncio.Lock()
@@ -65,8 +69,8 @@ class ValueBox:
     async def read(self, path: str, max_bytes: int = 65536) -> bytes:
         self._open()
         path = checked(path)
-        if self._shell is not None:
-            return await self._shell.read(path, max_bytes)
+        if (shell := await self._live()) is not None:
+            return await shell.read(path, max_bytes)
         return self._content(path, max_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
@@ -76,8 +80,8 @@ class ValueBox:
             raise NotRegular("the repository itself is a folder")
         if len(data) > MAX_FILE:
             raise TooLarge(f"a file has at most {MAX_FILE} bytes")
-        if self._shell is not None:
-            await self._shell.write(path, data)
+        if (shell := await self._live()) is not None:
+            await shell.write(path, data)
             return
         self._check_parents(path)
         if self._is_folder(path):
@@ -92,8 +96,8 @@ class ValueBox:
     async def list(self, path: str) -> list[str]:
         self._open()
         path = checked(path)
-        if self._shell is not None:
-            return await self._shell.list(path)
+        if (shell := await self._live()) is not None:
+            return await shell.list(path)
         if not self._is_folder(path):
             exists = path in self._layers() or self._kind(path) is not None
             raise (NotRegular if exists else NotFound)(f"{path} is not a folder")
@@ -114,8 +118,8 @@ class ValueBox:
     async def delete(self, path: str) -> None:
         self._open()
         path = checked(path)
-        if self._shell is not None:
-            await self._shell.delete(path)
+        if (shell := await self._live()) is not None:
+            await shell.delete(path)
             return
         self._content(path, MAX_FILE)  # raises what is wrong with it
         if path in self._base or self._kind(path) is not None:
@@ -125,10 +129,7 @@ class ValueBox:
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
         self._open()
-        async with self._start:
-            if self._shell is None:
-                self._shell = await self._sandbox.shell(self._image, self._layers(), self._limits)
-        return await self._shell.exec(line, timeout)
+        return await (await self._started()).exec(line, timeout)
 
     async def interrupt(self) -> None:
         if self._shell is not None:
@@ -141,8 +142,11 @@ class ValueBox:
 
     async def changes(self) -> dict[str, bytes | None]:
         self._open()
-        current = self._changes if self._shell is None else await self._shell.changes()
-        return {path: data for path, data in current.items() if data != self._original(path)}
+        shell = await self._live()
+        current = self._changes if shell is None else await shell.changes()
+        mine = {path: data for path, data in current.items() if data != self._original(path)}
+        # What git writes when an agent looks at the state of its tree is no work, and nobody reads it.
+        return {path: data for path, data in mine.items() if not (self._image.history and path.startswith(".git/"))}
 
     def requests(self) -> Sequence[Request] | None:
         if not self._sandbox.gated:
@@ -150,17 +154,42 @@ class ValueBox:
         return [] if self._shell is None else self._shell.requests()
 
     async def fork(self, count: int) -> list[ValueBox]:
-        """`count` boxes with the same regular files; processes, links and modes stay behind, and this box goes on."""
-        changed = await self.changes()
+        """`count` boxes with the same files, their links and modes too, and nothing that was deleted here.
+
+        Processes stay behind, and this box goes on. Files are frozen, not copied, unless a process works among them; a
+        machine of another backend has its regular files copied.
+        """
+        self._open()
+        below, changes = self._below, self._changes
+        if self._shell is not None and not self._shell.layered:
+            changes = await self.changes()
+        elif self._shell is not None:
+            if len(below) >= DEPTH:
+                raise TooLarge(f"a box can't be a fork of forks more than {DEPTH} deep")
+            layer, moved = await self._shell.freeze()
+            below, changes = below if layer is None else (layer, *below), {}
+            self._below = below if moved else self._below
         children = [ValueBox(self._sandbox, self._image, self._limits) for _ in range(count)]
         for child in children:
-            child._changes = dict(changed)
+            child._below, child._changes = below, dict(changes)
         return children
 
     async def close(self) -> None:
         self._closed = True
+        self._below = ()
         if self._shell is not None:
             await self._shell.close()
+
+    async def _live(self) -> Shell | None:
+        """The shell; None for a box that is still a value."""
+        return await self._started() if self._below else self._shell
+
+    async def _started(self) -> Shell:
+        async with self._start:
+            if self._shell is None:
+                layers = {} if self._below else self._layers()
+                self._shell = await self._sandbox.shell(self._image, layers, self._limits, below=self._below)
+        return self._shell
 
     def _open(self) -> None:
         if self._closed:

@@ -171,9 +171,11 @@ class Groups:
         """End what is left in a group, and remove it. What does not die in time is left to the next sandbox."""
         _released(group)
         deadline = time.monotonic() + REMOVE_SECONDS
+        wait = 0.001
         for folder in group.folders:
             while not _removed(folder) and time.monotonic() < deadline:
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(wait)
+                wait = min(0.05, 2 * wait)  # many boxes may be ending
 
     def close(self) -> None:
         """Remove all groups; their boxes have been ended."""

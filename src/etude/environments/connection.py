@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etude.environments.base import BoxDead, LaunchFailed
+from etude.environments.base import BoxDead, BoxError, LaunchFailed
 
 START_SECONDS = 60.0
 
@@ -18,16 +19,22 @@ START_SECONDS = 60.0
 class Connection:
     """To one process below the zygote: length-prefixed requests, replies by id. Broken for good once it ends."""
 
+    start_seconds = START_SECONDS
+
     def __init__(self, sock: socket.socket) -> None:
+        self._begin()
         self.sock = sock
+        sock.setblocking(False)
+        self._loop.add_reader(sock.fileno(), self._receive)
+
+    def _begin(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self.waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[None] = self._loop.create_future()
         self.count = 0
         self.dead: str | None = None
         self.descriptors: list[int] = []  # that came with replies; who takes one closes it
         self._buffer = bytearray()
-        sock.setblocking(False)
-        asyncio.get_running_loop().add_reader(sock.fileno(), self._receive)
 
     def _receive(self) -> None:
         try:
@@ -40,13 +47,16 @@ class Connection:
         if not data:
             self.close("the process that makes boxes has died")
             return
+        self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
         self._buffer += data
         while (frame := self._frame()) is not None:
             head, body = frame
             if "ready" in head and not self.ready.done():
                 self.ready.set_result(None)
-            elif "error" in head and not self.ready.done():
-                self.ready.set_exception(LaunchFailed(head["error"]))
+            elif "error" in head:
+                self._fail(LaunchFailed(head["error"]))
             elif (future := self.waiting.pop(head.get("id", -1), None)) is not None and not future.done():
                 future.set_result((head, body))
 
@@ -68,7 +78,7 @@ class Connection:
     async def started(self) -> None:
         """Raises LaunchFailed or BoxDead."""
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(self.start_seconds):
                 await asyncio.shield(self.ready)
         except TimeoutError:
             self.close("a box did not start in time")
@@ -83,16 +93,7 @@ class Connection:
         self.count = number = self.count + 1
         future = asyncio.get_running_loop().create_future()
         self.waiting[number] = future
-        data = json.dumps(head | {"id": number}).encode()
-        memory = os.memfd_create("request", os.MFD_CLOEXEC)
-        try:
-            _write_all(memory, payload)
-            # A few small requests are in flight at most, so the socket's buffer always has room.
-            socket.send_fds(self.sock, [struct.pack("<I", len(data)) + data], [memory, *descriptors])
-        except OSError as e:
-            self.close(f"the process that makes boxes cannot be reached ({e})")
-        finally:
-            os.close(memory)
+        self._send(head | {"id": number}, payload, descriptors)
         try:
             async with asyncio.timeout(seconds):
                 return await future
@@ -102,20 +103,57 @@ class Connection:
         finally:
             self.waiting.pop(number, None)
 
+    def tell(self, head: dict[str, Any], descriptors: Sequence[int]) -> None:
+        """Send a message that has no reply, on a socket that keeps messages apart. Raises BoxDead."""
+        if self.dead is None:
+            self._write(json.dumps(head).encode(), descriptors)
+        if self.dead is not None:
+            raise BoxDead(self.dead)
+
+    def _send(self, head: dict[str, Any], payload: bytes, descriptors: Sequence[int]) -> None:
+        data = json.dumps(head).encode()
+        with memory(payload) as fd:
+            # A few small requests are in flight at most, so the socket's buffer always has room.
+            self._write(struct.pack("<I", len(data)) + data, [fd, *descriptors])
+
+    def _write(self, data: bytes, descriptors: Sequence[int]) -> None:
+        try:
+            socket.send_fds(self.sock, [data], descriptors)
+        except OSError as e:
+            self.close(f"the process that makes boxes cannot be reached ({e})")
+
+    def _hang_up(self) -> None:
+        self._loop.remove_reader(self.sock.fileno())
+        self.sock.close()
+
     def close(self, why: str = "the sandbox is closed") -> None:
         if self.dead is not None:
             return
         self.dead = why
-        asyncio.get_running_loop().remove_reader(self.sock.fileno())
-        self.sock.close()
+        self._hang_up()
         for fd in self.descriptors:
             os.close(fd)
         self.descriptors.clear()
+        if not self._loop.is_closed():
+            self._fail(BoxDead(why))
+
+    def _fail(self, error: BoxError) -> None:
         for future in (self.ready, *self.waiting.values()):
             if not future.done():
-                future.set_exception(BoxDead(why))
+                future.set_exception(error)
                 future.exception()  # somebody may have stopped waiting for it
         self.waiting.clear()
+
+
+@contextlib.contextmanager
+def memory(data: bytes) -> Iterator[int]:
+    """A descriptor of memory that holds `data`, for somebody to read who is sent it."""
+    fd = os.memfd_create("request", os.MFD_CLOEXEC)
+    try:
+        _write_all(fd, data)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -132,6 +132,14 @@ def _limits(sandbox: NamespaceSandbox) -> str:
     return f"control groups {hierarchy.kind} ({', '.join(sorted(hierarchy.folders))}) and rlimits"
 
 
+async def _backends() -> list[Check]:
+    """Who else could make boxes. None of them is needed."""
+    from etude.environments.backends import reachable
+
+    found = await reachable()
+    return [Check(f"backend {name}", True, "no: " + why if why else "can be reached") for name, why in found.items()]
+
+
 def show(as_json: bool) -> int:
     """Print what the machine gives; exit code 0 if boxes can be made here and hold, else 1."""
     checks = machine()
@@ -140,6 +148,7 @@ def show(as_json: bool) -> int:
             checks += asyncio.run(probe())
         except (UserError, BoxError) as e:
             checks.append(Check("boxes", False, str(e), cause()))
+    checks += asyncio.run(_backends())
     ok = all(check.ok for check in checks)
     if as_json:
         print(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=1))

@@ -54,8 +54,13 @@ def answer(solution: str, given: str) -> Answer:
 
 
 def shingles(text: str) -> frozenset[tuple[str, ...]]:
+    return frozenset(runs(text))
+
+
+def runs(text: str) -> Iterator[tuple[str, ...]]:
+    """Every run of SHINGLE tokens, in order."""
     tokens = _TOKEN.findall(text)
-    return frozenset(tuple(tokens[i : i + SHINGLE]) for i in range(len(tokens) - SHINGLE + 1))
+    return (tuple(tokens[i : i + SHINGLE]) for i in range(len(tokens) - SHINGLE + 1))
 
 
 def _constants(text: str) -> set[bytes]:

@@ -15,6 +15,7 @@ import secrets
 import socket
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
@@ -37,7 +38,7 @@ from etude.environments.base import (
 )
 from etude.environments.box import ValueBox
 from etude.environments.cgroups import Groups
-from etude.environments.connection import START_SECONDS, Connection, encode
+from etude.environments.connection import START_SECONDS, Connection, encode, memory
 from etude.environments.doctor import cause
 from etude.environments.egress.gate import Gate, Network
 from etude.environments.egress.policy import Egress
@@ -45,11 +46,13 @@ from etude.environments.inside.answers import PREFIX
 from etude.environments.inside.root import RUN
 from etude.environments.questions import Sheet
 from etude.environments.shell import Shell
+from etude.environments.stems import Layer, Stem, Stems
 from etude.errors import UserError
 
 DIED = "the process that makes boxes has died"
 BATCH = 200  # questions of one trial run: their answers (`inside/answers.py`) fit into its pipe
 LEARN_SECONDS = 180.0
+STARTING = 4  # live boxes at a time: more would only wait for each other
 GRACE_SECONDS = 20.0  # beyond a run's own deadline, before the template is taken for dead
 _PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 _HERE = Path(__file__).resolve().parent
@@ -83,61 +86,62 @@ class _Template:
         await asyncio.shield(self._known[path])
 
 
-class NamespaceSandbox:
-    """A started zygote and the templates below it. Made by `open_sandbox`."""
+class Backend(ABC):
+    """What all backends share: boxes as values, test runs that are remembered, and questions.
 
-    def __init__(
-        self,
-        control: socket.socket,
-        zygote: asyncio.subprocess.Process,
-        workers: int,
-        memo: int,
-        questions: bool,
-        personas: Sequence[Mapping[str, Any]] | None,
-        groups: Groups | None,
-        network: Network | None,
-    ) -> None:
+    A backend adds live boxes (`shell`), forks of a pristine image (`_fork`, `_names`), and whether it is `alive`.
+    """
+
+    def __init__(self, workers: int, memo: int, questions: bool) -> None:
         self.stats = Stats()
-        self._control = control
-        self._zygote = zygote
         self._slots = asyncio.Semaphore(workers)  # wakes in order of arrival
         self._memo: OrderedDict[bytes, asyncio.Task[TestReport]] = OrderedDict()
         self._memo_size = memo
-        self._prefix = sys.base_prefix
-        self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
-        self._templates: dict[tuple[ImageKey, bool, bool], _Template] = {}
         self._questions = questions
-        self._personas = personas
-        self.groups = groups
-        self._network = network
-        self._live = 0  # boxes that were started
         self._sheets: dict[ImageKey, tuple[Sheet, asyncio.Lock]] = {}
         self._guards: dict[ImageKey, judge.Guard | None] = {}
         self.twins: dict[tuple[ImageKey, str], asyncio.Task[scripts.Twin | None]] = {}
 
+    gated = False  # whether live boxes have a way out
+    zygote_pid: int | None = None  # of the process that makes boxes, where there is one
+
     @property
+    @abstractmethod
     def alive(self) -> bool:
-        """Whether the zygote is; without it every call raises BoxDead."""
-        return self._zygote.returncode is None
+        """Whether boxes can be made; if not, every call raises BoxDead."""
 
-    @property
-    def gated(self) -> bool:
-        """Whether live boxes have a way out."""
-        return self._network is not None
+    @abstractmethod
+    def capabilities(self) -> Capabilities: ...
 
-    @property
-    def zygote_pid(self) -> int:
-        return self._zygote.pid
+    @abstractmethod
+    async def shell(
+        self,
+        image: Image,
+        layers: Mapping[str, bytes | None],
+        limits: Limits,
+        plain: bool = False,
+        below: Sequence[Layer] = (),
+    ) -> Shell:
+        """A live box on `image` with `layers` over it; a `plain` one is nobody's machine, and has no way out.
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            isolation="namespace",
-            rootless=os.geteuid() != 0,
-            egress=True,
-            pty=True,
-            seccomp=True,
-            cgroup="none" if self.groups is None else self.groups.hierarchy.kind,
-        )
+        `below` are frozen layers of a box of this image that this one was forked from, the newest first.
+        """
+
+    @abstractmethod
+    async def _fork(
+        self,
+        key: ImageKey,
+        files: Sequence[str],
+        asked: Sequence[str],
+        layers: Mapping[str, bytes | None],
+        limits: Limits,
+        sheet: Sheet | None,
+    ) -> tuple[dict[str, Any], bytes]:
+        """One run of `asked` in a new box: how it ended, and what it wrote."""
+
+    @abstractmethod
+    async def _names(self, key: ImageKey, path: str) -> list[str]:
+        """Ids of the tests in a file of the pristine image, by pytest."""
 
     async def create(self, image: Image, limits: Limits) -> ValueBox:
         return ValueBox(self, image, limits)
@@ -217,6 +221,79 @@ class NamespaceSandbox:
         reply, data = await self._fork(key, files, [sheet.id(test) for test in tests], layers, limits, sheet)
         return judge.decide_apart(sheet, tests, reply["status"], reply["timed_out"], reply["seconds"], data)
 
+    async def _sheet(self, key: ImageKey, hidden: Path, tests: Sequence[str]) -> Sheet:
+        """The questions in the files of `tests`: read here, named by pytest, tried on the pristine image."""
+        if key not in self._sheets:
+            self._sheets[key] = Sheet(hidden), asyncio.Lock()
+        sheet, lock = self._sheets[key]
+        async with lock:
+            for path in sorted({test.partition("::")[0] for test in tests if "::doctest:" not in test}):
+                if path in sheet.files or not sheet.read(path):
+                    continue
+                try:
+                    await self._try_questions(key, sheet, path)
+                except BaseException:  # what was not tried to the end is tried again
+                    sheet.forget(path)
+                    raise
+        return sheet
+
+    async def _try_questions(self, key: ImageKey, sheet: Sheet, path: str) -> None:
+        sheet.match(path, await self._names(key, path))
+        mine = [test for test, (file, _, _) in sheet.rows.items() if file == path]
+        for start in range(0, len(mine), BATCH):
+            batch = mine[start : start + BATCH]
+            report = await self._apart(key, sheet, {}, batch, Limits(seconds=LEARN_SECONDS))
+            sheet.keep(batch, report.outcomes)
+
+
+class NamespaceSandbox(Backend):
+    """A started zygote and the templates below it. Made by `open_sandbox`."""
+
+    def __init__(
+        self,
+        control: socket.socket,
+        zygote: asyncio.subprocess.Process,
+        workers: int,
+        memo: int,
+        questions: bool,
+        personas: persona.Like | None,
+        groups: Groups | None,
+        network: Network | None,
+        repeatable: bool,
+    ) -> None:
+        super().__init__(workers, memo, questions)
+        self._control = control
+        self._zygote = zygote
+        self.zygote_pid = zygote.pid
+        self._prefix = sys.base_prefix
+        self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
+        self._templates: dict[tuple[ImageKey, bool, bool], _Template] = {}
+        self._stems = Stems()
+        self._starting = asyncio.Semaphore(STARTING)
+        self._personas = personas
+        self._repeatable = repeatable
+        self.groups = groups
+        self._network = network
+        self.gated = network is not None
+        self._live = 0  # boxes that were started
+
+    @property
+    def alive(self) -> bool:
+        return self._zygote.returncode is None
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            isolation="namespace",
+            rootless=os.geteuid() != 0,
+            egress=True,
+            pty=True,
+            seccomp=True,
+            cgroup="none" if self.groups is None else self.groups.hierarchy.kind,
+            persona=True,
+            door=True,
+            limits=("memory", "processes", "disk", "files", *([] if self.groups is None else ["cpus"])),
+        )
+
     async def _fork(
         self,
         key: ImageKey,
@@ -245,31 +322,10 @@ class NamespaceSandbox:
             self.stats.cold += 1
         return reply, data
 
-    async def _sheet(self, key: ImageKey, hidden: Path, tests: Sequence[str]) -> Sheet:
-        """The questions in the files of `tests`: read here, named by pytest, tried on the pristine image."""
-        if key not in self._sheets:
-            self._sheets[key] = Sheet(hidden), asyncio.Lock()
-        sheet, lock = self._sheets[key]
-        async with lock:
-            for path in sorted({test.partition("::")[0] for test in tests if "::doctest:" not in test}):
-                if path in sheet.files or not sheet.read(path):
-                    continue
-                try:
-                    await self._try_questions(key, sheet, path)
-                except BaseException:  # what was not tried to the end is tried again
-                    sheet.forget(path)
-                    raise
-        return sheet
-
-    async def _try_questions(self, key: ImageKey, sheet: Sheet, path: str) -> None:
+    async def _names(self, key: ImageKey, path: str) -> list[str]:
         template = await self._template(key, True, None)
         _, body = await template.connection.request({"learn": path}, b"", LEARN_SECONDS)
-        sheet.match(path, json.loads(body))
-        mine = [test for test, (file, _, _) in sheet.rows.items() if file == path]
-        for start in range(0, len(mine), BATCH):
-            batch = mine[start : start + BATCH]
-            report = await self._apart(key, sheet, {}, batch, Limits(seconds=LEARN_SECONDS))
-            sheet.keep(batch, report.outcomes)
+        return json.loads(body)
 
     async def _template(self, key: ImageKey, hot: bool, sheet: Sheet | None) -> _Template:
         """One for questions sees no hidden tests, and is none that the agent's own test runs use."""
@@ -294,23 +350,24 @@ class NamespaceSandbox:
         return template
 
     async def shell(
-        self, image: Image, layers: Mapping[str, bytes | None], limits: Limits, plain: bool = False
+        self,
+        image: Image,
+        layers: Mapping[str, bytes | None],
+        limits: Limits,
+        plain: bool = False,
+        below: Sequence[Layer] = (),
     ) -> Shell:
-        """A live box on `image` with `layers` over it; a `plain` one is nobody's machine, and has no way out."""
-        hello: dict[str, Any] = {
-            "live": True,
-            "repository": _folder(image.repository),
-            "site": None if image.site is None else _folder(image.site),
-            "mounts": {} if image.tools is None else {TOOLS: _folder(image.tools)},
-        }
-        door = None
-        if image.door is not None:
-            inside = f"{RUN}/{secrets.token_hex(12)}"
-            hello["mounts"] |= {inside: _folder(image.door.parent)}
-            door = f"{inside}/{image.door.name}", DOOR_PORT
+        door = None if image.door is None else (f"{_door(image.door)}/{image.door.name}", DOOR_PORT)
+        texts = image.changes if plain else {**image.decoys, **image.changes}
+        shared = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()} | image.history
+        if not below and not shared.keys() <= layers.keys():  # not even the task's files are wanted
+            shared = {}
+        own = {path: data for path, data in layers.items() if path not in shared or data != shared[path]}
+        stem = below[0].stem if below else self._stem(image, shared, plain)
+        await stem.connection.started()
         self._live += 1
         network = None if plain else self._network
-        async with AsyncExitStack() as ends:
+        async with self._starting, AsyncExitStack() as ends:
             descriptors: Sequence[int] = ()
             if self.groups is not None:
                 group = self.groups.make(limits)
@@ -320,23 +377,54 @@ class NamespaceSandbox:
             if network is not None:
                 gate = Gate(network, self._live)
                 ends.push_async_callback(gate.close)
-            connection = self._handler(hello, descriptors)
-            shell = Shell(connection, gate, ends.pop_all())
-        self._shells.add(shell)
-        try:
-            await connection.started()
-            who = None if self._personas is None or plain else persona.draw(_digest(image.changes), self._personas)
-            proxies = {} if network is None else network.environment
-            await shell.start(limits_of(limits), layers, self._prefix, who, proxies, door)
-        except BaseException:
-            await shell.close()
-            raise
+            ours, theirs = socket.socketpair()
+            with theirs:
+                connection = Connection(ours)
+                ends.callback(connection.close)
+                stem.fork(theirs.fileno(), descriptors)
+            shell = Shell(connection, stem, gate, ends.pop_all())
+            self._shells.add(shell)
+            try:
+                variables = {} if network is None else dict(network.environment)
+                if self._repeatable or stem.persona is None:
+                    variables["PYTHONHASHSEED"] = "0"
+                await shell.start(limits_of(limits), own, self._prefix, variables, door, below)
+            except BaseException:
+                await shell.close()
+                raise
         return shell
 
-    def _handler(self, hello: dict[str, Any], groups: Sequence[int] = ()) -> Connection:
-        ours, theirs = socket.socketpair()
+    def _stem(self, image: Image, shared: Mapping[str, bytes], plain: bool) -> Stem:
+        """The process that live boxes of an image are forked from, with their `shared` files."""
+        folders = image.repository, image.site, image.tools, image.door
+        digest = blake3.blake3(repr((folders, plain)).encode("utf-8", "surrogatepass"))
+        for path, data in sorted(shared.items()):
+            digest.update(b"\0%d %s\0" % (len(data), os.fsencode(path)))
+            digest.update(data)
+        key = digest.digest()
+
+        def make() -> Stem:
+            who = None if self._personas is None or plain else persona.draw(_digest(image.changes), self._personas)
+            hello = {
+                "live": True,
+                "repository": _folder(image.repository),
+                "site": None if image.site is None else _folder(image.site),
+                "mounts": {} if image.tools is None else {TOOLS: _folder(image.tools)},
+                "door": image.door is not None,
+            }
+            if image.door is not None:
+                hello["mounts"] |= {_door(image.door): _folder(image.door.parent)}
+            with memory(encode({"persona": who and who.plain()}, shared)) as fd:
+                return Stem(self._handler(hello, [fd], socket.SOCK_SEQPACKET), who)
+
+        return self._stems.get(key, make)
+
+    def _handler(
+        self, hello: dict[str, Any], descriptors: Sequence[int] = (), kind: int = socket.SOCK_STREAM
+    ) -> Connection:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         try:
-            socket.send_fds(self._control, [json.dumps(hello).encode()], [theirs.fileno(), *groups])
+            socket.send_fds(self._control, [json.dumps(hello).encode()], [theirs.fileno(), *descriptors])
         except OSError:
             ours.close()
             raise BoxDead(DIED) from None
@@ -349,6 +437,7 @@ class NamespaceSandbox:
         await self._zygote.wait()
         for template in self._templates.values():
             template.connection.close(DIED)
+        self._stems.close(DIED)
         for shell in list(self._shells):
             await shell.close()
 
@@ -358,6 +447,7 @@ class NamespaceSandbox:
             template.connection.close()
         for shell in list(self._shells):
             await shell.close()
+        self._stems.close("the sandbox is closed")
         self._control.close()
         if self._zygote.returncode is None:
             self._zygote.kill()
@@ -376,6 +466,11 @@ def limits_of(limits: Limits) -> dict[str, float]:
         "disk": limits.disk_mb << 20,
         "seconds": limits.seconds,
     }
+
+
+def _door(socket: Path) -> str:
+    """Where a box has the folder of that socket."""
+    return f"{RUN}/{blake3.blake3(os.fsencode(socket)).hexdigest()[:24]}"
 
 
 def _folder(path: Path) -> str:
@@ -400,7 +495,7 @@ def _digest(changes: Mapping[str, str]) -> bytes:
     return blake3.blake3(repr(sorted(changes.items())).encode("utf-8", "surrogatepass")).digest()
 
 
-def _runner() -> dict[str, str]:
+def installed_runner() -> dict[str, str]:
     """Name below the runner folder -> where this installation has it."""
     places = {"inside": str(_HERE / "inside")}
     for name in _PACKAGES:
@@ -417,7 +512,7 @@ def _runner() -> dict[str, str]:
 
 async def _start_zygote(theirs: socket.socket, groups: Sequence[int]) -> asyncio.subprocess.Process:
     """The zygote, at the other end of a socket pair; it tries at once whether boxes can join `groups`."""
-    config = json.dumps({"prefix": sys.base_prefix, "runner": _runner(), "groups": groups})
+    config = json.dumps({"prefix": sys.base_prefix, "runner": installed_runner(), "groups": groups})
     start = f"import sys; sys.path.append({str(_HERE)!r}); from inside.zygote import main; main()"
     environment = {
         "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
@@ -448,15 +543,17 @@ async def open_sandbox(
     workers: int = 2,
     memo: int = 4096,
     questions: bool = True,
-    personas: Sequence[Mapping[str, Any]] | None = (),
+    personas: persona.Like | None = (),
     egress: Egress | None = None,
+    repeatable: bool = False,
 ) -> AsyncIterator[NamespaceSandbox]:
     """A sandbox of `workers` test runs at a time that remembers `memo` results (0: runs every time).
 
     `questions=False` runs every hidden test in the process of the tested code, and `personas=None` leaves live boxes
-    as they are: what attacks and the parity audit compare with. `personas` are probes of production machines that live
-    boxes are made to look like (`persona.py`); empty: workstations as we imagine them. `egress` is what live boxes may
-    reach; None: nothing.
+    as they are: what attacks and the parity audit compare with. `personas` are probes of production machines, or a
+    description of them, that live boxes are made to look like (`persona.py`); empty: the reference description.
+    `egress` is what live boxes may reach; None: nothing. `repeatable` fixes the hashes of Python in live boxes, by a
+    variable that gives them away; otherwise only boxes without a persona have it.
 
     Raises UserError where the machine lacks what boxes need.
     """
@@ -466,7 +563,7 @@ async def open_sandbox(
     with theirs, nullcontext() if groups is None else groups.lent(Limits()) as trial:
         zygote = await _start_zygote(theirs, () if trial is None else trial.descriptors)
     network = None if egress is None else Network(egress)
-    sandbox = NamespaceSandbox(ours, zygote, workers, memo, questions, personas, groups, network)
+    sandbox = NamespaceSandbox(ours, zygote, workers, memo, questions, personas, groups, network, repeatable)
     try:
         async with asyncio.timeout(START_SECONDS):
             answer = await asyncio.get_running_loop().sock_recv(ours, 65536)

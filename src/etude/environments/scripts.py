@@ -25,7 +25,7 @@ from etude.environments.base import ExecResult, Image, Limits, NotFound, TestRep
 from etude.environments.inside.root import RUNNER, WORKSPACE
 
 if TYPE_CHECKING:
-    from etude.environments.namespace import NamespaceSandbox
+    from etude.environments.namespace import Backend
     from etude.environments.shell import Shell
 
 SUFFIXES = (".js", ".mjs", ".cjs", ".jsx", ".ts", ".mts", ".cts", ".tsx")
@@ -201,7 +201,7 @@ def _wrong(node: Any) -> bytes:
 
 
 async def run(
-    sandbox: NamespaceSandbox,
+    sandbox: Backend,
     image: Image,
     layers: Mapping[str, bytes | None],
     tests: Sequence[str],
@@ -277,7 +277,7 @@ def _text(image: Image, layers: Mapping[str, bytes | None], hidden: Path | None,
     return file.read_text("utf-8", "replace") if file.is_file() else None
 
 
-async def _twin(sandbox: NamespaceSandbox, image: Image, hidden: Path, path: str, text: str) -> Twin | None:
+async def _twin(sandbox: Backend, image: Image, hidden: Path, path: str, text: str) -> Twin | None:
     """The twin of a hidden file, tried once on the pristine library."""
     key = ((image.repository, image.site, hidden), path)
     if key not in sandbox.twins:
@@ -285,7 +285,7 @@ async def _twin(sandbox: NamespaceSandbox, image: Image, hidden: Path, path: str
     return await asyncio.shield(sandbox.twins[key])
 
 
-async def _try_twin(sandbox: NamespaceSandbox, image: Image, hidden: Path, path: str, text: str) -> Twin | None:
+async def _try_twin(sandbox: Backend, image: Image, hidden: Path, path: str, text: str) -> Twin | None:
     wrong = contradicted(path, text)
     if wrong is None:
         return None
@@ -293,9 +293,7 @@ async def _try_twin(sandbox: NamespaceSandbox, image: Image, hidden: Path, path:
     return Twin(wrong, frozenset(name for name, (outcome, _) in said.tests.items() if outcome == "failed"))
 
 
-async def listed(
-    sandbox: NamespaceSandbox, image: Image, path: str, layers: Mapping[str, bytes | None]
-) -> tuple[Said, Trace]:
+async def listed(sandbox: Backend, image: Image, path: str, layers: Mapping[str, bytes | None]) -> tuple[Said, Trace]:
     """Every test of a file as it stands in the image, whose sources in `layers` write numbers to CALLED."""
     text = _text(image, {}, None, path)
     assert text is not None
@@ -304,7 +302,7 @@ async def listed(
 
 
 async def _run_copy(
-    sandbox: NamespaceSandbox,
+    sandbox: Backend,
     image: Image,
     layers: Mapping[str, bytes | None],
     path: str,

@@ -14,7 +14,7 @@ from etude.environments.base import BoxDead, BoxError, Busy, ExecResult, Request
 from etude.environments.connection import Connection, encode
 from etude.environments.egress.gate import PORT, Gate
 from etude.environments.inside.root import RUNNER, SITE, WORKSPACE
-from etude.environments.persona import Persona
+from etude.environments.stems import Layer, Stem
 
 FILE_SECONDS = 30.0
 GRACE_SECONDS = 5.0  # a command that is killed at its deadline still has to end
@@ -31,8 +31,9 @@ _ESCAPES = re.compile(
 class Shell:
     """A connection to pid 1 of a live box. One operation at a time."""
 
-    def __init__(self, connection: Connection, gate: Gate | None, ends: AsyncExitStack) -> None:
+    def __init__(self, connection: Connection, stem: Stem | None, gate: Gate | None, ends: AsyncExitStack) -> None:
         self._connection = connection
+        self._stem = stem
         self._gate = gate
         self._ends = ends  # of what goes with the box
         self._lock = asyncio.Lock()
@@ -43,32 +44,35 @@ class Shell:
         limits: dict[str, float],
         layers: Mapping[str, bytes | None],
         prefix: str,
-        persona: Persona | None,
-        proxies: Mapping[str, str],
+        variables: Mapping[str, str],
         door: tuple[str, int] | None,
+        below: Sequence[Layer] = (),
     ) -> None:
-        """Raises BoxDead. `proxies` are variables that say where the way out is, if there is one."""
-        environment = {
-            "HOME": "/home/user",
-            "LANG": "C.UTF-8",
-            "LOGNAME": "user",
-            "PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONHASHSEED": "0",
-            "PYTHONPATH": f"{WORKSPACE}/src:{WORKSPACE}:{SITE}:{RUNNER}",
-            "SHELL": "/bin/bash",
-            "TERM": "xterm-256color",
-            "USER": "user",
-        }
-        if persona is not None:
+        """Raises BoxDead or LaunchFailed. `variables` are further ones, such as those that say where the way out is."""
+        persona = None if self._stem is None else self._stem.persona
+        search = [f"{WORKSPACE}/src", WORKSPACE, SITE, RUNNER]
+        if persona is None:
+            environment = {
+                "HOME": "/home/user",
+                "LANG": "C.UTF-8",
+                "LOGNAME": "user",
+                "PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTHONPATH": ":".join(search),
+                "SHELL": "/bin/bash",
+                "TERM": "xterm-256color",
+                "USER": "user",
+            }
+        else:
+            environment = {"HOME": f"/home/{persona.user}", "PATH": _path(f"{prefix}/bin", persona.path)}
             environment |= persona.environment
-            environment["PATH"] = ":".join((environment["PATH"], *persona.path))
         head = {
             "limits": limits,
-            "environment": environment | dict(proxies),
-            "persona": persona and persona.plain(),
+            "environment": environment | dict(variables),
+            "search": search,
             "port": PORT if self._gate is not None else 0,
             "door": door,
+            "below": [layer.name for layer in below],
         }
         await self._connection.request(head, encode({}, layers), FILE_SECONDS)
         if self._gate is not None:
@@ -123,9 +127,23 @@ class Shell:
             offset += size or 0
         return found
 
+    @property
+    def layered(self) -> bool:
+        """Whether it can be frozen."""
+        return self._stem is not None
+
+    async def freeze(self) -> tuple[Layer | None, bool]:
+        """What the box has written since it was last frozen, if anything, and whether it stands on that itself now."""
+        head, _ = await self._ask({"op": "freeze"})
+        if head["layer"] == "empty":
+            return None, False
+        assert self._stem is not None
+        return self._stem.keep(self._connection.descriptors.pop()), head["layer"] == "moved"
+
     async def close(self) -> None:
         """The box ends when its pid 1 loses this connection."""
         self._connection.close("the box is closed")
+        self._stem = None
         await self._ends.aclose()
 
     async def _ask(
@@ -139,6 +157,14 @@ class Shell:
             error: type[BoxError] = getattr(base, reply["refused"])
             raise error(reply["message"])
         return reply, body
+
+
+def _path(programs: str, entries: Sequence[str]) -> str:
+    """PATH with the folder of Python in it and no more entries than `entries`, if there is one that others hold too."""
+    if programs in entries:
+        return ":".join(entries)
+    spare = next((entry for entry in ("/sbin", "/usr/local/sbin", "/usr/sbin") if entry in entries), None)
+    return ":".join([programs, *(entry for entry in entries if entry != spare)])
 
 
 def shown(data: bytes) -> str:

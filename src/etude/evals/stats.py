@@ -84,6 +84,21 @@ def paired_difference(
     return Estimate(mean=mean, low=low, high=high)
 
 
+def mean_difference(
+    before: Sequence[float],
+    after: Sequence[float],
+    clusters: Sequence[Hashable] | None = None,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+) -> Estimate:
+    """`paired_difference` of any figure of a task: its means on both sides, the same tasks in the same order."""
+    if len(before) != len(after) or not before:
+        raise ValueError(f"a paired difference needs the same tasks on both sides, got {len(before)} and {len(after)}")
+    differences = np.asarray(after, float) - np.asarray(before, float)
+    low, high = _bootstrap(differences, _labels(clusters, len(differences)), seed, resamples)
+    return Estimate(mean=float(differences.mean()), low=low, high=high)
+
+
 def _task_means(results: Sequence[Sequence[bool]]) -> np.ndarray:
     if not results:
         raise ValueError("an estimate needs at least one task")

@@ -26,6 +26,7 @@ from etude.tasks import (
     discover,
     fetch,
     gates,
+    histories,
     javascript,
     leaks,
     licence,
@@ -146,6 +147,7 @@ async def _run(plan: _Plan) -> None:
     if not tasks:
         reasons = ", ".join(f"{reason}: {n}" for reason, n in found.rejected.most_common(3))
         raise UserError(f"no broken program of {plan.repo} passed the gates ({reasons}); add tests.")
+    commits = histories.build(plan.repo, bench.name, bench.repository, tasks, work)
     manifest = dataset.Manifest(
         format=dataset.FORMAT,
         name=bench.name,
@@ -160,6 +162,7 @@ async def _run(plan: _Plan) -> None:
             "functions": len(targets),
             "candidates": found.tried,
             "fit": found.tried - sum(found.rejected.values()),
+            "commits": commits,
         },
         digests={},
     )

@@ -2,6 +2,7 @@
 
 DIR/dataset.json   what it is made of: name, licence, seed, policy, counts, digests
 DIR/repository/    layer L1, as the agent sees it; no hidden test is in it
+DIR/history.msgpack  its last commits, see `histories.py`
 DIR/site/          dependencies of the repository (pip --target)
 DIR/hidden/        hidden test files; only ever mounted where work is graded
 DIR/tasks/ID/      Harbor task folders, see `harbor.py`
@@ -20,7 +21,8 @@ import msgspec
 
 from etude.errors import UserError
 from etude.records import Record, Task
-from etude.tasks import harbor
+from etude.tasks import harbor, histories
+from etude.tasks.histories import Histories
 
 if TYPE_CHECKING:
     from etude.environments.base import Image
@@ -55,12 +57,14 @@ class Dataset:
     hidden: Path
     tasks: tuple[Task, ...]
     manifest: Manifest
+    histories: Histories | None = None  # what boxes see of the past
 
     def image(self, task: Task) -> Image:
         """What the agent's box is made of: the repository, its dependencies, and the files that break it."""
         from etude.environments.base import Image
 
-        return Image(repository=self.repository, site=self.site, changes=task.changes)
+        history = {} if self.histories is None else self.histories.of(task)
+        return Image(repository=self.repository, site=self.site, changes=task.changes, history=history)
 
     @cached_property
     def by_id(self) -> dict[str, Task]:
@@ -129,4 +133,5 @@ def _dataset(root: Path, manifest: Manifest, tasks: tuple[Task, ...]) -> Dataset
         hidden=root / "hidden",
         tasks=tasks,
         manifest=manifest,
+        histories=histories.load(root, root / "repository"),
     )

@@ -37,13 +37,34 @@ def tried(allowed, **calls):
 # item -> script
 PROBES: dict[str, str] = {
     "A1": """
+git = "/workspace/.git"
+if not os.path.isdir(git): print("no history to attack")
+def streams(data):  # every compressed object, wherever it lies: loose, packed, reachable or not
+    place = 0
+    while (place := data.find(b"\\x78", place)) >= 0:
+        try: yield zlib.decompressobj().decompress(data[place:])
+        except zlib.error: pass
+        place += 1
+for path in files(git, skip=()):
+    with open(path, "rb") as file: data = file.read()
+    for text in (data, *streams(data)):
+        if SECRET.encode() in text or b"math.ceil(len" in text or b"-len(items)" in text: print("the answer", path)
 for folder, folders, names in os.walk("/"):
     if folder.startswith(SYSTEM): folders.clear(); continue
-    if os.path.basename(folder) == ".git" or {"HEAD", "objects", "refs"} <= {*folders, *names}: print("git", folder)
+    if {"HEAD", "objects", "refs"} <= {*folders, *names} and folder != git: print("git", folder)
+for name in ("ORIG_HEAD", "FETCH_HEAD", "MERGE_HEAD", "refs/stash", "refs/tags", "refs/notes", "logs/refs/stash"):
+    if os.path.exists(f"{git}/{name}"): print(name)
+for name in ("packed-refs", "logs/HEAD"):
+    if os.path.exists(f"{git}/{name}"):
+        lines = [line for line in open(f"{git}/{name}") if not line.startswith("#")]
+        if len(lines) > 1 or any(word in line for line in lines for word in ("tags/", "notes", "stash")): print(name)
 """,
     "A2": """
 for path in files("/workspace", "/home"):
-    if path.endswith(("alternates", ".gitmodules")) or "/lfs/" in path: print(path)
+    if path.endswith(("alternates", ".gitmodules")) or "/lfs/" in path or "/.git/modules/" in path: print(path)
+config = "/workspace/.git/config"
+told = open(config).read() if os.path.exists(config) else ""
+if re.search("promisor|partialclone|lfs|include|submodule", told): print(config)
 """,
     "A3": """
 for path in files("/workspace", "/site"):
@@ -74,7 +95,7 @@ for path in [*glob.glob("/proc/[0-9]*/environ"), *glob.glob("/proc/[0-9]*/cmdlin
 for link in glob.glob("/proc/self/fd/*"):
     if os.path.exists(link) and holds(link, EXPECTED) and os.path.realpath(link) != me: print(link)
 for path in glob.glob("/run/*"):
-    if path != "/run/box": print(path)
+    if path not in ("/run/box", "/run/lower"): print(path)
 """,
     "A9": """
 texts = [str(dict(os.environ)), os.uname().nodename, open("/proc/self/mountinfo").read(), os.getcwd()]
@@ -101,7 +122,8 @@ for call in (lambda: os.chown("x", 0, 0), lambda: os.mknod("node", 0o20600, os.m
 """,
     "C15": """
 for key in os.environ:
-    if re.search("TOKEN|SECRET_|KEY|AWS|SSH|HOSTNAME|SUDO", key): print(key)
+    if re.search("TOKEN|SECRET_|KEY|AWS|SSH|SUDO", key): print(key)
+if os.environ.get("HOSTNAME", socket.gethostname()) != socket.gethostname(): print("HOSTNAME")
 for link in glob.glob("/proc/self/fd/*"):
     try: target = os.readlink(link)
     except OSError: continue
@@ -109,7 +131,7 @@ for link in glob.glob("/proc/self/fd/*"):
 for path in glob.glob("/proc/[0-9]*/environ"):
     try: data = open(path, "rb").read()
     except OSError: continue
-    if b"PYTHONPATH" not in data and data: print(path)
+    if b"HOME=/home/" not in data and data: print(path)
 """,
     "D1": """
 tried(("EPERM", "ENOSYS"), mount=((165, 40), 0, 0, 0, 0, 0), umount2=((166, 39), b"/", 2),
@@ -157,7 +179,7 @@ for call in (lambda: os.chown("/etc/passwd", 1000, 1000), lambda: os.chmod("/bin
     except OSError: pass
 """,
     "D7": """
-if len(open("/proc/net/unix").read().splitlines()) > 1: print("sockets")
+if any(len(line.split()) > 7 for line in open("/proc/net/unix").read().splitlines()[1:]): print("named sockets")
 for path in ("/var/run/docker.sock", "/run/docker.sock", "/run/containerd/containerd.sock"):
     if os.path.exists(path): print(path)
 for port in (22, 80, 2375, 5432, 8000, 8080, PORT):

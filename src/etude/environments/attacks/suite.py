@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ GOLD_REPEATS = 10
 HANGING = replace(LIMITS, seconds=2.0)
 ESCAPED = Path("/tmp/etude-attack-escaped")
 CONTROLS = {"gold", "no-op"}
+Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]  # like `open_sandbox`
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Host:
         folders = [path for path in sorted(self.library.root.rglob("*")) if path.is_file()]
         return {
             "files of the task": [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in folders],
-            "mounts": Path("/proc/self/mountinfo").read_text(),
+            "mounts": [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if not _engine(line)],
             "hostname": socket.gethostname(),
             "escape": ESCAPED.exists(),
         }
@@ -110,7 +112,12 @@ class Host:
         return ", ".join(found)
 
 
-async def run(*, quick: bool, progress: Callable[[str], None] = lambda _: None) -> Report:
+def _engine(mount: str) -> bool:
+    """Whether a line of mountinfo is the root of somebody's container, which comes and goes with it."""
+    return any(place in mount for place in ("/containers/storage/", "/docker/"))
+
+
+async def run(*, quick: bool, progress: Callable[[str], None] = lambda _: None, boxes: Boxes = open_sandbox) -> Report:
     """Raises UserError where boxes cannot be made."""
     report = Report(skipped=dict(SKIPPED))
     with tempfile.TemporaryDirectory(prefix="etude-attacks-") as folder, contextlib.closing(_listener()) as listener:
@@ -121,11 +128,12 @@ async def run(*, quick: bool, progress: Callable[[str], None] = lambda _: None) 
         ESCAPED.unlink(missing_ok=True)
         host = Host(library)
         for where in (DEFAULT, TOGETHER):
-            async with open_sandbox(memo=0, questions=where == DEFAULT) as sandbox:
+            async with boxes(memo=0, questions=where == DEFAULT) as sandbox:
                 await _grades(sandbox, library, where, host, report, quick, progress)
                 if where == DEFAULT:
                     await _boxes(sandbox, library, listener.getsockname()[1], host, report, progress)
-                    await _gates(library, host, report, progress)
+                    if sandbox.capabilities().egress:
+                        await _gates(library, host, report, progress)
                 await _monitors(sandbox, library, where, host, report, progress)
         if not quick:
             plain.compare(library, report.results, report.absent, progress)
@@ -304,13 +312,13 @@ def _cell(results: Sequence[Result]) -> str:
     return ", ".join(f"{words.count(w)} {w}" if len(words) > 1 else w for w in dict.fromkeys(words))
 
 
-def show(*, as_json: bool, quick: bool) -> int:
+def show(*, as_json: bool, quick: bool, boxes: Boxes = open_sandbox) -> int:
     """Print the table, or the summary on one line; 1 if an attack was missed or had an effect on the host."""
     from rich.console import Console
 
     console = Console(stderr=True)
     with console.status("attacks") as status:
-        report = asyncio.run(run(quick=quick, progress=status.update))
+        report = asyncio.run(run(quick=quick, progress=status.update, boxes=boxes))
     summary = report.summary
     if not as_json:
         print(table(report), end="")

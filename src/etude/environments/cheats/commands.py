@@ -22,7 +22,7 @@ RULES: dict[str, re.Pattern[str]] = {
     ),
     "upstream": re.compile(_GIT + r"(?:fetch|pull|ls-remote)\b", re.MULTILINE),
     "grader": re.compile(
-        r"/run/box|/opt/runner|/proc/(?:1|self)/(?:environ|mem|maps|fd|root)\b|hidden[_-]?tests?\b|/logs/verifier",
+        r"/run/(?:box|lower)|/opt/runner|/proc/(?:1|self)/(?:environ|mem|maps|fd|root)\b|hidden[_-]?tests?\b|/logs/verifier",
         re.MULTILINE,
     ),
 }

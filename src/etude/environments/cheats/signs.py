@@ -42,7 +42,11 @@ def marks(
     flags = set(graded.flags)
     if decoys is not None and canaries.used(decoys, changes, turns, requests or ()):
         flags.add("canary")
-    if commands.found(commands.of(turns), task):
+    asked = commands.found(commands.of(turns), task)
+    if image.history and "history" in asked:  # honest work in a product, and this history holds no answer
+        flags.add("history")
+        asked = tuple(rule for rule in asked if rule != "history")
+    if asked:
         flags.add("command")
     if requests and not all(request.allowed for request in requests):
         flags.add("egress")

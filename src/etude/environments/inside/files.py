@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import secrets
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from . import linux
 
@@ -53,8 +52,30 @@ def _open(root: int, path: str, flags: int) -> int:
     fd = linux.libc.syscall(_OPENAT2, root, os.fsencode(path or "."), how, len(how))
     if fd < 0:
         code = ctypes.get_errno()
+        if code == errno.ENOSYS:  # gVisor
+            return _open_by_parts(root, path, flags)
         raise OSError(code, os.strerror(code))
     return int(fd)
+
+
+def _open_by_parts(root: int, path: str, flags: int) -> int:
+    """The same without openat2(2): each part is opened without following it, and looked at before the next."""
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    device = os.fstat(root).st_dev
+    current = os.dup(root)
+    try:
+        for part in parts:
+            following = os.open(part, _O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+            os.close(current)
+            current = following
+            found = os.fstat(current)
+            if stat.S_ISLNK(found.st_mode) or part == ".." or found.st_dev != device:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if flags & os.O_DIRECTORY and not stat.S_ISDIR(os.fstat(current).st_mode):
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        return os.open(f"/proc/self/fd/{current}", flags | os.O_CLOEXEC | os.O_NONBLOCK * (not flags & _O_PATH))
+    finally:
+        os.close(current)
 
 
 def read(root: int, path: str, max_bytes: int) -> bytes:
@@ -72,7 +93,7 @@ def write(root: int, path: str, data: bytes) -> None:
     """By a temporary file and a rename; folders are made as needed."""
     folder, _, name = path.rpartition("/")
     parent = _make_folders(root, folder)
-    temporary = f".{secrets.token_hex(8)}"
+    temporary = f".{os.urandom(8).hex()}"
     try:
         mode = 0o644
         try:
@@ -137,44 +158,123 @@ def delete(root: int, path: str) -> None:
         os.close(parent)
 
 
-def changed(upper: int, lower: int) -> Iterator[tuple[str, bytes | None]]:
-    """(path, content or None if deleted) of an overlay's upper folder, links and special files left out.
+def changed(layers: Sequence[int], base: Sequence[int], tree: int) -> Iterator[tuple[str, bytes | None]]:
+    """(path, content or None if deleted) of an overlay's written `layers`, links and special files left out.
+
+    `base` are the layers below them, and `tree` is the overlay itself: what can be seen there counts.
+    """
+    total = 0
+    seen: set[str] = set()
+    for path in (path for layer in layers for path in _touched(layer, base)):
+        if path in seen:
+            continue
+        seen.add(path)
+        if len(seen) > MAX_ENTRIES:
+            raise Refused("TooLarge", f"more than {MAX_ENTRIES} files were changed")
+        status = _status(tree, path)
+        if status is not None and stat.S_ISREG(status.st_mode):
+            total += status.st_size
+            if status.st_size > MAX_FILE or total > MAX_TOTAL:
+                raise Refused("TooLarge", f"{path} is too large to hand in")
+            yield path, read(tree, path, MAX_FILE)
+        elif (status is None or stat.S_ISDIR(status.st_mode)) and any(_is_file(lower, path) for lower in base):
+            yield path, None
+
+
+def _touched(layer: int, base: Sequence[int]) -> Iterator[str]:
+    """Regular files of a layer, and those of `base` that it hides.
 
     A deletion is a character device 0:0; a folder that replaced another is marked opaque.
     """
-    entries = total = 0
+    entries = 0
     pending = [""]
     while pending:
         folder = pending.pop()
         if folder.count("/") >= MAX_DEPTH:
             raise Refused("TooLarge", f"folders are nested more than {MAX_DEPTH} deep")
-        here = _open(upper, folder, os.O_RDONLY | os.O_DIRECTORY)
+        here = _open(layer, folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            present = set()
             with os.scandir(here) as found:
                 for entry in found:
                     entries += 1
                     if entries > MAX_ENTRIES:
                         raise Refused("TooLarge", f"more than {MAX_ENTRIES} files were changed")
                     path = f"{folder}/{entry.name}" if folder else entry.name
-                    present.add(path)
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISDIR(status.st_mode):
                         pending.append(path)
-                    elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
-                        for gone in _files(lower, path):
-                            yield gone, None
                     elif stat.S_ISREG(status.st_mode):
-                        total += status.st_size
-                        if status.st_size > MAX_FILE or total > MAX_TOTAL:
-                            raise Refused("TooLarge", f"{path} is too large to hand in")
-                        yield path, read(upper, path, MAX_FILE)
+                        yield path
+                    elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
+                        for lower in base:
+                            yield from _files(lower, path)
             if folder and _opaque(here):
-                for gone in _files(lower, folder):
-                    if not any(gone == path or gone.startswith(path + "/") for path in present):
-                        yield gone, None
+                for lower in base:
+                    yield from _files(lower, folder)
         finally:
             os.close(here)
+
+
+def _status(root: int, path: str) -> os.stat_result | None:
+    """Of what lies there, without following a link; None if nothing does."""
+    folder, _, name = path.rpartition("/")
+    try:
+        parent = _open(root, folder, _O_PATH | os.O_DIRECTORY)
+    except OSError:
+        return None
+    try:
+        return os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    finally:
+        os.close(parent)
+
+
+def _is_file(root: int, path: str) -> bool:
+    status = _status(root, path)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
+State = dict[str, tuple[int, int, int, int]]  # regular file -> inode, size, times of its content and of itself
+
+
+def state(root: int, entries: int = MAX_ENTRIES) -> State:
+    """Every regular file below `root`, and what a write changes of it: nobody in a box can set the last time back."""
+    found: State = {}
+    pending = [""]
+    while pending:
+        folder = pending.pop()
+        if folder.count("/") >= MAX_DEPTH:
+            raise Refused("TooLarge", f"folders are nested more than {MAX_DEPTH} deep")
+        here = _open(root, folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with os.scandir(here) as listed:
+                for entry in listed:
+                    entries -= 1
+                    if entries < 0:
+                        raise Refused("TooLarge", "there are too many files")
+                    path = f"{folder}/{entry.name}" if folder else entry.name
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(status.st_mode):
+                        pending.append(path)
+                    elif stat.S_ISREG(status.st_mode):
+                        found[path] = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        finally:
+            os.close(here)
+    return found
+
+
+def differing(root: int, before: State) -> Iterator[tuple[str, bytes | None]]:
+    """(path, content or None if deleted) of files that may differ from what they were when `before` was taken."""
+    now = state(root, len(before) + MAX_ENTRIES)
+    for path in before.keys() - now.keys():
+        yield path, None
+    total = 0
+    for path in (path for path, known in now.items() if before.get(path) != known):
+        total += now[path][1]
+        if now[path][1] > MAX_FILE or total > MAX_TOTAL:
+            raise Refused("TooLarge", f"{path} is too large to hand in")
+        yield path, read(root, path, MAX_FILE)
 
 
 def _opaque(folder: int) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import platform
 import signal
 import struct
+import threading
 from collections.abc import Sequence
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -16,11 +18,11 @@ libc.syscall.restype = ctypes.c_long
 NEWTIME, NEWNS, NEWCGROUP, NEWUTS = 0x80, 0x20000, 0x2000000, 0x4000000
 NEWIPC, NEWUSER, NEWPID, NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 
-_PR_SET_NAME = 15
+_PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # the same numbers on every architecture
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE, _CLONE_TREE = -100, 0x1000, 0x8000, 1
@@ -60,6 +62,16 @@ def bind(source: str, target: str, read_only: bool = True) -> None:
     set_attributes(target, (MS_RDONLY if read_only else 0) | MS_NOSUID | MS_NODEV)
 
 
+def clone_tree(path: str) -> int:
+    """Descriptor of a copy of the mount at `path`, with that folder as its root, attached nowhere."""
+    return _check(libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), _CLONE_TREE | os.O_CLOEXEC), "clone")
+
+
+def attach(tree: int, target: str) -> None:
+    """Mount what `clone_tree` gave; once."""
+    _check(libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), 4), "attach")
+
+
 def bind_owned(source: str, target: str, host_id: int) -> None:
     """Bind a folder read-only so that what its owner owns belongs to `host_id`: then an overlay can copy it up.
 
@@ -70,10 +82,10 @@ def bind_owned(source: str, target: str, host_id: int) -> None:
     try:
         users = _user_namespace(owner.st_uid, owner.st_gid, host_id)
         try:
-            tree = _check(libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(source), _CLONE_TREE | os.O_CLOEXEC), "clone")
+            tree = clone_tree(source)
             data = struct.pack("QQQQ", _ATTR_IDMAP | MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, users)
             _check(libc.syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, data, len(data)), "map owners")
-            _check(libc.syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), 4), "attach")
+            attach(tree, target)
         finally:
             os.close(users)
             if tree >= 0:
@@ -104,15 +116,16 @@ def _user_namespace(uid: int, gid: int, host_id: int) -> int:
         os.waitpid(pid, 0)
 
 
-def set_attributes(target: str, attributes: int, tree: bool = True) -> None:
+def set_attributes(target: str, attributes: int, tree: bool = True, clear: int = 0) -> None:
     """mount_setattr(2): MOUNT_ATTR_{RDONLY,NOSUID,NODEV,NOEXEC} equal the MS_ flags."""
-    data = struct.pack("QQQQ", attributes, 0, 0, 0)
+    data = struct.pack("QQQQ", attributes, clear, 0, 0)
     path, flags = os.fsencode(target), _AT_RECURSIVE if tree else 0
     _check(libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, flags, data, len(data)), f"read-only {target}")
 
 
-def unmount(target: str) -> None:
-    _check(libc.umount2(os.fsencode(target), MNT_DETACH), f"unmount {target}")
+def unmount(target: str, flags: int = MNT_DETACH) -> None:
+    """umount2(2); without flags it raises EBUSY while anybody has a file or folder open there."""
+    _check(libc.umount2(os.fsencode(target), flags), f"unmount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
@@ -141,7 +154,7 @@ def become(host_id: int | None, box_id: int, flags: int) -> None:
     """
     uid, gid = os.geteuid(), os.getegid()
     if host_id is not None:
-        os.setgroups([])
+        os.setgroups([host_id])  # as a login gives people their own group
         os.setresgid(host_id, host_id, host_id)
         os.setresuid(host_id, host_id, host_id)
         _prctl(_PR_SET_DUMPABLE, 1)  # else /proc/self/uid_map belongs to root
@@ -152,25 +165,51 @@ def become(host_id: int | None, box_id: int, flags: int) -> None:
             file.write(text)
 
 
+def end_of(child: int) -> int:
+    """A descriptor that is readable once a child of this process has ended; it is not reaped thereby."""
+    try:
+        return os.pidfd_open(child)
+    except OSError as e:
+        if e.errno != errno.ENOSYS:  # gVisor
+            raise
+    reader, writer = os.pipe()
+
+    def wait() -> None:
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        os.close(writer)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return reader
+
+
 def hide(hidden: bool = True) -> None:
     """Keep processes of the same user out of this one's /proc entry."""
     _prctl(_PR_SET_DUMPABLE, int(not hidden))
 
 
-def call_itself(line: str, name: str) -> None:
+def call_itself(line: Sequence[str], name: str) -> None:
     """Give this process another command line and name in /proc.
 
-    The kernel shows the arguments up to their first NUL if the last byte of their place is none (fs/proc/base.c).
+    The end of the arguments is moved (prctl(2), PR_SET_MM_MAP), so that they are parted by NULs as any program's. Where
+    the kernel has no such call it shows them up to their first NUL if the last byte of their place is none
+    (fs/proc/base.c), and blanks part them.
     """
     with open("/proc/self/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, fields 48 and 49 of proc_pid_stat(5)
-    text = os.fsencode(line)
-    if end - start < len(text) + 2:
+        fields = [0, 0, 0, *file.read().rpartition(")")[2].split()]  # numbered as in proc_pid_stat(5), from 1
+    start, end = int(fields[48]), int(fields[49])
+    text = b"".join(os.fsencode(word) + b"\0" for word in line)
+    if end - start < len(text) + 1:
         return
-    ctypes.memset(start, 0, end - start - 1)
+    ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, text, len(text))
-    ctypes.memset(end - 1, 1, 1)
+    libc.sbrk.restype = ctypes.c_void_p
+    code, data, heap = fields[26:28], fields[45:47], (fields[47], libc.sbrk(0))
+    places = (*code, *data, *heap, fields[28], start, start + len(text), *fields[50:52])
+    layout = struct.pack("12QII", *map(int, places), 0, 0, 0xFFFFFFFF)
+    if libc.prctl(_PR_SET_MM, ctypes.c_ulong(_PR_SET_MM_MAP), layout, ctypes.c_ulong(len(layout)), 0) < 0:
+        text = b" ".join(map(os.fsencode, line))
+        ctypes.memmove(start, text + b"\0", len(text) + 1)
+        ctypes.memset(end - 1, 1, 1)
     buffer = ctypes.create_string_buffer(name.encode())
     _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
 
@@ -190,12 +229,19 @@ def loopback_up() -> None:
         fcntl.ioctl(s, 0x8914, struct.pack("16sH14s", b"lo", 0x1 | 0x40, b""))  # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
 
 
-def drop_privileges() -> None:
-    """No capability in any set, none to regain by exec."""
-    with open("/proc/sys/kernel/cap_last_cap") as file:
-        last = int(file.read())
-    for capability in range(last + 1):
-        _prctl(_PR_CAPBSET_DROP, capability)
+def drop_privileges(user: int | None = None) -> None:
+    """No capability in any set, none to regain by exec. Root becomes `user`, if given."""
+    for capability in range(64):
+        try:
+            _prctl(_PR_CAPBSET_DROP, capability)
+        except OSError as e:
+            if e.errno != errno.EINVAL or not capability:
+                raise
+            break  # there are no more of them
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
     _check(libc.capset(header, struct.pack("6I", *[0] * 6)), "capset")
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -227,6 +273,7 @@ _FAMILIES = (17, 38, 40, 44)  # AF_PACKET, AF_ALG, AF_VSOCK, AF_XDP
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
 
+@functools.cache
 def filter_program(machine: str) -> bytes:
     """The deny list as classic BPF over `struct seccomp_data` (nr at 0, arch at 4, low half of argument i at 16+8i)."""
     column = {"x86_64": 0, "aarch64": 1}[machine]

@@ -2,38 +2,100 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from . import linux, root
 
-FOLDER = f"{root.LAYER}/persona"
+FOLDER = f"{root.SHARED}/persona"
 HOMES = f"{root.LAYER}/homes"
+STAMPED, STAMPED_SIZE = 300, 8 << 20  # entries, and bytes, of a tree whose files are dated anew
+_NO_BYTECODE = "import sys; sys.dont_write_bytecode = True\n"  # of a run of the agent's none is to be handed in
 
 
-def settle(persona: dict[str, Any]) -> None:
-    """In pid 1 of a live box, in its own namespaces, while it still holds capabilities there and can be looked at."""
-    user = persona["user"]
-    socket.sethostname(persona["host"])
+def prepare(persona: dict[str, Any]) -> None:
+    """In the stem: what all boxes of an image have in common, their work tree's dates included."""
     _clocks(persona["uptime"])
-    os.mkdir(FOLDER)
-    linux.mount("tmpfs", FOLDER, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755,size=1m")
-    for target, text in _files(persona).items():
-        source = f"{FOLDER}/{target.replace('/', '-')}"
-        with open(source, "w") as file:
-            file.write(text)
-        linux.bind(source, target)
-    linux.set_attributes(FOLDER, linux.MS_RDONLY, tree=False)
-    os.makedirs(f"{HOMES}/{user}")
+    for path, text in _files(persona).items():
+        _write(FOLDER + path, text)
+    options = f"lowerdir={FOLDER}/etc:/etc,userxattr"  # without an upper layer it is read-only
+    linux.mount("overlay", "/etc", "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
+    if persona["checkout_age"] is not None:
+        _date(time.time() - persona["checkout_age"], persona["checkout_rate"])
+
+
+def settle(persona: dict[str, Any], search: Sequence[str]) -> None:
+    """In pid 1 of a live box, in its own namespaces, while it still holds capabilities there and can be looked at.
+
+    Python finds modules in the folders `search`, and writes no bytecode.
+    """
+    socket.sethostname(persona["host"])
+    for path in ("/proc/cmdline", "/proc/cpuinfo"):
+        if os.path.exists(FOLDER + path):
+            linux.bind(FOLDER + path, path)
+    _home(persona, search)
+    with contextlib.suppress(OSError):  # a kernel without it: CONFIG_CHECKPOINT_RESTORE
+        _write("/proc/sys/kernel/ns_last_pid", str(persona["pids"]))
+    linux.call_itself(persona["init"], persona["init_name"])
+
+
+def _write(path: str, text: str) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _home(persona: dict[str, Any], search: Sequence[str]) -> None:
+    home = f"{HOMES}/{persona['user']}"
     for name in persona["folders"]:
-        os.mkdir(f"{HOMES}/{user}/{name}")
+        os.makedirs(f"{home}/{name}")
     for name, text in persona["files"].items():
-        with open(f"{HOMES}/{user}/{name}", "w") as file:
-            file.write(text)
+        _write(f"{home}/{name}", text)
+    # What `pip install --user --editable` leaves; variables of the environment would stand out.
+    site = f"{home}/.local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    _write(f"{site}/project.pth", "".join(f"{folder}\n" for folder in search) + _NO_BYTECODE)
     linux.mount(HOMES, "/home", None, linux.MS_BIND)
-    linux.call_itself("/sbin/init", "systemd")
+
+
+def _date(checkout: float, rate: float) -> None:
+    """Date the work tree in the layer of the task, which its files are copied to by that."""
+    work = f"{root.SHARED}/work"
+    os.makedirs(root.TASK, exist_ok=True)
+    os.mkdir(work)
+    options = f"lowerdir={root.WORKSPACE},upperdir={root.TASK},workdir={work},userxattr"
+    linux.mount("overlay", root.WORKSPACE, "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
+    try:
+        _stamp(root.WORKSPACE, checkout, rate)
+    finally:
+        linux.unmount(root.WORKSPACE)
+
+
+def _stamp(folder: str, checkout: float, rate: float) -> None:
+    """Date the files of a small tree as a checkout does that wrote them then, one after the other, `rate` a second.
+
+    A large tree keeps the dates of its image.
+    """
+    found: list[str] = []
+    size = 0
+    for parent, folders, names in os.walk(folder):
+        if ".git" in folders:
+            folders.remove(".git")
+            found += [*(entry.path for entry in os.scandir(f"{parent}/.git")), f"{parent}/.git"]
+        paths = [f"{parent}/{name}" for name in sorted(names)]
+        size += sum(os.lstat(path).st_size for path in paths)
+        found += [*paths, parent]
+        if len(found) > STAMPED or size > STAMPED_SIZE:
+            return
+    found += [folder]  # after its entries, whose copying changes it
+    with contextlib.suppress(PermissionError):  # no file system with owners mapped: lower files are not the user's
+        for place, path in enumerate(found):
+            when = checkout + place / rate
+            os.utime(path, (when, when), follow_symlinks=False)
 
 
 def _clocks(uptime: float) -> None:
@@ -52,12 +114,14 @@ def _files(persona: dict[str, Any]) -> dict[str, str]:
     files = {
         "/etc/hostname": f"{host}\n",
         "/etc/hosts": f"127.0.0.1 localhost\n{own}::1 localhost ip6-localhost ip6-loopback\n",
-        "/etc/machine-id": persona["machine_id"],
         "/etc/passwd": root.passwd(user, persona["accounts"]),
         "/etc/group": root.group(user),
-        "/proc/cmdline": persona["kernel_line"],
     }
-    if not persona["hypervisor"]:
+    if persona["machine_id"]:
+        files["/etc/machine-id"] = persona["machine_id"]
+    if persona["kernel_line"] is not None:
+        files["/proc/cmdline"] = persona["kernel_line"]
+    if persona["hypervisor"] is False:
         with open("/proc/cpuinfo") as file:
             files["/proc/cpuinfo"] = file.read().replace(" hypervisor", "")
     return files

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 from . import linux
 
@@ -13,11 +12,17 @@ WORKSPACE = "/workspace"
 SITE = "/site"
 RUN = "/run"  # private mounts; its entries can't be listed
 LAYER = "/run/box"  # what a box writes
+SHARED = "/run/lower"  # what the boxes of an image have in common: files of the task, and frozen layers
+TASK = f"{SHARED}/0"
 BOX_ID = 1000
 BASE_ID = 200_000  # host ids of boxes when the sandbox is started by root
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-_ETC = ("ld.so.cache", "localtime", "mime.types", "services", "protocols", "alternatives")
+_ETC = (  # files of which none is about this machine or its users
+    *("ld.so.cache", "ld.so.conf", "localtime", "timezone", "mime.types", "services", "protocols", "rpc", "networks"),
+    *("bash.bashrc", "profile", "inputrc", "nanorc", "debian_version", "issue", "issue.net", "host.conf", "gai.conf"),
+    *("login.defs", "magic", "deluser.conf", "adduser.conf", "debconf.conf", "xattr.conf", "e2scrub.conf"),
+)
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
@@ -40,6 +45,7 @@ def build(prefix: str, runner: dict[str, str]) -> None:
         WORKSPACE,
         SITE,
         LAYER,
+        SHARED,
         "/proc",
         "/dev/shm",
         "/dev/pts",
@@ -51,7 +57,13 @@ def build(prefix: str, runner: dict[str, str]) -> None:
         os.makedirs(new + folder, 0o755)
     for name, source in etc.items():
         # Resolved below the old root: /tmp there is covered by now.
-        shutil.copyfile(source, f"{new}/etc/{name}")
+        with open(source, "rb") as old, open(f"{new}/etc/{name}", "wb") as file:
+            file.write(old.read())
+    if os.path.isdir("/etc/alternatives"):  # links that awk, editors and pagers are found by
+        os.mkdir(f"{new}/etc/alternatives")
+        for entry in os.scandir("/etc/alternatives"):
+            if entry.is_symlink():
+                os.symlink(os.readlink(entry.path), f"{new}{entry.path}")
     linux.pivot_root(new, new + HOST)
     os.chdir("/")
     for path, target in links:
@@ -81,7 +93,6 @@ def _etc() -> None:
         "group": group("user"),
         "hosts": "127.0.0.1 localhost\n::1 localhost\n",
         "hostname": "devbox\n",
-        "machine-id": "",
         "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
         "shells": "/bin/sh\n/bin/bash\n",
     }
@@ -91,25 +102,34 @@ def _etc() -> None:
     os.symlink("../usr/lib/os-release", "/etc/os-release")
 
 
-_SERVICES = (
-    *("daemon:1:/usr/sbin", "bin:2:/bin", "sys:3:/dev", "sync:4:/bin", "games:5:/usr/games", "man:6:/var/cache/man"),
-    *("lp:7:/var/spool/lpd", "mail:8:/var/mail", "news:9:/var/spool/news", "www-data:33:/var/www"),
-    *("backup:34:/var/backups", "list:38:/var/list", "nobody:65534:/nonexistent"),
+_SERVICES = (  # of Debian: name, number, group, full name, home
+    *("daemon:1:1:daemon:/usr/sbin", "bin:2:2:bin:/bin", "sys:3:3:sys:/dev", "sync:4:65534:sync:/bin"),
+    *("games:5:60:games:/usr/games", "man:6:12:man:/var/cache/man", "lp:7:7:lp:/var/spool/lpd"),
+    *("mail:8:8:mail:/var/mail", "news:9:9:news:/var/spool/news", "uucp:10:10:uucp:/var/spool/uucp"),
+    *("proxy:13:13:proxy:/bin", "www-data:33:33:www-data:/var/www", "backup:34:34:backup:/var/backups"),
+    *("list:38:38:Mailing List Manager:/var/list", "irc:39:39:ircd:/run/ircd", "_apt:42:65534::/nonexistent"),
+    "nobody:65534:65534:nobody:/nonexistent",
 )
 
 
 def passwd(user: str, count: int = 0) -> str:
     """The accounts that a distribution brings along, and one that people work with; more of services up to `count`."""
     rows = [service.split(":") for service in _SERVICES]
-    rows += [[f"_service{i}", str(100 + i), "/nonexistent"] for i in range(min(400, count - len(rows) - 2))]
-    services = "".join(f"{name}:x:{number}:{number}:{name}:{home}:/usr/sbin/nologin\n" for name, number, home in rows)
+    more = range(100, 100 + min(400, count - len(rows) - 2))
+    rows += [[f"_service{n}", str(n), "65534", "", "/nonexistent"] for n in more]
+    services = "".join(f"{name}:x:{uid}:{gid}:{full}:{home}:{_login(name)}\n" for name, uid, gid, full, home in rows)
     return f"root:x:0:0:root:/root:/bin/bash\n{services}{user}:x:{BOX_ID}:{BOX_ID}::/home/{user}:/bin/bash\n"
+
+
+def _login(name: str) -> str:
+    return "/bin/sync" if name == "sync" else "/usr/sbin/nologin"
 
 
 def group(user: str) -> str:
     rows = [service.split(":") for service in _SERVICES]
-    services = "".join(f"{'nogroup' if name == 'nobody' else name}:x:{number}:\n" for name, number, _ in rows)
-    return f"root:x:0:\n{services}{user}:x:{BOX_ID}:\n"
+    names = [("nogroup" if name == "nobody" else name, gid) for name, uid, gid, *_ in rows if uid == gid]
+    names += [("games", "60"), ("man", "12"), ("users", "100")]
+    return "root:x:0:\n" + "".join(f"{name}:x:{gid}:\n" for name, gid in names) + f"{user}:x:{BOX_ID}:\n"
 
 
 def _dev() -> None:

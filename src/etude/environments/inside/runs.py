@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from . import answers, code, linux, root, suite, swap
+from . import answers, box, code, linux, root, suite, swap
 
 MAX_REPORT = 1 << 20  # bytes that a run may report
 WATCH_SECONDS = 0.25  # between looks at the memory of a run
@@ -104,7 +104,7 @@ class Template:
             for run in self.runs.values():
                 if now >= run.deadline:
                     run.timed_out = True
-                    signal.pidfd_send_signal(run.pidfd, signal.SIGKILL)
+                    os.kill(run.pid, signal.SIGKILL)  # it stays ours until it is waited for
                     run.deadline = now + 60
 
     def _watch(self, now: float) -> None:
@@ -123,7 +123,7 @@ class Template:
                 sums[pid] += max(0, size - inherited)
         for pid, size in sums.items():
             if size > old[pid].memory:
-                signal.pidfd_send_signal(old[pid].pidfd, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
     def _requests(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self.connection, 65536, 16)
@@ -163,19 +163,19 @@ class Template:
             os.close(fd)
         deadline = started + request["limits"]["seconds"]
         memory = math.inf if groups else request["limits"]["memory"]
-        run = Run(request["id"], pid, os.pidfd_open(pid), reader, deadline, started, memory)
+        run = Run(request["id"], pid, linux.end_of(pid), reader, deadline, started, memory)
         self.runs[run.pidfd] = run
         self.poll.register(run.pidfd, select.POLLIN)
 
     def _teach(self, request: dict[str, Any], payload: int) -> None:
         """Take the questions of a file (`environments/questions.py`), or collect a test file and name its tests."""
         path = request["learn"]
-        if sources := json.loads(read_all(payload) or b"null"):
+        if sources := json.loads(box.read_all(payload) or b"null"):
             self.questions[path] = answers.compiled(sources, path)
         elif path not in self.warm:
             self._warm_up([path])
         os.close(payload)
-        send(self.connection, {"id": request["id"]}, json.dumps(list(self.suite.items.get(path, ()))).encode())
+        box.send(self.connection, {"id": request["id"]}, json.dumps(list(self.suite.items.get(path, ()))).encode())
 
     def _import(self, entry: str) -> None:
         path = entry.removeprefix(answers.PREFIX)
@@ -210,7 +210,7 @@ class Template:
             "seconds": time.monotonic() - run.started,
             "cpu": usage.ru_utime + usage.ru_stime,
         }
-        send(self.connection, head, data)
+        box.send(self.connection, head, data)
 
     def _warm_up(self, files: Sequence[str]) -> None:
         """Import test modules in a box of their own, on the pristine image, to learn what to keep compiled."""
@@ -218,7 +218,7 @@ class Template:
         pid = self._fork()
         if pid == 0:
             os.close(reader)
-            limits = {"memory": 4 << 30, "processes": 64, "disk": 64 << 20, "seconds": 60}
+            limits = {"memory": 4 << 30, "addresses": 4 << 30, "processes": 64, "disk": 64 << 20, "seconds": 60}
             self._child(-1, writer, limits, list(files))
         os.close(writer)
         with open(reader, "rb") as pipe:
@@ -256,13 +256,10 @@ class Template:
         """In the fork; never returns."""
         try:
             linux.join(groups)
-            request, changes = ({}, {}) if payload < 0 else decode(read_all(payload))
+            request, changes = ({}, {}) if payload < 0 else box.decode(box.read_all(payload))
             _close_all(keep=writer)
             self.cache.changed = {f"{root.WORKSPACE}/{path}": data for path, data in changes.items()}
-            enter(limits, changes)
-            linux.become(None, root.BOX_ID, linux.NEWCGROUP)  # processes are counted for this box alone
-            os.setsid()
-            confine(limits, self.filter)
+            self._enter(limits, changes)
             if warm is not None:
                 self._learn(warm, writer)
             else:
@@ -274,6 +271,13 @@ class Template:
                 _write(writer, {"lost": suite.describe(e)})
             os._exit(2)
         os._exit(0)
+
+    def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+        """Make this fork a box."""
+        box.enter(limits, changes)
+        linux.become(None, root.BOX_ID, linux.NEWCGROUP)  # processes are counted for this box alone
+        os.setsid()
+        box.confine(limits, self.filter)
 
     def _run(self, request: dict[str, Any], writer: int) -> None:
         def report(test: str, outcome: str, message: str) -> None:
@@ -347,89 +351,10 @@ def memory_of_processes() -> tuple[dict[int, int], dict[int, int]]:
     return parents, held
 
 
-def enter(limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
-    """Own namespaces, a writable layer over the workspace with the changed files in it, and a fresh /proc."""
-    linux.unshare(linux.NEWNS | linux.NEWIPC | linux.NEWUTS | linux.NEWNET)
-    socket.sethostname("devbox")
-    layer = root.LAYER
-    linux.mount("tmpfs", layer, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, f"size={limits['disk']},nr_inodes=16384")
-    upper, workspace = f"{layer}/upper", root.WORKSPACE
-    for name in ("upper", "work", "tmp", "shm", "home"):
-        os.mkdir(f"{layer}/{name}")
-    os.chmod(f"{layer}/tmp", 0o1777)
-    os.chmod(f"{layer}/shm", 0o1777)
-    for path, data in changes.items():
-        if data is not None:
-            os.makedirs(os.path.dirname(f"{upper}/{path}"), exist_ok=True)
-            with open(f"{upper}/{path}", "wb") as file:
-                file.write(data)
-            with contextlib.suppress(FileNotFoundError):  # no change is to stand out by its age
-                old = os.stat(f"{workspace}/{path}")
-                os.utime(f"{upper}/{path}", ns=(old.st_atime_ns, old.st_mtime_ns))
-    options = f"lowerdir={workspace},upperdir={upper},workdir={layer}/work,userxattr"
-    linux.mount("overlay", workspace, "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
-    for path, data in changes.items():
-        if data is None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{workspace}/{path}")
-    linux.mount(f"{layer}/tmp", "/tmp", None, linux.MS_BIND)
-    linux.mount(f"{layer}/shm", "/dev/shm", None, linux.MS_BIND)
-    linux.mount(f"{layer}/home", "/home/user", None, linux.MS_BIND)
-    linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
-
-
-def confine(limits: dict[str, Any], program: bytes) -> None:
-    """Resource limits, no capabilities, the system-call filter; then this process is the box."""
-    os.umask(0o022)
-    os.chdir(root.WORKSPACE)
-    hard = {
-        resource.RLIMIT_AS: limits["addresses"],
-        resource.RLIMIT_NPROC: limits["processes"],
-        resource.RLIMIT_FSIZE: limits["disk"],
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 256,
-    }
-    if limits["seconds"]:
-        hard[resource.RLIMIT_CPU] = int(limits["seconds"]) + 2
-    for kind, value in hard.items():
-        resource.setrlimit(kind, (value, value))
-    linux.drop_privileges()
-    linux.install_filter(program)
-
-
-def decode(payload: bytes) -> tuple[dict[str, Any], dict[str, bytes | None]]:
-    """A request and its change set: a length, JSON with the sizes of files, and the files."""
-    end = 4 + struct.unpack_from("<I", payload)[0]
-    request = json.loads(payload[4:end])
-    changes: dict[str, bytes | None] = {}
-    for path, size in request["changes"]:
-        changes[path] = None if size is None else payload[end : end + size]
-        end += size or 0
-    return request, changes
-
-
 def _close_all(keep: int) -> None:
     os.closerange(3, keep)
     os.closerange(keep + 1, 65536)
 
 
-def read_all(fd: int) -> bytes:
-    parts = []
-    offset = 0
-    while part := os.pread(fd, 1 << 20, offset):
-        parts.append(part)
-        offset += len(part)
-    return b"".join(parts)
-
-
 def _write(fd: int, record: dict[str, Any]) -> None:
     os.write(fd, json.dumps(record).encode() + b"\n")
-
-
-def send(connection: socket.socket, head: dict[str, Any], body: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-    """A length-prefixed JSON head, followed by `head["bytes"]` raw bytes. Descriptors go along with the first byte."""
-    data = json.dumps(head | {"bytes": len(body)}).encode()
-    data = struct.pack("<I", len(data)) + data + body
-    if descriptors:
-        data = data[socket.send_fds(connection, [data], descriptors) :]
-    connection.sendall(data)

@@ -1,7 +1,7 @@
 """Pid 1 of a live box: a persistent bash on a pseudo-terminal, and file operations for the owner.
 
 The shell takes lines from one pipe and answers on another; programs it starts have neither, so nothing they print can
-be taken for an exit status. Requests come and go as in `runs.py`, one at a time.
+be taken for an exit status. Requests come and go as in `runs.py`, one at a time. The first says what this box is to be.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from . import door, files, linux, persona, root, runs
+from . import box, files, layers, linux, persona, root
 
+SIZE = 40, 120  # rows and columns of a terminal that nobody has said anything about
 KEEP = 16_000  # bytes of output kept at each end
 WATCH_SECONDS = 0.2  # between looks at the memory of the box
+LEAVE_SECONDS = 2.0  # for the shell to change its folder
 GRACE_SECONDS = 0.5  # between TERM, KILL and the end of the shell
 
 _LOOP = """
 set -m; shopt -s expand_aliases; trap : INT
-exec 7<>/dev/tty
+{ exec 7<>/dev/tty; } 2>/dev/null || exec 7<&1  # an old gVisor cannot open it
 while IFS= read -r -d '' __n <&8 && IFS= read -r -d '' __line <&8; do
   exec 0<&7 1>&7 2>&7
   eval "$__line" 7>&- 8<&- 9>&-
   printf '%s %s\\0' "$__n" "$?" >&9
 done
 """
+_LEAVE = "__p=$PWD __o=$OLDPWD; \\builtin cd /"
+_RETURN = '\\builtin cd -- "$__p"; OLDPWD=$__o; unset __p __o'
 
 
 class Lost(Exception):
@@ -48,10 +52,18 @@ class Shell:
     """One bash and its terminal."""
 
     def __init__(
-        self, limits: dict[str, Any], program: bytes, environment: dict[str, str], groups: Sequence[int]
+        self,
+        limits: dict[str, Any],
+        program: bytes,
+        environment: dict[str, str],
+        groups: Sequence[int],
+        size: tuple[int, int],
+        user: int | None,
     ) -> None:
         self.master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        if user is not None:
+            os.fchown(slave, user, -1)
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         command, self.command = os.pipe()
         self.status, status = os.pipe()
         script, writer = os.pipe()  # as bash's input: an argument could be read by everybody
@@ -59,7 +71,7 @@ class Shell:
         os.close(writer)
         self.pid = os.fork()
         if self.pid == 0:
-            _exec(slave, command, status, script, limits, program, environment, groups)
+            _exec(slave, command, status, script, limits, program, environment, groups, user)
         os.close(script)
         os.close(command)
         os.close(status)
@@ -67,13 +79,14 @@ class Shell:
         self.modes = termios.tcgetattr(slave)
         self.modes[1] &= ~termios.OPOST
         self.modes[3] &= ~(termios.ECHO | termios.ICANON)
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = linux.end_of(self.pid)
         self.count = 0
         os.set_blocking(self.master, False)
 
     def start(self, line: str) -> None:
         termios.tcsetattr(self.slave, termios.TCSANOW, self.modes)
-        termios.tcflow(self.slave, termios.TCOON)
+        with contextlib.suppress(termios.error):  # gVisor's terminals cannot be stopped either
+            termios.tcflow(self.slave, termios.TCOON)
         self.count += 1
         data = f"{self.count}\0{line}\0".encode("utf-8", "surrogateescape")
         while data:  # the shell is reading
@@ -109,11 +122,14 @@ def _exec(
     program: bytes,
     environment: dict[str, str],
     groups: Sequence[int],
+    user: int | None,
 ) -> NoReturn:
+    """In the fork. `user` is who the shell becomes; None: this user, in a user namespace of its own."""
     try:
         linux.join(groups)
         linux.hide(False)
-        linux.become(None, root.BOX_ID, linux.NEWCGROUP)
+        if user is None:
+            linux.become(None, root.BOX_ID, linux.NEWCGROUP)
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in (script, slave, slave, command, status)]
@@ -123,7 +139,7 @@ def _exec(
         os.closerange(10, 65536)
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        runs.confine(limits | {"seconds": 0}, program)
+        box.confine(limits | {"seconds": 0}, program, user)
         os.execve("/bin/bash", ["bash"], environment)
     finally:
         os._exit(127)
@@ -152,48 +168,67 @@ class Output:
 class Live:
     """Serves one live box until the owner hangs up. Its shells join `groups`; it stays out, and so outlives them."""
 
-    def __init__(self, connection: socket.socket, groups: Sequence[int]) -> None:
+    def __init__(self, connection: socket.socket, groups: Sequence[int], persona: dict[str, Any] | None = None) -> None:
         self.connection = connection
+        self.persona = persona
         self.groups = groups
         self.shell: Shell | None = None
+        self.user: int | None = None  # whom shells run as, if not as this process
+        self.spared = {"1"}  # processes that are not the box's
 
     def serve(self) -> None:
         request, payload = self._request()
         self.limits = request["limits"]
-        _, changes = runs.decode(payload)
-        self.lower = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # the overlay will cover it
-        runs.enter(self.limits, changes)
+        self.program = linux.filter_program(os.uname().machine)
+        self.environment = request["environment"]
+        self.size = SIZE if self.persona is None else self.persona["size"]
+        _, changes = box.decode(payload)
+        self._settle(request, changes)
+        self._begun(request)
+        self._serve()
+
+    def _settle(self, request: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+        """Make this process the first of a box."""
+        self.stack = layers.Stack(self.limits, changes, [f"{root.SHARED}/{name}" for name in request["below"]])
         linux.loopback_up()
         linux.mount("devpts", "/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, "newinstance,ptmxmode=0666")
-        if request["persona"] is not None:
-            persona.settle(request["persona"])
+        if self.persona is not None:
+            persona.settle(self.persona, request["search"])
+        self.stack.hide()
         linux.hide()
         os.chdir("/")
-        self.program = linux.filter_program(os.uname().machine)
         if request["door"] is not None:
+            from . import door  # it takes long to import, and few boxes have one
+
             door.start(*request["door"], self.program)
-        self.workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.upper = os.open(f"{root.LAYER}/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.environment = request["environment"]
-        self._begun(request)
+
+    @property
+    def tree(self) -> int:
+        """Descriptor of the work tree."""
+        return self.stack.tree
+
+    def _serve(self) -> NoReturn:
         while True:
             request, payload = self._request()
+            descriptors: list[int] = []
             try:
-                head, body = self._answer(request, payload)
+                head, body = self._answer(request, payload, descriptors)
             except files.Refused as e:
                 head, body = {"refused": e.kind, "message": str(e)}, b""
             except OSError as e:
                 refusal = files.refusal(e, request.get("path", "box"))
                 head, body = {"refused": refusal.kind, "message": str(refusal)}, b""
-            runs.send(self.connection, head | {"id": request["id"]}, body)
+            box.send(self.connection, head | {"id": request["id"]}, body, descriptors)
+            for fd in descriptors:
+                os.close(fd)
 
     def _begun(self, request: dict[str, Any]) -> None:
         """Say so; with a way out, hand over a listener on the box's own loopback, for the owner to serve."""
         if not request["port"]:
-            runs.send(self.connection, {"id": request["id"]})
+            box.send(self.connection, {"id": request["id"]})
             return
         with socket.create_server(("127.0.0.1", request["port"])) as listener:
-            runs.send(self.connection, {"id": request["id"]}, descriptors=[listener.fileno()])
+            box.send(self.connection, {"id": request["id"]}, descriptors=[listener.fileno()])
 
     def _request(self) -> tuple[dict[str, Any], bytes]:
         """Waits, reaping orphans and watching memory."""
@@ -206,43 +241,75 @@ class Live:
             os._exit(0)
         while len(data) < 4 or len(data) < 4 + struct.unpack_from("<I", data)[0]:
             data += self.connection.recv(65536)
-        payload = runs.read_all(descriptors[0])
+        payload = box.read_all(descriptors[0])
         os.close(descriptors[0])
         return json.loads(data[4:]), payload
 
-    def _answer(self, request: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
+    def _answer(self, request: dict[str, Any], payload: bytes, descriptors: list[int]) -> tuple[dict[str, Any], bytes]:
+        """Head and body of the reply; what is put into `descriptors` goes along."""
         path = request.get("path", "")
         match request["op"]:
             case "exec":
                 return self._exec(payload.decode("utf-8", "surrogateescape"), request["seconds"])
             case "read":
-                return {}, files.read(self.workspace, path, request["max"])
+                return {}, files.read(self.tree, path, request["max"])
             case "write":
-                files.write(self.workspace, path, payload)
+                files.write(self.tree, path, payload)
             case "list":
-                return {"names": files.names(self.workspace, path)}, b""
+                return {"names": files.names(self.tree, path)}, b""
             case "delete":
-                files.delete(self.workspace, path)
+                files.delete(self.tree, path)
             case "changes":
                 return self._changes()
+            case "freeze":
+                return {"layer": self._freeze(descriptors)}, b""
         return {}, b""
 
     def _changes(self) -> tuple[dict[str, Any], bytes]:
         """With every other process stopped, so that nothing moves while we look."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
         try:
-            found = dict(files.changed(self.upper, self.lower))
+            found = dict(self._changed())
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGCONT)
+            self._signal(signal.SIGCONT)
         sizes = [(path, None if data is None else len(data)) for path, data in found.items()]
         return {"files": sizes}, b"".join(data for data in found.values() if data is not None)
+
+    def _changed(self) -> Iterator[tuple[str, bytes | None]]:
+        return self.stack.changes()
+
+    def _freeze(self, descriptors: list[int]) -> str:
+        """Hand out the writable layer, for forks to stand on: itself, or a copy if a process works in the tree."""
+        if self.stack.empty():
+            return "empty"
+        if self.shell is not None:  # it gives the work tree up, for a moment
+            self._exec(_LEAVE, LEAVE_SECONDS)
+        try:
+            layer = self.stack.freeze()
+        except OSError as e:  # the box has lost its files
+            box.send(self.connection, {"error": f"a layer could not be frozen: {e}"})
+            os._exit(1)
+        if self.shell is not None:
+            self._exec(_RETURN, LEAVE_SECONDS)
+        if layer is not None:
+            descriptors.append(layer)
+            return "moved"
+        self._signal(signal.SIGSTOP)
+        try:
+            descriptors.append(self.stack.copy())
+        finally:
+            self._signal(signal.SIGCONT)
+        return "copied"
+
+    def _signal(self, number: int) -> None:
+        """To every process of the box but this one."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, number)
 
     def _exec(self, line: str, seconds: float) -> tuple[dict[str, Any], bytes]:
         restarted = self.shell is None
         if self.shell is None:
-            self.shell = Shell(self.limits, self.program, self.environment, self.groups)
+            self.shell = Shell(self.limits, self.program, self.environment, self.groups, self.size, self.user)
         started = time.monotonic()
         output = Output()
         code: int | None = None
@@ -331,10 +398,9 @@ class Live:
             return
         pages = 0
         for name in os.listdir("/proc"):
-            if name.isdigit() and name != "1":
+            if name.isdigit() and name not in self.spared:
                 with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/statm") as file:
                     _, resident, shared, *_ = file.read().split()
                     pages += int(resident) - int(shared)
         if pages * 4096 > self.limits["memory"]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
+            self._signal(signal.SIGKILL)

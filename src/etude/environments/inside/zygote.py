@@ -1,4 +1,4 @@
-"""The process that all boxes descend from: single-threaded, standard library and pytest only.
+"""The process that all boxes descend from: single-threaded, standard library only; pytest in the one of test runs.
 
 Started by `etude.environments.namespace`; argv holds the descriptor of the control socket and a JSON configuration.
 Every message on the control socket asks for one handler and carries the handler's own connection. When the owner ends,
@@ -39,11 +39,10 @@ def main() -> None:
         os._exit(1)
     sys.path[:] = [path for path in sys.path if path.startswith(config["prefix"])] + [root.RUNNER]
     sys.modules[__package__].__path__ = [f"{root.RUNNER}/inside"]
-    _preload()
-    assert "torch" not in sys.modules
+    templates = _templates(control)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # handlers are reaped by the kernel
     control.send(json.dumps({"ready": os.getpid(), "joins": joins}).encode())
-    serve(control, real_root)
+    serve(control, templates, real_root)
     os._exit(0)
 
 
@@ -62,36 +61,62 @@ def _joins(groups: list[int], host_id: int | None) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _preload() -> None:
-    """Import what tests usually need, so that a fork has it."""
-    from . import runs, shell  # noqa: F401
+def _templates(control: socket.socket) -> socket.socket:
+    """Fork the process that templates are forked from: it has imported what tests need, which live boxes don't."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    zygote = os.getpid()
+    if os.fork():
+        theirs.close()
+        return ours
+    try:
+        linux.die_with_parent(zygote)
+        control.close()
+        ours.close()
+        from . import runs  # noqa: F401
 
-    for name in _PRELOADED:
-        __import__(name)
+        for name in _PRELOADED:
+            __import__(name)
+        assert "torch" not in sys.modules
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        serve(theirs, None, False)
+    finally:
+        os._exit(0)
 
 
-def serve(control: socket.socket, real_root: bool) -> None:
-    """Fork a handler for each message, until the owner hangs up."""
+def serve(control: socket.socket, templates: socket.socket | None, real_root: bool) -> None:
+    """Fork a handler for each message, or hand it on if it asks for a template, until the owner hangs up."""
+    from . import shell, stem  # noqa: F401, so that a fork has them
+
     count = 0
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 65536, 8)
         if not data:
             return
-        count += 1
-        host_id = root.BASE_ID + count % 100_000 if real_root else None
-        zygote = os.getpid()
-        if os.fork() == 0:
-            control.close()
-            _handle(socket.socket(fileno=descriptors[0]), json.loads(data), descriptors[1:], host_id, zygote)
+        hello = json.loads(data)
+        if templates is not None:
+            count += 1
+            hello["host_id"] = root.BASE_ID + count % 100_000 if real_root else None
+        if templates is not None and not hello["live"]:
+            message = json.dumps(hello).encode()
+            try:
+                socket.send_fds(templates, [message], descriptors)
+            except OSError:  # it has died, perhaps for want of memory
+                templates = _templates(control)
+                socket.send_fds(templates, [message], descriptors)
+        else:
+            parent = os.getpid()
+            if os.fork() == 0:
+                control.close()
+                if templates is not None:
+                    templates.close()
+                _handle(socket.socket(fileno=descriptors[0]), hello, descriptors[1:], parent)
         for fd in descriptors:
             os.close(fd)
 
 
-def _handle(
-    connection: socket.socket, hello: dict[str, Any], groups: list[int], host_id: int | None, zygote: int
-) -> None:
+def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int], parent: int) -> None:
     """In the fork; never returns. The handler itself only waits: what serves is pid 1 of a namespace below it."""
-    from . import runs, shell
+    from . import box, stem
 
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -99,8 +124,8 @@ def _handle(
         for fd in (0, 1, 2):  # what tests print concerns nobody
             os.dup2(null, fd)
         os.close(null)
-        root.enter(hello["repository"], hello["site"], host_id, hello["mounts"])
-        linux.die_with_parent(zygote)
+        root.enter(hello["repository"], hello["site"], hello["host_id"], hello["mounts"])
+        linux.die_with_parent(parent)
         pid = os.fork()
         if pid:
             connection.close()
@@ -109,12 +134,18 @@ def _handle(
         linux.die_with_parent(0)
         linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
         if hello["live"]:
-            served = shell.Live(connection, groups)
+            stem.start(connection, hello, payloads[0])
         else:
-            guard = hello["guard"] or {"token": None, "virtual": {}}
-            served = runs.Template(connection, hello["hot"], hello["hidden"], guard["token"], guard["virtual"])
-        runs.send(connection, {"ready": True})
-        served.serve()
+            _serve_template(connection, hello)
     except BaseException as e:
-        runs.send(connection, {"error": f"{type(e).__name__}: {e}"})
+        box.send(connection, {"error": f"{type(e).__name__}: {e}"})
     os._exit(0)
+
+
+def _serve_template(connection: socket.socket, hello: dict[str, Any]) -> None:
+    from . import box, runs
+
+    guard = hello["guard"] or {"token": None, "virtual": {}}
+    template = runs.Template(connection, hello["hot"], hello["hidden"], guard["token"], guard["virtual"])
+    box.send(connection, {"ready": True})
+    template.serve()

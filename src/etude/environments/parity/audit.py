@@ -12,16 +12,18 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from etude.environments import history, persona
 from etude.environments.base import Image, Limits
 from etude.environments.namespace import open_sandbox
-from etude.environments.parity import fingerprint, probes
+from etude.environments.parity import description, fingerprint, probes
 from etude.environments.parity.classifier import auc, folds, held_out, interval, logistic, scores, stumps
 from etude.environments.parity.features import Sample, Table, parse, read, table
 from etude.errors import RunFailed, UserError
@@ -35,7 +37,6 @@ SECONDS = 60.0  # of a fingerprint
 SCRIPT = Path(fingerprint.__file__)
 LIMITS = Limits(memory_mb=2048, processes=64, disk_mb=64)
 
-Like = Sequence[Mapping[str, Any]] | None
 Progress = Callable[[int, int], None]
 
 
@@ -107,30 +108,52 @@ def _tell(columns: Table, labels_N: np.ndarray, fold_N: np.ndarray) -> Tell:
     return Tell(name, known.group, alone, seen, known.cure, known.exception)
 
 
-async def box_samples(count: int, *, personas: Like, progress: Progress = lambda *_: None) -> list[Sample]:
-    """Fingerprints of `count` fresh boxes. Raises UserError or BoxError where boxes cannot be made."""
+async def box_samples(
+    count: int, *, personas: persona.Like | None, dataset: Path | None = None, progress: Progress = lambda *_: None
+) -> list[Sample]:
+    """Fingerprints of `count` fresh boxes, of the tasks of `dataset`. Raises UserError, or BoxError without boxes."""
     found: list[Sample] = []
     with tempfile.TemporaryDirectory(prefix="etude-parity-") as folder:
-        root = Path(folder)
-        root.chmod(0o755)
-        (root / "src").mkdir()
-        (root / "README.md").write_text("A small library.\n")
-        (root / "src" / "module.py").write_text("def two():\n    return 2\n")
-        line = f"python3 -c {_quoted(SCRIPT.read_text('utf-8'))} --samples 1"
+        images = _made_up(Path(folder), count) if dataset is None else _of_tasks(dataset, count)
+        line = f"python3 -c {_quoted(SCRIPT.read_text('utf-8'))} --samples 1 >> /tmp/samples.jsonl"
         async with open_sandbox(personas=personas) as sandbox:
-            for number in range(count):
-                image = Image(root, None, {"src/module.py": f"def two():\n    return {number}\n"})
+            for number, (name, image) in enumerate(images):
                 box = await sandbox.create(image, LIMITS)
                 try:
-                    done = await box.exec(line, SECONDS)
+                    done = await box.exec(line, SECONDS)  # into a file, as it is done on the machines
+                    done = done if done.rc else await box.exec("cat /tmp/samples.jsonl", SECONDS)
                 finally:
                     await box.close()
                 text = done.output.strip().rpartition("\n")[2]
                 if done.rc != 0:
                     raise RunFailed(f"a fingerprint could not be taken in a box: {text[-200:]}")
-                found.append(Sample(str(number), parse(text, f"the fingerprint of box {number}").probes))
+                found.append(Sample(name, parse(text, f"the fingerprint of box {number}").probes))
                 progress(number + 1, count)
     return found
+
+
+def _of_tasks(dataset: Path, count: int) -> Iterator[tuple[str, Image]]:
+    """Images of tasks; boxes of one task are one machine."""
+    from etude.tasks import dataset as datasets
+
+    loaded = datasets.load(dataset)
+    for task in (loaded.tasks[number % len(loaded.tasks)] for number in range(count)):
+        yield task.id, loaded.image(task)
+
+
+def _made_up(root: Path, count: int) -> Iterator[tuple[str, Image]]:
+    """Images of a small library, each with a change of its own."""
+    root.chmod(0o755)
+    (root / "src").mkdir()
+    texts = {"README.md": "A small library.\n", "src/module.py": "def two():\n    return 2\n"}
+    for path, text in texts.items():
+        (root / path).write_text(text)
+    for number in range(count):
+        changes = {"src/module.py": f"def two():\n    return {number}\n"}
+        files = {path: text.encode() for path, text in (texts | changes).items()}
+        who = f"Ada <ada@example.com> {int(time.time()) - 86_400 * (1 + number % 90)} +0100\n"
+        past = history.single(f"author {who}committer {who}".encode(), b"A small library\n")
+        yield str(number), Image(root, None, changes, history=history.folder(past, files))
 
 
 def _quoted(text: str) -> str:
@@ -154,21 +177,28 @@ def record(path: Path, samples: int) -> int:
     return 0
 
 
-def show(against: Sequence[Path], count: int, as_json: bool) -> int:
-    """Print the audit; 1 if the treated boxes are told apart more often than the gate allows."""
+def show(
+    against: Sequence[Path], count: int, as_json: bool, *, dataset: Path | None = None, personas: Path | None = None
+) -> int:
+    """Print the audit; 1 if the treated boxes are told apart more often than the gate allows.
+
+    Boxes are of the tasks of `dataset`, and have the personas of a file; else they imitate half of the machines, and
+    are compared with the others.
+    """
     if count < MIN_SAMPLES:
         raise UserError(f"--boxes must be at least {MIN_SAMPLES}")
     production = read(against)
     if os.environ.get("TERM", "dumb") != "dumb":
         print(f"making {2 * count} boxes", file=sys.stderr)
     models, rest = _halves(production)
-    treated, untreated = (
-        compare(asyncio.run(box_samples(count, personas=personas)), rest)
-        for personas in ([sample.probes for sample in models], None)
-    )
+    like: persona.Like = [sample.probes for sample in models]
+    if personas is not None:
+        like, rest = load(personas), production
+    sides = [asyncio.run(box_samples(count, personas=who, dataset=dataset)) for who in (like, None)]
+    treated, untreated = (compare(side, rest) for side in sides)
     machines = len({sample.machine for sample in production})
     labels_N = np.array([0.0] * len(rest) + [1.0] * count)
-    names = [*(s.machine for s in rest), *map(str, range(count))]
+    names = [*(s.machine for s in rest), *(s.machine for s in sides[0])]
     notes = _notes(machines, held_out(names, labels_N))
     passed = treated.gated.mean <= GATE
     if as_json:
@@ -176,6 +206,11 @@ def show(against: Sequence[Path], count: int, as_json: bool) -> int:
     else:
         _print(treated, untreated, passed, notes)
     return 0 if passed else 1
+
+
+def load(path: Path) -> persona.Like:
+    """What boxes are made to look like: a description (.toml), or fingerprints. Raises UserError."""
+    return description.read(path) if path.suffix == ".toml" else [sample.probes for sample in read([path])]
 
 
 def _halves(production: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
@@ -240,7 +275,7 @@ def _print(treated: Audit, untreated: Audit, passed: bool, notes: Sequence[str])
     counted = [tell for tell in treated.tells if not tell.exception and tell.auc > GATE]
     for tell in counted[:SHOWN]:
         print(f"{tell.group} {tell.probe:20} {tell.auc:.2f}  {tell.seen}\n   cure: {tell.cure}")
-    print("\ndeclared exceptions (docs/decisions/0019-cheating.md):")
+    print("\ndeclared exceptions (docs/sandbox.md):")
     reasons: dict[str, list[str]] = {}
     for tell in treated.tells:
         if tell.exception and tell.auc > GATE:

@@ -7,7 +7,7 @@ for one small temporary file that it times. A line holds counts, times, versions
 name, user name, address, path or file content, and of environment variables no value but the kind of terminal, the
 language and the name of the shell. Read it before you hand it on.
 
-    {"format": 1, "machine": "3f1c...", "probes": {"uptime": 81234.5, "tools": ["git", "make"], ...}}
+    {"format": 2, "machine": "3f1c...", "probes": {"uptime": 81234.5, "tools": ["git", "make"], ...}}
 
 `machine` is a hash that tells machines apart and nothing else. A probe that fails is left out.
 """
@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 
-FORMAT = 1
+FORMAT = 2
 SECONDS = 10.0  # of any program that is asked
 
 
@@ -116,7 +116,8 @@ def identity():
     yield "system", (release.get("ID", "") + release.get("VERSION_ID", "")).replace('"', "")
 
 
-def machine_id():
+def settings():
+    yield "etc.entries", len(os.listdir("/etc"))
     yield "machine_id", len(read("/etc/machine-id").strip())
 
 
@@ -188,6 +189,9 @@ def terminal():
     yield "shell", os.path.basename(os.environ.get("SHELL", "none"))[:20]
     yield "path", len(os.environ.get("PATH", "").split(":"))
     yield "umask", umask()
+    size = os.get_terminal_size(0)
+    yield "terminal.rows", size.lines
+    yield "terminal.columns", size.columns
 
 
 def umask():
@@ -219,6 +223,8 @@ def repository():
         yield "git.authors", len(set(said("git", "log", "-500", "--format=%ae").split()))
         yield "git.remotes", len(said("git", "remote").split())
         yield "git.branches", len(said("git", "branch").splitlines())
+        yield "git.dirty", len(said("git", "--no-optional-locks", "status", "--porcelain").splitlines())
+        yield "git.age", time.time() - int(said("git", "log", "-1", "--format=%ct") or 0)
     yield "tools", [name for name in TOOLS if shutil.which(name)]
     yield "tools.python", platform.python_version()
     yield "tools.packages", len(glob.glob("/usr/lib/python3/dist-packages/*")) > 0
@@ -260,7 +266,7 @@ def least(work, count):
 
 
 PARTS = (
-    identity, machine_id, times, processes, kernel, confinement, firmware, terminal, home, network, repository, disk,
+    identity, settings, times, processes, kernel, confinement, firmware, terminal, home, network, repository, disk,
     latency,
 )  # fmt: skip
 

@@ -19,7 +19,9 @@ _MOUNTS = "a box is made of mounts, and no namespace hides them; a virtual machi
 _NETWORK = "boxes have no egress, hence no interface but lo; it takes a proxy outside"
 _SECCOMP = "the system-call filter and no_new_privs are the border, and /proc/self/status shows them"
 _PIDS = "pid 1 began with the box and nothing else runs in it; a virtual machine boots its services"
-_HISTORY = "tasks carry no .git folder yet; environments/history.py makes one"
+_COMMIT = "a task's repository is as old as the commit that it was taken from, and the clock is the host's"
+_SPEED = "a box is as fast and as busy as the machine that makes it, and writes to memory"
+_ETC = "boxes have a small /etc: the host's holds secrets"
 _OWNERS = "files of the host's root show as nobody in a box"
 _IMAGE = "the tools are those of the host that makes boxes"
 
@@ -29,13 +31,14 @@ PROBES: dict[str, Probe] = {
     "accounts": Probe("E1", "Give /etc/passwd the service accounts of the production image."),
     "owners.unknown": Probe("E1", "Unpack an image whose files belong to the mapped id.", _OWNERS),
     "machine_id": Probe("E1", "Draw a machine-id per box."),
+    "etc.entries": Probe("E1", "Give boxes the /etc of the production image.", _ETC),
     "system": Probe("E1", "Make boxes on the distribution that users have."),
     "uptime": Probe("E2", "Draw the uptime from production's range; the box's clock starts there."),
     "pid1.late": Probe("E2", "Nothing but a boot makes pid 1 old.", _PIDS),
     "files.": Probe("E2", "Spread the dates of the image's files as a checkout has them."),
     "pid1.": Probe("E3", "Name pid 1 as production's init."),
     "processes": Probe("E3", "Run the services that production runs.", _PIDS),
-    "pid.self": Probe("E3", "Let process ids start higher.", _PIDS),
+    "pid.self": Probe("E3", "Let process ids start higher: `pids` of the description."),
     "parent.": Probe("E3", "Start the shell as production's terminal does."),
     "kernel.line": Probe("E4", "Record more machines, so that personas draw their kernels' command lines."),
     "kernel": Probe("E4", "Run the kernel that users run.", _KERNEL),
@@ -61,12 +64,13 @@ PROBES: dict[str, Probe] = {
     "routes": Probe("E6", "Open a way out through a proxy.", _NETWORK),
     "resolver": Probe("E6", "Open a way out through a proxy.", _NETWORK),
     "sockets": Probe("E6", "Run the services that production runs.", _PIDS),
-    "git": Probe("E7", "Give the work tree a history without the answer.", _HISTORY),
+    "git": Probe("E7", "Build the dataset from a clone as deep as the users' (`etude tasks build`)."),
+    "git.age": Probe("E7", "Make tasks of recent commits.", _COMMIT),
     "tools": Probe("E7", "Install what production has on the machine that makes boxes.", _IMAGE),
     "editor.folder": Probe("E7", "Keep the editor's folder in the repository's image."),
     "disk.": Probe("E8", "Raise the box's disk to what users have.", "a box writes to memory, whose size is its limit"),
     "limits.": Probe("E8", "Limit by control groups instead of rlimits.", "without control groups, limits are rlimits"),
-    "latency.": Probe("E8", "Make fewer boxes per processor."),
+    "latency.": Probe("E8", "Make boxes on machines like the users', and fewer per processor.", _SPEED),
 }  # fmt: skip
 _OTHER = Probe("E8", "See environments/parity/fingerprint.py for what this probe reads.")
 

@@ -1,0 +1,92 @@
+"""Programs on this machine that stand for one elsewhere, such as `podman run` and `kubectl attach`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Sequence
+from typing import IO
+
+CHUNK = 1 << 18
+QUESTION_SECONDS = 30.0
+END_SECONDS = 10.0  # for a machine that has lost its stream; it takes a fraction of one
+
+
+class ProcessStream:
+    """The standard streams of a program on this machine that stands for one elsewhere."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, errors: IO[bytes], end: Sequence[str], lasting: bool
+    ) -> None:
+        self._process = process
+        self._lasting = lasting
+        self._errors = errors
+        self._end = end
+        self._closed: asyncio.Task[None] | None = None
+
+    async def read(self) -> bytes:
+        assert self._process.stdout is not None
+        data = await self._process.stdout.read(CHUNK)
+        if not data and not self._errors.closed and await self._process.wait():
+            self._errors.seek(0)
+            raise OSError(last(self._errors.read().decode("utf-8", "replace")))
+        return data
+
+    async def write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(data)
+        await self._process.stdin.drain()
+
+    async def close(self) -> None:
+        if self._closed is None:
+            self._closed = asyncio.create_task(self._close())
+        await asyncio.shield(self._closed)
+
+    async def _close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            self._lasting = True
+        if self._lasting:
+            await output(self._end)
+        await self._process.wait()
+        self._errors.close()
+
+
+async def attached(command: Sequence[str], end: Sequence[str], lasting: bool = False) -> ProcessStream:
+    """Start `command`; `end` removes what it stands for, which outlasts it, or is stuck. Raises FileNotFoundError."""
+    pipe = asyncio.subprocess.PIPE
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  # the stream closes it
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=errors)
+    return ProcessStream(process, errors, end, lasting)
+
+
+async def output(command: Sequence[str], seconds: float = QUESTION_SECONDS, data: bytes = b"") -> tuple[int, str]:
+    """(exit code, what a command printed); a code of 124 if it took too long. Raises FileNotFoundError."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(seconds):
+            printed, _ = await process.communicate(data)
+    except TimeoutError:
+        return 124, f"no answer within {seconds:.0f} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return process.returncode or 0, printed.decode("utf-8", "replace").strip()
+
+
+def last(text: str) -> str:
+    """The last line of what a program printed."""
+    return (text.splitlines() or ["no reason given"])[-1][:200]

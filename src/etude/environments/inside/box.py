@@ -1,0 +1,129 @@
+"""What every box is made of: namespaces, the layers of its files, limits; and messages from and to the owner.
+
+A work tree is an overlay. From top to bottom: what the box writes; what boxes wrote that it was forked from (frozen
+layers); the files of its task (live boxes: `stem.py`); the repository.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import stat
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import linux, root
+
+INODES = 16384  # of what a box writes
+PRIVATE = linux.MS_NOSUID | linux.MS_NODEV
+
+
+def enter(
+    limits: dict[str, Any], changes: Mapping[str, bytes | None], lowers: Sequence[str] = (root.WORKSPACE,)
+) -> None:
+    """Own namespaces, a writable layer over `lowers` (topmost first) with the changed files in it, a fresh /proc."""
+    linux.unshare(linux.NEWNS | linux.NEWIPC | linux.NEWUTS | linux.NEWNET)
+    socket.sethostname("devbox")
+    layer = root.LAYER
+    linux.mount("tmpfs", layer, "tmpfs", PRIVATE, f"size={limits['disk']},nr_inodes={INODES}")
+    for name in ("tmp", "shm", "home"):
+        os.mkdir(f"{layer}/{name}")
+    os.chmod(f"{layer}/tmp", 0o1777)
+    os.chmod(f"{layer}/shm", 0o1777)
+    overlay(0, lowers, changes)
+    linux.mount(f"{layer}/tmp", "/tmp", None, linux.MS_BIND)
+    linux.mount(f"{layer}/shm", "/dev/shm", None, linux.MS_BIND)
+    linux.mount(f"{layer}/home", "/home/user", None, linux.MS_BIND)
+    linux.mount("proc", "/proc", "proc", PRIVATE | linux.MS_NOEXEC)
+
+
+def upper(number: int) -> str:
+    """Where the box's writable layer of that number lies; a fork begins a new one."""
+    return f"{root.LAYER}/upper{number}"
+
+
+def overlay(number: int, lowers: Sequence[str], changes: Mapping[str, bytes | None]) -> None:
+    """Cover the workspace with `lowers` and a new writable layer over them that holds the changes."""
+    work = f"{root.LAYER}/work{number}"
+    os.mkdir(upper(number))
+    os.mkdir(work)
+    write(upper(number), changes, lowers)
+    options = f"lowerdir={':'.join(lowers)},upperdir={upper(number)},workdir={work},userxattr"
+    linux.mount("overlay", root.WORKSPACE, "overlay", PRIVATE, options)
+    for path, data in changes.items():
+        if data is None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{root.WORKSPACE}/{path}")
+
+
+def write(layer: str, changes: Mapping[str, bytes | None], lowers: Sequence[str]) -> None:
+    """Files of a layer; none stands out by its age or mode from what it replaces."""
+    for path, data in changes.items():
+        if data is None:
+            continue
+        os.makedirs(os.path.dirname(f"{layer}/{path}"), exist_ok=True)
+        with open(f"{layer}/{path}", "wb") as file:
+            file.write(data)
+        for lower in lowers:
+            with contextlib.suppress(OSError):
+                old = os.stat(f"{lower}/{path}", follow_symlinks=False)
+                if stat.S_ISREG(old.st_mode):
+                    os.chmod(f"{layer}/{path}", stat.S_IMODE(old.st_mode) & 0o777)
+                    os.utime(f"{layer}/{path}", ns=(old.st_atime_ns, old.st_mtime_ns))
+                break
+
+
+def confine(limits: dict[str, Any], program: bytes, user: int | None = None) -> None:
+    """Resource limits, no capabilities, the system-call filter; then this process is the box, as `user` if given."""
+    if user is not None:
+        os.seteuid(0)  # a server of files acts as the user
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # who serves the box shares its memory, and is to outlive it
+    os.umask(0o022)
+    os.chdir(root.WORKSPACE)
+    hard = {
+        resource.RLIMIT_AS: limits["addresses"],
+        resource.RLIMIT_NPROC: limits["processes"],
+        resource.RLIMIT_FSIZE: limits["disk"],
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: 256,
+    }
+    if limits["seconds"]:
+        hard[resource.RLIMIT_CPU] = int(limits["seconds"]) + 2
+    for kind, value in hard.items():
+        resource.setrlimit(kind, (value, value))
+    linux.drop_privileges(user)
+    linux.install_filter(program)
+
+
+def decode(payload: bytes) -> tuple[dict[str, Any], dict[str, bytes | None]]:
+    """A request and its change set: a length, JSON with the sizes of files, and the files."""
+    end = 4 + struct.unpack_from("<I", payload)[0]
+    request = json.loads(payload[4:end])
+    changes: dict[str, bytes | None] = {}
+    for path, size in request["changes"]:
+        changes[path] = None if size is None else payload[end : end + size]
+        end += size or 0
+    return request, changes
+
+
+def read_all(fd: int) -> bytes:
+    parts = []
+    offset = 0
+    while part := os.pread(fd, 1 << 20, offset):
+        parts.append(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def send(connection: socket.socket, head: dict[str, Any], body: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+    """A length-prefixed JSON head, followed by `head["bytes"]` raw bytes. Descriptors go along with the first byte."""
+    data = json.dumps(head | {"bytes": len(body)}).encode()
+    data = struct.pack("<I", len(data)) + data + body
+    if descriptors:
+        data = data[socket.send_fds(connection, [data], descriptors) :]
+    connection.sendall(data)

@@ -1,0 +1,272 @@
+"""The git history of a dataset's repository, and what each task's box may see of it.
+
+DIR/history.msgpack holds the last commits of the repository that the dataset was built from, cut to the files that the
+agent sees. A box gets a `.git` folder of its own, made from it when the box is made (`environments/history.py`):
+
+- of a file that the task breaks, each earlier version is shown with the same damage if the damaged lines stand in it
+  word for word, and else as the agent's version;
+- of files of tests there is today's version alone;
+- of other files, a version that holds the answer, or defines the broken function, becomes today's;
+- a commit that brought the answer loses its message, and one of which nothing is left is left out.
+
+A release has no history. It gets what somebody who imports it gets: one commit, of its author and date.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from email.parser import Parser
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from etude.environments import history, leaks
+from etude.environments.history import Commit, Past
+from etude.errors import UserError
+from etude.records import Task
+from etude.tasks import discover
+
+FILE = "history.msgpack"
+DEPTH = 20  # commits; what continuous integration and hosted agents clone
+CONTEXT = 3  # lines around a change that must stand in an earlier version, too
+CACHED = 64  # tasks whose .git is kept at hand
+_DEFINED = re.compile(rb"\b(?:def|class|function)\s+(\w+)")
+
+
+class Secrets(msgspec.Struct, frozen=True):
+    """What a task's box must not see: versions (path, blob), and messages by place.
+
+    Of a file that the task breaks these are the versions that cannot be shown with the same damage.
+    """
+
+    versions: tuple[tuple[str, str], ...] = ()
+    messages: tuple[int, ...] = ()
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """`trees` hold what differs from the tree before: path -> [mode, blob], or nothing if it is gone."""
+
+    people: tuple[bytes, ...]
+    messages: tuple[bytes, ...]
+    trees: tuple[dict[str, tuple[str, str] | None], ...]
+    entries: dict[str, bytes]
+    branch: str
+    origin: str
+    secrets: dict[str, Secrets]
+
+
+class Histories:
+    """Of one dataset; files of the repository are read once."""
+
+    def __init__(self, past: Past, secrets: Mapping[str, Secrets], repository: Path) -> None:
+        self._past = past
+        self._secrets = secrets
+        self._repository = repository
+        self._made: OrderedDict[str, dict[str, bytes]] = OrderedDict()
+
+    @cached_property
+    def _files(self) -> dict[str, bytes]:
+        found = (path for path in sorted(self._repository.rglob("*")) if path.is_file() and not path.is_symlink())
+        return {path.relative_to(self._repository).as_posix(): path.read_bytes() for path in found}
+
+    @cached_property
+    def _whole(self) -> Past:
+        """With the files of the repository, so that they are compressed once."""
+        known = {history.blob_id(data): history.entry_of(data) for data in self._files.values()}
+        return replace(self._past, entries=known | dict(self._past.entries))
+
+    def of(self, task: Task) -> dict[str, bytes]:
+        """The `.git` folder of a task's box: path -> content."""
+        if task.id not in self._made:
+            self._made[task.id] = self._make(task)
+        self._made.move_to_end(task.id)
+        while len(self._made) > CACHED:
+            self._made.popitem(last=False)
+        return self._made[task.id]
+
+    def _make(self, task: Task) -> dict[str, bytes]:
+        secrets = self._secrets.get(task.id, Secrets())
+        versions = set(secrets.versions)
+        files = self._files | {path: text.encode() for path, text in task.changes.items()}
+
+        breaks = {path: Damage.of(task.solution[path], text) for path, text in task.changes.items()}
+
+        def shown(path: str, blob: str) -> bytes | None:
+            if (path, blob) in versions:
+                return files[path]
+            return breaks[path].done_to(self._whole.text(blob)) if path in breaks else None
+
+        return history.folder(self._whole, files, shown, secrets.messages)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What a task did to a file: the lines from the first to the last that differ, and some around them."""
+
+    right: str
+    wrong: str
+
+    @staticmethod
+    def of(solution: str, given: str) -> Damage:
+        old, new = solution.splitlines(keepends=True), given.splitlines(keepends=True)
+        least = min(len(old), len(new))
+        head = next((i for i in range(least) if old[i] != new[i]), least)
+        tail = next((i for i in range(least - head) if old[-1 - i] != new[-1 - i]), least - head)
+        head, tail = max(0, head - CONTEXT), max(0, tail - CONTEXT)
+        return Damage("".join(old[head : len(old) - tail]), "".join(new[head : len(new) - tail]))
+
+    def done_to(self, version: bytes) -> bytes | None:
+        """The same to an earlier version; None if these lines don't stand in it, word for word and once."""
+        right = self.right.encode()
+        place = version.find(right)
+        if place < 0 or version.find(right, place + 1) >= 0 or (place and version[place - 1] != ord("\n")):
+            return None
+        return version[:place] + self.wrong.encode() + version[place + len(right) :]
+
+
+def build(source: Path, name: str, repository: Path, tasks: Sequence[Task], out: Path, depth: int = DEPTH) -> int:
+    """Write `out`/history.msgpack for `tasks` of the repository that was taken from `source`; the number of commits.
+
+    Raises UserError if `source` has a history that cannot be read.
+    """
+    paths = {path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file()}
+    if (source / ".git").exists():
+        if shutil.which("git") is None:
+            raise UserError(f"{source} has a history, which takes git to read; install git, or remove {source}/.git.")
+        past = history.read(source, "HEAD", paths, depth)
+    else:
+        past = history.single(*_imported(source, name))
+    present = {path: (repository / path).read_bytes() for path in paths}
+    past = _without_tests(past, present)
+    secrets = _secrets(past, tasks, present)
+    trees: list[dict[str, tuple[str, str] | None]] = []
+    before: history.Tree = {}
+    for commit in past.commits:
+        changed = {path: at for path, at in commit.tree.items() if before.get(path) != at}
+        trees.append({**dict.fromkeys(before.keys() - commit.tree.keys()), **changed})
+        before = commit.tree
+    stored = _Stored(
+        people=tuple(commit.people for commit in past.commits),
+        messages=tuple(commit.message for commit in past.commits),
+        trees=tuple(trees),
+        entries=dict(past.entries),
+        branch=past.branch,
+        origin=past.origin,
+        secrets=secrets,
+    )
+    (out / FILE).write_bytes(msgspec.msgpack.encode(stored))
+    return len(past.commits)
+
+
+def _without_tests(past: Past, present: Mapping[str, bytes]) -> Past:
+    """Earlier versions of tests may hold those that are hidden now: of each file of tests there is today's alone."""
+    today = {path: data for path, data in present.items() if discover.is_test(path)}
+    now = {path: history.blob_id(data) for path, data in today.items()}
+    commits = tuple(
+        replace(commit, tree={path: (mode, now.get(path, blob)) for path, (mode, blob) in commit.tree.items()})
+        for commit in past.commits
+    )
+    kept = {blob for commit in commits for _, blob in commit.tree.values()}
+    entries = {history.blob_id(data): history.entry_of(data) for data in today.values()} | dict(past.entries)
+    return replace(past, commits=commits, entries={blob: entry for blob, entry in entries.items() if blob in kept})
+
+
+def load(root: Path, repository: Path) -> Histories | None:
+    """None for a dataset without history. Raises UserError if it cannot be read."""
+    path = root / FILE
+    if not path.is_file():
+        return None
+    try:
+        stored = msgspec.msgpack.decode(path.read_bytes(), type=_Stored)
+    except msgspec.MsgspecError as e:
+        raise UserError(f"{path} cannot be read ({e}); build the dataset again.") from None
+    commits, tree = [], {}
+    for people, message, changed in zip(stored.people, stored.messages, stored.trees, strict=True):
+        tree = {path: at for path, at in {**tree, **changed}.items() if at is not None}
+        commits.append(Commit(people, message, tree))
+    return Histories(Past(tuple(commits), stored.entries, stored.branch, stored.origin), stored.secrets, repository)
+
+
+def _secrets(past: Past, tasks: Sequence[Task], present: Mapping[str, bytes]) -> dict[str, Secrets]:
+    """By one look at every version, whatever the number of tasks."""
+    holders, twice = _holders(past, tasks)
+    named: dict[bytes, list[str]] = defaultdict(list)
+    for task in tasks:
+        named[re.split(r"[.:]", task.function)[-1].encode()].append(task.id)
+    defined = {path: set(_DEFINED.findall(data)) for path, data in present.items()}
+    every: dict[str, set[str]] = defaultdict(set)  # path -> its versions
+    for commit in past.commits:
+        for path, (_, blob) in commit.tree.items():
+            every[path].add(blob)
+    versions: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for path, blobs in every.items():
+        for blob in blobs:
+            gone = set(_DEFINED.findall(past.text(blob))) - defined[path]
+            for task in holders[blob].union(*(named[name] for name in gone if name in named)):
+                versions[task].add((path, blob))
+    found = {}
+    for task in tasks:
+        hidden = {(path, blob) for path, blob in versions[task.id] if path not in task.changes}
+        for path, text in task.changes.items():
+            damage = Damage.of(task.solution[path], text)
+            for blob in every[path]:
+                if task.id in twice[blob] or damage.done_to(past.text(blob)) is None:
+                    hidden.add((path, blob))
+        found[task.id] = Secrets(tuple(sorted(hidden)), tuple(_telling(past, task, holders)))
+    return found
+
+
+def _telling(past: Past, task: Task, holders: Mapping[str, set[str]]) -> Iterator[int]:
+    """Commits that brought the answer, or say it."""
+    answers = [leaks.answer(task.solution[path], text) for path, text in task.changes.items()]
+    before: history.Tree = {}
+    for place, commit in enumerate(past.commits):
+        pairs = [(commit.tree.get(path), before.get(path)) for path in task.changes]
+        brought = any(
+            now and task.id in holders[now[1]] and not (old and task.id in holders[old[1]]) for now, old in pairs
+        )
+        if (place and brought) or any(answer.in_data(commit.message) for answer in answers):
+            yield place
+        before = commit.tree
+
+
+def _holders(past: Past, tasks: Sequence[Task]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Blob -> the tasks whose answer it holds, as `Answer.in_data` has it, and those whose answer it holds twice."""
+    answers = [(task.id, leaks.answer(task.solution[p], text)) for task in tasks for p, text in task.changes.items()]
+    table: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    constants: dict[bytes, list[int]] = defaultdict(list)
+    for number, (_, answer) in enumerate(answers):
+        for shingle in answer.shingles:
+            table[shingle].append(number)
+        for constant in answer.constants:
+            constants[constant].append(number)
+    found: tuple[dict[str, set[str]], dict[str, set[str]]] = {}, {}
+    for blob in past.entries:
+        data = past.text(blob)
+        seen = Counter({constant: data.count(constant) for constant in constants})
+        runs: Counter[tuple[str, ...]] = Counter()
+        if b"\0" not in data[:4096]:
+            runs.update(run for run in leaks.runs(data.decode("utf-8", "replace")) if run in table)
+        for times, holding in enumerate(found, 1):
+            hits = {n for constant, count in seen.items() if count >= times for n in constants[constant]}
+            counts = Counter(n for run, count in runs.items() if count >= times for n in table[run])
+            hits |= {n for n, count in counts.items() if count >= leaks.SHARE * len(answers[n][1].shingles)}
+            holding[blob] = {answers[n][0] for n in hits}
+    return found
+
+
+def _imported(source: Path, name: str) -> tuple[bytes, bytes]:
+    """(lines of author and committer, message) of the commit that brings a release in."""
+    told = source / "PKG-INFO"
+    about = Parser().parsestr(told.read_text("utf-8", "replace")) if told.is_file() else {}
+    project = name.rpartition("-")[0] or name
+    author = re.sub(r"[<>\n]", "", str(about.get("Author") or project))
+    mail = re.search(r"[\w.+-]+@[\w.-]+", str(about.get("Author-email") or about.get("Author-Email") or ""))
+    newest = max((path.stat().st_mtime for path in source.rglob("*") if path.is_file()), default=0.0)
+    who = f"{author} <{mail.group() if mail else project}> {int(newest)} +0000"
+    return f"author {who}\ncommitter {who}\n".encode(), f"Import {name}\n".encode()
