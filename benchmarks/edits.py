@@ -212,8 +212,8 @@ def _bundled(count: int, tokens: int, add: Callable[..., None]) -> tuple[int, bo
     largest = max(margins, default=0.0)
     add("bf16/mismatches", mismatches[1], f"{name}; the two tokens differ by {largest:.3f} in logit at most", "answers")
     model.to(torch.float32)
-    what = "plain decoding, an unrelated text as prediction, temperature 2.5; 1 is no cost"
-    add("unrelated-prediction/speed", _unrelated(model, rng), what)
+    what = "time of plain decoding, an unrelated text as prediction, temperature 2.5; 1 is no cost"
+    add("unrelated-prediction/cost", _unrelated(model, rng), what)
     return mismatches[0], largest < 1.0
 
 
@@ -241,7 +241,7 @@ def _margin(model: PreTrainedModel, prompt: list[int], one: list[int], other: li
 
 
 def _unrelated(model: PreTrainedModel, rng: np.random.Generator) -> float:
-    """Median of plain decoding's seconds over ours, turn by turn. At temperature 1 the model would repeat itself, and
+    """Median of our seconds over those of plain decoding, turn by turn. At temperature 1 the model would repeat itself, and
     drafts from its own text would hide what those of the prediction cost."""
     fast, plain = Engine(model, limits=Limits(rows=1)), Engine(model, limits=Limits(rows=1, speculate=False))
     source = Source("prediction", rng.integers(32, 4096, 400).astype(np.int32))
@@ -253,7 +253,7 @@ def _unrelated(model: PreTrainedModel, rng: np.random.Generator) -> float:
             start = time.perf_counter()
             _answers(engine, [replace(request, sources=sources)])
             times.append(time.perf_counter() - start)
-        ratios.append(times[0] / times[1])
+        ratios.append(times[1] / times[0])
     return statistics.median(ratios[1:])
 
 

@@ -169,7 +169,7 @@ def test_the_documented_benchmark():
     assert all(result["checks"].values())
     assert result["absent"] == {"vllm/*": "ETUDE_VLLM_PYTHON names no Python with vLLM (docs/weights.md)"}
     names = {"large-small-edit/speedup", "large-small-edit/end-to-end", "large-small-edit/vs-tuned-lookup",
-             "suite/speedup-median", "suite/speedup-p10", "fp32/mismatches", "unrelated-prediction/speed"}  # fmt: skip
+             "suite/speedup-median", "suite/speedup-p10", "fp32/mismatches", "unrelated-prediction/cost"}  # fmt: skip
     assert names <= {row["case"] for row in result["rows"]}
 
 
