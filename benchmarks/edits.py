@@ -212,7 +212,7 @@ def _bundled(count: int, tokens: int, add: Callable[..., None]) -> tuple[int, bo
     largest = max(margins, default=0.0)
     add("bf16/mismatches", mismatches[1], f"{name}; the two tokens differ by {largest:.3f} in logit at most", "answers")
     model.to(torch.float32)
-    what = "time of plain decoding, an unrelated text as prediction, temperature 2.5; 1 is no cost"
+    what = "time of plain decoding, an unrelated text as prediction, at temperature 2.5"
     add("unrelated-prediction/cost", _unrelated(model, rng), what)
     return mismatches[0], largest < 1.0
 
@@ -241,8 +241,10 @@ def _margin(model: PreTrainedModel, prompt: list[int], one: list[int], other: li
 
 
 def _unrelated(model: PreTrainedModel, rng: np.random.Generator) -> float:
-    """Median of our seconds over those of plain decoding, turn by turn. At temperature 1 the model would repeat itself, and
-    drafts from its own text would hide what those of the prediction cost."""
+    """Median of our seconds over those of plain decoding, turn by turn.
+
+    At temperature 1 the model would repeat itself, and drafts from its own text would hide what the prediction costs.
+    """
     fast, plain = Engine(model, limits=Limits(rows=1)), Engine(model, limits=Limits(rows=1, speculate=False))
     source = Source("prediction", rng.integers(32, 4096, 400).astype(np.int32))
     ratios = []
