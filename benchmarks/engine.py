@@ -3,20 +3,30 @@
 decode at batch N      N rows of 8 per prompt, 250 prompt tokens; seconds from the first to the last decode step
 generate/bN            from submission to the last token, prefill included: our speed over that of `generate`
 vllm/bN                the same against vLLM on the CPU, same weights, if ETUDE_VLLM_PYTHON is set; both keep prefixes
+.../bN@SIZE            the same on larger models with random weights, not with `quick`
 a group's prompt       seconds to the first tokens of 8 rows with prompts of their own / of 8 rows with one prompt; and
                        how many prompt tokens the engine computed for the latter, over those of one prompt
 next turn              a second turn of the same rows, whose first turn is in the prefix cache, against a cold engine
+
+All systems answer in turn, several rounds with new prompts each; a figure is the median of its rounds, and what is
+compared with another system is the median of the rounds' ratios: what disturbs one round decides nothing.
 """
 
 from __future__ import annotations
 
+import gc
+import statistics
+import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.random_models import describe, save
 from benchmarks.table import Table
 from benchmarks.threads import one_thread
 from benchmarks.vllm_process import Vllm, missing
@@ -29,45 +39,114 @@ from etude.models.loading import load_model
 MODEL = Path(__file__).parent.parent / "models" / "nano"
 GROUP, PROMPT = 8, 250
 VLLM_BATCHES = (1, 8, 32)
-VLLM = {"model": str(MODEL), "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 32, "prefix_caching": True,
-        "eager": False, "speculative": None}  # fmt: skip
+VLLM = {"max_model_len": 1024, "max_num_seqs": 32, "prefix_caching": True, "eager": False, "speculative": None}
+LARGER = (("60M", torch.float32), ("300M", torch.float32), ("300M", torch.bfloat16))
+LARGER_TOKENS = 24
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Rows and checks; `quick` samples fewer tokens. Takes about one minute, or a quarter of that, on an idle core."""
-    absent = dict.fromkeys((f"vllm/b{batch}" for batch in VLLM_BATCHES), missing()) if missing() else {}
-    with one_thread(), ExitStack() as stack:
-        vllm = None if absent else stack.enter_context(Vllm(**VLLM))
-        return _run(load_model(MODEL), vllm, 24 if quick else 100) | {"absent": absent}
-
-
-def _run(model: PreTrainedModel, vllm: Vllm | None, tokens: int) -> dict[str, Any]:
-    engine = Engine(model, limits=Limits(rows=128))
-    _finish(engine, _submit(engine, 1, 2, seed=99))  # compiles the kernels
+    """Rows and checks; `quick` samples fewer tokens and takes the bundled model only. On an idle core some two minutes
+    with vLLM, or some ten with the larger models."""
     table = Table("engine")
-    add = table.add
-    if vllm is not None:
-        _vllm(vllm, model, 8, 4, seed=98)  # compiles its own
-    for batch in (1, 8, 32, 64):
-        decode, prefill, total = _measure(engine, batch, tokens, seed=batch)
-        plain = _generate(model, batch, tokens, seed=batch)
-        add(f"decode at batch {batch}", decode, "tokens/s", "sampled tokens per second of decode steps, 1 thread")
-        add(
-            f"generate/b{batch}", plain / total, "x", f"transformers generate, {batch} rows, sdpa, grouped_mm, KV cache"
-        )
-        if vllm is not None and batch in VLLM_BATCHES:
-            what = f"vLLM {vllm.about['vllm']} on the CPU, {batch} rows, {VLLM['dtype']}, submission to last token"
-            add(f"vllm/b{batch}", _vllm(vllm, model, batch, tokens, seed=batch) / total, "x", what)
-    add("prefill", prefill, "tokens/s", f"{64 // GROUP} prompts of {PROMPT} tokens, 1 thread")
+    absent = {}
+    with one_thread():
+        _bundled(table, 24 if quick else 100)
+        for size, dtype in () if quick else LARGER:
+            _larger(table, size, dtype)
+        if missing():
+            names = ["", *(f"@{_name(size, dtype)}" for size, dtype in (() if quick else LARGER))]
+            absent = {f"vllm/b{batch}{name}": missing() for name in names for batch in VLLM_BATCHES}
+    return table.result() | {"absent": absent}
+
+
+def _bundled(table: Table, tokens: int) -> None:
+    model = load_model(MODEL)
+    engine = Engine(model, limits=Limits(rows=128))
+    with ExitStack() as stack:
+        vllm = None if missing() else stack.enter_context(Vllm(**VLLM, model=str(MODEL), dtype="float32"))
+        prefill = _compare(table, engine, vllm, (1, 8, 32, 64), tokens)
+    table.add("prefill", prefill, "tokens/s", f"{64 // GROUP} prompts of {PROMPT} tokens, 1 thread")
     once, computed = _group_prompt(engine)
-    add("a group's prompt", once, "x", f"{GROUP} prompts of {PROMPT} tokens, against {GROUP} rows of one prompt")
-    add("a group's prompt, tokens computed", computed / PROMPT, "x", f"one prompt of {PROMPT} tokens")
+    table.add("a group's prompt", once, "x", f"{GROUP} prompts of {PROMPT} tokens, against {GROUP} rows of one prompt")
+    table.add("a group's prompt, tokens computed", computed / PROMPT, "x", f"one prompt of {PROMPT} tokens")
     warm, cold, agree = _next_turn(model, engine, tokens)
-    add("next turn, prefix cache / cold", cold / warm, "x", f"64 rows, 30 new tokens after {PROMPT + tokens}")
+    table.add("next turn, prefix cache / cold", cold / warm, "x", f"64 rows, 30 new tokens after {PROMPT + tokens}")
     table.checks["cached and cold log-probabilities agree"] = agree
     # Each other member computes its last token, to sample.
     table.checks["a group computes one prompt"] = computed == PROMPT + GROUP - 1
-    return table.result()
+
+
+def _larger(table: Table, size: str, dtype: torch.dtype) -> None:
+    """A larger model with random weights, the same ones for every system."""
+    gc.collect()  # an engine that is done with holds itself, and its model
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        save(size, dtype, Path(folder))
+        model = load_model(folder, dtype=dtype)
+        engine = Engine(model, limits=Limits(rows=max(VLLM_BATCHES)))
+        vllm = None if missing() else stack.enter_context(Vllm(**VLLM, model=folder, dtype=_text(dtype)))
+        _compare(table, engine, vllm, VLLM_BATCHES, LARGER_TOKENS, f"@{_name(size, dtype)}", f", {describe(model)}")
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _name(size: str, dtype: torch.dtype) -> str:
+    return size if dtype == torch.float32 else f"{size}-bf16"
+
+
+@dataclass(frozen=True)
+class Round:
+    """What each system took for the same rows."""
+
+    decode: float  # our tokens per second of decode steps
+    prefill: float  # and of prompts
+    total: float  # our seconds for everything
+    generate: float  # seconds
+    vllm: float | None
+
+
+def _compare(
+    table: Table, engine: Engine, vllm: Vllm | None, batches: Sequence[int], tokens: int, name: str = "", what: str = ""
+) -> float:
+    """Adds the rows of every batch; returns the prefill tokens/s of the last."""
+    model = engine.model
+    _finish(engine, _submit(engine, GROUP, 4, seed=99))  # compiles the kernels, measures the costs
+    if vllm is not None:
+        _vllm(vllm, model, GROUP, 4, seed=98)  # compiles its own
+    rounds: list[Round] = []
+    for batch in batches:
+        with_vllm = vllm if batch in VLLM_BATCHES else None
+        rounds = [_round(engine, with_vllm, batch, tokens, seed=1000 * batch + i) for i in range(_rounds(batch))]
+        count = f"median of {len(rounds)} rounds{what}"
+        decode = statistics.median(r.decode for r in rounds)
+        said = f"sampled tokens per second of decode steps, 1 thread, {count}"
+        table.add(f"decode at batch {batch}{name}", decode, "tokens/s", said)
+        ratios = [r.generate / r.total for r in rounds]
+        said = f"transformers generate, {batch} rows, sdpa, grouped_mm, KV cache, {count}{_span(ratios)}"
+        table.add(f"generate/b{batch}{name}", statistics.median(ratios), "x", said)
+        if with_vllm is not None:
+            ratios = [r.vllm / r.total for r in rounds if r.vllm is not None]
+            which = f"vLLM {with_vllm.about['vllm']} on the CPU, {_text(model.dtype)}, {batch} rows"
+            said = f"{which}, submission to last token, {count}{_span(ratios)}"
+            table.add(f"vllm/b{batch}{name}", statistics.median(ratios), "x", said)
+    return statistics.median(r.prefill for r in rounds)
+
+
+def _rounds(batch: int) -> int:
+    """Short rounds are the easiest to disturb."""
+    return 9 if batch < GROUP else 3
+
+
+def _span(ratios: list[float]) -> str:
+    return f", from {min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _round(engine: Engine, vllm: Vllm | None, batch: int, tokens: int, seed: int) -> Round:
+    decode, prefill, total = _measure(engine, batch, tokens, seed)
+    plain = _generate(engine.model, batch, tokens, seed)
+    other = None if vllm is None else _vllm(vllm, engine.model, batch, tokens, seed)
+    return Round(decode, prefill, total, plain, other)
 
 
 def _vllm(vllm: Vllm, model: PreTrainedModel, batch: int, tokens: int, seed: int) -> float:

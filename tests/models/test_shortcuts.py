@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from etude.inference.cache import PagedCache
 from etude.inference.forward import logits_of
-from etude.models import attention, exact, shortcuts
+from etude.models import attention, exact, products, shortcuts
 
 KINDS = ("moe", "qwen3", "llama")
 
@@ -45,7 +45,9 @@ def mode(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_gives_the_same_bits_with_the_kernels(kind: str, mode: bool) -> None:
+def test_a_model_gives_the_same_bits_with_the_kernels(kind: str, mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "FEW", 0)  # their bits are their own, and tested in test_products.py
+    monkeypatch.setattr(products, "_EACH", 0)
     model = random_model(kind, hidden_size=96)
     model.set_attn_implementation(attention.NAME)
     with torch.no_grad():
@@ -58,6 +60,7 @@ def test_a_model_gives_the_same_bits_with_the_kernels(kind: str, mode: bool) -> 
         after = model(input_ids=ids, use_cache=False).logits, engine_logits(model, [37, 1, 5, 1, 20])
     assert all(ours(model, "RMSNorm"))
     assert all(ours(model, "Attention"))
+    assert all(ours(model, "DecoderLayer"))
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
@@ -72,6 +75,23 @@ def test_an_attention_layer_that_does_more_stays() -> None:
     model.model.layers[0].self_attn.__class__ = type("ScaledAttention", (type_,), {"forward": _scaled(type_.forward)})
     shortcuts.install(model)
     assert ours(model, "Attention") == [False, True, True]
+
+
+def test_a_layer_that_does_more_or_is_looked_at_stays() -> None:
+    model = random_model("qwen3", hidden_size=96)
+    model.set_attn_implementation(attention.NAME)
+    layers: list[nn.Module] = list(model.model.layers)
+    type_ = type(layers[0])
+    layers[0].__class__ = type("ScaledLayer", (type_,), {"forward": lambda *a, **k: type_.forward(*a, **k) * 1.0001})
+    layers[2].more = nn.Identity()
+    shortcuts.install(model)
+    assert ["forward" in vars(layer) for layer in layers] == [False, True, False]
+    seen: list[torch.Tensor] = []
+    handle = layers[1].self_attn.register_forward_hook(lambda _m, _args, out: seen.append(out[0]))
+    with torch.inference_mode():
+        engine_logits(model, [3])
+    handle.remove()
+    assert [tuple(out.shape) for out in seen] == [(1, 3, 96)]
 
 
 def _scaled(forward: Callable[..., tuple[torch.Tensor, None]]) -> Callable[..., tuple[torch.Tensor, None]]:

@@ -43,11 +43,6 @@ def model(request, tmp_path_factory):
     return load_model(save_random_model(folder, request.param, initializer_range=0.05))
 
 
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory):
-    return load_model(save_random_model(tmp_path_factory.mktemp("model") / "moe", initializer_range=0.05))
-
-
 def ids(rng, length):
     return rng.integers(0, 97, length)
 

@@ -21,7 +21,7 @@ from etude.errors import RunFailed
 from etude.inference import cache
 from etude.inference.configuration import configuration
 from etude.inference.engine import Engine
-from etude.models import exact
+from etude.models import exact, products
 from etude.records import Episode, StopReason
 from etude.rollout.engines import complaints
 from etude.store import open_store
@@ -218,7 +218,8 @@ def narrow(hidden, weight):
 def narrow_head(case, monkeypatch):
     engine, wide = case.engine(), exact.head
     own = engine.model.get_output_embeddings().weight.data_ptr()
-    monkeypatch.setattr(exact, "head", lambda h, w: (narrow if w.data_ptr() == own else wide)(h, w))
+    for module in (exact, products):
+        monkeypatch.setattr(module, "head", lambda h, w: (narrow if w.data_ptr() == own else wide)(h, w))
     return groups(engine), engine
 
 

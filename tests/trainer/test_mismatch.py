@@ -14,7 +14,7 @@ from etude import mismatch, runfolder
 from etude.cli import main
 from etude.errors import UserError
 from etude.inference import cache
-from etude.models import exact
+from etude.models import products
 from etude.models.loading import load_model
 from etude.records import Outcome, StopReason
 from etude.store import open_store
@@ -134,7 +134,7 @@ def test_a_head_in_bfloat16_on_one_side(case, monkeypatch):
     def narrow(hidden, weight):
         return torch.nn.functional.linear(hidden.bfloat16(), weight.bfloat16()).float()
 
-    monkeypatch.setattr(exact, "head", narrow)
+    monkeypatch.setattr(products, "head", narrow)
     found = case.diagnosis(two_groups(case.engine(case.tensors(2))))
     assert found.cause == "kernel", found
     assert "head" in found.sentence

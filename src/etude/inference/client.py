@@ -20,6 +20,8 @@ T = TypeVar("T")
 _SESSIONS = 10_000  # whose servers are remembered; those that are tasks are forgotten with them
 _RETRY_SECONDS = 0.2  # between two attempts to reach a server that does not answer
 _CONNECT_SECONDS = 5.0
+# Servers close a connection that was idle for five seconds. One that is nearly as old may be closed while we send.
+_IDLE_SECONDS = 2.0
 _LIMITS = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
 _HEADERS = {"content-type": MSGPACK, "accept": MSGPACK}
 CONFLICT = 409  # another version came while a server scored
@@ -76,7 +78,7 @@ class EngineClient:
             raise ValueError("the engine client needs at least one URL")
         self.base_urls = [url.rstrip("/") for url in base_urls]
         self._in_flight = dict.fromkeys(self.base_urls, 0)
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS)
         self._http = httpx2.AsyncClient(limits=limits, trust_env=False)
         self._numbers = itertools.count()
         self._sessions: weakref.WeakKeyDictionary[asyncio.Task[object], str] = weakref.WeakKeyDictionary()
@@ -158,8 +160,13 @@ class EngineClient:
 
     async def health(self, url: str, timeout: float = 10.0) -> dict[str, object]:
         """What the server says of itself: status, version, digest, load and utilisation. Raises EngineError."""
+        route = f"{url.rstrip('/')}/health"
         try:
-            response = await self._http.get(f"{url.rstrip('/')}/health", timeout=timeout)
+            try:
+                response = await self._http.get(route, timeout=timeout)
+            except (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
+                # A connection that broke says nothing of the server: whether it lives is asked on a new one.
+                response = await self._http.get(route, timeout=timeout)
             return msgspec.json.decode(response.content, type=dict[str, object])
         except (httpx2.HTTPError, msgspec.MsgspecError) as e:
             raise EngineError(f"{url} does not answer: {type(e).__name__} {e}") from None

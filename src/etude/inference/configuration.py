@@ -12,7 +12,7 @@ import numba
 import torch
 
 from etude.inference.engine import Engine
-from etude.models import exact
+from etude.models import exact, products
 from etude.models.kernels import BLOCK
 
 Setting = str | int | bool
@@ -26,11 +26,12 @@ def configuration(engine: Engine) -> dict[str, Setting]:
     model, limits, keys = engine.model, engine.limits, engine.cache.keys
     on_cpu = keys.device.type == "cpu"
     plain = on_cpu and keys.dtype == torch.float32
+    wide = exact.float32_head(model) and exact.float32_head(model, products.head)
     return {
         "model": type(model).__name__,
         "dtype": _name(model.dtype),
         "keys": _name(keys.dtype),
-        "head": "float32" if exact.float32_head(model) else "narrower than float32",
+        "head": "float32" if wide else "narrower than float32",
         "log_softmax": _name(exact.log_probs(torch.zeros(1, 2, dtype=model.dtype)).dtype),
         "attention": f"paged, blocks of {BLOCK}, {'numba in float32' if plain else 'torch'}",
         "experts": str(getattr(model.config, "_experts_implementation", None) or "none"),

@@ -15,7 +15,7 @@ from etude.inference.cache import PagedCache
 from etude.inference.costs import LARGEST, CostCurve, measure
 from etude.inference.layout import PagedBatch
 from etude.inference.sampling import sample
-from etude.models import exact
+from etude.models import exact, products
 from etude.models.experts import ROUND, few_shapes, observe
 from etude.models.kernels import BLOCK
 
@@ -54,7 +54,7 @@ def logits_of(
         ).last_hidden_state
     # In float32 on both sides: the trainer computes its log-probabilities in the same way.
     hidden_SD = hidden_1ND[0].index_select(0, torch.from_numpy(sampled_S).to(device))
-    logits_SV = exact.head(hidden_SD, model.get_output_embeddings().weight)
+    logits_SV = products.head(hidden_SD, model.get_output_embeddings().weight)
     if choices is not None and choices.layers:
         experts_NLK = choices.stacked()
         cache.hold_experts(experts_NLK)

@@ -34,11 +34,26 @@ class PagedBatch:
         self._inner: _Paged | _Gather | None = None
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        if isinstance(self._made, _Gather):
+            return self._made.attend(layer, query_BHTD, key_BKTD, value_BKTD, scale)
+        heads = ((x[0].transpose(0, 1).float().contiguous()) for x in (query_BHTD, key_BKTD, value_BKTD))
+        out_THD = self._made.attend(layer, *heads, scale)
+        return out_THD.to(query_BHTD.dtype).transpose(0, 1).unsqueeze(0)
+
+    def attend_by_token(
+        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float
+    ) -> Tensor:
+        """The same, [T, H, D], for a pass on the CPU in float32, contiguous, without the ways to heads and back."""
+        assert isinstance(self._made, _Paged)
+        return self._made.attend(layer, query_THD, key_TKD, value_TKD, scale)
+
+    @property
+    def _made(self) -> _Paged | _Gather:
         if self._inner is None:
             keys = self.cache.keys
             ours = keys.device.type == "cpu" and keys.dtype == torch.float32
             self._inner = _Paged(self) if ours else _Gather(self, keys.device)
-        return self._inner.attend(layer, query_BHTD, key_BKTD, value_BKTD, scale)
+        return self._inner
 
 
 class _Paged:
@@ -57,11 +72,12 @@ class _Paged:
             longest = max(int(self.position_N[b - 1]) // BLOCK + 1 for _, b in self.long)
             self.copied = torch.empty((2, cache.shape[2], longest * BLOCK, cache.shape[4]))  # one for all layers
 
-    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-        _, H, T, D = query_BHTD.shape
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float) -> Tensor:
+        """[T, H, D]; all float32 and contiguous."""
+        T, H, D = query_THD.shape
         count = len(self.row_N)
         pages = self.keys_L[layer], self.values_L[layer]
-        query_NHD, key_NKD, value_NKD = (_by_token(x)[:count] for x in (query_BHTD, key_BKTD, value_BKTD))
+        query_NHD, key_NKD, value_NKD = (x.numpy()[:count] for x in (query_THD, key_TKD, value_TKD))
         out_THD = torch.empty(T, H, D)
         out = out_THD.numpy()
         out[count:] = 0.0
@@ -78,8 +94,9 @@ class _Paged:
             end = int(self.position_N[b - 1]) + 1
             collect(self.table[self.row_N[a], : -(-end // BLOCK)], *pages, *self.copied.numpy())
             key_1KTD, value_1KTD = self.copied[:, None, :, :end]
-            out_THD[a:b] = causal(query_BHTD[:, :, a:b].float(), key_1KTD, value_1KTD, scale)[0].transpose(0, 1)
-        return out_THD.to(query_BHTD.dtype).transpose(0, 1).unsqueeze(0)
+            query_1HTD = query_THD[a:b].transpose(0, 1).unsqueeze(0)
+            out_THD[a:b] = causal(query_1HTD, key_1KTD, value_1KTD, scale)[0].transpose(0, 1)
+        return out_THD
 
 
 def _long_runs(row_N: np.ndarray) -> list[tuple[int, int]]:
@@ -88,11 +105,6 @@ def _long_runs(row_N: np.ndarray) -> list[tuple[int, int]]:
         return []
     cuts = np.flatnonzero(np.diff(row_N)) + 1
     return [(a, b) for a, b in pairwise([0, *cuts.tolist(), len(row_N)]) if b - a >= _LONG]
-
-
-def _by_token(x_1HTD: Tensor) -> np.ndarray:
-    """Float32 [T, H, D], contiguous."""
-    return np.ascontiguousarray(x_1HTD.float().numpy()[0].swapaxes(0, 1))
 
 
 class _Gather:

@@ -31,14 +31,17 @@ def sample(
     A margin says how far a draw was from another token: at temperature 0 the log-probability above the second best,
     else the distance of the random number from the ends of the token's interval, in probability.
     """
-    if (temperature_N != 1.0).any():
-        divisor = np.where(temperature_N == 0.0, 1.0, temperature_N).astype(np.float32)
+    greedy_N = temperature_N == 0.0
+    if not (greedy_N | (temperature_N == 1.0)).all():
+        divisor = np.where(greedy_N, 1.0, temperature_N).astype(np.float32)
         logits_NV = logits_NV.float() / torch.from_numpy(divisor).to(logits_NV.device)[:, None]
     log_probs = exact.log_probs(logits_NV).cpu()
     ids_N = np.empty(len(log_probs), np.int64)
     log_probs_N, margin_N = np.empty((2, len(log_probs)), np.float32)
     uniform_N = uniform(seed_N, position_N)
-    _draw(log_probs.numpy(), log_probs.exp().numpy(), temperature_N, top_p_N, uniform_N, ids_N, log_probs_N, margin_N)
+    # Where nothing is drawn nobody looks at probabilities: to verify hundreds of tokens is to look at millions.
+    probs = log_probs if greedy_N.all() else log_probs.exp()
+    _draw(log_probs.numpy(), probs.numpy(), temperature_N, top_p_N, uniform_N, ids_N, log_probs_N, margin_N)
     return ids_N, log_probs_N, margin_N
 
 
@@ -61,8 +64,8 @@ def _draw(log_probs_NV, probs_NV, temperature_N, top_p_N, uniform_N, ids_N, log_
     for n in range(len(ids_N)):
         probs = probs_NV[n]
         if temperature_N[n] == 0.0:
-            choice, mass = np.argmax(probs), 1.0
-            margin_N[n] = _lead(log_probs_NV[n], choice)
+            mass = 1.0
+            choice, margin_N[n] = _best(log_probs_NV[n])
         else:
             floor, mass = (np.float32(0.0), 1.0) if top_p_N[n] >= 1.0 else _nucleus(probs, top_p_N[n])
             choice, margin_N[n] = _inverse(probs, floor, uniform_N[n] * mass)
@@ -114,10 +117,12 @@ def _inverse(probs, floor, target):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _lead(values, best):  # type: ignore[no-untyped-def]
-    """By how much values[best] exceeds every other."""
-    second = -np.inf
-    for i in range(len(values)):
-        if i != best and values[i] > second:
+def _best(values):  # type: ignore[no-untyped-def]
+    """Where the greatest value stands, the first of equal ones, and by how much it exceeds every other."""
+    best, highest, second = 0, values[0], np.float32(-np.inf)
+    for i in range(1, len(values)):
+        if values[i] > highest:
+            best, highest, second = i, values[i], highest
+        elif values[i] > second:
             second = values[i]
-    return values[best] - second
+    return best, highest - second

@@ -82,9 +82,15 @@ def serve(
     port: int = 8000,
     threads: int = 1,
     weights: Origin | None = None,
+    cache_mb: int = 512,
+    documents_mb: int = 256,
 ) -> None:
     """Serve a Hugging Face model folder until interrupted. Raises UserError for a bad folder or a taken port."""
-    run(Options(model=Path(model), host=host, port=port, threads=threads, weights=weights))
+    options = Options(
+        model=Path(model), host=host, port=port, threads=threads, weights=weights, cache_mb=cache_mb,
+        documents_mb=documents_mb,
+    )  # fmt: skip
+    run(options)
 
 
 def run(options: Options) -> None:

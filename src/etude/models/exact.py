@@ -16,7 +16,7 @@ Suffixes as in `etude.models.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -84,8 +84,8 @@ def log_probs(logits_SV: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def float32_head(model: nn.Module) -> bool:
-    """Whether `head` computes this model's logits in float32: measured, against float64.
+def float32_head(model: nn.Module, taken: Callable[[Tensor, Tensor], Tensor] | None = None) -> bool:
+    """Whether `taken`, or else `head`, computes this model's logits in float32: measured, against float64.
 
     bfloat16 is off by some 4e-3 of the largest logit, TF32 by 5e-4, float32 by less than 1e-5.
     """
@@ -93,7 +93,7 @@ def float32_head(model: nn.Module) -> bool:
     noise = torch.Generator().manual_seed(0)
     hidden_SD = torch.randn(TILE, weight_VD.shape[1], generator=noise).to(weight_VD.device, weight_VD.dtype)
     true_SV = F.linear(hidden_SD.double(), weight_VD.double())
-    error_SV = head(hidden_SD, weight_VD).double() - true_SV
+    error_SV = (taken or head)(hidden_SD, weight_VD).double() - true_SV
     return bool(error_SV.abs().max() <= 1e-4 * true_SV.abs().max())
 
 

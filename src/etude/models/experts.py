@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-from etude.models import exact
+from etude.models import exact, products
 
 NAME = "etude"
 ROUND = 16
 _MOST_PADDING = 4  # times the tokens
+_MANY = 48  # rows of an expert, on average, from which a product of its own is faster
 
 
 _few_shapes: ContextVar[bool] = ContextVar("etude_few_shapes", default=False)
@@ -85,7 +86,10 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
     if not exact.is_plain(module):
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_TD, index_TK, weight_TK)
     T, K = index_TK.shape
-    if T == 1 and hidden_TD.device.type == "cpu" and not torch.is_grad_enabled():
+    plain = hidden_TD.device.type == "cpu" and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    if plain and products.takes_experts(module, hidden_TD, index_TK):
+        return products.experts(module, hidden_TD, index_TK, weight_TK)
+    if plain and T == 1:
         return _one_token(module, hidden_TD, index_TK[0].tolist(), weight_TK)
     flat = index_TK.reshape(-1)
     order = flat.argsort(stable=True)
@@ -101,6 +105,8 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
         padded[place] = hidden_TD[order // K]
         gate, up = torch.bmm(padded.view(module.num_experts, width, -1), up_EDI).chunk(2, dim=-1)
         out = torch.bmm(module.act_fn(gate) * up, down_EID).flatten(0, 1)
+    elif plain and _MANY * module.num_experts <= T * K and hidden_TD.dtype == torch.float32:
+        out = _each(module, hidden_TD[order // K], count_E.tolist())
     else:
         ends = count_E.cumsum(0).to(torch.int32)
         gate, up = F.grouped_mm(hidden_TD[order // K], up_EDI, offs=ends).chunk(2, dim=-1)
@@ -109,6 +115,17 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
     back[order] = place
     # Combined in the router's order, so a token's sum does not depend on the other tokens of the batch.
     return (out[back].view(T, K, -1) * weight_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
+
+
+def _each(module: nn.Module, sorted_ND: Tensor, counts: list[int]) -> Tensor:
+    """The experts one after the other: with many rows each, plain products are faster than the grouped one."""
+    out_ND = torch.empty_like(sorted_ND)
+    pieces = zip(sorted_ND.split(counts), out_ND.split(counts), strict=True)
+    for expert, (rows_ND, to_ND) in enumerate(pieces):
+        if len(rows_ND):
+            gate, up = F.linear(rows_ND, module.gate_up_proj[expert]).chunk(2, dim=-1)
+            torch.mm(module.act_fn(gate) * up, module.down_proj[expert].t(), out=to_ND)
+    return out_ND
 
 
 def _one_token(module: nn.Module, hidden_1D: Tensor, experts: list[int], weight_1K: Tensor) -> Tensor:

@@ -1,0 +1,125 @@
+"""Products of few rows: the library's up to rounding, and never in exact mode."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tests.models.test_shortcuts import engine_logits
+from tests.models.tiny import random_model
+from torch import nn
+from torch.nn import functional as F
+
+from etude.models import attention, exact, products, shortcuts
+from etude.models.experts import etude_experts
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 11, 16])
+@pytest.mark.parametrize(("out", "size"), [(5, 7), (64, 32), (33, 257)])
+def test_a_product_is_that_of_float64(count: int, out: int, size: int) -> None:
+    noise = torch.Generator().manual_seed(count)
+    x, weight = torch.randn(count, size, generator=noise), torch.randn(out, size, generator=noise)
+    true = F.linear(x.double(), weight.double())
+    with torch.inference_mode():
+        assert products.few(x, weight)
+        ours, theirs = products.product(x, weight), F.linear(x, weight)
+        turned = products.product(x.t().contiguous().t(), weight)
+    # Float32 sums of `size` products of size 1, in any order.
+    assert (ours - true).abs().max() < 3e-7 * size
+    assert (theirs - true).abs().max() < 3e-7 * size
+    assert torch.equal(turned, ours)
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    x, weight = torch.ones(5, 64), torch.ones(9, 64)
+    weight[3, 60] = torch.nan
+    with torch.inference_mode():
+        assert products.product(x, weight).isnan().sum(dim=0).tolist() == [0, 0, 0, 5, 0, 0, 0, 0, 0]
+
+
+def experts(count: int, size: int, inner: int) -> SimpleNamespace:
+    noise = torch.Generator().manual_seed(0)
+    return SimpleNamespace(
+        num_experts=count, act_fn=nn.SiLU(), gate_up_proj=torch.randn(count, 2 * inner, size, generator=noise),
+        down_proj=torch.randn(count, size, inner, generator=noise),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU()])
+@pytest.mark.parametrize("count", [3, products.FEW, products.FEW + 1])
+def test_parts_of_a_layer(count: int, act: nn.Module) -> None:
+    noise = torch.Generator().manual_seed(count)
+    x, gate, up = (torch.randn(n, 40, generator=noise) for n in (count, 24, 24))
+    down = torch.randn(40, 24, generator=noise)
+    with torch.inference_mode():
+        said, parts = products.gated(act, x, gate, up, down), products.three(x, gate, up, gate)
+        twice = x.double()
+        true = F.linear(act(F.linear(twice, gate.double())) * F.linear(twice, up.double()), down.double())
+        assert (said - true).abs().max() < 1e-6 * true.abs().max()
+        assert all(torch.equal(part, products.product(x, w)) for part, w in zip(parts, (gate, up, gate), strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "slots", "many"), [(1, 2, 8), (7, 3, 5), (16, 1, 2), (30, 2, 8)])
+def test_experts_are_weighted_sums_of_gated_products(tokens: int, slots: int, many: int) -> None:
+    module, noise = experts(many, 40, 24), torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, 40, generator=noise)
+    weight_TK, index_TK = torch.rand(tokens, many, generator=noise).topk(slots)
+    true_TD = torch.zeros(tokens, 40, dtype=torch.float64)
+    for t in range(tokens):
+        for k in range(slots):
+            expert = int(index_TK[t, k])
+            gate, up = F.linear(x[t].double(), module.gate_up_proj[expert].double()).chunk(2)
+            said = F.linear(F.silu(gate) * up, module.down_proj[expert].double())
+            true_TD[t] += weight_TK[t, k].double() * said
+    with torch.inference_mode():
+        assert products.takes_experts(module, x, index_TK)
+        ours_TD = products.experts(module, x, index_TK, weight_TK)
+    assert (ours_TD - true_TD).abs().max() < 1e-6 * true_TD.abs().max()
+
+
+def test_who_takes_them() -> None:
+    few, many, weight = torch.ones(products.FEW, 8), torch.ones(products.FEW + 1, 8), torch.ones(4, 8)
+    assert not products.few(few, weight), "gradients may be kept"
+    with torch.inference_mode():
+        assert products.few(few, weight)
+        assert not products.few(many, weight)
+        assert not products.few(few.bfloat16(), weight.bfloat16())
+        with exact.exact():
+            assert not products.few(few, weight)
+            assert torch.equal(products.head(few, weight), exact.head(few, weight))
+        module = experts(4, 8, 4)
+        assert not products.takes_experts(module, many, torch.zeros(len(many), 4))
+        module.act_fn = nn.GELU()
+        assert not products.takes_experts(module, few, torch.zeros(len(few), 1))
+
+
+@pytest.mark.parametrize("tokens", [1, products.FEW, 500])
+def test_under_autocast_they_are_not_taken(tokens: int) -> None:
+    """`etude doctor mismatch` asks so how easily experts flip: products must be as narrow as the library makes them."""
+    module = random_model("moe", hidden_size=96).model.layers[1].mlp.experts
+    noise = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(tokens, 96, generator=noise)
+    weight_TK, index_TK = torch.rand(tokens, module.num_experts, generator=noise).topk(2)
+    with torch.inference_mode():
+        wide_TD = etude_experts(module, x_TD, index_TK, weight_TK)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not products.takes_experts(module, x_TD, index_TK)
+            assert products.product(x_TD[:1], x_TD).dtype == torch.bfloat16
+            narrow_TD = etude_experts(module, x_TD, index_TK, weight_TK)
+    # The grouped product of the CPU is as wide as its operands; bfloat16 would be off by some 1e-2 of the largest.
+    assert (narrow_TD - wide_TD).abs().max() < 3e-2 * wide_TD.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["moe", "qwen3"])
+def test_a_model_says_the_same_up_to_rounding(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(kind, hidden_size=96)
+    model.set_attn_implementation(attention.NAME)
+    shortcuts.install(model)
+    sizes, logits = [20, 1, 5, 1, 16, 2], []
+    with torch.inference_mode():
+        for few in (products.FEW, 0):
+            monkeypatch.setattr(products, "FEW", few)
+            monkeypatch.setattr(products, "_EACH", few)
+            logits.append(engine_logits(model, sizes))
+    assert not np.array_equal(*logits), "no pass took them"
+    assert (logits[0] - logits[1]).abs().max() < 1e-5
