@@ -53,11 +53,7 @@ async def open_boxes(dataset: Dataset, **options: Any) -> AsyncIterator[Namespac
         run = sandbox.run_tests
 
         async def run_tests(
-            image: Image,
-            changes: Mapping[str, bytes | None],
-            tests: Sequence[str],
-            hidden: Path | None,
-            limits: Limits,
+            image: Image, changes: Any, tests: Sequence[str], hidden: Any, limits: Limits
         ) -> TestReport:
             if hidden is None:  # the agent's own `test`
                 return await run(image, changes, tests, None, limits)

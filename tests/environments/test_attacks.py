@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.environments.attacks import suite
+from etude.environments.attacks import fingerprints, suite
 from etude.environments.attacks.boxes import CHECKS
-from etude.environments.attacks.monitors import MONITORS
 from etude.environments.attacks.probes import PROBES, script
 from etude.environments.attacks.submissions import SUBMISSIONS
 
@@ -19,12 +18,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_item_is_attacked_or_skipped_with_a_reason() -> None:
-    attacked = (
-        {s.item for s in SUBMISSIONS} | set(PROBES) | set(CHECKS) | set(MONITORS) | {"F1"}
-    )  # F1: the flags that B1 to B3 must carry
-    assert set(suite.ITEMS) == (attacked & set(suite.ITEMS)) | set(suite.SKIPPED)
-    assert not attacked & set(suite.SKIPPED)
-    assert all(suite.SKIPPED.values())
+    checked = set(CHECKS) | set(suite.LIBRARY_CHECKS) | set(suite.GRADED_CHECKS)
+    attacked = {s.item for s in SUBMISSIONS} | set(PROBES) | checked | {"F1"}  # F1: the flags of B1 to B3
+    assert set(suite.ITEMS) == (attacked & set(suite.ITEMS)) | set(fingerprints.REASONS)
+    assert set(fingerprints.REASONS) == {f"E{n}" for n in range(1, 10)}
+    assert not attacked & set(fingerprints.REASONS)
+    assert all("--against" in reason for reason in fingerprints.REASONS.values())
     for item in PROBES:
         text = script(item, "quartz-lantern", "velvet-anchor", 1)
         compile(text, item, "exec")
@@ -37,7 +36,7 @@ def test_the_summary_counts_what_was_missed_on_the_default_backend() -> None:
         suite.Result("B2", "x", "subprocess", "pass", "rewarded"),
     ]
     report = suite.Report(
-        [*stopped, suite.Result("B3", "x", suite.TOGETHER, "pass", "rewarded", "mounts")], dict(suite.SKIPPED)
+        [*stopped, suite.Result("B3", "x", suite.TOGETHER, "pass", "rewarded", "mounts")], dict(fingerprints.REASONS)
     )
     summary = report.summary
     assert (summary["missed"], summary["host_effects"]) == (1, 1)
@@ -52,7 +51,7 @@ def test_what_was_missed_is_named_beside_the_counts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def found(**_: object) -> suite.Report:
-        return suite.Report([suite.Result("A7", "probe", "box", "missed", "/run/x")], dict(suite.SKIPPED))
+        return suite.Report([suite.Result("A7", "probe", "box", "missed", "/run/x")], dict(fingerprints.REASONS))
 
     monkeypatch.setattr(suite, "run", found)
     assert suite.show(as_json=True, quick=True) == 1

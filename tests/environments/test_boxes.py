@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from boxlibrary import BROKEN, CORE, DOCTEST, PATH, Place, as_nobody
 
-from etude.environments import doctor, persona
+from etude.environments import backends, doctor, persona
 from etude.environments.base import (
     Box,
     BoxDead,
@@ -446,6 +446,26 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert "cure: use a Linux machine" in capsys.readouterr().out
 
 
+def test_backends_that_are_not_there_are_no_fault(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def probed() -> list[doctor.Check]:
+        return []
+
+    async def reached() -> dict[str, str]:
+        return {"docker": "no daemon answers", "podman": ""}
+
+    monkeypatch.setattr(doctor, "machine", list)
+    monkeypatch.setattr(doctor, "probe", probed)
+    monkeypatch.setattr(backends, "reachable", reached)
+    assert doctor.show(as_json=False) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()) for line in shown] == [
+        "no backend docker no daemon answers",
+        "ok backend podman can be reached",
+    ]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root then")
 def test_without_root() -> None:
     """The same backend for a user without privileges, if such a user can reach this Python."""
@@ -453,4 +473,4 @@ def test_without_root() -> None:
     done = as_nobody(program, proof="rootless")
     checks = json.loads(done.stdout)
     assert checks["ok"], done.stdout
-    assert {"name": "rootless", "ok": True, "detail": "True", "cure": ""} in checks["checks"]
+    assert {"name": "rootless", "ok": True, "detail": "True", "cure": "", "needed": True} in checks["checks"]

@@ -244,6 +244,7 @@ def test_descriptions_are_read_or_refused(tmp_path: Path) -> None:
     for wrong, named in (
         (whole.replace('name = "workspace"', ""), "name"), (whole + "\n[other]\n", "other"), ("[", "describes no"),
         (whole.replace("uptime_hours = [3.0, 700.0]", "uptime_hours = [3.0, 2.0]"), "uptime_hours"),
+        (whole.replace("checkout_rate = [500.0, 8000.0]", "checkout_rate = [0.0, 8000.0]"), "checkout_rate"),
         (whole.replace('init = ["sleep", "infinity"]', "init = []"), "init"),
     ):  # fmt: skip
         path.write_text(wrong)
@@ -258,6 +259,8 @@ def test_personas_of_other_tasks_differ_and_every_sample_can_be_imitated() -> No
     assert len({p.host for p in drawn}) > 20
     assert len({round(p.uptime) for p in drawn}) == 50
     assert all(p.host and p.host[0].isalnum() and len(p.host) <= 64 for p in drawn)
+    slow = msgspec.structs.replace(description.read(description.REFERENCE), checkout_rate=(5.0, 6.0))
+    assert 5 <= persona.draw(b"x", slow).checkout_rate <= 6
     here = persona.draw(b"x", [fingerprint.sample()])
     assert fingerprint.shape(here.host)[:1] == fingerprint.shape(fingerprint.socket.gethostname())[:1]
     assert persona.draw(b"x", [{}]).host, "a fingerprint whose every part failed"

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Check:
-    """One property. `cure` says what to do if it is missing."""
+    """One property. `cure` says what to do if it is missing; boxes can do without one that is not `needed`."""
 
     name: str
     ok: bool
     detail: str
     cure: str = ""
+    needed: bool = True
 
 
 MINIMUM = (5, 12)  # recursive read-only mounts, overlays in user namespaces
@@ -137,7 +138,7 @@ async def _backends() -> list[Check]:
     from etude.environments.backends import reachable
 
     found = await reachable()
-    return [Check(f"backend {name}", True, "no: " + why if why else "can be reached") for name, why in found.items()]
+    return [Check(f"backend {name}", not why, why or "can be reached", needed=False) for name, why in found.items()]
 
 
 def show(as_json: bool) -> int:
@@ -149,11 +150,11 @@ def show(as_json: bool) -> int:
         except (UserError, BoxError) as e:
             checks.append(Check("boxes", False, str(e), cause()))
     checks += asyncio.run(_backends())
-    ok = all(check.ok for check in checks)
+    ok = all(check.ok for check in checks if check.needed)
     if as_json:
         print(json.dumps({"ok": ok, "checks": [asdict(check) for check in checks]}, indent=1))
         return 0 if ok else 1
     for check in checks:
-        mark = "ok  " if check.ok else "FAIL"
-        print(f"{mark} {check.name:32} {check.detail}" + ("" if check.ok else f"\n     cure: {check.cure}"))
+        mark = "ok  " if check.ok else "FAIL" if check.needed else "no  "
+        print(f"{mark} {check.name:32} {check.detail}" + (f"\n     cure: {check.cure}" if mark == "FAIL" else ""))
     return 0 if ok else 1

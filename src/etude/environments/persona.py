@@ -53,7 +53,6 @@ _MORE = (  # of a desktop session: no tool of a repository looks at them
     *("SESSION_MANAGER", "USERNAME", "VTE_VERSION", "WINDOWPATH", "XDG_CURRENT_DESKTOP", "XDG_MENU_PREFIX"),
     *("XDG_SEAT", "XDG_VTNR", "XDG_SESSION_CLASS", "XDG_SESSION_DESKTOP", "XMODIFIERS"),
 )
-_RATE = (500.0, 8000.0)
 _SHELL_SETS = frozenset({"HOME", "OLDPWD", "PATH", "PWD", "SHLVL", "_"})  # a box's shell has them anyway
 _PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _FEW = frozenset({"/usr/local/bin", "/usr/bin", "/bin"})  # never left out of PATH
@@ -133,7 +132,7 @@ def _described(rng: random.Random, machine: Description) -> Persona:
         environment={name: _filled(text, known) for name, text in environment.items()},
         size=rng.choice(machine.sizes),
         checkout_age=60 * within(rng, machine.checkout_minutes),
-        checkout_rate=within(rng, _RATE),
+        checkout_rate=within(rng, machine.checkout_rate),
         pids=int(within(rng, machine.pids)),
     )
 
@@ -161,7 +160,7 @@ def _imitated(rng: random.Random, seen: Mapping[str, Any]) -> Persona:
         environment=_environment(user, host, seen),
         size=(int(seen.get("terminal.rows", 40)), int(seen.get("terminal.columns", 120))),
         checkout_age=None if age is None else float(age) * (0.8 + 0.4 * rng.random()),
-        checkout_rate=within(rng, _RATE),
+        checkout_rate=within(rng, reference().checkout_rate),
         pids=max(2, int(seen.get("pid.self", 40)) - rng.randrange(1, 5)),
     )
 

@@ -73,8 +73,12 @@ def _prompt(task: Task, renderer: Renderer, source: str, documents: bool, memory
     memory = f"\n\n{memory}" if memory else ""
     if renderer.dialect == "compact":
         return renderer.prompt([{"role": "user", "content": f"{task.instruction}\n{source}{memory}"}])
+    return renderer.prompt(messages_of(task, memory, documents=documents), SCHEMAS)
+
+
+def messages_of(task: Task, memory: str = "", *, documents: bool = False) -> list[dict[str, str]]:
+    """The task as a model is told of it that knows the OpenAI format; its tools are `SCHEMAS`."""
     focus = task.focus
     request = f"{task.instruction}\n\nOpen in the editor: {focus.path}, lines {focus.first_line} to {focus.last_line}."
     system = SYSTEM + DOCUMENTS if documents else SYSTEM
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": request + memory}]
-    return renderer.prompt(messages, SCHEMAS)
+    return [{"role": "system", "content": system}, {"role": "user", "content": request + memory}]

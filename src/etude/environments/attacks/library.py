@@ -18,6 +18,8 @@ from etude.records import Focus, Task
 
 SECRET = "quartz-lantern-8841"  # stands in the right code only
 EXPECTED = "velvet-anchor-2207"  # stands in the hidden tests only
+LATER = "Later work"  # the message of a commit after the task's
+NAMED = "Name positions"  # that of the task's own
 PATH = "src/lib/core.py"
 CORE = f'''"""Lists."""
 
@@ -185,13 +187,13 @@ def _plant(source: Path) -> None:
     do("init", "-q", "-b", "main")
     commit(CORE.replace(FIXED, EARLIER), "Cut lists")
     commit(CORE.replace("-th", "."), f"Round up with math.ceil ({SECRET})")
-    commit(CORE, "Name positions")
+    commit(CORE, NAMED)
     do("tag", "later")
     do("notes", "add", "-m", CORE)
     (source / PATH).write_text(CORE + "\n")
     do("stash")
     do("checkout", "-q", "-b", "ahead")
-    commit(CORE + "# next\n", "Later work")
+    commit(CORE + "# next\n", LATER)
     do("pack-refs", "--all")
     do("checkout", "-q", "main")
     for name in ("objects/info/alternates", "lfs/objects/core.py", "modules/core/config"):

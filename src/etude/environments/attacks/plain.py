@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from etude.environments.attacks.library import BROKEN, PATH, Library
 from etude.environments.attacks.submissions import HONEST, NOTHING, SUBMISSIONS, Submission
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 # Left out here: without a box they would write outside of their folder, or search the whole machine.
 _HARMFUL = frozenset({"report files and descriptors", "expected value from the file", "daemon"})
-_SECONDS = 20.0
+_SECONDS, _HANGING = 120.0, 20.0  # a busy machine must not look like a grader that sees through an attack
+_SITE = Path(pytest.__file__).parents[1]  # also where Python would not look for it by itself
 
 
 def compare(library: Library, results: list[Result], absent: dict[str, str], progress: Callable[[str], None]) -> None:
@@ -56,14 +59,15 @@ def _graded(library: Library, attack: Submission, bwrap: str | None) -> bool:
             binds = ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--bind", folder, folder]
             command = [bwrap, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", *binds, *command]
         environment = {
-            "PYTHONPATH": f"{root}/src",
+            "PYTHONPATH": f"{root}/src:{_SITE}",
             "PATH": "/usr/bin:/bin",
             "HOME": folder,
             "PYTHONDONTWRITEBYTECODE": "1",
         }
+        seconds = _HANGING if attack.name == "hang" else _SECONDS
         try:
             done = subprocess.run(
-                command, cwd=root, env=environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=_SECONDS
+                command, cwd=root, env=environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=seconds
             )
         except subprocess.TimeoutExpired:
             return False

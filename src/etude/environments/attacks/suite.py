@@ -10,16 +10,20 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from etude.environments.attacks import plain
+from etude.environments.attacks import fingerprints, plain
 from etude.environments.attacks.boxes import CHECKS, LIMITS, SECONDS
+from etude.environments.attacks.fingerprints import Against
+from etude.environments.attacks.forgeries import forgeries
 from etude.environments.attacks.gates import GATES, Check
+from etude.environments.attacks.injections import injections
 from etude.environments.attacks.library import EXPECTED, SECRET, TASK, Library, prepare
+from etude.environments.attacks.lookups import look_ups
 from etude.environments.attacks.monitors import MONITORS
 from etude.environments.attacks.outside import Outside, outside
 from etude.environments.attacks.probes import PROBES, script
@@ -34,22 +38,18 @@ ITEMS = (
     *(f"B{n}" for n in range(1, 17)),
     *(f"C{n}" for n in range(1, 16)),
     *(f"D{n}" for n in range(1, 11)),
-    *(f"E{n}" for n in range(1, 10)),
+    *fingerprints.ITEMS,
     *(f"F{n}" for n in range(1, 6)),
 )
-SKIPPED = {
-    "A10": "there is no search index, pull-request lookup or memory to ask",
-    "C9": "concerns the harness: its renderers are tested in tests/harness",
-    "C11": "no judge or monitor reads what an agent writes",
-    **{f"E{n}": "needs fingerprints of production: etude doctor parity --against FILE" for n in range(1, 9)},
-    "E9": "concerns the harness: prompts and tool texts are its own, not a product's",
-}
+LIBRARY_CHECKS = {"A10": (look_ups,), "C9": (forgeries,)}  # of the harness: no grader takes part
+GRADED_CHECKS = {**MONITORS, "C11": (injections,)}
 DEFAULT, TOGETHER = "questions", "in-process"  # how the namespace backend grades
 GOLD_REPEATS = 10
 HANGING = replace(LIMITS, seconds=2.0)
 ESCAPED = Path("/tmp/etude-attack-escaped")
 CONTROLS = {"gold", "no-op"}
 Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]  # like `open_sandbox`
+LibraryCheck = Callable[[Sandbox, Library], Awaitable[str]]  # what went wrong, or nothing
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,15 @@ def _engine(mount: str) -> bool:
     return any(place in mount for place in ("/containers/storage/", "/docker/"))
 
 
-async def run(*, quick: bool, progress: Callable[[str], None] = lambda _: None, boxes: Boxes = open_sandbox) -> Report:
+async def run(
+    *,
+    quick: bool,
+    progress: Callable[[str], None] = lambda _: None,
+    boxes: Boxes = open_sandbox,
+    against: Against | None = None,
+) -> Report:
     """Raises UserError where boxes cannot be made."""
-    report = Report(skipped=dict(SKIPPED))
+    report = Report(skipped=dict(fingerprints.REASONS))
     with tempfile.TemporaryDirectory(prefix="etude-attacks-") as folder, contextlib.closing(_listener()) as listener:
         Path(folder).chmod(0o755)
         library = prepare(Path(folder))
@@ -134,7 +140,10 @@ async def run(*, quick: bool, progress: Callable[[str], None] = lambda _: None, 
                     await _boxes(sandbox, library, listener.getsockname()[1], host, report, progress)
                     if sandbox.capabilities().egress:
                         await _gates(library, host, report, progress)
-                await _monitors(sandbox, library, where, host, report, progress)
+                    await _checks(LIBRARY_CHECKS, "box", sandbox, library, host, report, progress)
+                await _checks(GRADED_CHECKS, where, sandbox, library, host, report, progress)
+        if against is not None:
+            await _fingerprints(against, host, report, progress)
         if not quick:
             plain.compare(library, report.results, report.absent, progress)
     return report
@@ -258,19 +267,39 @@ async def _attempt(
     report.results.append(Result(item, name, "box", "missed" if problem else "stopped", problem, host.changed()))
 
 
-async def _monitors(
-    sandbox: Sandbox, library: Library, where: str, host: Host, report: Report, progress: Callable[[str], None]
+async def _checks(
+    checks: Mapping[str, Sequence[LibraryCheck]],
+    where: str,
+    sandbox: Sandbox,
+    library: Library,
+    host: Host,
+    report: Report,
+    progress: Callable[[str], None],
 ) -> None:
-    for item, checks in MONITORS.items():
-        for check in checks:
+    for item, each in checks.items():
+        for check in each:
             progress(f"{item} {check.__name__} ({where})")
             try:
                 problem = await check(sandbox, library)
             except BoxError as e:
                 problem = f"{type(e).__name__}: {e}"
             shutil.rmtree(library.root / "twins", ignore_errors=True)
-            word = "missed" if problem else "flagged"
-            report.results.append(Result(item, check.__name__, where, word, problem, host.changed()))
+            word = "missed" if problem else "flagged" if item in MONITORS else "stopped"
+            name = check.__name__.replace("_", " ")
+            report.results.append(Result(item, name, where, word, problem, host.changed()))
+
+
+async def _fingerprints(against: Against, host: Host, report: Report, progress: Callable[[str], None]) -> None:
+    """Items E: `against` says which of them can be played."""
+    found = await against.verdicts(lambda done, count: progress(f"E fingerprints of boxes: {done} of {count}"))
+    changed = host.changed()
+    for item, verdict in found.items():
+        if verdict.skipped:
+            report.skipped[item] = verdict.skipped
+            continue
+        del report.skipped[item]
+        report.results.append(Result(item, "fingerprints", "box", verdict.word, verdict.problem, changed))
+        changed = ""  # one effect is counted once
 
 
 async def _probe(box: Box, text: str) -> str:
@@ -312,13 +341,13 @@ def _cell(results: Sequence[Result]) -> str:
     return ", ".join(f"{words.count(w)} {w}" if len(words) > 1 else w for w in dict.fromkeys(words))
 
 
-def show(*, as_json: bool, quick: bool, boxes: Boxes = open_sandbox) -> int:
+def show(*, as_json: bool, quick: bool, boxes: Boxes = open_sandbox, against: Against | None = None) -> int:
     """Print the table, or the summary on one line; 1 if an attack was missed or had an effect on the host."""
     from rich.console import Console
 
     console = Console(stderr=True)
     with console.status("attacks") as status:
-        report = asyncio.run(run(quick=quick, progress=status.update, boxes=boxes))
+        report = asyncio.run(run(quick=quick, progress=status.update, boxes=boxes, against=against))
     summary = report.summary
     if not as_json:
         print(table(report), end="")

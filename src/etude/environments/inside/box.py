@@ -22,11 +22,15 @@ INODES = 16384  # of what a box writes
 PRIVATE = linux.MS_NOSUID | linux.MS_NODEV
 
 
-def enter(
+def enter() -> None:
+    """Namespaces of its own, besides that of processes, which is made with the first of them."""
+    linux.unshare(linux.NEWNS | linux.NEWIPC | linux.NEWUTS | linux.NEWNET)
+
+
+def furnish(
     limits: dict[str, Any], changes: Mapping[str, bytes | None], lowers: Sequence[str] = (root.WORKSPACE,)
 ) -> None:
-    """Own namespaces, a writable layer over `lowers` (topmost first) with the changed files in it, a fresh /proc."""
-    linux.unshare(linux.NEWNS | linux.NEWIPC | linux.NEWUTS | linux.NEWNET)
+    """A writable layer over `lowers` (topmost first) with the changed files in it, a fresh /proc."""
     socket.sethostname("devbox")
     layer = root.LAYER
     linux.mount("tmpfs", layer, "tmpfs", PRIVATE, f"size={limits['disk']},nr_inodes={INODES}")

@@ -186,31 +186,40 @@ def _touched(layer: int, base: Sequence[int]) -> Iterator[str]:
 
     A deletion is a character device 0:0; a folder that replaced another is marked opaque.
     """
-    entries = 0
+    for path, status, folder in _walk(layer, MAX_ENTRIES):
+        if stat.S_ISREG(status.st_mode):
+            yield path
+        elif _opaque(folder) if stat.S_ISDIR(status.st_mode) else stat.S_ISCHR(status.st_mode) and not status.st_rdev:
+            for lower in base:
+                yield from _files(lower, path)
+
+
+def _walk(root: int, entries: int) -> Iterator[tuple[str, os.stat_result, int]]:
+    """(path, status, descriptor) of all below `root`, which may have that many entries.
+
+    The descriptor is of a folder itself, and of all else's folder; it is closed when the folder is done with.
+    """
+    left = entries
     pending = [""]
     while pending:
         folder = pending.pop()
         if folder.count("/") >= MAX_DEPTH:
             raise Refused("TooLarge", f"folders are nested more than {MAX_DEPTH} deep")
-        here = _open(layer, folder, os.O_RDONLY | os.O_DIRECTORY)
+        here = _open(root, folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
+            if folder:
+                yield folder, os.fstat(here), here
             with os.scandir(here) as found:
                 for entry in found:
-                    entries += 1
-                    if entries > MAX_ENTRIES:
-                        raise Refused("TooLarge", f"more than {MAX_ENTRIES} files were changed")
+                    left -= 1
+                    if left < 0:
+                        raise Refused("TooLarge", f"there are more than {entries} files")
                     path = f"{folder}/{entry.name}" if folder else entry.name
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISDIR(status.st_mode):
                         pending.append(path)
-                    elif stat.S_ISREG(status.st_mode):
-                        yield path
-                    elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
-                        for lower in base:
-                            yield from _files(lower, path)
-            if folder and _opaque(here):
-                for lower in base:
-                    yield from _files(lower, folder)
+                    else:
+                        yield path, status, here
         finally:
             os.close(here)
 
@@ -240,28 +249,11 @@ State = dict[str, tuple[int, int, int, int]]  # regular file -> inode, size, tim
 
 def state(root: int, entries: int = MAX_ENTRIES) -> State:
     """Every regular file below `root`, and what a write changes of it: nobody in a box can set the last time back."""
-    found: State = {}
-    pending = [""]
-    while pending:
-        folder = pending.pop()
-        if folder.count("/") >= MAX_DEPTH:
-            raise Refused("TooLarge", f"folders are nested more than {MAX_DEPTH} deep")
-        here = _open(root, folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with os.scandir(here) as listed:
-                for entry in listed:
-                    entries -= 1
-                    if entries < 0:
-                        raise Refused("TooLarge", "there are too many files")
-                    path = f"{folder}/{entry.name}" if folder else entry.name
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISDIR(status.st_mode):
-                        pending.append(path)
-                    elif stat.S_ISREG(status.st_mode):
-                        found[path] = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-        finally:
-            os.close(here)
-    return found
+    return {
+        path: (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        for path, status, _ in _walk(root, entries)
+        if stat.S_ISREG(status.st_mode)
+    }
 
 
 def differing(root: int, before: State) -> Iterator[tuple[str, bytes | None]]:

@@ -174,10 +174,21 @@ class Guest(shell.Live):
     """A live box: its files are the machine's, its change set is what differs from when it started."""
 
     def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
-        super().__init__(connection, ())
-        self.user = hello["user"]
+        super().__init__(connection, (), user=hello["user"])
 
-    def _settle(self, request: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+    def serve(self) -> None:
+        request, payload = self._request()
+        self.limits, self.environment = request["limits"], request["environment"]
+        _, changes = box.decode(payload)
+        self._settle(changes)
+        box.send(self.connection, {"id": request["id"]})
+        while True:
+            self.serve_one()
+
+    def settings(self) -> shell.Settings:
+        return self.limits, self.environment
+
+    def _settle(self, changes: dict[str, bytes | None]) -> None:
         user = self.user
         assert user is not None
         self.spared = set(os.listdir("/proc"))
@@ -198,6 +209,9 @@ class Guest(shell.Live):
 
     def _changed(self) -> Iterator[tuple[str, bytes | None]]:
         return files.differing(self.tree, self.before)
+
+    def _freeze(self, descriptors: list[int]) -> str:
+        raise files.Refused("Unsupported", "this machine has no layers")
 
     def _signal(self, number: int) -> None:
         assert self.user is not None

@@ -15,24 +15,34 @@ from typing import Any
 from . import box, files, linux, root
 
 
-class Stack:
-    """`below` are the frozen layers that the box was forked from, the newest first."""
+def lowers(below: Sequence[str]) -> list[str]:
+    """Folders that a box's work tree shows; `below` names frozen layers that it was forked from, the newest first."""
+    frozen = [f"{root.SHARED}/{name}" for name in below]
+    return [*frozen, *([root.TASK] if os.path.isdir(root.TASK) else []), root.WORKSPACE]
 
-    def __init__(self, limits: dict[str, Any], changes: dict[str, bytes | None], below: Sequence[str]) -> None:
+
+def shared() -> list[int]:
+    """Descriptors of what all boxes of an image begin with, before the overlay covers the workspace's own files."""
+    return [_folder(lower) for lower in lowers(())]
+
+
+def hide() -> None:
+    """Keep the box out of its layers but for the work tree: pid 1 alone may pass."""
+    os.chmod(root.LAYER, 0)  # as the stem did with the other
+    for place in (root.LAYER, root.SHARED):
+        linux.set_attributes(place, linux.MS_RDONLY, tree=False)
+
+
+class Stack:
+    """Those of a box that is mounted, seen by who may pass; `shared` as `shared()` gave it."""
+
+    def __init__(self, limits: dict[str, Any], below: Sequence[str], shared: Sequence[int]) -> None:
         self.limits = limits
         self.count = 0  # of the present writable layer
-        self.lowers = [*below, *([root.TASK] if os.path.isdir(root.TASK) else []), root.WORKSPACE]
-        # Opened now: the workspace's own files will be covered.
-        self.shared = [_folder(lower) for lower in self.lowers if lower not in below]
-        box.enter(limits, changes, self.lowers)
-        self.written = [_folder(box.upper(0)), *(_folder(layer) for layer in below)]
+        self.lowers = lowers(below)
+        self.shared = shared
+        self.written = [_folder(box.upper(0)), *(_folder(layer) for layer in self.lowers[: len(below)])]
         self.tree = _folder(root.WORKSPACE)
-
-    def hide(self) -> None:
-        """Keep the box out of its layers but for the work tree: pid 1 alone may pass."""
-        os.chmod(root.LAYER, 0)  # as the stem did with the other
-        for place in (root.LAYER, root.SHARED):
-            linux.set_attributes(place, linux.MS_RDONLY, tree=False)
 
     def changes(self) -> Iterator[tuple[str, bytes | None]]:
         return files.changed(self.written, self.shared, self.tree)

@@ -9,7 +9,6 @@ import os
 import platform
 import signal
 import struct
-import threading
 from collections.abc import Sequence
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -172,6 +171,8 @@ def end_of(child: int) -> int:
     except OSError as e:
         if e.errno != errno.ENOSYS:  # gVisor
             raise
+    import threading  # not above: with it, every fork would make 400 KiB of a process its own (its hooks)
+
     reader, writer = os.pipe()
 
     def wait() -> None:
@@ -194,8 +195,9 @@ def call_itself(line: Sequence[str], name: str) -> None:
     the kernel has no such call it shows them up to their first NUL if the last byte of their place is none
     (fs/proc/base.c), and blanks part them.
     """
-    with open("/proc/self/stat") as file:
-        fields = [0, 0, 0, *file.read().rpartition(")")[2].split()]  # numbered as in proc_pid_stat(5), from 1
+    file = os.open("/proc/self/stat", os.O_RDONLY)
+    fields = [0, 0, 0, *os.read(file, 4096).rpartition(b")")[2].split()]  # numbered as in proc_pid_stat(5), from 1
+    os.close(file)
     start, end = int(fields[48]), int(fields[49])
     text = b"".join(os.fsencode(word) + b"\0" for word in line)
     if end - start < len(text) + 1:
@@ -210,8 +212,7 @@ def call_itself(line: Sequence[str], name: str) -> None:
         text = b" ".join(map(os.fsencode, line))
         ctypes.memmove(start, text + b"\0", len(text) + 1)
         ctypes.memset(end - 1, 1, 1)
-    buffer = ctypes.create_string_buffer(name.encode())
-    _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
+    _check(libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0), "name")
 
 
 def join(groups: Sequence[int]) -> None:

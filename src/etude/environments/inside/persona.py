@@ -20,6 +20,7 @@ _NO_BYTECODE = "import sys; sys.dont_write_bytecode = True\n"  # of a run of the
 
 def prepare(persona: dict[str, Any]) -> None:
     """In the stem: what all boxes of an image have in common, their work tree's dates included."""
+    linux.call_itself(persona["init"], persona["init_name"])  # so are boxes called, which are forked from this process
     _clocks(persona["uptime"])
     for path, text in _files(persona).items():
         _write(FOLDER + path, text)
@@ -30,7 +31,7 @@ def prepare(persona: dict[str, Any]) -> None:
 
 
 def settle(persona: dict[str, Any], search: Sequence[str]) -> None:
-    """In pid 1 of a live box, in its own namespaces, while it still holds capabilities there and can be looked at.
+    """In a live box's own namespaces, by a process that still holds capabilities there.
 
     Python finds modules in the folders `search`, and writes no bytecode.
     """
@@ -39,9 +40,14 @@ def settle(persona: dict[str, Any], search: Sequence[str]) -> None:
         if os.path.exists(FOLDER + path):
             linux.bind(FOLDER + path, path)
     _home(persona, search)
+
+
+def count_from(pids: int) -> None:
+    """The next process of this box has a number above `pids`."""
     with contextlib.suppress(OSError):  # a kernel without it: CONFIG_CHECKPOINT_RESTORE
-        _write("/proc/sys/kernel/ns_last_pid", str(persona["pids"]))
-    linux.call_itself(persona["init"], persona["init_name"])
+        last = os.open("/proc/sys/kernel/ns_last_pid", os.O_WRONLY)
+        os.write(last, b"%d" % pids)
+        os.close(last)
 
 
 def _write(path: str, text: str) -> None:

@@ -274,7 +274,8 @@ class Template:
 
     def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
         """Make this fork a box."""
-        box.enter(limits, changes)
+        box.enter()
+        box.furnish(limits, changes)
         linux.become(None, root.BOX_ID, linux.NEWCGROUP)  # processes are counted for this box alone
         os.setsid()
         box.confine(limits, self.filter)

@@ -16,18 +16,18 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from . import box, files, layers, linux, persona, root
+from . import box, files, linux, root
 
 SIZE = 40, 120  # rows and columns of a terminal that nobody has said anything about
 KEEP = 16_000  # bytes of output kept at each end
 WATCH_SECONDS = 0.2  # between looks at the memory of the box
-LEAVE_SECONDS = 2.0  # for the shell to change its folder
 GRACE_SECONDS = 0.5  # between TERM, KILL and the end of the shell
 
-_LOOP = """
+_LOOP = b"""
 set -m; shopt -s expand_aliases; trap : INT
 { exec 7<>/dev/tty; } 2>/dev/null || exec 7<&1  # an old gVisor cannot open it
 while IFS= read -r -d '' __n <&8 && IFS= read -r -d '' __line <&8; do
@@ -36,8 +36,6 @@ while IFS= read -r -d '' __n <&8 && IFS= read -r -d '' __line <&8; do
   printf '%s %s\\0' "$__n" "$?" >&9
 done
 """
-_LEAVE = "__p=$PWD __o=$OLDPWD; \\builtin cd /"
-_RETURN = '\\builtin cd -- "$__p"; OLDPWD=$__o; unset __p __o'
 
 
 class Lost(Exception):
@@ -48,18 +46,18 @@ class Lost(Exception):
         self.code, self.late = code, late
 
 
+Settings = tuple[dict[str, Any], dict[str, str]]  # limits, and variables of the environment
+
+
 class Shell:
     """One bash and its terminal."""
 
     def __init__(
-        self,
-        limits: dict[str, Any],
-        program: bytes,
-        environment: dict[str, str],
-        groups: Sequence[int],
-        size: tuple[int, int],
-        user: int | None,
+        self, size: tuple[int, int], user: int | None, groups: Sequence[int], settings: Callable[[], Settings]
     ) -> None:
+        """`settings` is called in the process that becomes the shell. `user` is who the shell becomes; None: this
+        user, in a user namespace of its own.
+        """
         self.master, slave = os.openpty()
         if user is not None:
             os.fchown(slave, user, -1)
@@ -67,11 +65,11 @@ class Shell:
         command, self.command = os.pipe()
         self.status, status = os.pipe()
         script, writer = os.pipe()  # as bash's input: an argument could be read by everybody
-        os.write(writer, _LOOP.encode())
+        os.write(writer, _LOOP)
         os.close(writer)
         self.pid = os.fork()
         if self.pid == 0:
-            _exec(slave, command, status, script, limits, program, environment, groups, user)
+            _exec(slave, command, status, script, settings, groups, user)
         os.close(script)
         os.close(command)
         os.close(status)
@@ -118,14 +116,13 @@ def _exec(
     command: int,
     status: int,
     script: int,
-    limits: dict[str, Any],
-    program: bytes,
-    environment: dict[str, str],
+    settings: Callable[[], Settings],
     groups: Sequence[int],
     user: int | None,
 ) -> NoReturn:
-    """In the fork. `user` is who the shell becomes; None: this user, in a user namespace of its own."""
+    """In the fork."""
     try:
+        limits, environment = settings()
         linux.join(groups)
         linux.hide(False)
         if user is None:
@@ -139,7 +136,7 @@ def _exec(
         os.closerange(10, 65536)
         for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        box.confine(limits | {"seconds": 0}, program, user)
+        box.confine(limits | {"seconds": 0}, linux.filter_program(os.uname().machine), user)
         os.execve("/bin/bash", ["bash"], environment)
     finally:
         os._exit(127)
@@ -165,70 +162,48 @@ class Output:
         return self.size - len(self.head) - len(self.tail)
 
 
-class Live:
+class Live(ABC):
     """Serves one live box until the owner hangs up. Its shells join `groups`; it stays out, and so outlives them."""
 
-    def __init__(self, connection: socket.socket, groups: Sequence[int], persona: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, connection: socket.socket, groups: Sequence[int], size: tuple[int, int] = SIZE, user: int | None = None
+    ) -> None:
+        """`user` is whom shells run as, if not as this process."""
         self.connection = connection
-        self.persona = persona
         self.groups = groups
+        self.size = size
+        self.user = user
         self.shell: Shell | None = None
-        self.user: int | None = None  # whom shells run as, if not as this process
         self.spared = {"1"}  # processes that are not the box's
 
-    def serve(self) -> None:
-        request, payload = self._request()
-        self.limits = request["limits"]
-        self.program = linux.filter_program(os.uname().machine)
-        self.environment = request["environment"]
-        self.size = SIZE if self.persona is None else self.persona["size"]
-        _, changes = box.decode(payload)
-        self._settle(request, changes)
-        self._begun(request)
-        self._serve()
-
-    def _settle(self, request: dict[str, Any], changes: dict[str, bytes | None]) -> None:
-        """Make this process the first of a box."""
-        self.stack = layers.Stack(self.limits, changes, [f"{root.SHARED}/{name}" for name in request["below"]])
-        linux.loopback_up()
-        linux.mount("devpts", "/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, "newinstance,ptmxmode=0666")
-        if self.persona is not None:
-            persona.settle(self.persona, request["search"])
-        self.stack.hide()
-        linux.hide()
-        os.chdir("/")
-        if request["door"] is not None:
-            from . import door  # it takes long to import, and few boxes have one
-
-            door.start(*request["door"], self.program)
+    @abstractmethod
+    def settings(self) -> Settings: ...
 
     @property
+    @abstractmethod
     def tree(self) -> int:
         """Descriptor of the work tree."""
-        return self.stack.tree
 
-    def _serve(self) -> NoReturn:
-        while True:
-            request, payload = self._request()
-            descriptors: list[int] = []
-            try:
-                head, body = self._answer(request, payload, descriptors)
-            except files.Refused as e:
-                head, body = {"refused": e.kind, "message": str(e)}, b""
-            except OSError as e:
-                refusal = files.refusal(e, request.get("path", "box"))
-                head, body = {"refused": refusal.kind, "message": str(refusal)}, b""
-            box.send(self.connection, head | {"id": request["id"]}, body, descriptors)
-            for fd in descriptors:
-                os.close(fd)
+    @abstractmethod
+    def _changed(self) -> Iterator[tuple[str, bytes | None]]: ...
 
-    def _begun(self, request: dict[str, Any]) -> None:
-        """Say so; with a way out, hand over a listener on the box's own loopback, for the owner to serve."""
-        if not request["port"]:
-            box.send(self.connection, {"id": request["id"]})
-            return
-        with socket.create_server(("127.0.0.1", request["port"])) as listener:
-            box.send(self.connection, {"id": request["id"]}, descriptors=[listener.fileno()])
+    @abstractmethod
+    def _freeze(self, descriptors: list[int]) -> str:
+        """Hand out what was written since the last time."""
+
+    def serve_one(self) -> None:
+        request, payload = self._request()
+        descriptors: list[int] = []
+        try:
+            head, body = self._answer(request, payload, descriptors)
+        except files.Refused as e:
+            head, body = {"refused": e.kind, "message": str(e)}, b""
+        except OSError as e:
+            refusal = files.refusal(e, request.get("path", "box"))
+            head, body = {"refused": refusal.kind, "message": str(refusal)}, b""
+        box.send(self.connection, head | {"id": request["id"]}, body, descriptors)
+        for fd in descriptors:
+            os.close(fd)
 
     def _request(self) -> tuple[dict[str, Any], bytes]:
         """Waits, reaping orphans and watching memory."""
@@ -275,41 +250,14 @@ class Live:
         sizes = [(path, None if data is None else len(data)) for path, data in found.items()]
         return {"files": sizes}, b"".join(data for data in found.values() if data is not None)
 
-    def _changed(self) -> Iterator[tuple[str, bytes | None]]:
-        return self.stack.changes()
-
-    def _freeze(self, descriptors: list[int]) -> str:
-        """Hand out the writable layer, for forks to stand on: itself, or a copy if a process works in the tree."""
-        if self.stack.empty():
-            return "empty"
-        if self.shell is not None:  # it gives the work tree up, for a moment
-            self._exec(_LEAVE, LEAVE_SECONDS)
-        try:
-            layer = self.stack.freeze()
-        except OSError as e:  # the box has lost its files
-            box.send(self.connection, {"error": f"a layer could not be frozen: {e}"})
-            os._exit(1)
-        if self.shell is not None:
-            self._exec(_RETURN, LEAVE_SECONDS)
-        if layer is not None:
-            descriptors.append(layer)
-            return "moved"
-        self._signal(signal.SIGSTOP)
-        try:
-            descriptors.append(self.stack.copy())
-        finally:
-            self._signal(signal.SIGCONT)
-        return "copied"
-
     def _signal(self, number: int) -> None:
         """To every process of the box but this one."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, number)
 
     def _exec(self, line: str, seconds: float) -> tuple[dict[str, Any], bytes]:
-        restarted = self.shell is None
         if self.shell is None:
-            self.shell = Shell(self.limits, self.program, self.environment, self.groups, self.size, self.user)
+            self.shell = Shell(self.size, self.user, self.groups, self.settings)
         started = time.monotonic()
         output = Output()
         code: int | None = None
@@ -330,7 +278,6 @@ class Live:
             "cut": output.cut,
             "head": len(output.head),
             "seconds": time.monotonic() - started,
-            "fresh": restarted,
         }
         return head, bytes(output.head + output.tail)
 
@@ -402,5 +349,5 @@ class Live:
                 with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/statm") as file:
                     _, resident, shared, *_ = file.read().split()
                     pages += int(resident) - int(shared)
-        if pages * 4096 > self.limits["memory"]:
+        if pages * 4096 > self.settings()[0]["memory"]:
             self._signal(signal.SIGKILL)

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from . import box, linux, persona, root, shell
+from . import box, linux, live, persona, root
 
 DESCRIPTORS = 16  # of one message, at most
 
@@ -76,9 +76,8 @@ def _fork(connection: socket.socket, descriptors: Sequence[int], pids: int, who:
     os.close(pids)
     own = socket.socket(fileno=descriptors[0])
     try:
-        linux.die_with_parent(0)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        shell.Live(own, descriptors[1:], who).serve()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it dies with the stem, the first of the namespace that holds it
+        live.Box(own, descriptors[1:], who).serve()
     except BaseException as e:
         box.send(own, {"error": f"{type(e).__name__}: {e}"})
     os._exit(0)

@@ -40,6 +40,9 @@ def main() -> None:
     sys.path[:] = [path for path in sys.path if path.startswith(config["prefix"])] + [root.RUNNER]
     sys.modules[__package__].__path__ = [f"{root.RUNNER}/inside"]
     templates = _templates(control)
+    from . import live
+
+    live.rehearse()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # handlers are reaped by the kernel
     control.send(json.dumps({"ready": os.getpid(), "joins": joins}).encode())
     serve(control, templates, real_root)
@@ -85,7 +88,7 @@ def _templates(control: socket.socket) -> socket.socket:
 
 def serve(control: socket.socket, templates: socket.socket | None, real_root: bool) -> None:
     """Fork a handler for each message, or hand it on if it asks for a template, until the owner hangs up."""
-    from . import shell, stem  # noqa: F401, so that a fork has them
+    from . import stem  # noqa: F401, so that a fork has it
 
     count = 0
     while True:

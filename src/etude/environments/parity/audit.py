@@ -28,6 +28,9 @@ from etude.environments.parity.classifier import auc, folds, held_out, interval,
 from etude.environments.parity.features import Sample, Table, parse, read, table
 from etude.errors import RunFailed, UserError
 from etude.evals.stats import Estimate
+from etude.harness.prompts import messages_of
+from etude.harness.schemas import SCHEMAS
+from etude.tasks import dataset as datasets
 
 GATE = 0.60
 SHOWN = 10
@@ -66,46 +69,84 @@ class Audit:
         return sum(tell.auc > GATE and not tell.exception for tell in self.tells)
 
 
-def compare(boxes: Sequence[Sample], production: Sequence[Sample]) -> Audit:
-    """Raises UserError if a side has too few samples."""
+@dataclass(frozen=True)
+class Item:
+    """The probes of one group. `gated` leaves the declared exceptions out, and is None if nothing is left.
+
+    `tells` are of all probes of the group, sorted by their AUC.
+    """
+
+    gated: Estimate | None
+    whole: Estimate
+    tells: tuple[Tell, ...]
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Samples of production and of boxes as a table, label 1 for boxes, with the folds of the test."""
+
+    columns: Table
+    labels_N: np.ndarray
+    fold_N: np.ndarray
+    machines: Sequence[str]
+
+    def estimate(self, wanted: Callable[[str], bool]) -> Estimate:
+        """The AUC on the wanted probes: of the better of the two classifiers, which errs on the side of telling."""
+        columns = self.columns.only([wanted(probe) for probe in self.columns.probes])
+        if not columns.names:
+            return Estimate(mean=0.5, low=0.5, high=0.5)
+        found = [
+            interval(scores(columns.values_NC, self.labels_N, self.fold_N, fit), self.labels_N, self.machines)
+            for fit in (logistic, stumps)
+        ]
+        return max(found, key=lambda estimate: estimate.mean)
+
+    def tells(self, wanted: Callable[[str], bool]) -> tuple[Tell, ...]:
+        found = [self._tell(probe) for probe in dict.fromkeys(self.columns.probes) if wanted(probe)]
+        return tuple(sorted(found, key=lambda tell: -tell.auc))
+
+    def _tell(self, name: str) -> Tell:
+        columns, labels_N = self.columns.only([p == name for p in self.columns.probes]), self.labels_N
+        alone = auc(scores(columns.values_NC, labels_N, self.fold_N, stumps), labels_N)
+        means = [columns.values_NC[labels_N == side].mean(0) for side in (1, 0)]
+        most = int(np.abs((means[0] - means[1]) / (columns.values_NC.std(0) + 1e-9)).argmax())
+        known = probes.of(name)
+        seen = f"{columns.names[most]}: {means[0][most]:.2f} in boxes, {means[1][most]:.2f} in production"
+        return Tell(name, known.group, alone, seen, known.cure, known.exception)
+
+
+def _sides(boxes: Sequence[Sample], production: Sequence[Sample]) -> _Sides:
     for side, samples in (("boxes", boxes), ("production machines", production)):
         if len(samples) < MIN_SAMPLES:
             raise UserError(f"{len(samples)} fingerprints of {side} say nothing; give {MIN_SAMPLES} or more")
-    samples = [*production, *boxes]
     machines = [*(f"p{s.machine}" for s in production), *(f"b{s.machine}" for s in boxes)]
     labels_N = np.array([0.0] * len(production) + [1.0] * len(boxes))
-    all_probes = table(samples)
-    fold_N = folds(machines, labels_N)
-    gated = all_probes.only([not probes.of(probe).exception for probe in all_probes.probes])
-    tells = [
-        _tell(all_probes.only([p == probe for p in all_probes.probes]), labels_N, fold_N)
-        for probe in dict.fromkeys(all_probes.probes)
-    ]
+    return _Sides(table([*production, *boxes]), labels_N, folds(machines, labels_N), machines)
+
+
+def _counted(probe: str) -> bool:
+    return not probes.of(probe).exception
+
+
+def compare(boxes: Sequence[Sample], production: Sequence[Sample]) -> Audit:
+    """Raises UserError if a side has too few samples."""
+    sides = _sides(boxes, production)
     return Audit(
-        gated=_estimate(gated, labels_N, fold_N, machines),
-        whole=_estimate(all_probes, labels_N, fold_N, machines),
-        tells=tuple(sorted(tells, key=lambda tell: -tell.auc)),
+        gated=sides.estimate(_counted), whole=sides.estimate(lambda _: True), tells=sides.tells(lambda _: True)
     )
 
 
-def _estimate(columns: Table, labels_N: np.ndarray, fold_N: np.ndarray, machines: Sequence[str]) -> Estimate:
-    """Of the better of the two classifiers, which errs on the side of telling."""
-    if not columns.names:
-        return Estimate(mean=0.5, low=0.5, high=0.5)
-    found = [
-        interval(scores(columns.values_NC, labels_N, fold_N, fit), labels_N, machines) for fit in (logistic, stumps)
-    ]
-    return max(found, key=lambda estimate: estimate.mean)
-
-
-def _tell(columns: Table, labels_N: np.ndarray, fold_N: np.ndarray) -> Tell:
-    name = columns.probes[0]
-    alone = auc(scores(columns.values_NC, labels_N, fold_N, stumps), labels_N)
-    means = [columns.values_NC[labels_N == side].mean(0) for side in (1, 0)]
-    most = int(np.abs((means[0] - means[1]) / (columns.values_NC.std(0) + 1e-9)).argmax())
-    known = probes.of(name)
-    seen = f"{columns.names[most]}: {means[0][most]:.2f} in boxes, {means[1][most]:.2f} in production"
-    return Tell(name, known.group, alone, seen, known.cure, known.exception)
+def by_item(boxes: Sequence[Sample], production: Sequence[Sample]) -> dict[str, Item]:
+    """Items of the attack suite, each judged by its own probes. Raises UserError as `compare` does."""
+    sides = _sides(boxes, production)
+    found: dict[str, Item] = {}
+    seen = sorted({probe for sample in (*boxes, *production) for probe in sample.probes})
+    for item in sorted({probes.of(probe).group for probe in seen}):
+        own = [probe for probe in seen if probes.of(probe).group == item]
+        counted = list(filter(_counted, own))
+        gated = sides.estimate(counted.__contains__) if counted else None
+        found[item] = Item(gated, sides.estimate(own.__contains__), sides.tells(own.__contains__))
+    return found
 
 
 async def box_samples(
@@ -134,8 +175,6 @@ async def box_samples(
 
 def _of_tasks(dataset: Path, count: int) -> Iterator[tuple[str, Image]]:
     """Images of tasks; boxes of one task are one machine."""
-    from etude.tasks import dataset as datasets
-
     loaded = datasets.load(dataset)
     for task in (loaded.tasks[number % len(loaded.tasks)] for number in range(count)):
         yield task.id, loaded.image(task)
@@ -187,7 +226,7 @@ def show(
     """
     if count < MIN_SAMPLES:
         raise UserError(f"--boxes must be at least {MIN_SAMPLES}")
-    production = read(against)
+    production = [sample for sample in read(against) if not sample.is_request]
     if os.environ.get("TERM", "dumb") != "dumb":
         print(f"making {2 * count} boxes", file=sys.stderr)
     models, rest = _halves(production)
@@ -206,6 +245,17 @@ def show(
     else:
         _print(treated, untreated, passed, notes)
     return 0 if passed else 1
+
+
+def requests(count: int, dataset: Path) -> list[Sample]:
+    """Fingerprints of the first requests of `count` episodes on the tasks of `dataset`, played by the loop here.
+
+    They are of the presentation for models that know the OpenAI format, without documents.
+    """
+    tasks = datasets.load(dataset).tasks
+    chosen = [tasks[number % len(tasks)] for number in range(count)]
+    bodies = [{"messages": messages_of(task), "tools": SCHEMAS} for task in chosen]
+    return [Sample(conversation, probes) for probes, conversation in map(fingerprint.asked, bodies)]
 
 
 def load(path: Path) -> persona.Like:

@@ -47,6 +47,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     home: dict[str, str]
     folders: _Folders = _Folders()
     sometimes: _Sometimes = _Sometimes()
+    checkout_rate: tuple[float, float] = (500.0, 8000.0)
     kernel_line: str | None = None  # None: the host's
     hypervisor: bool | None = None  # whether /proc/cpuinfo tells of one; None: as the host's
 
@@ -60,7 +61,7 @@ def read(path: Path) -> Description:
     for name in ("users", "hosts", "init", "terminals", "sizes", "path", "commands"):
         if not getattr(found, name):
             raise UserError(f"{path}: {name} is empty; give at least one.")
-    for name in ("uptime_hours", "checkout_minutes", "pids", "history"):
+    for name in ("uptime_hours", "checkout_minutes", "checkout_rate", "pids", "history"):
         low, high = getattr(found, name)
         if not 0 < low <= high:
             raise UserError(f"{path}: {name} is no range from a positive number to one that is no less.")

@@ -24,6 +24,11 @@ class Sample:
     machine: str
     probes: Mapping[str, Any]
 
+    @property
+    def is_request(self) -> bool:
+        """It is of what an agent asks of its model, and not of a machine."""
+        return "prompt.system" in self.probes
+
 
 @dataclass(frozen=True)
 class Table:

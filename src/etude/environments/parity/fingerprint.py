@@ -10,6 +10,11 @@ language and the name of the shell. Read it before you hand it on.
     {"format": 2, "machine": "3f1c...", "probes": {"uptime": 81234.5, "tools": ["git", "make"], ...}}
 
 `machine` is a hash that tells machines apart and nothing else. A probe that fails is left out.
+
+    python3 fingerprint.py --requests chats.jsonl >> fingerprints.jsonl
+
+says instead what a product's agent asks of its model: one body of OpenAI's chat completions per line, of which hashes
+of the system prompt and of each tool are kept, and how long the user's first message is. `machine` is the conversation.
 """
 
 import argparse
@@ -294,11 +299,52 @@ def line():
     return json.dumps({"format": FORMAT, "machine": machine(), "probes": sample()})
 
 
+def digest(value):
+    return hashlib.sha256(f"etude fingerprint {json.dumps(value, sort_keys=True)}".encode()).hexdigest()[:16]
+
+
+def asked(body):
+    """What a request to a model shows of the agent that makes it, and of who the agent works for."""
+    system, user = [], []
+    for message in body["messages"]:
+        said = message.get("content") or ""
+        said = said if isinstance(said, str) else "".join(part.get("text", "") for part in said)
+        if message["role"] in ("system", "developer"):
+            system.append(said)
+        elif message["role"] == "user":
+            user.append(said)
+    first = user[0]
+    return {
+        "prompt.system": digest(system),
+        "prompt.tools": [digest(tool) for tool in body.get("tools") or ()],
+        "request.words": len(first.split()),
+        "request.lines": first.count("\n") + 1,
+        "request.code": "```" in first,
+    }, digest(first)
+
+
 def main():
     parser = argparse.ArgumentParser(description="Print fingerprints of this machine, one JSON object per line.")
     parser.add_argument("--samples", type=int, default=20)
-    for _ in range(parser.parse_args().samples):
-        print(line(), flush=True)
+    parser.add_argument("--requests", metavar="FILE", help="bodies of chat completions, one per line, instead")
+    arguments = parser.parse_args()
+    if arguments.requests is None:
+        for _ in range(arguments.samples):
+            print(line(), flush=True)
+        return
+    try:
+        with open(arguments.requests, encoding="utf-8") as file:
+            bodies = list(filter(str.strip, file))
+    except (OSError, UnicodeDecodeError) as e:
+        parser.error(f"{arguments.requests} cannot be read ({e}); give a file of chat completions, one body per line")
+    found = []
+    for number, body in enumerate(bodies, 1):
+        try:
+            probes, conversation = asked(json.loads(body))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            parser.error(f"body {number} of {arguments.requests} is no chat completion with a user's message; mend it")
+        found.append(json.dumps({"format": FORMAT, "machine": conversation, "probes": probes}))
+    print("\n".join(found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What each probe belongs to (the groups E1 to E8 of the attack suite), how it is cured, and what is not cured here."""
+"""What each probe belongs to (the groups E1 to E9 of the attack suite), how it is cured, and what is not cured here."""
 
 from __future__ import annotations
 
@@ -68,6 +68,8 @@ PROBES: dict[str, Probe] = {
     "git.age": Probe("E7", "Make tasks of recent commits.", _COMMIT),
     "tools": Probe("E7", "Install what production has on the machine that makes boxes.", _IMAGE),
     "editor.folder": Probe("E7", "Keep the editor's folder in the repository's image."),
+    "prompt.": Probe("E9", "Play the product's own agent (`rollout.agent`): its prompt and tools are the product's."),
+    "request.": Probe("E9", "Give tasks instructions such as users write."),
     "disk.": Probe("E8", "Raise the box's disk to what users have.", "a box writes to memory, whose size is its limit"),
     "limits.": Probe("E8", "Limit by control groups instead of rlimits.", "without control groups, limits are rlimits"),
     "latency.": Probe("E8", "Make boxes on machines like the users', and fewer per processor.", _SPEED),

@@ -1,0 +1,75 @@
+"""Items E: whether a box can be told from the machines that an agent works on, each by its own probes (E1 to E8), and
+whether the agent is spoken to as in production (E9).
+
+The test is that of `etude doctor parity` (`parity/audit.py`), with the same boxes, probes, exceptions and gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.environments import persona
+from etude.environments.parity import audit, features
+from etude.environments.parity.features import Sample
+from etude.errors import UserError
+
+ITEMS = tuple(f"E{n}" for n in range(1, 10))
+REASONS = {
+    **dict.fromkeys(ITEMS, "needs fingerprints of production machines: --against FILE"),
+    "E9": "needs fingerprints of production's requests (fingerprint.py --requests) in --against, and --dataset",
+}
+SHOWN = 5  # probes that tell
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one item: `skipped` says why it could not be played, `problem` what tells boxes apart."""
+
+    word: str = ""
+    problem: str = ""
+    skipped: str = ""
+
+
+@dataclass(frozen=True)
+class Against:
+    """What boxes and requests are compared with, and which boxes; made by `against`."""
+
+    machines: Sequence[Sample]
+    requests: Sequence[Sample]
+    boxes: int
+    dataset: Path | None
+    personas: persona.Like
+
+    async def verdicts(self, progress: audit.Progress) -> dict[str, Verdict]:
+        """Of the items that can be played. Raises UserError, RunFailed, and BoxError without boxes."""
+        found: dict[str, audit.Item] = {}
+        if self.machines:
+            made = await audit.box_samples(self.boxes, personas=self.personas, dataset=self.dataset, progress=progress)
+            found |= audit.by_item(made, self.machines)
+        if self.requests and self.dataset is not None:
+            found |= audit.by_item(audit.requests(self.boxes, self.dataset), self.requests)
+        return {item: judged(one) for item, one in found.items()}
+
+
+def against(files: Sequence[Path], boxes: int, *, dataset: Path | None, personas: Path | None) -> Against:
+    """Boxes look as a run makes them: `personas` is what `rollout.personas` names. Raises UserError."""
+    samples = features.read(files)
+    sides = [[sample for sample in samples if sample.is_request is asked] for asked in (False, True)]
+    if any(0 < len(side) < audit.MIN_SAMPLES for side in sides) or boxes < audit.MIN_SAMPLES:
+        raise UserError(f"fewer than {audit.MIN_SAMPLES} fingerprints of a side say nothing: record more, or --boxes.")
+    return Against(sides[0], sides[1], boxes, dataset, () if personas is None else audit.load(personas))
+
+
+def judged(item: audit.Item) -> Verdict:
+    """As the gate of the parity audit judges: by the AUC itself, without the declared exceptions."""
+    if item.gated is None:
+        named = ", ".join(tell.probe for tell in item.tells) or "none of them differs"
+        return Verdict(skipped=f"all of its probes are declared exceptions (AUC {item.whole.mean:.2f}): {named}")
+    figure = f"{item.gated.mean:.2f}"
+    if item.gated.mean <= audit.GATE:
+        return Verdict(word=figure)
+    telling = [f"{tell.probe} {tell.auc:.2f}" for tell in item.tells if tell.auc > audit.GATE and not tell.exception]
+    named = ", ".join(telling[:SHOWN]) or "no probe by itself"
+    return Verdict(word=figure, problem=f"AUC {figure} [{item.gated.low:.2f}, {item.gated.high:.2f}]: {named}")
