@@ -11,9 +11,11 @@ import difflib
 import json
 import random
 import shutil
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from etude.errors import UserError
@@ -65,6 +67,12 @@ RELEASES = (
         npm=True,
     ),
     Release(
+        "fast-uri",
+        "4.2.3",
+        "sha512-I1PXwP5eAhlNlcdpjt9CgB59op2ZvZfxw+BkqGFVIUOgNpCVTcTqp3HhTX7brxj5vsip+nSY4nTvff+eIA76hg==",
+        npm=True,
+    ),
+    Release(
         "@wry/caches",
         "1.0.1",
         "sha512-bXuaUNLVVkD20wcGBWRyo7j9N3TxePEWFZj2Y+r9OoUzfqmavM84+mFykRicNsBqatba5JLay1t48wxaXaWnlA==",
@@ -92,7 +100,7 @@ def make(release: Release, out: Path, options: BuildOptions) -> dict[str, object
     started = time.monotonic()
     row: dict[str, object] = {"repository": f"{release.name} {release.version}"}
     try:
-        data = build(release.fetch(out / "releases"), folder, options, lambda *_: None)
+        data = build(release.fetch(out / "releases"), folder, options, partial(_say, release.name))
     except UserError as e:
         return row | {"left out": str(e), "minutes": round((time.monotonic() - started) / 60, 1)}
     (out / f"{release.name}.md").write_text(_reading(data, options.seed), encoding="utf-8")
@@ -105,6 +113,11 @@ def make(release: Release, out: Path, options: BuildOptions) -> dict[str, object
         "survival": round(counts["fit"] / max(1, counts["candidates"]), 2),
         "minutes": round((time.monotonic() - started) / 60, 1),
     }
+
+
+def _say(name: str, stage: str, done: int, total: int) -> None:
+    """Some builds take an hour."""
+    print(f"{time.strftime('%H:%M:%S')} {name}: {stage}, {done} of {total}", file=sys.stderr, flush=True)
 
 
 def _reading(data: Dataset, seed: int) -> str:

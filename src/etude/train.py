@@ -49,6 +49,8 @@ def _rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None) -> N
     from etude.rl import train_rl
 
     if resume:
+        if not folder.exists():
+            raise UserError(f"{folder} holds no run yet; start it without --resume")
         saved = runfolder.load_config(folder)
         if toml is not None and saved != config:
             raise UserError(

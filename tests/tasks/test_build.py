@@ -139,25 +139,38 @@ class _Scripted:
 
     def __init__(self) -> None:
         self.runs = 0
+        self.asked: list[tuple[str, ...]] = []
 
     async def run_tests(self, image: object, changes: object, tests: Sequence[str], *_: object) -> TestReport:
         self.runs += 1
+        self.asked.append(tuple(tests))
         outcomes = {test: "failed" if test == "b" and self.runs == 2 else "passed" for test in tests}
         return TestReport(outcomes=outcomes, messages={}, seconds=0.0)
 
 
-def test_a_test_that_fails_once_is_dropped(tmp_path: Path) -> None:
-    bench = Bench(
-        sandbox=_Scripted(),  # type: ignore[arg-type]
+def _bench(sandbox: _Scripted, folder: Path) -> Bench:
+    return Bench(
+        sandbox=sandbox,  # type: ignore[arg-type]
         name="x",
-        repository=tmp_path,
-        site=tmp_path,
-        hidden=tmp_path,
+        repository=folder,
+        site=folder,
+        hidden=folder,
         source_roots=(),
         licence="MIT",
         options=BuildOptions(workers=1),
     )
+
+
+def test_a_test_that_fails_once_is_dropped(tmp_path: Path) -> None:
+    bench = _bench(_Scripted(), tmp_path)
     assert asyncio.run(gates.stable_tests(bench, ["a", "b", "c"])) == ({"a", "c"}, {"b"})
+
+
+def test_a_javascript_file_runs_once_for_all_of_its_tests(tmp_path: Path) -> None:
+    sandbox, names = _Scripted(), [f"t/{file}.test.js::{i}" for file in "mn" for i in range(45)]
+    stable, dropped = asyncio.run(gates.stable_tests(_bench(sandbox, tmp_path), names))
+    assert (stable, dropped) == (set(names), set())
+    assert sandbox.asked == [tuple(names[:45]), tuple(names[45:])] * BuildOptions().repeats
 
 
 def _repository(root: Path, files: dict[str, str]) -> Path:

@@ -44,7 +44,7 @@ from etude.tasks.search import Progress, Target, search
 from etude.tasks.wide import Wide
 
 _TRACE_SECONDS = 600.0
-_SCRIPT_FILES = 3  # of JavaScript tests that decide one task
+_SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agent may run
 
 
 def build(
@@ -263,8 +263,9 @@ async def _targets(
     visible = {f.id: [t for t in ranked[f.id] if split.base(t) in shown][: options.test_cap] for f in eligible}
     if policy == "doctests":
         visible = {f.id: [f"{f.path}::doctest:{f.qualname}"] if f.doctest else [] for f in eligible}
-    if any(isinstance(f, JsFunction) for f in eligible):  # each file is a process or two
+    if any(isinstance(f, JsFunction) for f in eligible):  # each file is a process or two, when an agent tests too
         hidden = {f: _of_files(tests, _SCRIPT_FILES) for f, tests in hidden.items()}
+        visible = {f: _of_files(tests, _SCRIPT_FILES) for f, tests in visible.items()}
     python = [f for f in plan.functions if isinstance(f, Function)]
     wides = wide.find(plan.repo, plan.sources, python, callers, options) if python else []
     wanted = {test for table in (hidden, visible) for tests in table.values() for test in tests}

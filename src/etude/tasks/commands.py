@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from etude.progress import bar
 from etude.tasks import check as checking
-from etude.tasks import search, synthesis
+from etude.tasks import synthesis
 from etude.tasks.build import build as build_dataset
 from etude.tasks.options import BuildOptions
 
@@ -39,13 +35,3 @@ def check(folder: Path) -> int:
         print(f"and {len(found) - SHOWN_FAILURES} more")
     print(f"{report.tasks} tasks checked: {'all gates hold' if report.ok else f'{len(found)} problems'}")
     return 0 if report.ok else 1
-
-
-@contextmanager
-def bar() -> Generator[search.Progress]:
-    """A progress bar on a terminal, silent elsewhere: call it with (stage, done, total)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)

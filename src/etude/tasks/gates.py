@@ -201,8 +201,7 @@ async def in_order(work: Callable[[T], Awaitable[R]], items: Sequence[T], worker
 
 async def stable_tests(bench: Bench, tests: Sequence[str], batch: int = 200) -> tuple[set[str], set[str]]:
     """(stable, dropped) of `tests` on the unbroken tree: those that pass each time, and the rest."""
-    batch = 20 if any(map(is_script, tests)) else batch  # of JavaScript, each file is a process
-    batches = [tests[i : i + batch] for i in range(0, len(tests), batch)] * bench.options.repeats
+    batches = _batches(tests, batch) * bench.options.repeats
     limits = Limits(seconds=max(60.0, bench.options.hang_seconds))
 
     async def run(chunk: Sequence[str]) -> dict[str, str]:
@@ -216,3 +215,12 @@ async def stable_tests(bench: Bench, tests: Sequence[str], batch: int = 200) -> 
         if outcomes.get(test) != "passed"
     }
     return set(tests) - dropped, dropped
+
+
+def _batches(tests: Sequence[str], size: int) -> list[list[str]]:
+    """Tests that run together: `size` at most, and of JavaScript a file's, which takes a process or two as a whole."""
+    files: dict[str, list[str]] = {}
+    for test in filter(is_script, tests):
+        files.setdefault(test.partition("::")[0], []).append(test)
+    others = [test for test in tests if not is_script(test)]
+    return [others[i : i + size] for i in range(0, len(others), size)] + list(files.values())

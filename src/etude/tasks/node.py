@@ -20,7 +20,7 @@ from etude.tasks.discover import Layout
 from etude.tasks.javascript import JsFunction
 from etude.tasks.options import BuildOptions
 
-NPM_SECONDS = 300.0
+NPM_SECONDS = 900.0  # packages by the hundred, on a machine with other work
 LINK = ("node_modules", "/site/node_modules")  # in the repository: where Node looks for packages, and where they are
 _SETTINGS = re.compile(r"(jest|vitest|vite|babel)[\w.-]*\.[cm]?[jt]s|tsconfig[\w.-]*\.json|\.(babel|mocha|swc)rc.*")
 _QUOTED = re.compile(r"['\"]((?:@[\w.-]+/)?[\w.-]+)(?:/[\w./-]+)?['\"]")
