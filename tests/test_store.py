@@ -16,27 +16,10 @@ from etude.store import NotFound, open_store
 
 
 @pytest.fixture(scope="module")
-def s3():
+def s3(s3_service, s3_credentials):
     """A real S3 API on loopback."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    saved = dict(os.environ)
-    os.environ |= {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    boto3.client("s3").create_bucket(Bucket="etude")
-    yield "s3://etude/run"
-    os.environ.clear()
-    os.environ.update(saved)
-    server.stop()
+    os.environ["AWS_ENDPOINT_URL"] = s3_service
+    return "s3://etude/run"
 
 
 @pytest.fixture(params=["file", "s3"])

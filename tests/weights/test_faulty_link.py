@@ -1,12 +1,9 @@
 """Publishing to, and following, an S3 service behind a link that fails: HTTP faults, not the store's interface."""
 
-import os
 from datetime import timedelta
 
-import boto3
 import pytest
 from faulty_link import linked
-from moto.server import ThreadedMotoServer
 from small_tensors import nudged, tensors, widened
 
 import etude.store
@@ -18,31 +15,10 @@ from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
 
 
-@pytest.fixture(scope="module")
-def s3():
-    """The URL of a real S3 service with a bucket."""
-    saved = dict(os.environ)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    os.environ |= {
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    boto3.client("s3", endpoint_url=url).create_bucket(Bucket="etude")
-    yield url
-    os.environ.clear()
-    os.environ.update(saved)
-    server.stop()
-
-
 @pytest.fixture
-def faulty(s3, tmp_path, monkeypatch):
+def faulty(s3_service, s3_credentials, tmp_path, monkeypatch):
     """A link to the service, and a store behind it whose deadlines are short."""
-    with linked(s3) as (url, link):
+    with linked(s3_service) as (url, link):
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         monkeypatch.setattr(etude.store, "REQUEST", timedelta(seconds=1))
         monkeypatch.setattr(etude.store, "RETRYING", timedelta(seconds=2))
