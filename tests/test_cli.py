@@ -32,8 +32,8 @@ def test_help_imports_nothing_heavy():
         (["tasks", "fast-apply", ".", "-o", "out", "--max-lines", "1"], "--max-lines must lie between"),
         (["eval", "none", "--suite", "none.parquet"], "none.parquet does not exist"),
         (["tasks", "check", "none"], "none is not a task dataset"),
-        (["doctor", "replay", "none"], "none holds no run"),
-        (["export", "none", "-o", "out"], "none holds no run"),
+        (["doctor", "replay", "none"], "none holds no run (no config.json); name the folder of a run\n"),
+        (["export", "none", "-o", "out"], "none holds no run (no config.json); name the folder of a run\n"),
         (["doctor", "--what"], "unexpected argument '--what'"),
         (["bench", "engine"], "run `etude bench` from the root"),
         (["serve", "none"], "none"),
@@ -56,3 +56,14 @@ def test_an_unknown_stage(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "x.toml"])
     assert "unknown stage 'pretrain'; use midtrain, sft, apply or rl" in capsys.readouterr().err
+
+
+def test_serve_takes_the_sizes_that_its_refusals_name(monkeypatch):
+    from etude.inference import server
+
+    asked = []
+    monkeypatch.setattr(server, "run", asked.append)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["serve", "folder", "--cache-mb", "7", "--documents-mb", "9"])
+    assert not stop.value.code
+    assert [(options.cache_mb, options.documents_mb) for options in asked] == [(7, 9)]

@@ -81,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--threads", type=int, default=2)
+    serve.add_argument("--cache-mb", type=int, default=512, help="memory for keys and values")
+    serve.add_argument("--documents-mb", type=int, default=256, help="memory for keys and values of documents")
     serve.add_argument("--weights", help="store URL to take new versions from")
     serve.add_argument("--public-key", type=Path, help="serve only versions whose manifests this key has signed")
     serve.add_argument("--accepted", type=Path, help="file that remembers, for --public-key, what was served last")
@@ -161,6 +163,11 @@ def _doctor_arguments(doctor: argparse.ArgumentParser) -> None:
     attacks.add_argument("--backend", default="namespace", help="who makes the boxes, as in [sandbox]")
     attacks.add_argument("--image", default="", help="what [sandbox] calls image")
     attacks.add_argument("--runtime", help="what [sandbox] calls runtime")
+    production = "fingerprints of production machines, to play items E (see the check parity)"
+    attacks.add_argument("--against", type=Path, nargs="+", metavar="FILE", help=production)
+    attacks.add_argument("--personas", type=Path, metavar="FILE", help="as rollout.personas; else the default's")
+    attacks.add_argument("--dataset", type=Path, metavar="DIR", help="tasks whose boxes these are; else made-up ones")
+    attacks.add_argument("--boxes", type=int, default=200, help="boxes to compare with")
     parity = checks.add_parser("parity", help="whether boxes can be told from production machines", allow_abbrev=False)
     parity.add_argument("--json", action="store_true")
     what = parity.add_mutually_exclusive_group(required=True)
@@ -340,7 +347,15 @@ def _serve(arguments: argparse.Namespace, _: list[str]) -> None:
     if (key and not url) or (accepted and not key):
         raise UserError("--accepted needs --public-key, which needs --weights: give all that are needed")
     weights = Origin(store=url, public_key=key, accepted=accepted) if url else None
-    serve(arguments.model, host=arguments.host, port=arguments.port, threads=arguments.threads, weights=weights)
+    serve(
+        arguments.model,
+        host=arguments.host,
+        port=arguments.port,
+        threads=arguments.threads,
+        weights=weights,
+        cache_mb=arguments.cache_mb,
+        documents_mb=arguments.documents_mb,
+    )
 
 
 def _weights(arguments: argparse.Namespace, _: list[str]) -> int:
@@ -379,12 +394,21 @@ def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
         return replay.show(arguments.folder, arguments.episode, as_json=arguments.json)
     if arguments.check == "sandbox":
         from etude.config import SandboxConfig, validate
-        from etude.environments.attacks import suite
+        from etude.environments.attacks import fingerprints, suite
         from etude.environments.backends import opened
 
         given = {"backend": arguments.backend, "image": arguments.image, "runtime": arguments.runtime}
         boxes = opened(validate(SandboxConfig, given, "etude doctor"))
-        return suite.show(as_json=arguments.json, quick=arguments.quick, boxes=boxes)
+        against = None
+        if arguments.against is not None:
+            if arguments.backend != "namespace":
+                raise UserError("--against needs boxes with personas, which only the namespace backend makes.")
+            against = fingerprints.against(
+                arguments.against, arguments.boxes, dataset=arguments.dataset, personas=arguments.personas
+            )
+        elif arguments.dataset is not None or arguments.personas is not None:
+            raise UserError("--dataset and --personas say what boxes are compared with: give --against, too.")
+        return suite.show(as_json=arguments.json, quick=arguments.quick, boxes=boxes, against=against)
     if arguments.check == "parity":
         from etude.environments.parity import audit
 

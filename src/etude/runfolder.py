@@ -53,9 +53,7 @@ def load_config(folder: Path) -> RLConfig:
     """The resolved configuration of an existing run."""
     path = folder / "config.json"
     if not path.exists():
-        raise UserError(
-            f"{folder} holds no run (no config.json); name the folder of a run, or start one without --resume"
-        )
+        raise UserError(f"{folder} holds no run (no config.json); name the folder of a run")
     return validate(RLConfig, json.loads(path.read_text()), str(path))
 
 

@@ -52,7 +52,7 @@ def there(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.copy()).to(DEVICE)
 
 
-def compare(form: Format, old: np.ndarray, new: np.ndarray, seed: int, first: int) -> None:
+def assert_as_on_the_host(form: Format, old: np.ndarray, new: np.ndarray, seed: int, first: int) -> None:
     """Digest, scan, steps and steps back are those of the host's kernels, to the last bit: all of it is integers."""
     w, signed, seed64 = form.width, form.signed, np.uint64(seed)
     positions, steps = np.empty(old.size + 2, np.int32), np.empty(old.size, form.integer)
@@ -81,14 +81,14 @@ def compare(form: Format, old: np.ndarray, new: np.ndarray, seed: int, first: in
 def test_every_special_pattern_becomes_every_other(dtype: str) -> None:
     form = FORMATS[dtype]
     special = np.array(SPECIAL[form.width], form.unsigned)
-    compare(form, np.repeat(special, special.size), np.tile(special, special.size), SEEDS[-1], 5)
+    assert_as_on_the_host(form, np.repeat(special, special.size), np.tile(special, special.size), SEEDS[-1], 5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "uint8"])
 def test_every_pattern_there_is(dtype: str) -> None:
     form = FORMATS[dtype]
     old = np.arange(1 << form.width).astype(form.unsigned)
-    compare(form, old, np.random.default_rng(0).permutation(old), SEEDS[-1], 0)
+    assert_as_on_the_host(form, old, np.random.default_rng(0).permutation(old), SEEDS[-1], 0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 1.0])
@@ -99,7 +99,7 @@ def test_sizes_around_blocks(size: int, share: float) -> None:
     new = old.copy()
     new[rng.random(size) < share] += np.uint16(1)
     assert share < 1 or not size or (old != new).all()
-    compare(FORMATS["bfloat16"], old, new, SEEDS[-1], 1 << 33)
+    assert_as_on_the_host(FORMATS["bfloat16"], old, new, SEEDS[-1], 1 << 33)
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,7 +117,7 @@ def test_any_content(data: st.DataObject) -> None:
         for place, value in data.draw(places).items():
             (old if data.draw(st.booleans()) else new)[place] = value
     seed = data.draw(st.sampled_from(SEEDS) | st.integers(0, (1 << 64) - 1))
-    compare(form, old, new, seed, data.draw(st.integers(0, 1 << 40)))
+    assert_as_on_the_host(form, old, new, seed, data.draw(st.integers(0, 1 << 40)))
 
 
 def test_a_digest_of_more_than_one_launch(monkeypatch) -> None:

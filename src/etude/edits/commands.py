@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.edits.build import Options, build
-from etude.tasks.commands import bar
+from etude.progress import bar
 
 
 def make(training: Sequence[str], evaluation: Sequence[str], output: Path, **options: Any) -> int:

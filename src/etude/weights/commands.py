@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from etude.errors import UserError
 from etude.models.loading import model_id
+from etude.progress import bar
 from etude.records import PolicyVersion
 from etude.store import Store, open_store
 from etude.weights import export, retention, signature
@@ -65,7 +63,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 def verify(arguments: argparse.Namespace) -> int:
     """Reads every byte that the manifests name."""
     store = _store(arguments.store)
-    with _bar() as progress:
+    with bar() as progress:
         found = audit(store, _trust(arguments), arguments.version, progress)
     if arguments.json:
         figures = {"versions": found.versions, "objects": found.objects, "bytes": found.bytes, "pruned": found.pruned}
@@ -87,7 +85,7 @@ def verify(arguments: argparse.Namespace) -> int:
 def diff(arguments: argparse.Namespace) -> int:
     """What changed between two versions, tensor by tensor."""
     store = _store(arguments.store)
-    with _bar() as progress:
+    with bar() as progress:
         progress("load", 0, 2)
         (_, a), (_, b) = load_content(store, arguments.a), load_content(store, arguments.b)
     if a.schema != b.schema:
@@ -112,7 +110,7 @@ def apply(arguments: argparse.Namespace) -> int:
     store = _store(arguments.store)
     version = _version(store, arguments.version)
     trust = _trust(arguments, arguments.folder)
-    with _bar() as progress:
+    with bar() as progress:
         held = export.advance(store, arguments.folder, version, arguments.output, trust, progress)
     print(f"{arguments.folder} holds version {held}; {arguments.output} holds version {version}")
     return 0
@@ -121,7 +119,7 @@ def apply(arguments: argparse.Namespace) -> int:
 def publish(arguments: argparse.Namespace) -> int:
     """The weights of a folder as the next version."""
     key = signature.private_key(arguments.key) if arguments.key else None
-    with _bar() as progress:
+    with bar() as progress:
         progress("publish", 0, 1)
         manifest = export.publish_folder(open_store(arguments.store), arguments.folder, key)
     if arguments.json:
@@ -136,7 +134,7 @@ def fetch(arguments: argparse.Namespace) -> int:
     store = _store(arguments.store)
     version = _version(store, arguments.version)
     trust = _trust(arguments, arguments.base)
-    with _bar() as progress:
+    with bar() as progress:
         progress("fetch", 0, 1)
         manifest = export.export(store, version, arguments.base, arguments.output, trust)
     print(f"{arguments.output} holds version {version}, {manifest.digest}")
@@ -146,7 +144,7 @@ def fetch(arguments: argparse.Namespace) -> int:
 def gc(arguments: argparse.Namespace) -> int:
     """Takes away what no version needs."""
     store = _store(arguments.store)
-    with _bar() as progress:
+    with bar() as progress:
         done = retention.collect(
             store,
             prune=arguments.prune,
@@ -227,12 +225,3 @@ def _row(manifest: PolicyVersion) -> dict[str, Any]:
         "groups": len(manifest.groups),
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(manifest.created)),
     }
-
-
-@contextmanager
-def _bar() -> Generator[Callable[[str, int, int], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)
