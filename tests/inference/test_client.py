@@ -11,11 +11,12 @@ ANSWER = b'{"status": "ok"}'
 async def health(closed: int) -> tuple[list[str], int]:
     """What `EngineClient.health` says, twice, of a server that closes `closed` connections on which it is asked for
     the second time (the first request of each is answered), and how many connections it saw."""
-    connections = 0
+    connections, serving = 0, []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal connections
         connections += 1
+        serving.append(asyncio.current_task())
         asked, drops = 0, connections <= closed
         with contextlib.suppress(asyncio.IncompleteReadError):  # the client has closed
             while await reader.readuntil(b"\r\n\r\n") and not (drops and (asked or connections > 1)):
@@ -26,8 +27,11 @@ async def health(closed: int) -> tuple[list[str], int]:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with server, EngineClient([url]) as client:
-        found = [str((await client.health(url))["status"]) for _ in range(2)]
+    try:
+        async with server, EngineClient([url]) as client:
+            found = [str((await client.health(url))["status"]) for _ in range(2)]
+    finally:
+        await asyncio.gather(*serving)
     return found, connections
 
 

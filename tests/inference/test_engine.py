@@ -347,6 +347,7 @@ def test_bad_requests(model):
     assert clipped.finish_reason == "length"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the traceback, for an operator
 def test_broken_weights_end_the_engine_with_a_reason():
     model = model_of()
     engine = Engine(model)
@@ -357,3 +358,4 @@ def test_broken_weights_end_the_engine_with_a_reason():
         row.future.result(30)
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(Request(ids=prompt(9), max_tokens=1))
+    engine.close()
