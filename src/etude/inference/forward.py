@@ -16,7 +16,7 @@ from etude.inference.costs import LARGEST, CostCurve, measure
 from etude.inference.layout import PagedBatch
 from etude.inference.sampling import sample
 from etude.models import exact, products
-from etude.models.experts import ROUND, few_shapes, observe
+from etude.models.experts import few_shapes, observe
 from etude.models.kernels import BLOCK
 
 _CONTEXT = 256  # tokens before those of a measured pass
@@ -42,9 +42,8 @@ def logits_of(
     """
     device = cache.keys.device
     batch = PagedBatch(cache, table, slot_N.astype(np.int32), position_N.astype(np.int32))
-    # oneDNN compiles for each shape: passes of every size would cost more than the padding.
-    few = not alone and device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > ROUND
-    padding = (0, -len(ids_N) % ROUND if few else exact.padding(len(ids_N)))
+    padding = (0, exact.padding(len(ids_N)) if alone else products.padding(len(ids_N), device))
+    few = not alone and device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > products.ROUND
     with few_shapes() if few else nullcontext(), observe() if routes else nullcontext() as choices:
         hidden_1ND = model.get_decoder()(
             input_ids=torch.from_numpy(_padded(ids_N, padding)).to(device)[None],

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from etude.models import exact
+from etude.models import exact, products
 from etude.models.attention import KeyValues, causal
-from etude.models.experts import ROUND, few_shapes, observe
+from etude.models.experts import few_shapes, observe
 from etude.models.kernels import BLOCK, place
 from etude.models.segments import Graph
 
@@ -117,8 +117,8 @@ def compute(
     """
     device = parts[0][0].keys_LKnD.device
     ids_N = np.concatenate([d.ids_n[d.computed : d.computed + count] for d, count in parts])
-    few = device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > ROUND
-    padded_N = np.pad(ids_N, (0, -len(ids_N) % ROUND if few else exact.padding(len(ids_N))))
+    padded_N = np.pad(ids_N, (0, products.padding(len(ids_N), device)))
+    few = device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > products.ROUND
     with few_shapes() if few else nullcontext(), observe() if routes else nullcontext() as choices:
         model.get_decoder()(
             input_ids=torch.from_numpy(padded_N).to(device)[None],

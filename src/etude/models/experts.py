@@ -19,9 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from etude.models import exact, products
 
 NAME = "etude"
-ROUND = 16
 _MOST_PADDING = 4  # times the tokens
-_MANY = 48  # rows of an expert, on average, from which a product of its own is faster
 
 
 _few_shapes: ContextVar[bool] = ContextVar("etude_few_shapes", default=False)
@@ -29,7 +27,7 @@ _few_shapes: ContextVar[bool] = ContextVar("etude_few_shapes", default=False)
 
 @contextmanager
 def few_shapes() -> Iterator[None]:
-    """Inside, experts are padded to one number of tokens, a multiple of `ROUND`.
+    """Inside, experts are padded to one number of tokens, a multiple of `products.ROUND`.
 
     oneDNN compiles its bfloat16 kernels for each shape, which takes milliseconds, and the counts of the experts are
     ever new ones.
@@ -96,8 +94,8 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
     count_E = flat.bincount(minlength=module.num_experts)
     up_EDI, down_EID = module.gate_up_proj.transpose(1, 2), module.down_proj.transpose(1, 2)
     place = torch.arange(T * K, device=order.device)
-    width = -(-int(count_E.max()) // ROUND) * ROUND if _few_shapes.get() else 0
-    if width and width * module.num_experts <= _MOST_PADDING * max(T * K, ROUND * module.num_experts):
+    width = _rounded(int(count_E.max())) if _few_shapes.get() else 0
+    if width and width * module.num_experts <= _MOST_PADDING * max(T * K, products.ROUND * module.num_experts):
         start_E = count_E.cumsum(0) - count_E
         expert = flat[order]
         place = expert * width + place - start_E[expert]
@@ -105,7 +103,7 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
         padded[place] = hidden_TD[order // K]
         gate, up = torch.bmm(padded.view(module.num_experts, width, -1), up_EDI).chunk(2, dim=-1)
         out = torch.bmm(module.act_fn(gate) * up, down_EID).flatten(0, 1)
-    elif plain and _MANY * module.num_experts <= T * K and hidden_TD.dtype == torch.float32:
+    elif plain and products.wide(hidden_TD, module.gate_up_proj):
         out = _each(module, hidden_TD[order // K], count_E.tolist())
     else:
         ends = count_E.cumsum(0).to(torch.int32)
@@ -117,14 +115,23 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
     return (out[back].view(T, K, -1) * weight_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
 
 
+def _rounded(rows: int) -> int:
+    return rows + -rows % products.ROUND
+
+
 def _each(module: nn.Module, sorted_ND: Tensor, counts: list[int]) -> Tensor:
-    """The experts one after the other: with many rows each, plain products are faster than the grouped one."""
+    """The experts one after the other, their rows filled up with others' to a multiple of `products.ROUND`."""
     out_ND = torch.empty_like(sorted_ND)
-    pieces = zip(sorted_ND.split(counts), out_ND.split(counts), strict=True)
-    for expert, (rows_ND, to_ND) in enumerate(pieces):
-        if len(rows_ND):
-            gate, up = F.linear(rows_ND, module.gate_up_proj[expert]).chunk(2, dim=-1)
-            torch.mm(module.act_fn(gate) * up, module.down_proj[expert].t(), out=to_ND)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            begin = max(0, min(start, len(sorted_ND) - _rounded(count)))
+            gate, up = products.product(sorted_ND[begin : begin + _rounded(count)], module.gate_up_proj[expert]).chunk(
+                2, dim=-1
+            )
+            said_ND = products.product(module.act_fn(gate) * up, module.down_proj[expert])
+            out_ND[start : start + count] = said_ND[start - begin : start - begin + count]
+        start += count
     return out_ND
 
 

@@ -26,12 +26,26 @@ _C4, _C5, _C6 = _f4(0.00968418643), _f4(0.00123913318), _f4(0.00021865785)
 
 # Inlined: a function of its own would exist twice, and a process that compiles the kernel would call another copy, with
 # sums in another order, than one that loads the kernel from numba's cache.
-@numba.njit(nogil=True, fastmath=True, error_model="numpy", inline="always")
-def _softmax(scores, exponents, length, scale) -> None:  # type: ignore[no-untyped-def]
-    """Softmax of the first `length` scores in place; the rest of the last block becomes 0."""
-    highest = scores[0]
+@numba.njit(nogil=True, error_model="numpy", inline="always")
+def _ordered(bits):  # type: ignore[no-untyped-def]
+    """The bits of a float32 as an integer that compares as the float does; and back."""
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@numba.njit(nogil=True, error_model="numpy", inline="always")
+def highest_of(scores, exponents, length):  # type: ignore[no-untyped-def]
+    """The highest of the first `length` scores. LLVM compares many integers at a time, but floats one by one."""
+    bits = scores.view(np.int32)
+    highest = _ordered(bits[0])
     for t in range(length):
-        highest = max(highest, scores[t])
+        highest = max(highest, _ordered(bits[t]))
+    exponents[0] = _ordered(highest)
+    return exponents.view(np.float32)[0]
+
+
+@numba.njit(nogil=True, fastmath=True, error_model="numpy", inline="always")
+def exponential(scores, exponents, length, highest, scale):  # type: ignore[no-untyped-def]
+    """The first `length` scores become exp(scale * (score - highest)); gives their sum."""
     factors = exponents.view(np.float32)
     for t in range(length):
         x = max((scores[t] - highest) * (scale * _LOG2E), _LOWEST)
@@ -44,7 +58,14 @@ def _softmax(scores, exponents, length, scale) -> None:  # type: ignore[no-untyp
         p = scores[t] * factors[t]
         scores[t] = p
         total += p
-    inverse = _f4(1) / total
+    return total
+
+
+@numba.njit(nogil=True, fastmath=True, error_model="numpy", inline="always")
+def _softmax(scores, exponents, length, scale) -> None:  # type: ignore[no-untyped-def]
+    """Softmax of the first `length` scores in place; the rest of the last block becomes 0."""
+    highest = highest_of(scores, exponents, length)
+    inverse = _f4(1) / exponential(scores, exponents, length, highest, scale)
     for t in range(length):
         scores[t] *= inverse
     for t in range(length, (length + BLOCK - 1) // BLOCK * BLOCK):

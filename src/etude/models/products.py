@@ -1,8 +1,12 @@
-"""Products of a few rows with large weights, as decoding makes them: the weights are read once, in order, and all the
-time goes into reading them.
+"""A model's products on the CPU in float32, without gradients.
 
-The library's products are made for many rows. For a few they take two to four times as long as a plain walk through
-the weights (docs/decisions/0034-products-of-few-rows.md).
+Few rows, as decoding makes them: the weights are read once, in order, and all the time goes into reading them. The
+library's products are made for many rows; for a few they take two to four times as long as a plain walk through the
+weights (docs/decisions/0034-products-of-few-rows.md).
+
+More rows go to oneDNN. PyTorch takes MKL, which on AMD's processors uses vectors of half their width
+(docs/decisions/0036-onednn.md).
+
 Sums are added in another order than the library's: in exact mode (`etude.models.exact`) nothing here is taken.
 """
 
@@ -19,7 +23,8 @@ from transformers.activations import SiLUActivation
 
 from etude.models import exact
 
-FEW = 16  # rows up to which this is faster
+FEW = 16  # rows up to which a walk through the weights is faster
+ROUND = 16  # oneDNN compiles for each shape, which takes as long as a product does: numbers of rows are rounded up
 _EACH = 8  # rows of an expert, on average
 _SERIAL = 2**18  # weights of one product that one thread takes, however many there are
 _SILU = (nn.SiLU, SiLUActivation)
@@ -28,31 +33,45 @@ _FAST = {"reassoc", "contract", "nsz"}
 
 
 def few(x_TD: Tensor, weight_ND: Tensor) -> bool:
-    """Whether `product` takes these rows."""
-    return x_TD.shape[0] <= FEW and _here(x_TD, weight_ND)
+    """Whether `product` walks through the weights for these rows."""
+    return x_TD.shape[0] <= FEW and _serial(weight_ND) and wide(x_TD, weight_ND)
 
 
-def _here(x_TD: Tensor, weight: Tensor) -> bool:
+def _serial(weight_ND: Tensor) -> bool:
+    return weight_ND.numel() <= _SERIAL or torch.get_num_threads() == 1
+
+
+def wide(x: Tensor, weight: Tensor) -> bool:
+    """Whether products are taken from here at all."""
     return (
-        x_TD.dtype == weight.dtype == torch.float32 and x_TD.device.type == "cpu" and not torch.is_grad_enabled()
+        x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling() and not exact.is_on()
-        and (weight.numel() <= _SERIAL or torch.get_num_threads() == 1)
     )  # fmt: skip
+
+
+def padding(rows: int, device: torch.device) -> int:
+    """Rows to add to a pass, so that few shapes are compiled for."""
+    return -rows % ROUND if device.type == "cpu" and rows > FEW else exact.padding(rows)
+
+
+def onednn(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+    """x weight^T, [T, N], of whatever strides; the operator that torch.compile takes for a linear layer on the CPU."""
+    return torch.ops.mkldnn._linear_pointwise(x_TD, weight_ND, None, "none", [], "")
 
 
 def product(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
     """x weight^T, [T, N]."""
-    if not few(x_TD, weight_ND):
-        return F.linear(x_TD, weight_ND)
-    out_TN = torch.empty(len(x_TD), len(weight_ND))
-    rows(x_TD.contiguous().numpy(), weight_ND.numpy(), out_TN.numpy())
-    return out_TN
+    if few(x_TD, weight_ND):
+        out_TN = torch.empty(len(x_TD), len(weight_ND))
+        rows(x_TD.contiguous().numpy(), weight_ND.numpy(), out_TN.numpy())
+        return out_TN
+    return onednn(x_TD, weight_ND) if wide(x_TD, weight_ND) else F.linear(x_TD, weight_ND)
 
 
 def three(x_TD: Tensor, *weights_ND: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values: `product` with each of three weights, the first the largest."""
     if not few(x_TD, weights_ND[0]):
-        return tuple(F.linear(x_TD, weight_ND) for weight_ND in weights_ND)
+        return tuple(product(x_TD, weight_ND) for weight_ND in weights_ND)
     outs = tuple(torch.empty(len(x_TD), len(weight_ND)) for weight_ND in weights_ND)
     each_of_three(x_TD.contiguous().numpy(), *(x.numpy() for x in (*weights_ND, *outs)))
     return outs
@@ -61,21 +80,22 @@ def three(x_TD: Tensor, *weights_ND: Tensor) -> tuple[Tensor, ...]:
 def gated(act: nn.Module, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI: Tensor) -> Tensor:
     """(act(x gate^T) * x up^T) down^T, [T, D]."""
     if not few(x_TD, gate_ID) or type(act) not in _SILU:
-        return F.linear(act(F.linear(x_TD, gate_ID)) * F.linear(x_TD, up_ID), down_DI)
+        return product(act(product(x_TD, gate_ID)) * product(x_TD, up_ID), down_DI)
     out_TD = torch.empty(len(x_TD), len(down_DI))
     gated_rows(x_TD.contiguous().numpy(), *(x.numpy() for x in (gate_ID, up_ID, down_DI, out_TD)))
     return out_TD
 
 
 def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Logits [S, V] in float32: those of `exact.head`, but for the order of sums where there are few rows."""
-    return product(hidden_SD, weight_VD) if few(hidden_SD, weight_VD) else exact.head(hidden_SD, weight_VD)
+    """Logits [S, V] in float32: those of `exact.head`, but for the order of sums."""
+    return product(hidden_SD, weight_VD) if wide(hidden_SD, weight_VD) else exact.head(hidden_SD, weight_VD)
 
 
 def takes_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor) -> bool:
     """Whether `experts` is for these tokens; `module` is plain (`exact.is_plain`)."""
     fit = len(hidden_TD) <= FEW or index_TK.numel() <= _EACH * module.num_experts
-    return fit and type(module.act_fn) in _SILU and _here(hidden_TD, module.gate_up_proj[0])
+    weight_ND = module.gate_up_proj[0]
+    return fit and _serial(weight_ND) and type(module.act_fn) in _SILU and wide(hidden_TD, weight_ND)
 
 
 def experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
