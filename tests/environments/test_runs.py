@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 from boxlibrary import BROKEN, CHUNKS, CORE, DOCTEST, NUMBERS, OTHERS, PATH, Place
 
 from etude.environments.base import BoxDead, Image, LaunchFailed, Limits
+from etude.environments.connection import Connection
 from etude.environments.namespace import open_sandbox
 
 ALL = (
@@ -175,6 +178,31 @@ def test_death_of_the_zygote_is_noticed_at_once(library_image: Image) -> None:
                     await sandbox.run_tests(library_image, {}, (DOCTEST,), None, Limits())
 
     asyncio.run(scenario())
+
+
+def test_the_end_of_a_sandbox_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A zygote that ended by itself while it was killed would be reaped twice, and asyncio would print that."""
+
+    async def scenario() -> int | None:
+        async with open_sandbox() as sandbox:
+            stat, control = Path(f"/proc/{sandbox.zygote_pid}/stat"), sandbox._control
+
+            def close_and_let_it_notice(connection: Connection, *reason: str) -> None:
+                close(connection, *reason)
+                deadline = time.monotonic() + 5
+                while (
+                    connection is control
+                    and stat.exists()
+                    and ") Z " not in stat.read_text()
+                    and time.monotonic() < deadline
+                ):
+                    time.sleep(0.01)
+
+            close = Connection.close
+            monkeypatch.setattr(Connection, "close", close_and_let_it_notice)
+        return sandbox._zygote.returncode
+
+    assert asyncio.run(scenario()) == -signal.SIGKILL
 
 
 def test_a_lost_template_is_replaced(open_place: Callable[..., Place]) -> None:

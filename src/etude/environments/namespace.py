@@ -448,10 +448,11 @@ class NamespaceSandbox(Backend):
         for shell in list(self._shells):
             await shell.close()
         self._stems.close("the sandbox is closed")
-        self._control.close()
+        # Before its connection is closed, when it ends by itself: asyncio complains of a process killed at that moment.
         if self._zygote.returncode is None:
             self._zygote.kill()
         await self._zygote.wait()
+        self._control.close()
         if self.groups is not None:
             self.groups.close()
         if self._network is not None:

@@ -23,10 +23,11 @@ from transformers.activations import SiLUActivation
 
 from etude.models import exact
 
-FEW = 16  # rows up to which a walk through the weights is faster
+FEW = 16  # rows up to which a walk through the weights is faster,
+_FEWER = 6  # if they are more than `_SERIAL`
 ROUND = 16  # oneDNN compiles for each shape, which takes as long as a product does: numbers of rows are rounded up
 _EACH = 8  # rows of an expert, on average
-_SERIAL = 2**18  # weights of one product that one thread takes, however many there are
+_SERIAL = 2**18  # weights of one product that one thread takes, however many threads there are
 _SILU = (nn.SiLU, SiLUActivation)
 # Sums may be taken in any order, but what is not a number must stay so: broken weights are noticed by it.
 _FAST = {"reassoc", "contract", "nsz"}
@@ -34,7 +35,8 @@ _FAST = {"reassoc", "contract", "nsz"}
 
 def few(x_TD: Tensor, weight_ND: Tensor) -> bool:
     """Whether `product` walks through the weights for these rows."""
-    return x_TD.shape[0] <= FEW and _serial(weight_ND) and wide(x_TD, weight_ND)
+    most = FEW if weight_ND.numel() <= _SERIAL else _FEWER
+    return x_TD.shape[0] <= most and _serial(weight_ND) and wide(x_TD, weight_ND)
 
 
 def _serial(weight_ND: Tensor) -> bool:
