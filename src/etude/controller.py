@@ -34,8 +34,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from etude import processes
 from etude.config import RLConfig, RolloutConfig
 from etude.environments.cheats import canaries
@@ -53,7 +51,7 @@ from etude.records import Episode, Outcome, Task, encode
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.canary import Asker
 from etude.rollout.concurrency import Concurrency
-from etude.rollout.curriculum import Curriculum, classes
+from etude.rollout.curriculum import Curriculum
 from etude.rollout.engines import complaints
 from etude.rollout.ledger import EpisodeLease, Ledger, blob_key
 from etude.rollout.rewards import with_reward
@@ -145,8 +143,7 @@ def episode_seed(seed: int, group: int, member: int) -> int:
 async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress], None]) -> None:
     """Admits and plays episodes until the trainer has published its last version. Raises RunFailed if a part dies."""
     rollout, progress = run.config.rollout, run.progress
-    tasks = {task.id: classes(task) for task in run.dataset.split("train")}
-    curriculum = Curriculum(tasks, rollout.group, run.config.seed)
+    curriculum = Curriculum([task.id for task in run.dataset.split("train")], rollout.group, run.config.seed)
     learned = 0
     live: dict[asyncio.Task[None], _Playing] = {}
     twins = _Twins(run)
@@ -162,7 +159,7 @@ async def rollouts(run: Run, trainer: processes.Child, tick: Callable[[Progress]
             if (free := run.concurrency.limit - count) > 0:
                 leases = run.ledger.lease(OWNER, free, rollout.lease_seconds, together=rollout.forks)
                 for siblings in _families(leases, rollout.forks):
-                    playing = _Playing(siblings, time.monotonic(), _forecast(curriculum, siblings[0].task_id))
+                    playing = _Playing(siblings, time.monotonic())
                     live[asyncio.create_task(_play(run, playing))] = playing
                 count += len(leases)
             twins.play()
@@ -207,7 +204,6 @@ class _Playing:
 
     leases: list[EpisodeLease]
     since: float
-    forecast: dict[str, float]  # metrics that each of them gets
 
 
 def _families(leases: Sequence[EpisodeLease], forks: int) -> list[list[EpisodeLease]]:
@@ -354,11 +350,6 @@ def _admit(run: Run, curriculum: Curriculum, learned: int) -> int:
     return learned
 
 
-def _forecast(curriculum: Curriculum, task: str) -> dict[str, float]:
-    """What the curriculum expects of a task as it is played, for its episodes' metrics."""
-    return {"expected_pass_rate": curriculum.expected(task).rate, "untried": float(not curriculum.met(task))}
-
-
 async def _play(run: Run, playing: _Playing) -> None:
     """Plays leased episodes, one or several of one trunk, and notes each as soon as it ends."""
     config, leases = run.config, list(playing.leases)
@@ -379,7 +370,6 @@ async def _play(run: Run, playing: _Playing) -> None:
         episode = await way
         if episode.outcome is Outcome.INFRA:
             await _explain(run)
-        episode = msgspec.structs.replace(episode, metrics=episode.metrics | playing.forecast)
         record(run, lease, with_reward(episode, config.reward, setting.budget_of(task)))
         playing.leases.remove(lease)
         run.progress.finished += 1
