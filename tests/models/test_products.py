@@ -22,7 +22,7 @@ def test_a_product_is_that_of_float64(count: int, out: int, size: int) -> None:
     true = F.linear(x.double(), weight.double())
     with torch.inference_mode():
         assert products.few(x, weight) == (count <= 16)
-        assert products.wide(x, weight)
+        assert products.takes(x, weight)
         ours, theirs = products.product(x, weight), F.linear(x, weight)
         turned = products.product(x.t().contiguous().t(), weight)
     # Float32 sums of `size` products of size 1, in any order.

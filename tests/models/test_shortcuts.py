@@ -46,7 +46,7 @@ def mode(request: pytest.FixtureRequest) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_gives_the_same_bits_with_the_kernels(kind: str, mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "wide", lambda *_: False)  # their bits are their own, see test_products.py
+    monkeypatch.setattr(products, "takes", lambda *_: False)  # their bits are their own, see test_products.py
     model = random_model(kind, hidden_size=96)
     model.set_attn_implementation(attention.NAME)
     with torch.no_grad():

@@ -42,7 +42,7 @@ def logits_of(
     """
     device = cache.keys.device
     batch = PagedBatch(cache, table, slot_N.astype(np.int32), position_N.astype(np.int32))
-    padding = (0, exact.padding(len(ids_N)) if alone else products.padding(len(ids_N), device))
+    padding, more = (exact.padding(len(x)) if alone else products.padding(len(x), device) for x in (ids_N, sampled_S))
     few = not alone and device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > products.ROUND
     with few_shapes() if few else nullcontext(), observe() if routes else nullcontext() as choices:
         hidden_1ND = model.get_decoder()(
@@ -52,18 +52,18 @@ def logits_of(
             use_cache=False,
         ).last_hidden_state
     # In float32 on both sides: the trainer computes its log-probabilities in the same way.
-    hidden_SD = hidden_1ND[0].index_select(0, torch.from_numpy(sampled_S).to(device))
+    hidden_SD = hidden_1ND[0].index_select(0, torch.from_numpy(_padded(sampled_S, more)).to(device))
     logits_SV = products.head(hidden_SD, model.get_output_embeddings().weight)
     if choices is not None and choices.layers:
         experts_NLK = choices.stacked()
         cache.hold_experts(experts_NLK)
         pages_N = torch.from_numpy(table[slot_N, position_N // BLOCK]).to(device).long()
         cache.experts[pages_N, torch.from_numpy(position_N % BLOCK).to(device)] = experts_NLK[: len(ids_N)]
-    return logits_SV
+    return logits_SV[: len(sampled_S)]
 
 
-def _padded(x_N: np.ndarray, padding: tuple[int, int]) -> np.ndarray:
-    return np.pad(x_N, padding) if any(padding) else x_N
+def _padded(x_N: np.ndarray, padding: int) -> np.ndarray:
+    return np.pad(x_N, (0, padding)) if padding else x_N
 
 
 def score(model: PreTrainedModel, like: PagedCache, ids: Sequence[int], *, alone: bool = False) -> np.ndarray:

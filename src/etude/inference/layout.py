@@ -14,7 +14,7 @@ from etude.models import exact
 from etude.models.attention import causal
 from etude.models.kernels import BLOCK, collect, paged_attention, store
 
-_LONG = 16  # tokens of one row in a pass from which PyTorch's kernel over a copy of the row's pages is faster than ours
+_LONG = 16  # tokens of one row in a pass from which attention over a copy of the row's pages is faster than our kernel
 
 
 class PagedBatch:
@@ -57,7 +57,7 @@ class PagedBatch:
 
 
 class _Paged:
-    """The attention on the CPU: our kernel, and for many tokens of one row PyTorch's, but not in exact mode."""
+    """The attention on the CPU: our kernel, and for many tokens of one row `causal`, but not in exact mode."""
 
     def __init__(self, batch: PagedBatch) -> None:
         self.table, self.row_N, self.position_N = batch.table, batch.row_N, batch.position_N

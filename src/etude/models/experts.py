@@ -103,7 +103,7 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
         padded[place] = hidden_TD[order // K]
         gate, up = torch.bmm(padded.view(module.num_experts, width, -1), up_EDI).chunk(2, dim=-1)
         out = torch.bmm(module.act_fn(gate) * up, down_EID).flatten(0, 1)
-    elif plain and products.wide(hidden_TD, module.gate_up_proj):
+    elif plain and products.takes(hidden_TD, module.gate_up_proj):
         out = _each(module, hidden_TD[order // K], count_E.tolist())
     else:
         ends = count_E.cumsum(0).to(torch.int32)

@@ -19,6 +19,7 @@ from etude.models.kernels import exponential, highest_of
 
 MANY = 16  # queries from which this is faster than what reads the keys once for each
 _ROWS, _KEYS = 512, 512  # of a tile: its scores stay in the second cache
+_ROUND = 64  # the last keys are rounded up to a multiple of it
 _LOWEST = np.finfo(np.float32).min
 
 
@@ -28,7 +29,7 @@ def takes(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor) -> bool:
     return (
         alike and query_BHTD.shape[2] >= MANY and torch.get_num_threads() == 1
         and not any(x.requires_grad for x in (query_BHTD, key_BKTD, value_BKTD))
-        and products.wide(query_BHTD, key_BKTD)
+        and products.takes(query_BHTD, key_BKTD)
     )  # fmt: skip
 
 
@@ -54,21 +55,21 @@ def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: floa
 def _tile(query_ND: Tensor, key_SD: Tensor, value_SD: Tensor, tokens: int, scale: float) -> Tensor:
     """What N = heads * tokens queries see, [N, D]: those of the last `tokens` of S keys, once for each head."""
     N = len(query_ND)
-    query_ND = _rounded(query_ND)
+    query_ND = _rounded(query_ND, products.ROUND)
     out_ND = torch.zeros(query_ND.shape)
     highest_N, total_N = np.full(N, _LOWEST, np.float32), np.zeros(N, np.float32)
     first = len(key_SD) - tokens
     for start in range(0, len(key_SD), _KEYS):
-        keys_MD, values_MD = (_rounded(x[start : start + _KEYS]) for x in (key_SD, value_SD))
+        keys_MD, values_MD = (_rounded(x[start : start + _KEYS], _ROUND) for x in (key_SD, value_SD))
         scores_NM = products.onednn(query_ND, keys_MD)
         fold(scores_NM.numpy(), first - start, tokens, np.float32(scale), highest_N, total_N, out_ND.numpy())
         out_ND += products.onednn(scores_NM, values_MD.t())
     return out_ND[:N] / torch.from_numpy(total_N)[:, None]
 
 
-def _rounded(x_ND: Tensor) -> Tensor:
-    """The rows, and rows of zeros up to a multiple of `ROUND`: oneDNN compiles for each shape."""
-    extra = -len(x_ND) % products.ROUND
+def _rounded(x_ND: Tensor, size: int) -> Tensor:
+    """The rows, and rows of zeros up to a multiple of `size`: oneDNN compiles for each shape."""
+    extra = -len(x_ND) % size
     return F.pad(x_ND, (0, 0, 0, extra)) if extra else x_ND
 
 

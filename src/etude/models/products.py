@@ -36,14 +36,14 @@ _FAST = {"reassoc", "contract", "nsz"}
 def few(x_TD: Tensor, weight_ND: Tensor) -> bool:
     """Whether `product` walks through the weights for these rows."""
     most = FEW if weight_ND.numel() <= _SERIAL else _FEWER
-    return x_TD.shape[0] <= most and _serial(weight_ND) and wide(x_TD, weight_ND)
+    return x_TD.shape[0] <= most and _serial(weight_ND) and takes(x_TD, weight_ND)
 
 
 def _serial(weight_ND: Tensor) -> bool:
     return weight_ND.numel() <= _SERIAL or torch.get_num_threads() == 1
 
 
-def wide(x: Tensor, weight: Tensor) -> bool:
+def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether products are taken from here at all."""
     return (
         x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled()
@@ -67,7 +67,7 @@ def product(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
         out_TN = torch.empty(len(x_TD), len(weight_ND))
         rows(x_TD.contiguous().numpy(), weight_ND.numpy(), out_TN.numpy())
         return out_TN
-    return onednn(x_TD, weight_ND) if wide(x_TD, weight_ND) else F.linear(x_TD, weight_ND)
+    return onednn(x_TD, weight_ND) if takes(x_TD, weight_ND) else F.linear(x_TD, weight_ND)
 
 
 def three(x_TD: Tensor, *weights_ND: Tensor) -> tuple[Tensor, ...]:
@@ -90,14 +90,14 @@ def gated(act: nn.Module, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI:
 
 def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
     """Logits [S, V] in float32: those of `exact.head`, but for the order of sums."""
-    return product(hidden_SD, weight_VD) if wide(hidden_SD, weight_VD) else exact.head(hidden_SD, weight_VD)
+    return product(hidden_SD, weight_VD) if takes(hidden_SD, weight_VD) else exact.head(hidden_SD, weight_VD)
 
 
 def takes_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor) -> bool:
     """Whether `experts` is for these tokens; `module` is plain (`exact.is_plain`)."""
     fit = len(hidden_TD) <= FEW or index_TK.numel() <= _EACH * module.num_experts
     weight_ND = module.gate_up_proj[0]
-    return fit and _serial(weight_ND) and type(module.act_fn) in _SILU and wide(hidden_TD, weight_ND)
+    return fit and _serial(weight_ND) and type(module.act_fn) in _SILU and takes(hidden_TD, weight_ND)
 
 
 def experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
