@@ -11,7 +11,7 @@ from torch import Tensor
 
 from etude.inference.cache import PagedCache
 from etude.models import exact
-from etude.models.attention import causal
+from etude.models.flash import causal
 from etude.models.kernels import BLOCK, collect, paged_attention, store
 
 _LONG = 16  # tokens of one row in a pass from which attention over a copy of the row's pages is faster than our kernel

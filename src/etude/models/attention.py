@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
-from etude.models import exact, flash, flex
+from etude.models import exact, flex
 from etude.models.segments import Block, Graph
 
 NAME = "etude"
@@ -140,8 +140,6 @@ def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: floa
         return _BlockAttention.apply(
             query_BHTD, key_BKTD, value_BKTD, blocks[: 1 + (count < end)], scale, exact.attention
         )
-    if flash.takes(query_BHTD, key_BKTD, value_BKTD):
-        return flash.causal(query_BHTD, key_BKTD, value_BKTD, scale)
     # The engine's CPU kernel computes attention in float32 whatever the weights' type; so does this one, to agree.
     on_cpu = query_BHTD.device.type == "cpu"
     dtype = torch.float32 if on_cpu else query_BHTD.dtype

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from etude.models import exact, products
+from etude.models import exact, flash, products
 from etude.models.attention import KeyValues, causal
 from etude.models.experts import few_shapes, observe
 from etude.models.kernels import BLOCK, place
@@ -153,7 +153,7 @@ class _Apart:
             document.values_LKnD[layer, :, begin:end] = value_BKTD[0, :, here]
             query = self._rotation(query_BHTD[:, :, here], self._angles[:, :, begin:end])
             key = self._rotation(document.keys_LKnD[layer, None, :, :end], self._angles[:, :, :end])
-            out[:, :, here] = causal(query, key, document.values_LKnD[layer, None, :, :end], scale)
+            out[:, :, here] = flash.causal(query, key, document.values_LKnD[layer, None, :, :end], scale)
             at += count
         return out
 

@@ -1,9 +1,9 @@
-"""Causal attention of many queries on one thread of a CPU, in float32 and without gradients: FlashAttention's loop
+"""Causal attention of many queries in the engine, on one thread of a CPU and in float32: FlashAttention's loop
 (arXiv:2205.14135) over blocks of keys, its products by oneDNN and the softmax between them in a kernel of ours.
 
 PyTorch's own flash attention takes its products from MKL, which reaches half of oneDNN's speed on some processors
-(docs/decisions/0036-onednn.md). Suffixes as in `etude.models.attention`; N are the rows of a tile, tokens of each
-query head of one key head.
+(docs/decisions/0036-onednn.md). The trainer keeps to PyTorch's, with gradients and without.
+Suffixes as in `etude.models.attention`; N are the rows of a tile, tokens of each query head of one key head.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from etude.models import products
+from etude.models import attention, products
 from etude.models.kernels import exponential, highest_of
 
 MANY = 16  # queries from which this is faster than what reads the keys once for each
@@ -24,17 +24,18 @@ _LOWEST = np.finfo(np.float32).min
 
 
 def takes(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor) -> bool:
-    """Whether `causal` is for these: enough queries, and nothing that other ways are for."""
+    """Whether the tiles are for these: enough queries, and nothing that other ways are for."""
     alike = query_BHTD.shape[3] == value_BKTD.shape[3]
     return (
         alike and query_BHTD.shape[2] >= MANY and torch.get_num_threads() == 1
-        and not any(x.requires_grad for x in (query_BHTD, key_BKTD, value_BKTD))
         and products.takes(query_BHTD, key_BKTD)
     )  # fmt: skip
 
 
 def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-    """[B, H, T, D]; with fewer queries than keys, the queries are those of the last keys."""
+    """`attention.causal`, [B, H, T, D]: with fewer queries than keys, the queries are those of the last keys."""
+    if not takes(query_BHTD, key_BKTD, value_BKTD):
+        return attention.causal(query_BHTD, key_BKTD, value_BKTD, scale)
     B, H, T, D = query_BHTD.shape
     K, above = key_BKTD.shape[1], key_BKTD.shape[2] - T
     group = H // K
