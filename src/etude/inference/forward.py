@@ -42,8 +42,10 @@ def logits_of(
     """
     device = cache.keys.device
     batch = PagedBatch(cache, table, slot_N.astype(np.int32), position_N.astype(np.int32))
-    padding, more = (exact.padding(len(x)) if alone else products.padding(len(x), device) for x in (ids_N, sampled_S))
-    few = not alone and device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > products.ROUND
+    padding, more = (
+        exact.padding(len(x)) if alone else products.padding(len(x), device, model.dtype) for x in (ids_N, sampled_S)
+    )
+    few = not alone and device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > products.FEW
     with few_shapes() if few else nullcontext(), observe() if routes else nullcontext() as choices:
         hidden_1ND = model.get_decoder()(
             input_ids=torch.from_numpy(_padded(ids_N, padding)).to(device)[None],

@@ -117,8 +117,8 @@ def compute(
     """
     device = parts[0][0].keys_LKnD.device
     ids_N = np.concatenate([d.ids_n[d.computed : d.computed + count] for d, count in parts])
-    padded_N = np.pad(ids_N, (0, products.padding(len(ids_N), device)))
-    few = device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > products.ROUND
+    padded_N = np.pad(ids_N, (0, products.padding(len(ids_N), device, model.dtype)))
+    few = device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > products.FEW
     with few_shapes() if few else nullcontext(), observe() if routes else nullcontext() as choices:
         model.get_decoder()(
             input_ids=torch.from_numpy(padded_N).to(device)[None],

@@ -27,7 +27,7 @@ _few_shapes: ContextVar[bool] = ContextVar("etude_few_shapes", default=False)
 
 @contextmanager
 def few_shapes() -> Iterator[None]:
-    """Inside, experts are padded to one number of tokens, a multiple of `products.ROUND`.
+    """Inside, experts are padded to one number of tokens, a multiple of `products.ROUND_NARROW`.
 
     oneDNN compiles its bfloat16 kernels for each shape, which takes milliseconds, and the counts of the experts are
     ever new ones.
@@ -94,8 +94,8 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
     count_E = flat.bincount(minlength=module.num_experts)
     up_EDI, down_EID = module.gate_up_proj.transpose(1, 2), module.down_proj.transpose(1, 2)
     place = torch.arange(T * K, device=order.device)
-    width = _rounded(int(count_E.max())) if _few_shapes.get() else 0
-    if width and width * module.num_experts <= _MOST_PADDING * max(T * K, products.ROUND * module.num_experts):
+    width = _rounded(int(count_E.max()), products.ROUND_NARROW) if _few_shapes.get() else 0
+    if width and width * module.num_experts <= _MOST_PADDING * max(T * K, products.ROUND_NARROW * module.num_experts):
         start_E = count_E.cumsum(0) - count_E
         expert = flat[order]
         place = expert * width + place - start_E[expert]
@@ -115,8 +115,8 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
     return (out[back].view(T, K, -1) * weight_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
 
 
-def _rounded(rows: int) -> int:
-    return rows + -rows % products.ROUND
+def _rounded(rows: int, size: int) -> int:
+    return rows + -rows % size
 
 
 def _each(module: nn.Module, sorted_ND: Tensor, counts: list[int]) -> Tensor:
@@ -125,10 +125,10 @@ def _each(module: nn.Module, sorted_ND: Tensor, counts: list[int]) -> Tensor:
     start = 0
     for expert, count in enumerate(counts):
         if count:
-            begin = max(0, min(start, len(sorted_ND) - _rounded(count)))
-            gate, up = products.product(sorted_ND[begin : begin + _rounded(count)], module.gate_up_proj[expert]).chunk(
-                2, dim=-1
-            )
+            wide = _rounded(count, products.ROUND)
+            begin = max(0, min(start, len(sorted_ND) - wide))
+            both = products.product(sorted_ND[begin : begin + wide], module.gate_up_proj[expert])
+            gate, up = both.chunk(2, dim=-1)
             said_ND = products.product(module.act_fn(gate) * up, module.down_proj[expert])
             out_ND[start : start + count] = said_ND[start - begin : start - begin + count]
         start += count

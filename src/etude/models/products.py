@@ -25,8 +25,8 @@ from etude.models import exact
 
 FEW = 16  # rows up to which a walk through the weights is faster,
 _FEWER = 6  # if they are more than `_SERIAL`
-ROUND = 16  # oneDNN compiles for each shape, which takes as long as a product does: numbers of rows are rounded up
-_EACH = 8  # rows of an expert, on average
+ROUND = 8  # oneDNN compiles for each shape, which takes as long as a product does: numbers of rows are rounded up,
+ROUND_NARROW = 16  # in bfloat16, where compiling takes longer, to this
 _SERIAL = 2**18  # weights of one product that one thread takes, however many threads there are
 _SILU = (nn.SiLU, SiLUActivation)
 # Sums may be taken in any order, but what is not a number must stay so: broken weights are noticed by it.
@@ -35,8 +35,11 @@ _FAST = {"reassoc", "contract", "nsz"}
 
 def few(x_TD: Tensor, weight_ND: Tensor) -> bool:
     """Whether `product` walks through the weights for these rows."""
-    most = FEW if weight_ND.numel() <= _SERIAL else _FEWER
-    return x_TD.shape[0] <= most and _serial(weight_ND) and takes(x_TD, weight_ND)
+    return x_TD.shape[0] <= _most(weight_ND) and _serial(weight_ND) and takes(x_TD, weight_ND)
+
+
+def _most(weight_ND: Tensor) -> int:
+    return FEW if weight_ND.numel() <= _SERIAL else _FEWER
 
 
 def _serial(weight_ND: Tensor) -> bool:
@@ -51,9 +54,11 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     )  # fmt: skip
 
 
-def padding(rows: int, device: torch.device) -> int:
-    """Rows to add to a pass, so that few shapes are compiled for."""
-    return -rows % ROUND if device.type == "cpu" and rows > FEW else exact.padding(rows)
+def padding(rows: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Rows to add to a pass, so that few shapes are compiled for; in exact mode those that it asks for."""
+    if exact.is_on() or device.type != "cpu" or rows <= FEW:
+        return exact.padding(rows)
+    return -rows % (ROUND if dtype == torch.float32 else ROUND_NARROW)
 
 
 def onednn(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
@@ -95,8 +100,9 @@ def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
 
 def takes_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor) -> bool:
     """Whether `experts` is for these tokens; `module` is plain (`exact.is_plain`)."""
-    fit = len(hidden_TD) <= FEW or index_TK.numel() <= _EACH * module.num_experts
     weight_ND = module.gate_up_proj[0]
+    # Rows of an expert, on average.
+    fit = len(hidden_TD) <= FEW or index_TK.numel() <= _most(weight_ND) * module.num_experts
     return fit and _serial(weight_ND) and type(module.act_fn) in _SILU and takes(hidden_TD, weight_ND)
 
 
