@@ -31,6 +31,13 @@ def test_a_product_is_that_of_float64(count: int, out: int, size: int) -> None:
     assert (turned - true).abs().max() < 3e-7 * size
 
 
+def test_a_pytorch_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(40, 24), torch.randn(10, 24)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with torch.inference_mode():
+        assert torch.equal(products.product(x, weight), F.linear(x, weight))
+
+
 def test_what_is_not_a_number_stays_so() -> None:
     x, weight = torch.ones(5, 64), torch.ones(9, 64)
     weight[3, 60] = torch.nan

@@ -63,6 +63,8 @@ def padding(rows: int, device: torch.device, dtype: torch.dtype) -> int:
 
 def onednn(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
     """x weight^T, [T, N], of whatever strides; the operator that torch.compile takes for a linear layer on the CPU."""
+    if not torch.backends.mkldnn.is_available():  # not in every build of PyTorch
+        return F.linear(x_TD, weight_ND)
     return torch.ops.mkldnn._linear_pointwise(x_TD, weight_ND, None, "none", [], "")
 
 
