@@ -31,6 +31,31 @@ def test_a_product_is_that_of_float64(count: int, out: int, size: int) -> None:
     assert (turned - true).abs().max() < 3e-7 * size
 
 
+def test_many_rows_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, onednn = [], products.onednn
+    monkeypatch.setattr(products, "onednn", lambda x, weight: asked.append(len(x)) or onednn(x, weight))
+    small, large = torch.ones(8, 24), torch.ones(2**14, 24)
+    with torch.inference_mode():
+        for rows, weight in ((5, small), (16, small), (17, small), (40, small), (5, large), (7, large)):
+            products.product(torch.ones(rows, 24), weight)
+    assert asked[:2] == [17, 40]
+    assert 7 in asked, "many weights are worth it from 7 rows on"
+    with torch.no_grad():
+        etude_experts(random_model("moe", hidden_size=96).model.layers[1].mlp.experts, torch.ones(500, 96),
+                      torch.zeros(500, 1, dtype=torch.int64), torch.ones(500, 1))  # fmt: skip
+    assert asked[-2:] == [500, 500], "so do experts of many rows"
+
+
+def test_padding() -> None:
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    kinds = (cpu, torch.float32), (cpu, torch.bfloat16), (meta, torch.float32)
+    assert [[products.padding(rows, *kind) for rows in (0, 5, 16, 17, 24)] for kind in kinds] == [
+        [0, 0, 0, 7, 0], [0, 0, 0, 15, 8], [0, 0, 0, 0, 0],
+    ]  # fmt: skip
+    with exact.exact():
+        assert [products.padding(rows, *kinds[0]) for rows in (0, 5, 16, 17, 24)] == [0, 11, 0, 15, 8]
+
+
 def test_a_pytorch_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(40, 24), torch.randn(10, 24)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
