@@ -9,9 +9,9 @@ long-tail/early-tools     mean tool seconds of episodes trained on in the first 
 long-tail/pass-rate       pass@1 on held-out tasks after the asynchronous run; the baseline has the synchronous run's
 demo/...                  the same where tools take what they take
 
-Everything is real: `etude.rl` with its processes, and models, tasks and settings of recipes/demo.toml. In the long-tail
-load every call of `test` in training is preceded by a `sleep` that the shell of the episode's box executes, of
-MEDIAN * exp(SIGMA * z) seconds with z normal, LONGEST at most; drawn from (task, number of the episode of that task,
+Everything is real: `etude.run.launch` with its processes, and models, tasks and settings of recipes/demo.toml. In the
+long-tail load every call of `test` in training is preceded by a `sleep` that the shell of the episode's box executes,
+of MEDIAN * exp(SIGMA * z) seconds with z normal, LONGEST at most; drawn from (task, number of the episode of that task,
 number of the call), so that both runs draw the same. A run is timed from when its processes are ready to its last
 version, the start of the pipeline and its end included.
 """
@@ -32,15 +32,16 @@ from typing import Any
 
 import msgspec
 
-from etude import rl, runfolder
+from etude import runfolder
 from etude.config import RLConfig
-from etude.environments.base import Image, Limits, TestReport
-from etude.environments.box import ValueBox
-from etude.environments.namespace import NamespaceSandbox, open_sandbox
 from etude.errors import RunFailed
 from etude.evals.suite import EvalResult
+from etude.ledger.ledger import Ledger
 from etude.records import Episode, PolicyVersion, decode
-from etude.rollout.ledger import Ledger
+from etude.run import launch
+from etude.sandbox.base import Image, Limits, TestReport
+from etude.sandbox.box import ValueBox
+from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
 from etude.store import open_store
 from etude.tasks import dataset as datasets
 from etude.weights.manifest import manifests
@@ -153,7 +154,7 @@ def _measure(root: Path, load: str, size: Size, median: float, staleness: int) -
 def _play(root: Path, name: str, size: Size, median: float, staleness: int) -> None:
     """A whole run in root/name."""
     boxes = _SlowTools(size, median).open if median else open_sandbox
-    report = rl.train_rl(_config(name, size, staleness), root / name, resume=False, toml=None, boxes=boxes)
+    report = launch.train_rl(_config(name, size, staleness), root / name, resume=False, toml=None, boxes=boxes)
     assert report.steps == size.steps, "neither a clock nor a guard may end it"
 
 

@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from etude.environments.base import Box, Image, Limits
-from etude.environments.namespace import NamespaceSandbox
+from etude.sandbox.base import Box, Image, Limits
+from etude.sandbox.namespace.sandbox import NamespaceSandbox
 
 TOGETHER = 4  # lives at a time where their rate is measured
 MANY = 500

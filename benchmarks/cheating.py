@@ -32,11 +32,11 @@ from typing import Any
 from benchmarks.cheating_counts import ATTRIBUTES, count, nothing_failed
 from benchmarks.figure import Panel, smoothed, svg
 
-from etude import rl
 from etude.config import RLConfig
-from etude.environments.base import Image, Limits, TestReport
-from etude.environments.namespace import NamespaceSandbox, open_sandbox
 from etude.errors import UserError
+from etude.run import launch
+from etude.sandbox.base import Image, Limits, TestReport
+from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset
 
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.count:
             boxes = partial(open_boxes, dataset) if name == "open" else open_sandbox
             with contextlib.redirect_stdout(sys.stderr):
-                rl.train_rl(config(name, arguments), folder, resume=False, toml=None, boxes=boxes)
+                launch.train_rl(config(name, arguments), folder, resume=False, toml=None, boxes=boxes)
         counted = asyncio.run(count(folder, dataset))
         (folder / "cheating.json").write_text(json.dumps(counted, indent=1) + "\n")
         result = finish(arguments.output, dataset)

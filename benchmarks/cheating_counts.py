@@ -22,13 +22,13 @@ from typing import Any
 
 import msgspec
 
-from etude.environments.base import Limits, Sandbox, TestReport
-from etude.environments.grading import grade
-from etude.environments.namespace import open_sandbox
 from etude.evals.stats import pass_rate
+from etude.grading.grade import grade
 from etude.harness.tools import CompactTools
+from etude.ledger.ledger import Ledger
 from etude.records import Episode, Outcome, Task, decode
-from etude.rollout.ledger import Ledger
+from etude.sandbox.base import Limits, Sandbox, TestReport
+from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.store import open_store
 from etude.tasks.dataset import Dataset
 

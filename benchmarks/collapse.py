@@ -21,9 +21,9 @@ from typing import Any
 
 from benchmarks.figure import Panel, smoothed, svg
 
-from etude import rl
 from etude.config import RLConfig
 from etude.dashboard.view import RunView, load_view
+from etude.run import launch
 
 ROOT = Path(__file__).parent.parent
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
@@ -92,7 +92,7 @@ def main() -> None:
     views: dict[str, RunView] = {}
     for arm in ARMS:
         folder = options.folder / arm
-        rl.train_rl(config(arm, options.steps, options.lr, dataset), folder, resume=folder.exists(), toml=None)
+        launch.train_rl(config(arm, options.steps, options.lr, dataset), folder, resume=folder.exists(), toml=None)
         dataset = dataset or folder / "tasks"
         views[arm] = load_view(folder)
     print(json.dumps({"lr": options.lr, **{arm: figures(view) for arm, view in views.items()}}))

@@ -35,17 +35,17 @@ from benchmarks.table import Table
 from benchmarks.threads import one_thread
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from etude.corpus.retrieval import Sample
-from etude.inference.cache import NO_MATCH
-from etude.inference.engine import Engine, Limits, Request
-from etude.inference.forward import logits_of
-from etude.inference.rows import Row
+from etude.corpus.retrieval import RetrievalSample
+from etude.evals.documents import measure, questions
+from etude.inference.engine.cache import NO_MATCH
+from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.forward import logits_of
+from etude.inference.engine.requests import RunningSequence
 from etude.models import attention, experts
 from etude.models.attention import SegmentLayout
 from etude.models.kernels import BLOCK
 from etude.models.segments import Graph, Node
 from etude.records import Generation
-from etude.retrieval import measure, questions
 
 MODEL = Path(__file__).parent.parent / "models" / "nano"
 CONTEXT, LENGTH, TAIL = 8192, 200, 64
@@ -65,7 +65,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 def _run(fulls: int, repeats: int, orders: int, samples: int) -> dict[str, Any]:
     model = _model()
-    engine = Engine(model, limits=Limits(speculate=False))
+    engine = Engine(model, limits=EngineLimits(speculate=False))
     rng = np.random.default_rng(0)
     _first(engine, Request(ids=_ids(rng, 40), documents=(_ids(rng, 40),), max_tokens=1))  # compiles the kernels
     table = Table("documents")
@@ -95,7 +95,7 @@ def _run(fulls: int, repeats: int, orders: int, samples: int) -> dict[str, Any]:
 def _quality(add: Callable[[str, float, str, str], None], checks: dict[str, bool], samples: int) -> dict[str, str]:
     """Adds the rows of the trained models that there are; the others, and why they are not."""
     absent: dict[str, str] = {}
-    asked: list[Sample] = []
+    asked: list[RetrievalSample] = []
     full = None
     for cases, masks, variable in QUALITY:
         folder = os.environ.get(variable)
@@ -199,7 +199,7 @@ def _difference(
 
 def _tail_logits(model: PreTrainedModel, engine: Engine, order: Sequence[list[int]], tail: list[int]) -> torch.Tensor:
     """Logits [TAIL, V] as the engine computes them for cached documents; it samples from the last only."""
-    row = Row(Request(ids=tail, documents=tuple(order), max_tokens=1), Future(), None)
+    row = RunningSequence(Request(ids=tail, documents=tuple(order), max_tokens=1), Future(), None)
     length = len(row.request.prompt)
     assert engine.documents.gather(row, 0, engine.version)
     row.pages = engine.cache.take(NO_MATCH, -(-length // BLOCK), None)

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from etude.edits.edit import Edit
-from etude.inference.apply import Applier
-from etude.inference.engine import Request
+from etude.inference.engine.engine import Request
+from etude.inference.server.apply import Applier
 
 MODEL = Path(__file__).parent.parent / "models" / "nano"
 CONTEXT = 16384

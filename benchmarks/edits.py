@@ -33,9 +33,9 @@ from benchmarks.threads import one_thread
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from etude.inference.apply import Applier
-from etude.inference.drafts import Source
-from etude.inference.engine import Engine, Limits, Request
+from etude.inference.engine.drafts import DraftSource
+from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.server.apply import Applier
 from etude.models import attention, experts
 from etude.models.loading import load_model
 
@@ -161,7 +161,10 @@ def _lookup(model: PreTrainedModel, case: Case, n: int, k: int) -> float:
 
 
 def _large(model: PreTrainedModel, cases: list[Case], tokens: int, quick: bool, add: Callable[..., None]) -> None:
-    fast, plain = Engine(model, limits=Limits(rows=1)), Engine(model, limits=Limits(rows=1, speculate=False))
+    fast, plain = (
+        Engine(model, limits=EngineLimits(rows=1)),
+        Engine(model, limits=EngineLimits(rows=1, speculate=False)),
+    )
     _ours(fast, cases[0])  # compiles the kernels, measures the costs
     settings = [(3, 64)] if quick else [(n, k) for n in (2, 3, 5) for k in (10, 32, 64, 128)]
     decode, whole, lookup, per_pass = [], [], [], []
@@ -182,7 +185,10 @@ def _large(model: PreTrainedModel, cases: list[Case], tokens: int, quick: bool, 
 
 
 def _suite(model: PreTrainedModel, cases: list[Case], tokens: int, add: Callable[..., None]) -> None:
-    fast, plain = Engine(model, limits=Limits(rows=1)), Engine(model, limits=Limits(rows=1, speculate=False))
+    fast, plain = (
+        Engine(model, limits=EngineLimits(rows=1)),
+        Engine(model, limits=EngineLimits(rows=1, speculate=False)),
+    )
     gains = [_plain(plain, case, tokens) / _ours(fast, case).decode for case in cases]
     what = f"plain decoding, decode alone, {len(cases)} edits, forced answers"
     add("forced-suite/speedup-median", statistics.median(gains), what)
@@ -200,9 +206,9 @@ def _bundled(count: int, tokens: int, add: Callable[..., None]) -> tuple[int, bo
     mismatches, margins = [], []
     for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype)
-        said = _answers(Engine(model, limits=Limits(rows=16, speculate=False)), requests)
+        said = _answers(Engine(model, limits=EngineLimits(rows=16, speculate=False)), requests)
         drafted = [replace(r, sources=(_edited(a, rng),)) for r, a in zip(requests, said, strict=True)]
-        again = _answers(Engine(model, limits=Limits(rows=16)), drafted)
+        again = _answers(Engine(model, limits=EngineLimits(rows=16)), drafted)
         different = [(r, a, b) for r, a, b in zip(requests, said, again, strict=True) if a != b]
         mismatches.append(len(different))
         margins += [_margin(model, r.ids, a, b) for r, a, b in different if dtype == torch.bfloat16]
@@ -223,12 +229,12 @@ def _answers(engine: Engine, requests: list[Request]) -> list[list[int]]:
     return [row.future.result().ids for row in rows]
 
 
-def _edited(answer: list[int], rng: np.random.Generator) -> Source:
+def _edited(answer: list[int], rng: np.random.Generator) -> DraftSource:
     ids = list(answer)
     for _ in range(int(rng.integers(0, 4))):
         at = int(rng.integers(0, len(ids)))
         ids[at : at + int(rng.integers(0, 3))] = rng.integers(32, 4096, int(rng.integers(0, 3))).tolist()
-    return Source("prediction", np.array(ids, np.int32))
+    return DraftSource("prediction", np.array(ids, np.int32))
 
 
 @torch.inference_mode()
@@ -244,8 +250,11 @@ def _unrelated(model: PreTrainedModel, rng: np.random.Generator) -> float:
 
     At temperature 1 the model would repeat itself, and drafts from its own text would hide what the prediction costs.
     """
-    fast, plain = Engine(model, limits=Limits(rows=1)), Engine(model, limits=Limits(rows=1, speculate=False))
-    source = Source("prediction", rng.integers(32, 4096, 400).astype(np.int32))
+    fast, plain = (
+        Engine(model, limits=EngineLimits(rows=1)),
+        Engine(model, limits=EngineLimits(rows=1, speculate=False)),
+    )
+    source = DraftSource("prediction", rng.integers(32, 4096, 400).astype(np.int32))
     ratios = []
     for seed in range(9):
         request = Request(ids=rng.integers(32, 4096, 100).tolist(), max_tokens=60, seed=seed, temperature=2.5)

@@ -13,12 +13,12 @@ import numpy as np
 from etude.edits import data
 from etude.edits.edit import DoesNotFit, Edit
 from etude.errors import UserError
-from etude.evaluate_edits import SUITE
-from etude.harness.renderers import renderer_for
-from etude.harness.renderers.base import load_tokenizer
-from etude.inference.apply import Applier
-from etude.inference.engine import Engine, Limits, Request
+from etude.evals.fast_apply import SUITE
+from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.server.apply import Applier
 from etude.models.loading import load_model
+from etude.renderers import renderer_for
+from etude.renderers.base import load_tokenizer
 
 MODEL = Path(__file__).parent.parent / "models" / "nano-apply"
 
@@ -37,7 +37,10 @@ def trained(count: int, add: Callable[..., None]) -> int:
     """Adds the rows `suite/...`; returns how many answers differ from those of plain decoding (float32)."""
     model = load_model(MODEL)
     requests, wanted, characters = _requests(count, model.config.max_position_embeddings)
-    fast, plain = Engine(model, limits=Limits(rows=1)), Engine(model, limits=Limits(rows=1, speculate=False))
+    fast, plain = (
+        Engine(model, limits=EngineLimits(rows=1)),
+        Engine(model, limits=EngineLimits(rows=1, speculate=False)),
+    )
     for engine in (fast, plain):
         _timed(engine, requests[0])  # compiles the kernels, measures the costs
     pairs = [(_timed(plain, replace(r, sources=())), _timed(fast, r)) for r in requests]

@@ -25,10 +25,10 @@ from benchmarks.edit_cases import CONTEXT, MODEL, MODULES, Case, case, large_cas
 from benchmarks.vllm_process import Vllm, missing
 from tokenizers import Tokenizer
 
-from etude.harness.renderers import renderer_for
-from etude.inference.apply import Applier
+from etude.inference.server.apply import Applier
+from etude.renderers import renderer_for
 
-PROPOSER = "etude.inference.vllm_proposer.Proposer"
+PROPOSER = "etude.inference.vllm.proposer.Proposer"
 OURS = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 128}
 SUFFIX = {
     "method": "suffix", "num_speculative_tokens": 128, "suffix_decoding_max_tree_depth": 128,

@@ -32,8 +32,8 @@ from benchmarks.threads import one_thread
 from benchmarks.vllm_process import Vllm, missing
 from transformers import PreTrainedModel
 
-from etude.inference.engine import Engine, Limits, Request
-from etude.inference.rows import Row
+from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.requests import RunningSequence
 from etude.models.loading import load_model
 
 MODEL = Path(__file__).parent.parent / "models" / "nano"
@@ -61,7 +61,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 def _bundled(table: Table, tokens: int) -> None:
     model = load_model(MODEL)
-    engine = Engine(model, limits=Limits(rows=128))
+    engine = Engine(model, limits=EngineLimits(rows=128))
     with ExitStack() as stack:
         vllm = None if missing() else stack.enter_context(Vllm(**VLLM, model=str(MODEL), dtype="float32"))
         prefill = _compare(table, engine, vllm, (1, 8, 32, 64), tokens)
@@ -82,7 +82,7 @@ def _larger(table: Table, size: str, dtype: torch.dtype) -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         save(size, dtype, Path(folder))
         model = load_model(folder, dtype=dtype)
-        engine = Engine(model, limits=Limits(rows=max(VLLM_BATCHES)))
+        engine = Engine(model, limits=EngineLimits(rows=max(VLLM_BATCHES)))
         vllm = None if missing() else stack.enter_context(Vllm(**VLLM, model=folder, dtype=_text(dtype)))
         _compare(table, engine, vllm, VLLM_BATCHES, LARGER_TOKENS, f"@{_name(size, dtype)}", f", {describe(model)}")
 
@@ -160,12 +160,12 @@ def _prompts(model: PreTrainedModel, batch: int, seed: int) -> list[list[int]]:
     return [groups[i // GROUP] for i in range(batch)]
 
 
-def _submit(engine: Engine, batch: int, tokens: int, seed: int) -> list[Row]:
+def _submit(engine: Engine, batch: int, tokens: int, seed: int) -> list[RunningSequence]:
     prompts = _prompts(engine.model, batch, seed)
     return [engine.submit(Request(ids=ids, max_tokens=tokens, seed=i)) for i, ids in enumerate(prompts)]
 
 
-def _finish(engine: Engine, rows: list[Row]) -> float:
+def _finish(engine: Engine, rows: list[RunningSequence]) -> float:
     start = time.perf_counter()
     while not all(row.future.done() for row in rows):
         engine.step()

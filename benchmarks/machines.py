@@ -34,9 +34,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.environments.parity import fingerprint
-from etude.environments.parity.description import REFERENCE, Description, read
-from etude.environments.persona import Persona, draw
+from etude.audit.parity import fingerprint
+from etude.sandbox.machine_description import REFERENCE, Description, read
+from etude.sandbox.machine_profile import MachineProfile, draw
 
 PROFILE = Path("/usr/share/containers/seccomp.json")
 SECONDS = 300.0  # of one command
@@ -76,7 +76,7 @@ class Machine:
 
     name: str
     folder: Path
-    persona: Persona
+    persona: MachineProfile
     clock: tuple[str, ...]
 
     def run(self, script: str, user: int, **variables: str) -> None:
@@ -124,7 +124,7 @@ def _ask(*command: str) -> str:
 
 
 def _process(
-    persona: Persona, user: int, argv: list[str], *, terminal: bool, more: dict[str, str]
+    persona: MachineProfile, user: int, argv: list[str], *, terminal: bool, more: dict[str, str]
 ) -> dict[str, object]:
     home = f"/home/{persona.user}" if user else "/root"
     variables = {"PATH": ":".join(persona.path), "HOME": home} | persona.environment | more
@@ -158,7 +158,7 @@ def _seccomp() -> dict[str, object]:
     }
 
 
-def _bundle(folder: Path, merged: Path, persona: Persona) -> None:
+def _bundle(folder: Path, merged: Path, persona: MachineProfile) -> None:
     """config.json of the container."""
     _ask("runc", "spec", "--bundle", str(folder))
     path = folder / "config.json"
@@ -173,7 +173,7 @@ def _bundle(folder: Path, merged: Path, persona: Persona) -> None:
 
 
 @contextlib.contextmanager
-def running(number: int, persona: Persona, root: Path, work: Path) -> Iterator[Machine]:
+def running(number: int, persona: MachineProfile, root: Path, work: Path) -> Iterator[Machine]:
     """A started container over `root`; gone afterwards."""
     folder, name = work / f"m{number}", f"etude-machine-{os.getpid()}-{number}"
     merged = folder / "merged"

@@ -27,16 +27,16 @@ from benchmarks.table import Table
 from benchmarks.threads import one_thread
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from etude.inference.engine import Engine, Limits, Request
+from etude.inference.engine.engine import Engine, EngineLimits, Request
 from etude.models import attention, experts
-from etude.models.exact import exact
+from etude.models.batch_invariant import exact
 from etude.models.loading import load_model
-from etude.models.replay import UNFED
+from etude.models.router_replay import UNFED
 from etude.records import Generation
-from etude.trainer.execution import Outcome, evaluate
-from etude.trainer.execution import run as execute
-from etude.trainer.loss import Mismatch
-from etude.trainer.plan import Part, TokenRows, plan, shape_of
+from etude.trainer.rl.execution import BatchResult, evaluate
+from etude.trainer.rl.execution import run as execute
+from etude.trainer.rl.loss import Mismatch
+from etude.trainer.rl.plan import ForwardPass, TokenRows, plan, shape_of
 
 NANO = Path(__file__).parent.parent / "models" / "nano"
 GROUP, PROMPT, BUDGET = 8, 150, 8192
@@ -121,7 +121,7 @@ def _token_rows(sampled: Rows) -> TokenRows:
 
 def _replay(model: PreTrainedModel, groups: int, tokens: int, repeats: int) -> dict[str, float]:
     """k3 with and without replay, flips, and what replay costs; the trainer shares prompts, as it does in a run."""
-    sampled = _sample(Engine(model, limits=Limits(rows=64, routes=True)), groups, tokens, routes=True)
+    sampled = _sample(Engine(model, limits=EngineLimits(rows=64, routes=True)), groups, tokens, routes=True)
     rows = _token_rows(sampled)
     parts = plan(rows, "auto", BUDGET, shape_of(model)).parts
     outcomes = {"on": evaluate(model, parts, rows.count), "off": evaluate(model, parts, rows.count, replays=False)}
@@ -136,7 +136,7 @@ def _replay(model: PreTrainedModel, groups: int, tokens: int, repeats: int) -> d
     return found | {"flips": replayed["router/flip_token"], "cost": cost}
 
 
-def _k3(outcome: Outcome, sampled: Rows) -> float:
+def _k3(outcome: BatchResult, sampled: Rows) -> float:
     mismatch = Mismatch()
     mismatch.add(outcome.logprobs_N, _recorded(sampled))
     return mismatch.metrics("m")["m/k3_clip"]
@@ -148,13 +148,15 @@ def _recorded(sampled: Rows) -> torch.Tensor:
 
 def _recording(model: PreTrainedModel, groups: int, tokens: int, repeats: int) -> float:
     """Seconds of sampling with recorded routes over without."""
-    with_, without = (Engine(model, limits=Limits(rows=64, routes=on)) for on in (True, False))
+    with_, without = (Engine(model, limits=EngineLimits(rows=64, routes=on)) for on in (True, False))
     return _ratio(lambda: _cold(with_, groups, tokens, routes=True), lambda: _cold(without, groups, tokens), repeats)
 
 
 def _deterministic(model: PreTrainedModel, groups: int, tokens: int, repeats: int) -> tuple[float, int, float, float]:
     """Largest difference, tokens compared, and seconds in deterministic mode over those without: engine, trainer."""
-    ours, theirs = (Engine(model, limits=Limits(rows=64, speculate=False), deterministic=on) for on in (True, False))
+    ours, theirs = (
+        Engine(model, limits=EngineLimits(rows=64, speculate=False), deterministic=on) for on in (True, False)
+    )
     sampled = _sample(ours, groups, tokens)
     rows = _token_rows(sampled)
     with exact():
@@ -177,7 +179,7 @@ def _cold(engine: Engine, groups: int, tokens: int, *, routes: bool = False) -> 
     _sample(engine, groups, tokens, routes=routes)
 
 
-def _train(model: PreTrainedModel, parts: tuple[Part, ...], count: int) -> None:
+def _train(model: PreTrainedModel, parts: tuple[ForwardPass, ...], count: int) -> None:
     execute(model, parts, count, lambda logprobs_M, _: logprobs_M.sum() / count)
 
 

@@ -17,9 +17,9 @@ from benchmarks.edit_cases import MODULES, source
 from etude.corpus import dialect
 from etude.corpus.episodes import break_function
 from etude.corpus.filters import File, functions, keep_function
-from etude.harness.renderers import renderer_for
-from etude.inference.engine import Engine, Limits, Request
+from etude.inference.engine.engine import Engine, EngineLimits, Request
 from etude.models.loading import load_model
+from etude.renderers import renderer_for
 
 MODEL = Path(__file__).parent.parent / "models" / "nano"
 GROUP = 8
@@ -32,7 +32,10 @@ def rollouts(quick: bool, add: Callable[..., None]) -> int:
     Rows that share passes may differ without any draft, since they end at other passes and sums round otherwise.
     """
     model = load_model(MODEL)
-    fast, plain = Engine(model, limits=Limits(rows=64)), Engine(model, limits=Limits(rows=64, speculate=False))
+    fast, plain = (
+        Engine(model, limits=EngineLimits(rows=64)),
+        Engine(model, limits=EngineLimits(rows=64, speculate=False)),
+    )
     alone, different, turns = 0, 0, 0
     for batch in (1, 8) if quick else (1, 4, 8, 16, 32, 64):
         prompts = _prompts(3 if quick else 10, batch)

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks import boxes
 
-from etude.environments.base import Image, Limits
-from etude.environments.namespace import NamespaceSandbox, open_sandbox
+from etude.sandbox.base import Image, Limits
+from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
 
 FUNCTION = '''
 

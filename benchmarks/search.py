@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from etude.harness.chunks import Chunk, chunks
+from etude.harness.chunks import CodeChunk, chunks
 from etude.harness.ranking import Lexical, Scorer, best, words
 
 TUNED = ("rich", "sqlalchemy", "mpmath")
@@ -54,7 +54,7 @@ class Bm25:
         self._split = split
         self._keys: tuple[bytes, ...] = ()
 
-    def __call__(self, question: str, found: Sequence[Chunk]) -> Sequence[float]:
+    def __call__(self, question: str, found: Sequence[CodeChunk]) -> Sequence[float]:
         keys = tuple(chunk.key for chunk in found)
         if keys != self._keys:
             self._keys = keys
@@ -75,7 +75,7 @@ class Bm25:
         return total
 
 
-def grep(question: str, found: Sequence[Chunk]) -> Sequence[float]:
+def grep(question: str, found: Sequence[CodeChunk]) -> Sequence[float]:
     """How many of the question's words a chunk contains, as `grep -i` finds them."""
     asked = {word.lower() for word in _WORD.findall(question)} - set(_WORD.findall(_COMMON))
     return [float(sum(word in chunk.text.lower() for word in asked)) for chunk in found]
@@ -85,13 +85,13 @@ def plain(text: str) -> list[str]:
     return [word.lower() for word in _WORD.findall(text)]
 
 
-def load(package: str, limit: int, seed: int) -> tuple[list[Chunk], dict[str, list[Question]]]:
+def load(package: str, limit: int, seed: int) -> tuple[list[CodeChunk], dict[str, list[Question]]]:
     """The chunks of an installed package without tests and docstrings, and at most `limit` questions of each kind."""
     spec = importlib.util.find_spec(package)
     assert spec is not None, f"{package} is not installed"
     assert spec.origin is not None, f"{package} is no plain package"
     root = Path(spec.origin).parent
-    searched: list[Chunk] = []
+    searched: list[CodeChunk] = []
     questions: dict[str, list[Question]] = {"docstring": [], "test": []}
     defined: dict[str, set[tuple[str, str]]] = defaultdict(set)
     tests: list[ast.Module] = []
@@ -169,7 +169,7 @@ def _called(call: ast.Call) -> str:
     return ""
 
 
-def recall(asked: Sequence[Question], searched: Sequence[Chunk], scorer: Scorer) -> float:
+def recall(asked: Sequence[Question], searched: Sequence[CodeChunk], scorer: Scorer) -> float:
     """Share of questions with an answer among the first ten."""
     hits = 0
     for question in asked:

@@ -27,9 +27,9 @@ from benchmarks.threads import one_thread
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from etude.models import attention, experts
-from etude.trainer.execution import run as execute
-from etude.trainer.memory import peak_bytes, reset_peak, resident_bytes
-from etude.trainer.plan import Part, Plan, Shape, TokenRows, plan, shape_of
+from etude.trainer.rl.execution import run as execute
+from etude.trainer.rl.memory import peak_bytes, reset_peak, resident_bytes
+from etude.trainer.rl.plan import ExecutionPlan, ForwardPass, Shape, TokenRows, plan, shape_of
 
 PROMPT, COMPLETION, BUDGET, VOCABULARY = 1024, 64, 8192, 2048
 LIMIT = 2e-6  # of the gradients' distance, in float32
@@ -171,14 +171,14 @@ def _distance(model: PreTrainedModel, execution: Any) -> float:
     return float((ours - truth).norm() / truth.norm())
 
 
-def _gradient(model: PreTrainedModel, parts: tuple[Part, ...], count: int) -> torch.Tensor:
+def _gradient(model: PreTrainedModel, parts: tuple[ForwardPass, ...], count: int) -> torch.Tensor:
     weight_N = torch.randn(count, generator=torch.Generator().manual_seed(0))
     model.zero_grad()
     execute(model, parts, count, lambda logprobs_M, item_M: (weight_N[item_M] * logprobs_M).sum() / count)
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
-def _forward_backward(model: PreTrainedModel, passes: Plan, count: int) -> None:
+def _forward_backward(model: PreTrainedModel, passes: ExecutionPlan, count: int) -> None:
     execute(model, passes.parts, count, lambda logprobs_M, _: logprobs_M.sum() / count)
 
 

@@ -20,7 +20,7 @@ from benchmarks.figure import Panel, smoothed, svg
 
 from etude import runfolder
 from etude.dashboard.view import Point, load_view
-from etude.rollout.ledger import Ledger
+from etude.ledger.ledger import Ledger
 from etude.store import open_store
 from etude.weights.manifest import manifests
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from benchmarks.boxes import descendants
 from benchmarks.sandbox import library
 
-from etude.environments import cgroups
-from etude.environments.base import Image, Limits
-from etude.environments.namespace import NamespaceSandbox, open_sandbox
+from etude.sandbox import cgroups
+from etude.sandbox.base import Image, Limits
+from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
 
 TOGETHER = 4
 IMAGES = 12  # more than processes of images are kept

@@ -31,9 +31,9 @@ from benchmarks import weights_live
 from etude.config import TrainerConfig
 from etude.models.loading import load_model, load_tokenizer
 from etude.trainer.optimizer import MasterAdamW, for_policy
-from etude.weights import codec
-from etude.weights.codec import ABS, A, B, Codec
-from etude.weights.schema import Bits, Schema, Spec, bits, schema_of
+from etude.weights.ulpd import codec
+from etude.weights.ulpd.codec import ABS, A, B, Codec
+from etude.weights.ulpd.schema import Bits, Schema, Spec, bits, schema_of
 
 NANO = Path(__file__).parents[1] / "models/nano"
 GROUP, PROMPT, COMPLETION = 8, 24, 24

@@ -33,7 +33,7 @@ from etude.models.loading import load_model, named_tensors
 from etude.store import ENDPOINTS, Store, open_store
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
-from etude.weights.source import Source
+from etude.weights.source import PayloadSource
 
 NANO = Path("models/nano")
 CLUSTERS, LINK_BYTES, LINK_SECONDS = 4, 25_000_000, 0.04  # 200 Mbit/s, Europe to the east of North America
@@ -83,7 +83,7 @@ def _pauses(folder: Path, versions: int) -> list[dict[str, Any]]:
     store, current = open_store(str(folder / "pause")), _nano()
     publisher = Publisher(store, anchor_versions=10**6, anchor_share=1e9)
     publisher.publish(0, current, (), {})
-    server = ["etude.inference.server", "--model", str(NANO), "--port", "0", "--weights", store.url]
+    server = ["etude.inference.server.server", "--model", str(NANO), "--port", "0", "--weights", store.url]
     with _process(folder, "server", *server) as url, httpx2.Client(base_url=url, trust_env=False) as http:
         arrivals: list[float] = []
         ended = threading.Event()
@@ -154,7 +154,7 @@ def _four_clusters(folder: Path, versions: int) -> list[dict[str, Any]]:
             argv = ["etude.weights.relay", "--store", "s3://etude/weights"]
             relay = stack.enter_context(_process(folder, f"relay-{number}", *argv, env={ENDPOINTS[1]: link}))
             store = _at(link)
-            clusters.append(Receiver(store, {n: t.float() for n, t in _nano().items()}, Source(store, relay)))
+            clusters.append(Receiver(store, {n: t.float() for n, t in _nano().items()}, PayloadSource(store, relay)))
         pool = stack.enter_context(ThreadPoolExecutor(CLUSTERS))
         current, publisher = _nano(), Publisher(_at(endpoint), anchor_versions=10**6, anchor_share=1e9)
         seconds, nbytes = [], []

@@ -12,7 +12,7 @@ import pytest
 
 import etude.store
 from etude.errors import UserError
-from etude.store import NotFound, open_store
+from etude.store import ObjectMissing, open_store
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,9 @@ def test_objects_round_trip(store):
     assert store.get("a/one") == b"11"
     assert store.exists("a/one")
     assert not store.exists("a/two")
-    with pytest.raises(NotFound):
+    with pytest.raises(ObjectMissing):
         store.get("a/two")
-    assert issubclass(NotFound, KeyError)
+    assert issubclass(ObjectMissing, KeyError)
     store.delete("a/one")
     store.delete("a/one")
     assert not store.exists("a/one")

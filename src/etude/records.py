@@ -249,7 +249,7 @@ class Episode(Record, frozen=True, kw_only=True):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What detectors have found, see environments/cheats; kept as `flag/NAME` in the metrics."""
+        """What detectors have found, see sandbox/cheats; kept as `flag/NAME` in the metrics."""
         return tuple(sorted(n.removeprefix("flag/") for n, v in self.metrics.items() if n.startswith("flag/") and v))
 
     @property
@@ -281,7 +281,7 @@ class Population(Record, frozen=True, kw_only=True):
     outcomes: dict[str, int]
 
 
-class Part(Record, frozen=True, kw_only=True):
+class PayloadPart(Record, frozen=True, kw_only=True):
     """One object of a payload: what one rank of the trainer wrote of it."""
 
     key: str  # in the store
@@ -295,14 +295,14 @@ class Skip(Record, frozen=True, kw_only=True):
     """A folded delta: from an older version to the one whose manifest names it, past all those between."""
 
     base: int
-    parts: tuple[Part, ...]
+    parts: tuple[PayloadPart, ...]
 
 
 class Anchor(Record, frozen=True, kw_only=True):
     """Every element of a version."""
 
     version: int
-    parts: tuple[Part, ...]
+    parts: tuple[PayloadPart, ...]
 
 
 MANIFEST_FORMAT = 2
@@ -319,12 +319,12 @@ class PolicyVersion(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     writer: str  # the process that wrote it; random
     version: int
     parent: int | None  # version that the delta applies to; None: no delta, `anchor` holds this very version
-    delta: tuple[Part, ...]  # empty if nothing changed
+    delta: tuple[PayloadPart, ...]  # empty if nothing changed
     skips: tuple[Skip, ...] = ()
     anchor: Anchor  # the newest one that was complete when this was published
-    schema: str  # id of the tensors' names, types and shapes, see weights/schema.py
+    schema: str  # id of the tensors' names, types and shapes, see weights/ulpd/schema.py
     model: str = ""  # id of the configuration and vocabulary, see models/loading.py; empty: unknown
-    digest: str  # of the live tensors, see weights/digest.py
+    digest: str  # of the live tensors, see weights/ulpd/digest.py
     changed: int  # elements that differ from the parent
     elements: int
     groups: tuple[int, ...]
@@ -338,7 +338,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return "anchor" if self.parent is None else "delta"
 
     @property
-    def payload(self) -> tuple[Part, ...]:
+    def payload(self) -> tuple[PayloadPart, ...]:
         """The objects of that download."""
         return self.anchor.parts if self.parent is None else self.delta
 

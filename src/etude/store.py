@@ -38,7 +38,7 @@ PART = 64 * 1024 * 1024
 """Larger objects go up in parts of this many bytes, so that each request keeps its deadline on a slow link."""
 
 
-class NotFound(KeyError):
+class ObjectMissing(KeyError):
     """No object has this key."""
 
 
@@ -84,7 +84,7 @@ class Store:
             except FileNotFoundError as e:
                 if "NoSuchBucket" in str(e):
                     raise
-                raise NotFound(key) from None
+                raise ObjectMissing(key) from None
 
     def list(self, folder: str = "", after: str | None = None) -> list[str]:
         """All keys in `folder` and below it, sorted; with `after` only those that sort after that key."""

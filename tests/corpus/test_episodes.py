@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from etude.corpus import dialect
 from etude.corpus.dialect import IDS, SPECIALS
-from etude.corpus.episodes import SHAPES, Edit, break_function, edit_between, episode, failure
+from etude.corpus.episodes import SHAPES, StringEdit, break_function, edit_between, episode, failure
 from etude.corpus.filters import Function
 
 
@@ -18,16 +18,16 @@ def test_edit_is_the_smallest_unique_one() -> None:
     assert edit.apply(before) == after
     assert edit.old.count("\n") == 1
     removed = edit_between("def f(a):\n    return x", "def f(a):\n    x = a\n    return x")
-    assert removed == Edit("    return x", "    x = a\n    return x")
+    assert removed == StringEdit("    return x", "    x = a\n    return x")
     with pytest.raises(ValueError, match="equal"):
         edit_between("a", "a")
 
 
 def test_edit_refuses_text_that_is_missing_or_repeated() -> None:
     with pytest.raises(ValueError, match="no match"):
-        Edit("z", "y").apply("x")
+        StringEdit("z", "y").apply("x")
     with pytest.raises(ValueError, match="2 matches"):
-        Edit("x", "y").apply("x x")
+        StringEdit("x", "y").apply("x x")
 
 
 def test_the_edit_restores_the_original_exactly(corpus: list[Function]) -> None:
@@ -66,7 +66,7 @@ def test_playing_an_episode_ends_where_it_says(shape: str, corpus: list[Function
         for name, *arguments in _calls(ids.tolist(), tokenizer):
             if name == "edit":
                 try:
-                    after = Edit(*arguments).apply(current)
+                    after = StringEdit(*arguments).apply(current)
                     history.append(current)
                     current = after
                     got.append("ok")

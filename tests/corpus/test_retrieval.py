@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from etude.corpus.filters import Function, functions
-from etude.corpus.retrieval import NAMESAKE, Options, Sample, read_folder, samples
+from etude.corpus.retrieval import NAMESAKE, RetrievalOptions, RetrievalSample, read_folder, samples
 from etude.corpus.sources import File
 
 WORDS = ("chunk", "merge", "split", "count", "flatten", "group", "invert", "select")
@@ -44,7 +44,7 @@ def found() -> list[Function]:
     return every()
 
 
-def definitions(sample: Sample, name: str) -> dict[str, ast.FunctionDef]:
+def definitions(sample: RetrievalSample, name: str) -> dict[str, ast.FunctionDef]:
     """By title: the definition of `name` in the documents."""
     return {
         title: node
@@ -56,7 +56,7 @@ def definitions(sample: Sample, name: str) -> dict[str, ast.FunctionDef]:
 
 def test_every_answer_stands_in_the_documents(found: list[Function]) -> None:
     kinds = set()
-    for sample in islice(samples(found, Options(), 1), 300):
+    for sample in islice(samples(found, RetrievalOptions(), 1), 300):
         assert 4 <= len(sample.documents) <= 8, "eight files"
         titles = [title for title, _ in sample.documents]
         assert len(set(titles)) == len(titles)
@@ -99,7 +99,7 @@ def bind(node: ast.FunctionDef, call: ast.Call) -> None:
 
 def test_distractors_resemble_what_is_asked_for(found: list[Function]) -> None:
     """Two other files of seven share a word with the symbol asked for: by chance 71 % of samples of four have one."""
-    options = Options(least=4, most=4, questions=1, kinds={"signature": 1.0})
+    options = RetrievalOptions(least=4, most=4, questions=1, kinds={"signature": 1.0})
     drawn = list(islice(samples(found, options, 2), 200))
     shared = 0
     for sample in drawn:
@@ -112,7 +112,7 @@ def test_distractors_resemble_what_is_asked_for(found: list[Function]) -> None:
 
 
 def test_samples_follow_the_seed_and_their_order_can_be_changed(found: list[Function]) -> None:
-    first, again, other = (list(islice(samples(found, Options(), seed), 20)) for seed in (3, 3, 4))
+    first, again, other = (list(islice(samples(found, RetrievalOptions(), seed), 20)) for seed in (3, 3, 4))
     assert first == again
     assert first != other
     moved = [sample.reordered(random.Random(0)) for sample in first]
@@ -124,10 +124,9 @@ def test_samples_follow_the_seed_and_their_order_can_be_changed(found: list[Func
 def test_samples_are_the_same_in_every_process(found: list[Function]) -> None:
     """Strings hash differently in each."""
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "import test_retrieval as t\n"
+        "import tests.corpus.test_retrieval as t\n"
         "from itertools import islice\n"
-        "print([s for s in islice(t.samples(t.every(), t.Options(), 3), 20)])"
+        "print([s for s in islice(t.samples(t.every(), t.RetrievalOptions(), 3), 20)])"
     )
     said = {
         subprocess.run(
@@ -136,13 +135,13 @@ def test_samples_are_the_same_in_every_process(found: list[Function]) -> None:
         ).stdout
         for seed in ("1", "2", "3")
     }  # fmt: skip
-    assert said == {f"{list(islice(samples(found, Options(), 3), 20))}\n"}
+    assert said == {f"{list(islice(samples(found, RetrievalOptions(), 3), 20))}\n"}
 
 
 def test_a_repository_of_few_files_is_refused(found: list[Function]) -> None:
     few = [f for f in found if f.path.endswith(("chunk.py", "merge.py"))]
     with pytest.raises(ValueError, match="short functions in at least 4 files"):
-        next(samples(few, Options(), 0))
+        next(samples(few, RetrievalOptions(), 0))
 
 
 def test_a_folder_is_a_repository(tmp_path: Path) -> None:
@@ -153,4 +152,4 @@ def test_a_folder_is_a_repository(tmp_path: Path) -> None:
     found = read_folder(tmp_path)
     assert {f.path for f in found} == {f"{word}.py" for word in WORDS}
     assert {f.package for f in found} == {tmp_path.name}
-    assert next(samples(found, Options(), 0)).repository == tmp_path.name
+    assert next(samples(found, RetrievalOptions(), 0)).repository == tmp_path.name

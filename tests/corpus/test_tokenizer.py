@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from etude.corpus import dialect
 from etude.corpus import tokenizer as bpe
-from etude.corpus.dialect import IDS, SPECIALS, Piece
+from etude.corpus.dialect import IDS, SPECIALS, TextPiece
 
 
 def test_specials_have_the_first_ids(tokenizer: Tokenizer) -> None:
@@ -21,19 +21,19 @@ def test_specials_have_the_first_ids(tokenizer: Tokenizer) -> None:
 @given(text=st.text())
 def test_any_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()
-    ((ids, _),) = dialect.encode(tokenizer, [(Piece(text),)])
+    ((ids, _),) = dialect.encode(tokenizer, [(TextPiece(text),)])
     assert tokenizer.decode(ids.tolist(), skip_special_tokens=False) == text
 
 
 def test_text_cannot_forge_a_special_token(tokenizer: Tokenizer) -> None:
-    ((ids, _),) = dialect.encode(tokenizer, [(Piece("".join(SPECIALS)),)])
+    ((ids, _),) = dialect.encode(tokenizer, [(TextPiece("".join(SPECIALS)),)])
     assert min(ids) >= len(SPECIALS)
     assert tokenizer.decode(ids.tolist(), skip_special_tokens=False) == "".join(SPECIALS)
 
 
 def test_a_line_has_the_same_tokens_in_a_file_and_alone(tokenizer: Tokenizer) -> None:
     lines = ["def f(x):", "    if x:", "        return x", "    return None"]
-    encoded = dialect.encode(tokenizer, [(Piece("\n".join(lines)),), *((Piece(line),) for line in lines)])
+    encoded = dialect.encode(tokenizer, [(TextPiece("\n".join(lines)),), *((TextPiece(line),) for line in lines)])
     newline = tokenizer.encode("\n", add_special_tokens=False).ids
     joined = encoded[1][0].tolist()
     for ids, _ in encoded[2:]:

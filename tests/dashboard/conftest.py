@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-from sample_run import make_report, shown_episodes, write_run
 
-from etude.dashboard.report import Report
+from etude.dashboard.report import RunReport
 from etude.dashboard.view import RunView, load_view
+from tests.helpers.sample_run import make_report, shown_episodes, write_run
 
 
 @pytest.fixture
-def report() -> Report:
+def report() -> RunReport:
     return make_report()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from etude.dashboard.charts import Series, bar_chart, interval_chart, is_waiting, line_chart, timeline
 from etude.dashboard.text import percent
-from etude.dashboard.view import Point, Span
+from etude.dashboard.view import Point, TimelineSpan
 from etude.evals.stats import Estimate
 
 
@@ -44,7 +44,7 @@ def test_no_data_no_chart():
 
 def test_labels_are_escaped():
     html = line_chart("<u>", "<u>", [Series("<u>", points([1, 2]))])
-    html += bar_chart("<u>", "<u>", [("<u>", 1.0)]) + timeline([Span("<u>", "<u>", 0, 1)])
+    html += bar_chart("<u>", "<u>", [("<u>", 1.0)]) + timeline([TimelineSpan("<u>", "<u>", 0, 1)])
     html += interval_chart([("<u>", Estimate(mean=0, low=0, high=1), 1)], percent)
     assert "<u>" not in html
     assert html.count("&lt;u&gt;") >= 9
@@ -62,7 +62,13 @@ def test_intervals_lie_on_the_axis():
 
 
 def test_timeline_sums_states_and_knows_waiting():
-    html = timeline([Span("engine", "decode", 100, 130), Span("engine", "waiting", 130, 140), Span("a", "x", 100, 120)])
+    html = timeline(
+        [
+            TimelineSpan("engine", "decode", 100, 130),
+            TimelineSpan("engine", "waiting", 130, 140),
+            TimelineSpan("a", "x", 100, 120),
+        ]
+    )
     assert "75 % busy" in html
     assert "decode <b>75 %</b>" in html
     assert html.index("<b>a</b>") < html.index("<b>engine</b>")
@@ -70,9 +76,9 @@ def test_timeline_sums_states_and_knows_waiting():
 
 
 def test_overlapping_spans_never_fill_more_than_the_lane():
-    html = timeline([Span("p", "x", 0, 10), Span("p", "y", 0, 10)])
+    html = timeline([TimelineSpan("p", "x", 0, 10), TimelineSpan("p", "y", 0, 10)])
     assert not re.search(r"M\d+ -", html)
 
 
 def test_a_moment_is_a_timeline():
-    assert "lane" in timeline([Span("p", "x", 5, 5)])
+    assert "lane" in timeline([TimelineSpan("p", "x", 5, 5)])

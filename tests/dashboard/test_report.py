@@ -9,14 +9,14 @@ from html.parser import HTMLParser
 
 import msgspec
 import pytest
-from sample_run import eval_result, make_episode, make_report, shown_episodes, write_run
 
-from etude.dashboard.report import Cheating, Report, held_out, read_report, write_report
+from etude.dashboard.report import Cheating, RunReport, held_out, read_report, write_report
 from etude.dashboard.view import RunView, ShownEpisode
 from etude.evals.stats import Estimate
+from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
 from etude.records import Outcome, ToolCall
 from etude.rollout.drift import Shift
-from etude.rollout.suspects import Suspect, Twins
+from tests.helpers.sample_run import eval_result, make_episode, make_report, shown_episodes, write_run
 
 REQUIRED = {
     "seed", "seconds", "pass_before", "pass_after", "paired_diff", "steps", "episodes", "versions", "bytes_published",
@@ -212,7 +212,7 @@ def test_report_json_has_its_schema(run_dir, report):
 
 
 def test_a_dictionary_will_do_if_it_is_a_report(tmp_path, report):
-    fields = {name: getattr(report, name) for name in Report.__struct_fields__}
+    fields = {name: getattr(report, name) for name in RunReport.__struct_fields__}
     write_report(tmp_path, fields)
     assert read_report(tmp_path) == report
     with pytest.raises(ValueError, match="no field sede"):
@@ -244,13 +244,13 @@ def test_the_page_is_the_same_every_time(tmp_path, run_dir, report, view):
 
 
 def test_what_the_detectors_found_is_shown_and_inert(tmp_path, report):
-    suspect = Suspect(
+    suspect = FlaggedEpisode(
         group=3, member=1, task="<b>t</b>", flags=("canary", "gap"), reward=-0.2, passed=False, blob="3/1.msgpack"
     )
     shift = Shift(metric="rollout/edits", step=40, window=10, before=1.25, after=2.5, t=9.1)
     found = Cheating(
         flags={"canary": 1, "gap": 1234}, charged=1, rewarded=0, suspects=(suspect,),
-        twins=Twins(played=60, passed=0, tampered=0), twins_bound=0.0487, shifts=(shift,),
+        twins=ImpossibleCounts(played=60, passed=0, tampered=0), twins_bound=0.0487, shifts=(shift,),
     )  # fmt: skip
     page = write_report(tmp_path, msgspec.structs.replace(report, cheating=found)).read_text()
     section = page[page.index('id="cheating"') :]

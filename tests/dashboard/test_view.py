@@ -1,11 +1,11 @@
 """Reading a run folder, and token texts from a real tokenizer."""
 
 import pytest
-from sample_run import SOLVED, make_episode
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from etude.dashboard.view import RunView, load_view, show, token_texts
 from etude.errors import UserError
+from tests.helpers.sample_run import SOLVED, make_episode
 
 
 @pytest.fixture(scope="module")

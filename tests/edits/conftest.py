@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from libraries import clone, releases
+from tests.helpers.libraries import clone, releases
 
 __all__ = ["clone", "releases"]

@@ -3,10 +3,10 @@
 import random
 
 import pytest
-from libraries import module
 
+from etude.corpus.edits.synthetic import edit
 from etude.edits.formats import FORMATS, answer, question, read_answer
-from etude.edits.invent import edit
+from tests.helpers.libraries import module
 
 PAIRS = [
     (module(3, False), module(3, True)),

@@ -4,8 +4,8 @@ import importlib.util
 
 import pytest
 
-from etude.edits.grade import Grade, grade, outside
-from etude.edits.languages import has_syntax, language_of, parses, same_syntax
+from etude.code.languages import has_syntax, language_of, parses, same_syntax
+from etude.edits.grade import EditGrade, grade, outside
 
 CODE = "def f(a):\n    # note\n    return a + 1\n"
 TREE_SITTER = importlib.util.find_spec("tree_sitter") is not None
@@ -14,17 +14,17 @@ TREE_SITTER = importlib.util.find_spec("tree_sitter") is not None
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (CODE, Grade.EXACT),
-        (CODE.replace("return a + 1", "return a + 1  "), Grade.WHITESPACE),
-        (CODE + "\n\n", Grade.WHITESPACE),
-        (CODE.rstrip("\n"), Grade.WHITESPACE),
-        (CODE.replace("a + 1", "(a + 1)"), Grade.SYNTAX),
-        (CODE.replace("    ", "  "), Grade.SYNTAX),
-        (CODE.replace("# note", "# other"), Grade.FAIL),
-        (CODE.replace("    # note\n", ""), Grade.FAIL),
-        (CODE.replace("+ 1", "+ 2"), Grade.FAIL),
-        ("def f(:\n", Grade.FAIL),
-        (None, Grade.FAIL),
+        (CODE, EditGrade.EXACT),
+        (CODE.replace("return a + 1", "return a + 1  "), EditGrade.WHITESPACE),
+        (CODE + "\n\n", EditGrade.WHITESPACE),
+        (CODE.rstrip("\n"), EditGrade.WHITESPACE),
+        (CODE.replace("a + 1", "(a + 1)"), EditGrade.SYNTAX),
+        (CODE.replace("    ", "  "), EditGrade.SYNTAX),
+        (CODE.replace("# note", "# other"), EditGrade.FAIL),
+        (CODE.replace("    # note\n", ""), EditGrade.FAIL),
+        (CODE.replace("+ 1", "+ 2"), EditGrade.FAIL),
+        ("def f(:\n", EditGrade.FAIL),
+        (None, EditGrade.FAIL),
     ],
 )
 def test_the_first_grade_that_holds(given, expected):
@@ -32,12 +32,12 @@ def test_the_first_grade_that_holds(given, expected):
 
 
 def test_json_is_compared_by_its_values_in_order():
-    assert grade('{"a": 1, "b": [2]}\n', '{ "a": 1,\n"b": [2] }\n', "json") == Grade.SYNTAX
-    assert grade('{"a": 1, "b": 2}\n', '{"b": 2, "a": 1}\n', "json") == Grade.FAIL
+    assert grade('{"a": 1, "b": [2]}\n', '{ "a": 1,\n"b": [2] }\n', "json") == EditGrade.SYNTAX
+    assert grade('{"a": 1, "b": 2}\n', '{"b": 2, "a": 1}\n', "json") == EditGrade.FAIL
 
 
 def test_markdown_has_no_syntax_to_compare():
-    assert grade("# a\n\nb\n", "# a\nb\n", "markdown") == Grade.FAIL
+    assert grade("# a\n\nb\n", "# a\nb\n", "markdown") == EditGrade.FAIL
     assert parses("``` *", "markdown")
 
 

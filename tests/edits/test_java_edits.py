@@ -7,13 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from libraries import LICENCE, WORDS
 
+from etude.code.languages import parses, same_syntax
+from etude.corpus.edits.build import EditTableOptions, build
 from etude.edits import data
-from etude.edits.build import Options, build
-from etude.edits.grade import Grade, grade
-from etude.edits.languages import parses, same_syntax
+from etude.edits.grade import EditGrade, grade
 from etude.edits.merge import NoPlace, merge
+from tests.helpers.libraries import LICENCE, WORDS
 
 pytestmark = pytest.mark.skipif(find_spec("tree_sitter_java") is None, reason="needs the extra `apply`")
 
@@ -45,7 +45,7 @@ def release(folder: Path, new: bool, numbers: range) -> Path:
 def test_a_table_of_java_edits(tmp_path: Path) -> None:
     old, new = release(tmp_path / "lib-1.0", False, range(6)), release(tmp_path / "lib-2.0", True, range(6))
     other = release(tmp_path / "other-1.0", False, range(100, 106))
-    options = Options(seed=2, max_lines=60, held_out=6)
+    options = EditTableOptions(seed=2, max_lines=60, held_out=6)
     train, held_out = build([f"{old}..{new}"], [str(other)], tmp_path / "out", options)
     assert {e.language for e in train} == {"java"} == {e.language for e in held_out}
     reals = [e for e in train if e.kind == "real"]
@@ -59,8 +59,8 @@ def test_a_table_of_java_edits(tmp_path: Path) -> None:
         except NoPlace:
             merged = None
         assert example.merges == (merged == example.result)
-        assert grade(example.result, example.result.replace(";\n", " ;\n"), "java") == Grade.SYNTAX
-        assert grade(example.result, example.result.replace(";\n", "; // x\n"), "java") == Grade.FAIL
+        assert grade(example.result, example.result.replace(";\n", " ;\n"), "java") == EditGrade.SYNTAX
+        assert grade(example.result, example.result.replace(";\n", "; // x\n"), "java") == EditGrade.FAIL
     assert any("// " in e.sketch for e in train), "markers are comments of Java"
     assert data.load(tmp_path / "out/train.parquet") == train
 

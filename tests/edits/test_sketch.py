@@ -4,10 +4,10 @@ import random
 import re
 
 import pytest
-from libraries import module
 
 from etude.edits import sketch
 from etude.edits.merge import NoPlace, merge
+from tests.helpers.libraries import module
 
 BEFORE, AFTER = module(3, False), module(3, True)
 
@@ -55,7 +55,7 @@ def test_every_kind_of_noise_occurs_and_leaves_one_place_for_each_block(kind, mo
 
 
 def test_a_stale_line_loses_its_comment():
-    draft = sketch._Draft((("a = 1  # one", "b = 2", "c = 3", "d = 4", "e = 5"),), ("",), "# ...", True, True)
+    draft = sketch._SketchDraft((("a = 1  # one", "b = 2", "c = 3", "d = 4", "e = 5"),), ("",), "# ...", True, True)
     stale = sketch._stale(draft, [sketch.Region(0, 5, False)], (), "python", random.Random(0))
     assert stale.blocks[0][0] == "a = 1"
     assert stale.blocks[0][1:] == draft.blocks[0][1:]

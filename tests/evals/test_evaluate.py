@@ -8,13 +8,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from etude.corpus.tokenizer import train
-from etude.environments.namespace import open_sandbox
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
-from etude.harness.episode import Setting
 from etude.harness.loop import Sampling
-from etude.harness.renderers import Renderer, renderer_for
 from etude.records import Budget, Episode, Generation, Task
+from etude.renderers import Renderer, renderer_for
+from etude.rollout.episode import RolloutContext
+from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks.dataset import Dataset, load
 
 TINY = Path(__file__).parent.parent / "tasks" / "data" / "tiny"
@@ -72,7 +72,7 @@ def results(model: Path) -> tuple[EvalResult, EvalResult, list[Episode], list[So
 
 
 async def played(dataset: Dataset, sandbox, policy: Solver, renderer: Renderer, kept: list[Episode]) -> EvalResult:
-    setting = Setting(dataset, sandbox, policy, renderer, Budget(), Sampling())
+    setting = RolloutContext(dataset, sandbox, policy, renderer, Budget(), Sampling())
     return await evaluate(setting, samples=2, split="train", seed=3, on_episode=kept.append)
 
 
@@ -108,6 +108,6 @@ def test_the_difference_is_paired(results):
 
 
 def test_an_empty_split_is_the_user_s_to_fix(model):
-    setting = Setting(load(TINY), None, None, renderer_for(model), Budget(), Sampling())
+    setting = RolloutContext(load(TINY), None, None, renderer_for(model), Budget(), Sampling())
     with pytest.raises(UserError, match="no nosuch tasks"):
         asyncio.run(evaluate(setting, samples=1, split="nosuch"))

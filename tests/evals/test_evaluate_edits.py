@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from etude import cli
+from etude.cli import main
 from etude.corpus import tokenizer as bpe
 from etude.edits import data
 from etude.edits.data import Example
-from etude.edits.grade import Grade
+from etude.edits.grade import EditGrade
 from etude.edits.merge import merge
 from etude.edits.sketch import draw
-from etude.evaluate_edits import SUITE, merged, run, summary
-from etude.trainer import pretrain
-from etude.trainer.pretrain_config import ModelConfig
+from etude.evals.fast_apply import SUITE, merged, run, summary
+from etude.trainer.finetune import pretrain
+from etude.trainer.finetune.config import NewModelConfig
 
 FILE = "import os\n\n\ndef pop(items):\n    value = items[-1]\n    del items[-1]\n    return value\n"
-MODEL = ModelConfig(
+MODEL = NewModelConfig(
     vocab_size=320, hidden_size=32, intermediate_size=48, layers=2, heads=2, kv_heads=1, head_dim=16, expert_size=16,
     experts=4, max_positions=512,
 )  # fmt: skip
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 def test_grades_of_the_merge_and_of_a_model_that_knows_nothing(folder, capsys):
     for way in ("rewrite", "search-replace", "udiff"):
         with pytest.raises(SystemExit) as end:
-            cli.main(["eval", str(folder / "model"), "--suite", str(folder / "edits.parquet"), "--json",
+            main.main(["eval", str(folder / "model"), "--suite", str(folder / "edits.parquet"), "--json",
                       "--format", way])  # fmt: skip
         assert end.value.code == 0
         told = capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_grades_of_the_merge_and_of_a_model_that_knows_nothing(folder, capsys):
 
 def test_a_table_that_is_none_is_refused(folder, capsys):
     with pytest.raises(SystemExit) as end:
-        cli.main(["eval", str(folder / "model"), "--suite", str(folder / "nothing.parquet")])
+        main.main(["eval", str(folder / "model"), "--suite", str(folder / "nothing.parquet")])
     assert end.value.code == 2
     assert "does not exist" in capsys.readouterr().err
 
@@ -80,7 +80,7 @@ def test_the_shipped_suite_is_what_its_card_says():
     assert len(examples) == 450
     assert len({(e.file, e.result) for e in examples}) == 450
     assert all(e.file.count("\n") <= 400 for e in examples)
-    assert all(e.merges == (merged(e).grade == Grade.EXACT) for e in examples)
+    assert all(e.merges == (merged(e).grade == EditGrade.EXACT) for e in examples)
     assert all(e.noise == ("no-op",) for e in examples if e.file == e.result)
     assert sum(e.file == e.result for e in examples) <= 9
     assert all(merge(e.file, e.sketch).text is not None for e in examples if e.merges)

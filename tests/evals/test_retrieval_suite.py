@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from etude.cli import main
-from etude.corpus.retrieval import Options, Question, Sample, read_folder, samples
+from etude.cli.main import main
+from etude.corpus.retrieval import RetrievalOptions, RetrievalQuestion, RetrievalSample, read_folder, samples
 from etude.corpus.tokenizer import save, train
 from etude.errors import UserError
+from etude.evals.documents import questions
 from etude.evals.retrieval import summary
 from etude.models.loading import load_model
-from etude.retrieval import questions
-from etude.trainer import documents, pretrain
-from etude.trainer.pretrain_config import ModelConfig
+from etude.trainer.finetune import documents, pretrain
+from etude.trainer.finetune.config import NewModelConfig
 
-MODEL = ModelConfig(
+MODEL = NewModelConfig(
     vocab_size=400, hidden_size=48, intermediate_size=96, layers=2, heads=2, kv_heads=1, head_dim=64, expert_size=48,
     experts=4, max_positions=2048,
 )  # fmt: skip
@@ -40,7 +40,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def taught(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that has learnt the first samples of the repository by heart, under both masks."""
     folder = tmp_path_factory.mktemp("model")
-    asked = list(islice(samples(read_folder(repository), Options(), 0), COUNT))
+    asked = list(islice(samples(read_folder(repository), RetrievalOptions(), 0), COUNT))
     text = [f"{q.text}\n{q.answer}\n<document>{t}\n{b}\n</document>\n" for s in asked for q in s.questions
             for t, b in s.documents]  # fmt: skip
     save(train(text, 400), folder, 2048)
@@ -50,7 +50,7 @@ def taught(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     compute = documents.loss_function(model, 1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for step in range(100):
-        batch = documents.Batch.of(encoded, [step % 2 == 0] * COUNT, sum(map(len, encoded)))
+        batch = documents.DocumentBatch.of(encoded, [step % 2 == 0] * COUNT, sum(map(len, encoded)))
         compute(batch)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -99,8 +99,8 @@ def test_an_untaught_model_knows_no_answer(
 
 def test_rates_are_counted_by_kind_and_by_order() -> None:
     asked = [
-        Sample("a", (), (Question("file", "", "", ""), Question("call", "", "", ""))),
-        Sample("a", (), (Question("file", "", "", ""),)),
+        RetrievalSample("a", (), (RetrievalQuestion("file", "", "", ""), RetrievalQuestion("call", "", "", ""))),
+        RetrievalSample("a", (), (RetrievalQuestion("file", "", "", ""),)),
     ]
     result = summary("own", asked, [[True, False], [False, False], [True, True]], seed=0)
     assert result.orders == pytest.approx((2 / 3, 1 / 3))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from speakers import PATH, SOURCE, TEMPLATE, TEXT, a_task, hermes_tokenizer, write_model
 
 from etude.corpus.tokenizer import train
-from etude.harness.renderers import Renderer, renderer_for
+from etude.renderers import Renderer, renderer_for
 from etude.tasks.dataset import FORMAT, Dataset, Manifest
+from tests.helpers.speakers import PATH, SOURCE, TEMPLATE, TEXT, a_task, hermes_tokenizer, write_model
 
 HIDDEN = "from shop import Shop\n\n\ndef test_price():\n    assert Shop().price(4) == 12\n"
 

@@ -15,19 +15,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from speakers import PATH, SOURCE, MemoryBox, Scripted, Speaker, a_box, a_task
-from test_loop import play
 
-from etude.environments import leaks
-from etude.environments.base import Image, Limits
-from etude.environments.history import rewrite
-from etude.environments.namespace import open_sandbox
+from etude.grading import leaks
 from etude.harness.chunks import chunks
 from etude.harness.loop import Sampling
 from etude.harness.ranking import Lexical, best, cosine, search, words
-from etude.harness.renderers import Renderer
 from etude.harness.tools import FullTools
 from etude.records import ToolCall
+from etude.renderers import Renderer
+from etude.sandbox.base import Image, Limits
+from etude.sandbox.history import rewrite
+from etude.sandbox.namespace.sandbox import open_sandbox
+from tests.harness.test_loop import play
+from tests.helpers.speakers import PATH, SOURCE, MemoryBox, Scripted, Speaker, a_box, a_task
 
 TREE = {
     "src/cart.py": '''"""Carts."""

@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from speakers import Scripted, Speaker, a_task
-from test_loop import edit, play
-from test_summaries import Agent, a_search, chain, long_box, notes
 
 from etude.harness import atif
-from etude.harness.loop import Draft
-from etude.harness.renderers import Renderer
+from etude.harness.loop import UngradedEpisode
 from etude.records import Episode, Fork, Outcome
+from etude.renderers import Renderer
+from tests.harness.test_loop import edit, play
+from tests.harness.test_summaries import Agent, a_search, chain, long_box, notes
+from tests.helpers.speakers import Scripted, Speaker, a_task
 
 AGENT = {"name": "etude", "version": "0"}
 # Fields of ATIF-v1.8, which forbids all others.
@@ -26,7 +26,7 @@ METRICS = {"prompt_tokens", "completion_tokens", "prompt_token_ids", "completion
 SPOKEN = {"reasoning_content", "tool_calls", "metrics"}  # of agent steps only
 
 
-def an_episode(draft: Draft) -> Episode:
+def an_episode(draft: UngradedEpisode) -> Episode:
     return Episode(
         id="3-1-0", group_id=3, member=1, attempt=0, task_id=a_task().id, seed=7, outcome=Outcome.SCORED,
         stop_reason=draft.stop_reason, reward=1.0, passed=True, segments=draft.segments, turns=draft.turns,
@@ -34,7 +34,7 @@ def an_episode(draft: Draft) -> Episode:
     )  # fmt: skip
 
 
-def written(draft: Draft, renderer: Renderer) -> dict[str, Any]:
+def written(draft: UngradedEpisode, renderer: Renderer) -> dict[str, Any]:
     found = json.loads(json.dumps(atif.document(an_episode(draft), renderer, AGENT, "run")))
     assert found.keys() <= ROOT
     assert [step["step_id"] for step in found["steps"]] == list(range(1, len(found["steps"]) + 1))
@@ -92,5 +92,5 @@ def test_a_malformed_call_and_an_episode_without_a_token(compact: Renderer, comp
     document = written(play(compact, Scripted([cut, speaker.turn()])), compact)
     (call,) = document["steps"][1]["tool_calls"]
     assert (call["arguments"], bool(call["extra"]["error"])) == ({}, True)
-    draft = Draft((), (), play(compact, Scripted([speaker.turn()])).stop_reason, {}, False)
+    draft = UngradedEpisode((), (), play(compact, Scripted([speaker.turn()])).stop_reason, {}, False)
     assert written(draft, compact)["steps"] == [{"step_id": 1, "source": "system", "message": "nothing was sampled"}]

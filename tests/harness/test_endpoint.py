@@ -13,13 +13,13 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from speakers import Scripted, Speaker, a_task
 
-from etude.harness.endpoint.recording import Fork, Recording
+from etude.harness.endpoint.recording import RecordedFork, Recording
 from etude.harness.endpoint.server import MAX_BODY, Endpoint, open_endpoint
-from etude.harness.loop import Draft, Play, Sampling
-from etude.harness.renderers import Renderer
+from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode
 from etude.records import Budget, Generation, StopReason
+from etude.renderers import Renderer
+from tests.helpers.speakers import Scripted, Speaker, a_task
 
 BUDGET = Budget(turns=30, tokens=4000, context=6000, seconds=60.0)
 BASH = {"type": "object", "properties": {"command": {"type": "string"}}}
@@ -61,7 +61,7 @@ class Open:
     async def say(self, *messages: Any, **options: Any) -> Any:
         return (await self.chat(*messages, **options))["choices"][0]["message"]
 
-    def draft(self) -> Draft:
+    def draft(self) -> UngradedEpisode:
         return self.recording.draft(StopReason.FINISHED, False)
 
 
@@ -69,7 +69,7 @@ class Open:
 async def opened(policy: Any, renderer: Renderer, budget: Budget = BUDGET) -> AsyncIterator[Open]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with open_endpoint(listener) as endpoint:
-            recording = Recording(Play(a_task(), policy, renderer, budget, Sampling(), 7))
+            recording = Recording(EpisodeSpec(a_task(), policy, renderer, budget, Sampling(), 7))
             found = Open(endpoint, recording, listener.getsockname()[1])
             async with found.http:
                 yield found
@@ -84,7 +84,7 @@ def tool(text: str, at: str = "x") -> dict[str, str]:
     return {"role": "tool", "tool_call_id": at, "content": text}
 
 
-def trained(draft: Draft) -> list[list[int]]:
+def trained(draft: UngradedEpisode) -> list[list[int]]:
     """The sampled ids of each segment, after what the trainer checks."""
     found = []
     for segment in draft.segments:
@@ -106,7 +106,7 @@ def test_a_conversation_that_goes_on_appends_only_what_is_new(hermes: Renderer, 
     )
     script = [[*odd, speaker.end], speaker.turn(call("a"), call("b"), text="Two"), speaker.turn(text="Done.")]
 
-    async def play() -> tuple[Scripted, Draft]:
+    async def play() -> tuple[Scripted, UngradedEpisode]:
         policy = Scripted(script)
         async with opened(policy, hermes) as agent:
             first = await agent.say(SYSTEM, GO, temperature=0.1, model="gpt-x")
@@ -156,7 +156,7 @@ def test_a_rewritten_history_is_a_segment_of_its_own(hermes: Renderer, hermes_fo
     draft = agent.draft()
     assert trained(draft) == [script[0] + script[1] + script[4], script[2], script[3]]
     first = policy.prompts[1][: len(policy.prompts[0]) + len(script[0])]
-    assert agent.recording.forks == [Fork(0, len(first)), Fork(-1, 0)]
+    assert agent.recording.forks == [RecordedFork(0, len(first)), RecordedFork(-1, 0)]
     forked = draft.segments[1].arrays()[0].tolist()
     assert forked[: len(first)] == first, "what is kept is kept as it was sampled"
     assert "Rewritten." in hermes.text(forked[len(first) :])
@@ -170,7 +170,7 @@ def test_a_request_that_comes_again_gets_the_recorded_turn(hermes: Renderer, her
     speaker = Speaker(hermes_folder)
     script = [speaker.turn(text="One turn."), speaker.turn(text="Another.")]
 
-    async def play() -> tuple[Held, Draft]:
+    async def play() -> tuple[Held, UngradedEpisode]:
         policy = Held(script)
         async with opened(policy, hermes) as agent:
             body = {"messages": [SYSTEM, GO], "stream": True}
@@ -200,7 +200,7 @@ def test_calls_beside_each_other_open_branches(hermes: Renderer, hermes_folder: 
     speaker = Speaker(hermes_folder)
     script = [speaker.turn(call("plan")), *(speaker.turn(text=f"Part {i}.") for i in range(3))]
 
-    async def play() -> tuple[Held, Draft]:
+    async def play() -> tuple[Held, UngradedEpisode]:
         policy = Held(script)
         async with opened(policy, hermes) as agent:
             policy.let_go.set()
@@ -229,7 +229,7 @@ def test_stop_strings_cut_the_view_and_what_follows_but_no_token(hermes: Rendere
     whole = [len(speaker.encode("Say STOP")) + 1 >= 2]
     assert whole == [True]
 
-    async def play() -> tuple[Scripted, Draft]:
+    async def play() -> tuple[Scripted, UngradedEpisode]:
         policy = Scripted(script)
         async with opened(policy, hermes) as agent:
             first = await agent.say(SYSTEM, GO, stop=["STOP"])
@@ -259,7 +259,7 @@ def test_anthropics_dialect(hermes: Renderer, hermes_folder: Path) -> None:
     body = {"model": "claude", "max_tokens": 500, "system": [{"type": "text", "text": "Work."}], "tools": tools}
     body |= {"thinking": {"type": "enabled", "budget_tokens": 100}}
 
-    async def play() -> tuple[Scripted, Draft]:
+    async def play() -> tuple[Scripted, UngradedEpisode]:
         policy = Scripted(script)
         async with opened(policy, hermes) as agent:
             del agent.http.headers["authorization"]
@@ -305,7 +305,7 @@ def test_openais_own_client_streams_chats_and_responses(hermes: Renderer, hermes
     ]
     flat = {"type": "function", "name": "bash", "description": "Run.", "parameters": BASH, "strict": False}
 
-    async def play() -> tuple[Scripted, Draft]:
+    async def play() -> tuple[Scripted, UngradedEpisode]:
         policy = Scripted(script)
         async with opened(policy, hermes) as agent:
             client = openai.AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0, timeout=30)

@@ -11,14 +11,25 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from speakers import PATH, SOURCE, TEMPLATE, Call, MemoryBox, Scripted, Speaker, a_box, a_task, write_model
 
-from etude.environments.base import BoxDead, ExecResult
 from etude.harness import loop
 from etude.harness.ledger import TokenLedger, TokenLedgerError
-from etude.harness.loop import Aborted, Draft, Play, Sampling, run_episode, turn_seed
-from etude.harness.renderers import Renderer, renderer_for
+from etude.harness.loop import Aborted, EpisodeSpec, Sampling, UngradedEpisode, run_episode, turn_seed
 from etude.records import Budget, Generation, Routes, StopReason, Task
+from etude.renderers import Renderer, renderer_for
+from etude.sandbox.base import BoxDead, ExecResult
+from tests.helpers.speakers import (
+    PATH,
+    SOURCE,
+    TEMPLATE,
+    Call,
+    MemoryBox,
+    Scripted,
+    Speaker,
+    a_box,
+    a_task,
+    write_model,
+)
 
 WIDE = Budget(turns=1000, tokens=1_000_000, context=1_000_000, seconds=300.0)
 
@@ -37,8 +48,10 @@ def play(
     task: Task | None = None,
     sampling: Sampling = Sampling(),
     seed: int = 7,
-) -> Draft:
-    return asyncio.run(run_episode(Play(task or a_task(), policy, renderer, budget, sampling, seed), box or a_box()))
+) -> UngradedEpisode:
+    return asyncio.run(
+        run_episode(EpisodeSpec(task or a_task(), policy, renderer, budget, sampling, seed), box or a_box())
+    )
 
 
 def edit(speaker: Speaker, old: str, new: str) -> Call:
@@ -185,7 +198,7 @@ def test_budgets_end_the_episode_where_it_stands(dialect: tuple[Renderer, Speake
     turn = speaker.turn(("list", {}))
     size = len(turn)
 
-    def ended(**budget: Any) -> Draft:
+    def ended(**budget: Any) -> UngradedEpisode:
         return play(renderer, Scripted(lambda n: turn), spend(budget))
 
     assert (ended(turns=3).stop_reason, len(ended(turns=3).turns)) == (StopReason.TURNS, 3)
@@ -412,14 +425,14 @@ def test_an_aborted_turn_and_a_lost_box_are_raised(compact: Renderer, compact_fo
 def test_sixteen_agents_of_fifty_turns_do_not_mix(dialect: tuple[Renderer, Speaker]) -> None:
     renderer, speaker = dialect
 
-    async def all_of_them() -> list[tuple[Draft, MemoryBox]]:
-        async def one(i: int) -> tuple[Draft, MemoryBox]:
+    async def all_of_them() -> list[tuple[UngradedEpisode, MemoryBox]]:
+        async def one(i: int) -> tuple[UngradedEpisode, MemoryBox]:
             box = a_box()
             task = msgspec.structs.replace(a_task(), instruction=f"Agent {i}: fix it")
             again = speaker.turn(edit(speaker, "return total", f"return total  # {i}"), ("undo", {}))
             last = speaker.turn(edit(speaker, "- 3", f"- {i + 100}"), ("finish", {}))
             policy = Scripted([*([again] * 49), last])
-            draft = await run_episode(Play(task, policy, renderer, WIDE, Sampling(), i), box)
+            draft = await run_episode(EpisodeSpec(task, policy, renderer, WIDE, Sampling(), i), box)
             return draft, box
 
         return await asyncio.gather(*map(one, range(16)))

@@ -10,18 +10,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from speakers import PATH, SOURCE, MemoryBox, Scripted, Speaker, a_box, a_task
-from test_loop import WIDE, Routed, play
 
 from etude import processes
-from etude.environments.base import TestReport
 from etude.harness.documents import open_file, pieces
 from etude.harness.ledger import TokenLedgerError
-from etude.harness.loop import Draft, Play, Sampling, run_episode, turn_seed
-from etude.harness.renderers import Renderer, renderer_for
-from etude.harness.text import document_text
-from etude.inference.client import EngineClient
+from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode, run_episode, turn_seed
+from etude.protocol.client import EngineClient
 from etude.records import Budget, Focus, Generation, StopReason, Task, token_digest
+from etude.renderers import Renderer, renderer_for
+from etude.renderers.text import document_text
+from etude.sandbox.base import TestReport
+from tests.harness.test_loop import WIDE, Routed, play
+from tests.helpers.speakers import PATH, SOURCE, MemoryBox, Scripted, Speaker, a_box, a_task
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
 SQUID = Sampling(documents=True)
@@ -173,7 +173,9 @@ def reading(speaker: Speaker, box: MemoryBox) -> tuple[tuple[str, dict[str, obje
     return ("read", {"path": "src/long.py"}), "src/long.py"
 
 
-def read_twice(renderer: Renderer, speaker: Speaker, policy_of: Any, **sampling: Any) -> tuple[Draft, Any, str]:
+def read_twice(
+    renderer: Renderer, speaker: Speaker, policy_of: Any, **sampling: Any
+) -> tuple[UngradedEpisode, Any, str]:
     box = a_box()
     call, title = reading(speaker, box)
     turns = [
@@ -292,7 +294,16 @@ def broken(n: int) -> tuple[Task, str]:
 def test_documents_are_computed_once_for_a_group_and_for_tasks_of_a_repository(tmp_path: Path) -> None:
     """Two tasks, three members each, in the bundled model's server: every piece of the file is computed once."""
     ready = tmp_path / "ready.json"
-    argv = ["etude.inference.server", "--model", str(NANO), "--port", "0", "--ready-file", str(ready), "--parent-death"]
+    argv = [
+        "etude.inference.server.server",
+        "--model",
+        str(NANO),
+        "--port",
+        "0",
+        "--ready-file",
+        str(ready),
+        "--parent-death",
+    ]
     child = processes.start("server", [*argv, "--cache-mb", "64", "--max-length", "1024"], tmp_path / "log")
     try:
         url = json.loads(processes.wait_for_file(ready, child, 300.0))["url"]
@@ -311,16 +322,16 @@ def test_documents_are_computed_once_for_a_group_and_for_tasks_of_a_repository(t
     assert all(len(d.segments[0].documents) == 4 for d in drafts)
 
 
-async def _two_groups(url: str) -> tuple[list[Draft], dict[str, Any]]:
+async def _two_groups(url: str) -> tuple[list[UngradedEpisode], dict[str, Any]]:
     renderer, budget = renderer_for(NANO), Budget(turns=1, tokens=24, context=1024, seconds=60.0)
     async with EngineClient([url]) as client:
 
-        async def one(n: int, member: int) -> Draft:
+        async def one(n: int, member: int) -> UngradedEpisode:
             task, text = broken(n)
             box = MemoryBox({PATH: text.encode()}, lambda _: TestReport({}, {}, 0.0))
-            return await run_episode(Play(task, client, renderer, budget, SQUID, member), box)
+            return await run_episode(EpisodeSpec(task, client, renderer, budget, SQUID, member), box)
 
-        drafts: list[Draft] = []
+        drafts: list[UngradedEpisode] = []
         for n in (1, 3):
             drafts += await asyncio.gather(*(one(n, member) for member in range(3)))
         return drafts, await client.health(url)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import search
 
 from etude.harness.chunks import chunk

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from speakers import MemoryBox, a_task
 
-from etude import cli, processes
-from etude.environments.base import ApplyFailed
+from etude import processes
+from etude.cli import main
 from etude.harness.sketches import by_server
 from etude.harness.tools import FullTools
 from etude.records import ToolCall
+from etude.sandbox.base import ApplyFailed
+from tests.helpers.speakers import MemoryBox, a_task
 
 MODEL = Path(__file__).parents[2] / "models" / "nano-apply"
 BEFORE = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a + b\n"
@@ -59,7 +60,7 @@ def test_a_sketch_that_cannot_be_laid_changes_nothing(path: str, sketch: str, wh
 def url(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("apply")
     ready = folder / "ready.json"
-    argv = ["etude.inference.server", "--model", str(MODEL), "--port", "0", "--ready-file", str(ready)]
+    argv = ["etude.inference.server.server", "--model", str(MODEL), "--port", "0", "--ready-file", str(ready)]
     child = processes.start("server", [*argv, "--cache-mb", "64"], folder / "server.log")
     yield json.loads(processes.wait_for_file(ready, child, 120.0))["url"]
     child.stop(20)
@@ -93,7 +94,7 @@ def test_a_run_of_the_compact_dialect_refuses_a_server_for_sketches(
     monkeypatch.chdir(tmp_path)
     arguments = ["--model.path", str(MODEL.parent / "nano"), "--rollout.apply", "http://127.0.0.1:9"]
     with pytest.raises(SystemExit) as stop:
-        cli.main(["train", str(MODEL.parents[1] / "recipes/demo.toml"), *arguments])
+        main.main(["train", str(MODEL.parents[1] / "recipes/demo.toml"), *arguments])
     assert stop.value.code == 2
     assert "have no tool `apply`: drop rollout.apply" in capsys.readouterr().err
     assert not (tmp_path / "outputs").exists()

@@ -10,18 +10,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from speakers import PATH, SOURCE, TEMPLATE, MemoryBox, Scripted, Speaker, a_box, a_task, write_model
-from test_loop import WIDE, Routed, dialect, edit, play  # noqa: F401 - `dialect` is a fixture
-from test_open_documents import ROOM, Squid, documents_of
 
-from etude.environments.base import TooLarge
 from etude.errors import UserError
 from etude.harness.ledger import TokenLedgerError
-from etude.harness.loop import LEFT_OUT, Draft, Play, Sampling, Trunk, fork_episode, turn_seed
+from etude.harness.loop import LEFT_OUT, EpisodeSpec, Sampling, Trunk, UngradedEpisode, fork_episode, turn_seed
 from etude.harness.prompts import AGAIN, MEMORY, SUMMARISE
-from etude.harness.renderers import Renderer, renderer_for
-from etude.harness.replay import Recorded
 from etude.records import Generation, StopReason
+from etude.renderers import Renderer, renderer_for
+from etude.rollout.replay import Recorded
+from etude.sandbox.base import TooLarge
+from tests.harness.test_loop import WIDE, Routed, dialect, edit, play  # noqa: F401 - `dialect` is a fixture
+from tests.harness.test_open_documents import ROOM, Squid, documents_of
+from tests.helpers.speakers import PATH, SOURCE, TEMPLATE, MemoryBox, Scripted, Speaker, a_box, a_task, write_model
 
 Dialect = tuple[Renderer, Speaker]
 
@@ -65,7 +65,7 @@ def notes(speaker: Speaker, count: int) -> list[list[int]]:
     return [speaker.turn(text=f" Found {i} things. ") for i in range(1, count + 1)]
 
 
-def a_chain(renderer: Renderer, speaker: Speaker) -> tuple[Draft, Agent]:
+def a_chain(renderer: Renderer, speaker: Speaker) -> tuple[UngradedEpisode, Agent]:
     turns = [a_search(speaker)] * 7 + [speaker.turn(edit(speaker, "- 3", "* 3"), ("test", {}), ("finish", {}))]
     agent = Agent(renderer, turns, notes(speaker, 9))
     return play(renderer, agent, box=long_box(), sampling=chain(renderer, speaker)), agent
@@ -179,7 +179,7 @@ def test_budgets_bound_a_chain(dialect: Dialect) -> None:  # noqa: F811
     renderer, speaker = dialect
     always = Sampling(summarise_at=1, summary_tokens=30)
 
-    def ended(**budget: Any) -> Draft:
+    def ended(**budget: Any) -> UngradedEpisode:
         agent = Agent(renderer, [speaker.turn(("list", {}))] * 99, notes(speaker, 99))
         return play(renderer, agent, msgspec.structs.replace(WIDE, **budget), sampling=always)
 
@@ -250,9 +250,9 @@ class Forkable(MemoryBox):
 
 def forked(
     renderer: Renderer, policy: Any, turns: int, sampling: Sampling = Sampling(), box: MemoryBox | None = None
-) -> tuple[Trunk, list[Draft]]:
-    async def run() -> tuple[Trunk, list[Draft]]:
-        plan = Play(a_task(), policy, renderer, WIDE, sampling, 7)
+) -> tuple[Trunk, list[UngradedEpisode]]:
+    async def run() -> tuple[Trunk, list[UngradedEpisode]]:
+        plan = EpisodeSpec(a_task(), policy, renderer, WIDE, sampling, 7)
         trunk = await fork_episode(plan, box or Forkable(long_box().files, a_box().tests), turns, [11, 12])
         return trunk, list(await asyncio.gather(*(branch.play() for branch in trunk.branches)))
 
@@ -304,8 +304,8 @@ def test_forks_share_their_first_tokens_and_nothing_after(dialect: Dialect) -> N
     assert replayed.segments == one.segments
 
 
-async def replay(renderer: Renderer, draft: Draft, sampling: Sampling) -> Draft:
-    plan = Play(a_task(), Recorded(draft.segments), renderer, WIDE, sampling, 0)
+async def replay(renderer: Renderer, draft: UngradedEpisode, sampling: Sampling) -> UngradedEpisode:
+    plan = EpisodeSpec(a_task(), Recorded(draft.segments), renderer, WIDE, sampling, 0)
     trunk = await fork_episode(plan, Forkable(long_box().files, a_box().tests), 3, [1])
     return await trunk.branches[0].play()
 

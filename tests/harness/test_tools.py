@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from speakers import PATH, SOURCE, TEST, MemoryBox, a_box, a_task
 
-from etude.environments.base import BoxDead, TestReport, TooLarge
 from etude.harness.grep import BadPattern, compile_pattern, search
-from etude.harness.schemas import COMPACT_PARAMETERS, SCHEMAS
 from etude.harness.tools import CompactTools, FullTools, Tools, verdict
 from etude.records import ToolCall
+from etude.renderers.schemas import COMPACT_PARAMETERS, SCHEMAS
+from etude.sandbox.base import BoxDead, TestReport, TooLarge
+from tests.helpers.speakers import PATH, SOURCE, TEST, MemoryBox, a_box, a_task
 
 
 def ask(tools: Tools, name: str, **arguments: Any) -> str:

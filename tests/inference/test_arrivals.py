@@ -2,9 +2,8 @@
 
 import threading
 
-from tiny import random_model
-
-from etude.inference.engine import Engine, Request
+from etude.inference.engine.engine import Engine, Request
+from tests.helpers.tiny_models import random_model
 
 
 def test_requests_may_arrive_at_any_moment():

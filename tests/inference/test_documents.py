@@ -10,8 +10,6 @@ from itertools import accumulate, permutations
 import numpy as np
 import pytest
 import torch
-from test_engine import run, scale
-from tiny import random_model
 from transformers import (
     GlmConfig,
     GlmForCausalLM,
@@ -21,16 +19,18 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from etude.inference.cache import PagedCache
-from etude.inference.documents import Documents
-from etude.inference.engine import Engine, Limits, Request
-from etude.inference.forward import logits_of
-from etude.inference.rows import Row
+from etude.inference.engine.cache import PagedCache
+from etude.inference.engine.documents import Documents
+from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.forward import logits_of
+from etude.inference.engine.requests import RunningSequence
 from etude.models import attention, experts
 from etude.models.attention import SegmentLayout
 from etude.models.documents import refusal
 from etude.models.kernels import BLOCK
 from etude.models.segments import Graph, Node
+from tests.helpers.tiny_models import random_model
+from tests.inference.test_engine import run, scale
 
 TOLERANCE = 1e-5
 TOKEN_BYTES = 2 * 4 * 2 * 64 * 4  # keys and values, layers, heads, size, float32
@@ -87,7 +87,7 @@ class Bench:
     @torch.inference_mode()
     def logits(self, documents, tail):
         """Of every token of the tail, and how many document tokens were there before."""
-        row = Row(Request(ids=tail, max_tokens=1, documents=tuple(documents)), None, None)
+        row = RunningSequence(Request(ids=tail, max_tokens=1, documents=tuple(documents)), None, None)
         while not self.documents.gather(row, 0, 0):
             assert self.documents.compute(50, 0, alone=False)
         row.pages = list(range(-(-len(row.request.prompt) // BLOCK)))
@@ -152,7 +152,7 @@ def test_one_kernel_places_documents_in_the_bits_of_the_models_function(kind):
         bench.documents._placeable = placeable
         bench.logits(DOCUMENTS, TAIL)
         bench.cache.keys[:] = bench.cache.values[:] = 0.0
-        row = Row(Request(ids=TAIL, max_tokens=1, documents=tuple(DOCUMENTS)), None, None)
+        row = RunningSequence(Request(ids=TAIL, max_tokens=1, documents=tuple(DOCUMENTS)), None, None)
         assert bench.documents.gather(row, 0, 0)
         row.pages = list(range(9, 0, -1))
         bench.documents.assemble(row, 50)
@@ -220,9 +220,9 @@ def test_with_plain_requests_chunks_and_speculation_beside_them(model):
         else Request(ids=tokens(50, i), max_tokens=20, seed=i)
         for i in range(10)
     ]  # fmt: skip
-    engine = Engine(model, limits=Limits(prefill_tokens=24, rows=4))
+    engine = Engine(model, limits=EngineLimits(prefill_tokens=24, rows=4))
     for request, generation in zip(requests, run(engine, *requests), strict=True):
-        assert_same(generation, run(Engine(model, limits=Limits(speculate=False)), request)[0])
+        assert_same(generation, run(Engine(model, limits=EngineLimits(speculate=False)), request)[0])
 
 
 def test_equal_tokens_in_other_documents_are_another_prompt(model):
@@ -260,7 +260,7 @@ def test_the_next_turn_and_a_group_find_their_prefix(model):
 
 def test_eviction_under_load_keeps_results(model):
     pool = [tokens(30, 100 + i) for i in range(8)]
-    engine = Engine(model, limits=Limits(document_bytes=100 * TOKEN_BYTES, rows=3, prefill_tokens=32))
+    engine = Engine(model, limits=EngineLimits(document_bytes=100 * TOKEN_BYTES, rows=3, prefill_tokens=32))
     rng = np.random.default_rng(0)
     requests = [
         ask([pool[j] for j in rng.permutation(8)[: 1 + i % 3]], tokens(8, i), max_tokens=1 + i % 7) for i in range(30)
@@ -292,7 +292,7 @@ def test_a_new_version_misses():
 def test_a_swap_before_assembly_begins_again():
     """Half of the documents are computed by the old weights: none of that is used."""
     model = model_of()
-    engine = Engine(model, limits=Limits(prefill_tokens=16))
+    engine = Engine(model, limits=EngineLimits(prefill_tokens=16))
     row = engine.submit(ask())
     for _ in range(4):
         engine.step()
@@ -340,7 +340,7 @@ def test_deterministic_bits_do_not_depend_on_what_is_cached(model):
 
 
 def test_experts_are_those_of_the_masked_pass(model):
-    engine = Engine(model, limits=Limits(routes=True))
+    engine = Engine(model, limits=EngineLimits(routes=True))
     run(engine, ask(DOCUMENTS[::-1]))
     generation = run(engine, ask(routes_from=0))[0]
     assert generation.cached_document_tokens == 138
@@ -352,7 +352,7 @@ def test_experts_are_those_of_the_masked_pass(model):
 
 
 def test_aborted_requests_let_go(model):
-    engine = Engine(model, limits=Limits(prefill_tokens=8, document_bytes=140 * TOKEN_BYTES))
+    engine = Engine(model, limits=EngineLimits(prefill_tokens=8, document_bytes=140 * TOKEN_BYTES))
     rows = [engine.submit(ask()), engine.submit(ask([tokens(80, 1)]))]  # the second waits for room
     for _ in range(3):
         engine.step()
@@ -365,7 +365,7 @@ def test_aborted_requests_let_go(model):
 
 
 def test_a_request_that_needs_all_the_room_gets_it_though_small_ones_keep_coming(model):
-    engine = Engine(model, limits=Limits(prefill_tokens=16, rows=4, document_bytes=140 * TOKEN_BYTES))
+    engine = Engine(model, limits=EngineLimits(prefill_tokens=16, rows=4, document_bytes=140 * TOKEN_BYTES))
     small = [engine.submit(ask([tokens(40, 200)]))]
     engine.step()
     large = engine.submit(ask())
@@ -389,7 +389,7 @@ def test_a_document_given_twice_is_computed_once(model):
 
 
 def test_what_cannot_be_served_is_one_sentence(model):
-    engine = Engine(model, limits=Limits(max_length=160, document_bytes=100 * TOKEN_BYTES))
+    engine = Engine(model, limits=EngineLimits(max_length=160, document_bytes=100 * TOKEN_BYTES))
     for request, message in (
         (ask([[8], []]), "document 1 is empty: leave it out"),
         (ask(tail=[]), "nothing follows the documents: add a prompt"),

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import random_model
 
-from etude.inference.cache import PagedCache
-from etude.inference.layout import PagedBatch
-from etude.models import exact
+from etude.inference.engine.attention_metadata import PagedBatch
+from etude.inference.engine.cache import PagedCache
+from etude.models import batch_invariant
+from tests.helpers.tiny_models import random_model
 
 CALL = """
 import hashlib, numpy as np
@@ -66,7 +66,7 @@ def test_a_pass_of_short_and_long_runs_is_that_of_the_kernel_alone(runs, kind, p
         cache = PagedCache(config, num_bytes=2**24, max_length=160, dtype=torch.float32, device=torch.device("cpu"))
         noise = torch.randn(cache.keys[0].shape, generator=torch.Generator().manual_seed(seed))
         cache.keys[0], cache.values[0] = noise, noise.flip(0)
-        with exact.exact(alone):
+        with batch_invariant.exact(alone):
             out = PagedBatch(cache, table, row_N, position_N).attend(0, query, key, value, 0.125)
         found.append((out, cache.keys[0], cache.values[0]))
     (kernel, *pages), (mixed, *other_pages) = found

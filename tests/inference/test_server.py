@@ -19,13 +19,13 @@ import torch
 
 from etude import processes
 from etude.errors import UserError
-from etude.harness.renderers import renderer_for
-from etude.harness.renderers.base import PlainEncoder, load_tokenizer
-from etude.inference.client import EngineClient, EngineError
-from etude.inference.configuration import digest_of
-from etude.inference.parts import document_text
-from etude.inference.server import main
+from etude.inference.engine.configuration import digest_of
+from etude.inference.server.content_parts import document_text
+from etude.inference.server.server import main
 from etude.models.loading import load_model, named_tensors
+from etude.protocol.client import EngineClient, EngineError
+from etude.renderers import renderer_for
+from etude.renderers.base import PlainEncoder, load_tokenizer
 from etude.store import open_store
 from etude.weights.manifest import create, key
 from etude.weights.publisher import Publisher
@@ -37,7 +37,7 @@ SECONDS = 120.0
 
 def start(folder, *options):
     ready, log = folder / "ready.json", folder / "server.log"
-    argv = ["etude.inference.server", "--model", str(NANO), "--port", "0", "--ready-file", str(ready)]
+    argv = ["etude.inference.server.server", "--model", str(NANO), "--port", "0", "--ready-file", str(ready)]
     child = processes.start("server", [*argv, "--cache-mb", "128", *options], log)
     return child, json.loads(processes.wait_for_file(ready, child, SECONDS))["url"]
 
@@ -468,7 +468,7 @@ def test_options_that_need_others_are_said(tmp_path, capsys):
             main(["--model", str(NANO), *options])
         assert stopped.value.code == 2
         assert reason in capsys.readouterr().err
-    command = [sys.executable, "-m", "etude.cli", "serve", str(NANO), "--accepted", "a"]
+    command = [sys.executable, "-m", "etude.cli.main", "serve", str(NANO), "--accepted", "a"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 2
     assert "--accepted needs --public-key" in done.stderr
@@ -491,11 +491,11 @@ def test_user_errors_are_one_sentence(tmp_path, capsys):
 def test_it_dies_with_its_parent(tmp_path):
     """A parent that is killed leaves no server behind."""
     script = (
-        "import sys, pathlib, time; sys.path.insert(0, sys.argv[1]); import test_server as t\n"
-        "child, url = t.start(pathlib.Path(sys.argv[2]), '--parent-death'); print(child.popen.pid, flush=True)\n"
+        "import sys, pathlib, time; import tests.inference.test_server as t\n"
+        "child, url = t.start(pathlib.Path(sys.argv[1]), '--parent-death'); print(child.popen.pid, flush=True)\n"
         "time.sleep(300)"
     )
-    command = [sys.executable, "-c", script, str(Path(__file__).parent), str(tmp_path)]
+    command = [sys.executable, "-c", script, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
         server = os.pidfd_open(pid)  # refers to this very process, also when its number is given to another
@@ -507,7 +507,7 @@ def test_it_dies_with_its_parent(tmp_path):
 
 
 def test_serve_raises_user_errors(tmp_path):
-    from etude.inference.server import serve
+    from etude.inference.server.server import serve
 
     with pytest.raises(UserError, match="is not a folder"):
         serve(tmp_path / "nothing", port=0)

@@ -5,17 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tiny import random_model
 
-from etude.inference.costs import CostCurve
-from etude.inference.drafts import Source
-from etude.inference.engine import Engine, Limits, Request
-from etude.inference.sampling import MARGIN, sample
-from etude.inference.speculation import kept
+from etude.inference.engine.costs import CostCurve
+from etude.inference.engine.drafts import DraftSource
+from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.sampling import MARGIN, sample
+from etude.inference.engine.speculation import kept
 from etude.models import attention, experts
+from tests.helpers.tiny_models import random_model
 
 TOLERANCE = 2e-4  # as in test_engine.py
-PLAIN = Limits(speculate=False)
+PLAIN = EngineLimits(speculate=False)
 FLAT = CostCurve([1, 512], [1.0, 1.5])  # drafts pay
 STEEP = CostCurve([1, 512], [1.0, 512.0])  # they never do
 
@@ -33,7 +33,7 @@ def model():
 
 
 def engine_of(model, curve=FLAT, **limits):
-    engine = Engine(model, limits=Limits(**limits))
+    engine = Engine(model, limits=EngineLimits(**limits))
     assert engine._speculation is not None
     engine._speculation._curve = curve
     return engine
@@ -54,7 +54,7 @@ def run(engine, *requests, between=lambda step: None):
 
 
 def drafted(request, ids, name="prediction"):
-    return dataclasses.replace(request, sources=(Source(name, np.array(ids, np.int32)),))
+    return dataclasses.replace(request, sources=(DraftSource(name, np.array(ids, np.int32)),))
 
 
 def damaged(ids, seed):
@@ -146,7 +146,7 @@ def test_a_swap_between_passes_leaves_drafts_valid():
     request = Request(ids=prompt(20), max_tokens=120, temperature=0.0)
     (before,) = run(Engine(model_of(), limits=PLAIN), request)
     generations = []
-    for kind, asked in ((PLAIN, request), (Limits(), drafted(request, before.ids))):
+    for kind, asked in ((PLAIN, request), (EngineLimits(), drafted(request, before.ids))):
         model = model_of()
         engine = Engine(model, limits=kind)
         if engine._speculation is not None:
@@ -248,9 +248,9 @@ def test_the_curve_is_measured_once_per_model(model):
 @pytest.mark.parametrize("length", [2, 8, 33])
 def test_a_short_context_is_measured_too(model, length):
     request = Request(ids=[50], max_tokens=40, temperature=0.0)
-    (plain,) = run(Engine(model, limits=Limits(max_length=length, speculate=False)), request)
+    (plain,) = run(Engine(model, limits=EngineLimits(max_length=length, speculate=False)), request)
     assert len(plain.ids) == length - 1
-    engine = Engine(model, limits=Limits(max_length=length))
+    engine = Engine(model, limits=EngineLimits(max_length=length))
     assert_same(run(engine, drafted(request, plain.ids))[0], plain)
     assert len(engine._speculation.curve.points) >= 2
 
@@ -270,7 +270,7 @@ def test_450_edits_in_float32_without_a_mismatch():
     model = load_model(Path(__file__).parents[2] / "models" / "nano")
     rng = np.random.default_rng(0)
     requests = [Request(ids=rng.integers(32, 4096, 40).tolist(), max_tokens=60, temperature=0.0) for _ in range(450)]
-    plain = run(Engine(model, limits=Limits(rows=32, speculate=False)), *requests)
+    plain = run(Engine(model, limits=EngineLimits(rows=32, speculate=False)), *requests)
     drafts = [drafted(r, damaged(g.ids, i)) for i, (r, g) in enumerate(zip(requests, plain, strict=True))]
     fast = run(engine_of(model, rows=32), *drafts)
     assert [g.ids for g in fast] == [g.ids for g in plain]

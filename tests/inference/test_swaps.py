@@ -15,18 +15,18 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from test_engine import TOLERANCE, model_of, prompt, score
 
 from etude import processes
-from etude.inference.client import EngineClient
-from etude.inference.engine import Engine, Request, SwapUndone
-from etude.inference.weights import Follower, Origin
+from etude.inference.engine.engine import Engine, Request, SwapUndone
+from etude.inference.server.weights import WeightSource, WeightWatcher
 from etude.models.loading import load_model, named_tensors
+from etude.protocol.client import EngineClient
 from etude.records import Generation
 from etude.store import open_store
-from etude.weights.live import Live
+from etude.weights.live import LiveTensors
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import materialise
+from tests.inference.test_engine import TOLERANCE, model_of, prompt, score
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
 SECONDS = 120.0
@@ -68,7 +68,7 @@ def replayed(store, request: Request, told: Generation) -> Generation:
 def test_tags_reproduce_every_token_of_a_generation_over_swaps(versions, at):
     model = model_of(seed=2)
     engine = Engine(model, deterministic=True)
-    follower = Follower(engine, model, Origin(store=versions.url))
+    follower = WeightWatcher(engine, model, WeightSource(store=versions.url))
     receiver = follower._member.receiver
     receiver.poll(0).apply()
     request = Request(ids=prompt(40), max_tokens=30, seed=3)
@@ -99,14 +99,16 @@ def test_tags_reproduce_every_token_of_a_generation_over_swaps(versions, at):
 def test_a_swap_that_does_not_take_is_undone_and_the_engine_goes_on(versions, monkeypatch):
     model = model_of(seed=2)
     engine = Engine(model)
-    follower = Follower(engine, model, Origin(store=versions.url))
+    follower = WeightWatcher(engine, model, WeightSource(store=versions.url))
     receiver = follower._member.receiver
     receiver.poll(0).apply()
     before = follower.live_digest()
     engine.start()
     try:
-        write = Live.write
-        monkeypatch.setattr(Live, "write", lambda self, change: monkeypatch.setattr(Live, "write", write))  # lost
+        write = LiveTensors.write
+        monkeypatch.setattr(
+            LiveTensors, "write", lambda self, change: monkeypatch.setattr(LiveTensors, "write", write)
+        )  # lost
         row = engine.submit(Request(ids=prompt(20), max_tokens=100))
         assert follower.poll() is False
         assert "did not arrive in the live tensors" in follower.trouble
@@ -122,7 +124,7 @@ def test_a_swap_that_does_not_take_is_undone_and_the_engine_goes_on(versions, mo
 def test_rot_is_repaired_while_the_engine_stands_still(versions):
     model = model_of(seed=2)
     engine = Engine(model)
-    follower = Follower(engine, model, Origin(store=versions.url))
+    follower = WeightWatcher(engine, model, WeightSource(store=versions.url))
     engine.start()
     try:
         follower.poll()
@@ -154,7 +156,7 @@ def test_a_streaming_client_sees_no_error_while_versions_arrive(tmp_path):
     publisher.publish(0, current, (), {})
     relay = start(tmp_path, "relay", "etude.weights.relay", "--store", store.url)
     options = ["--model", str(NANO), "--port", "0", "--cache-mb", "64", "--weights", store.url, "--relay", relay[1]]
-    server = start(tmp_path, "server", "etude.inference.server", *options)
+    server = start(tmp_path, "server", "etude.inference.server.server", *options)
     ended, tokens, reasons = threading.Event(), [], []
 
     def stream() -> None:

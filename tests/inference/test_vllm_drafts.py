@@ -7,17 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 from tokenizers import Tokenizer
-from vllm_server import MODEL, needs_vllm, serving
 
 from etude.edits.edit import Edit
-from etude.harness.renderers import renderer_for
-from etude.inference import vllm_proposer
-from etude.inference.apply import Applier
+from etude.inference.server.apply import Applier
+from etude.inference.vllm import proposer
+from etude.renderers import renderer_for
+from tests.helpers.vllm_server import MODEL, needs_vllm, serving
 
 SPECULATIVE = {
     "method": "custom_class",
-    "model": "etude.inference.vllm_proposer.Proposer",
-    "num_speculative_tokens": vllm_proposer.LONGEST,
+    "model": "etude.inference.vllm.proposer.Proposer",
+    "num_speculative_tokens": proposer.LONGEST,
 }
 
 OPTIONS = ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8"]

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from etude.edits.edit import Edit
 from etude.errors import UserError
-from etude.inference.apply import Applier
-from etude.inference.costs import LearnedCosts
-from etude.inference.vllm_proposer import RowDrafts, sources
+from etude.inference.engine.costs import LearnedCosts
+from etude.inference.server.apply import Applier
+from etude.inference.vllm.proposer import RowDrafts, sources
 
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).parents[2] / "models" / "nano" / "tokenizer.json"))
 APPLIER = Applier(TOKENIZER, None)
@@ -194,7 +194,7 @@ def test_costs_are_learned_and_forgotten():
 
 
 def test_it_imports_nothing_that_vllm_does_not_bring():
-    code = "import json, sys, etude.inference.vllm_proposer; print(json.dumps(sorted(sys.modules)))"
+    code = "import json, sys, etude.inference.vllm.proposer; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     roots = {name.split(".")[0] for name in json.loads(done.stdout)}

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny import random_model
 
 from etude.models import experts
+from tests.helpers.tiny_models import random_model
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 200])

@@ -10,7 +10,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from tiny import random_model, save_random_model
 from transformers import AutoModelForCausalLM
 
 from etude.errors import UserError
@@ -18,6 +17,7 @@ from etude.models.attention import SegmentLayout
 from etude.models.experts import observe
 from etude.models.loading import load_model, named_tensors
 from etude.models.segments import trie
+from tests.helpers.tiny_models import random_model, save_random_model
 
 KINDS = ["moe", "qwen3", "llama"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from etude.rollout import schema
-from etude.rollout.ledger import Ledger
+from etude.ledger import schema
+from etude.ledger.ledger import Ledger
 
 POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
 

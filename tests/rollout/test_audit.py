@@ -10,7 +10,7 @@ import pytest
 from etude.config import RewardConfig
 from etude.records import Budget, Episode, Fork, Outcome, StopReason
 from etude.rollout.audit import audited, charged, withheld
-from etude.rollout.drift import Drift, welch
+from etude.rollout.drift import BehaviourDrift, welch
 from etude.rollout.rewards import with_reward
 
 
@@ -93,7 +93,7 @@ def lines(count: int, *, jump: float = 0.0, seed: int = 0, episodes: int = 128) 
 
 
 def test_a_jump_is_seen_once_and_where_it_is() -> None:
-    drift = Drift(10)
+    drift = BehaviourDrift(10)
     found = [shift for line in lines(60, jump=1.0) for shift in drift.observe(line)]
     assert {shift.metric for shift in found} == {"rollout/edits"}
     assert 31 <= found[0].step <= 41
@@ -104,16 +104,16 @@ def test_a_jump_is_seen_once_and_where_it_is() -> None:
 
 def test_steady_behaviour_is_left_alone() -> None:
     """4,000 steps of a policy that does not change: the law of the test says 1 alarm in some 100,000 comparisons."""
-    drift = Drift(10)
+    drift = BehaviourDrift(10)
     assert not [shift for line in lines(4000, seed=5, episodes=32) for shift in drift.observe(line)]
 
 
 def test_drift_goes_on_after_a_restart() -> None:
     whole = lines(60, jump=1.0)
-    at_once = Drift(10)
+    at_once = BehaviourDrift(10)
     expected = [shift for line in whole for shift in at_once.observe(line)]
-    resumed = Drift(10, whole[:33])
-    early = Drift(10)
+    resumed = BehaviourDrift(10, whole[:33])
+    early = BehaviourDrift(10)
     before = [shift for line in whole[:33] for shift in early.observe(line)]
     assert before + [shift for line in whole[33:] for shift in resumed.observe(line)] == expected
 

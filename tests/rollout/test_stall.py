@@ -1,18 +1,18 @@
 import pytest
 
-from etude.rollout.stall import Stall, Standing, who_waits
+from etude.rollout.stall import StallSnapshot, StallWatchdog, who_waits
 
 
-def standing(**given) -> Standing:
+def standing(**given) -> StallSnapshot:
     usual = {
         "served": 3, "published": 3, "prompts": 4, "ready": 1, "takeable": 0, "live": 9, "at_engine": 0,
         "oldest": "member 2 of group 17 (task clamp)", "oldest_seconds": 301.4,
     }  # fmt: skip
-    return Standing(**(usual | given))
+    return StallSnapshot(**(usual | given))
 
 
 def test_it_speaks_once_per_stall_and_again_after_the_next():
-    stall = Stall(10.0, now=100.0)
+    stall = StallWatchdog(10.0, now=100.0)
     told = []
     for now, marks in ((101.0, 0), (110.9, 0), (111.0, 0), (112.0, 0), (113.0, 1), (122.0, 1), (123.5, 1)):
         still = stall.look((marks,), now)

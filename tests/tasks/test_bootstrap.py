@@ -13,8 +13,9 @@ from typing import ClassVar
 
 import pytest
 
+from etude.code import functions
 from etude.errors import UserError
-from etude.tasks import bootstrap, discover, requirements
+from etude.tasks import bootstrap, requirements
 from etude.tasks.build import build
 from etude.tasks.options import BuildOptions
 
@@ -50,9 +51,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def _find(repository: Path, work: Path, how: str) -> bootstrap.Recipe:
+def _find(repository: Path, work: Path, how: str) -> bootstrap.BootstrapRecipe:
     work.mkdir()
-    return asyncio.run(bootstrap.find(repository, discover.layout(repository), work, how))
+    return asyncio.run(bootstrap.find(repository, functions.layout(repository), work, how))
 
 
 def test_the_second_try_installs_what_the_tests_need(repository: Path, index: Path, tmp_path: Path) -> None:

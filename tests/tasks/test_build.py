@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.environments.base import TestReport
 from etude.errors import UserError
+from etude.sandbox.base import TestReport
 from etude.tasks import dataset, gates
 from etude.tasks.build import build
 from etude.tasks.check import check

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from etude.code import licence
 from etude.errors import UserError
-from etude.tasks import fetch, licence
+from etude.tasks import fetch
 
 
 def _archive(path: Path, members: dict[str, bytes]) -> str:

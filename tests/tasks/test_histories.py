@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from etude.environments import leaks
-from etude.environments.attacks.library import BROKEN, CORE, EARLIER, EXPECTED, FIXED, PATH, SECRET, TASK, prepare
-from etude.environments.base import Image, Limits
-from etude.environments.namespace import open_sandbox
+from etude.audit.attacks.library import BROKEN, CORE, EARLIER, EXPECTED, FIXED, PATH, SECRET, TASK, prepare
 from etude.errors import UserError
+from etude.grading import leaks
+from etude.sandbox.base import Image, Limits
+from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import histories
 from etude.tasks.histories import Damage
 
@@ -174,7 +174,7 @@ def test_an_agent_works_with_git_and_only_its_work_is_handed_in(tmp_path: Path) 
 def test_a_twin_has_the_history_of_its_task(tmp_path: Path) -> None:
     from dataclasses import replace
 
-    from etude.environments.attacks.monitors import dataset
+    from etude.audit.attacks.monitors import dataset
 
     library = prepare(tmp_path / "library")
     found = replace(dataset(library), histories=histories.load(library.root, library.root / "repository"))

@@ -12,12 +12,12 @@ pytest.importorskip("tree_sitter_javascript")
 if shutil.which("node") is None:
     pytest.skip("needs Node.js", allow_module_level=True)
 
-from etude.edits import languages
-from etude.environments import scripts
-from etude.environments.base import Image, Limits, TestReport
-from etude.environments.grading import grade
-from etude.environments.namespace import open_sandbox
+from etude.code import languages
+from etude.grading import javascript as scripts
+from etude.grading.grade import grade
 from etude.records import Outcome
+from etude.sandbox.base import Image, Limits, TestReport
+from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import dataset, javascript, node
 from etude.tasks.build import build
 from etude.tasks.check import check

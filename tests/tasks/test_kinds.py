@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from etude.code import functions as discover
+from etude.code import mutate
 from etude.errors import UserError
-from etude.tasks import classes, discover, features, leaks, mutate, synthesis
+from etude.tasks import classes, features, leaks, synthesis
 from etude.tasks.build import build
 from etude.tasks.check import check
 from etude.tasks.options import BuildOptions

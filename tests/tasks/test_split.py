@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from etude.code import functions as discover
 from etude.errors import UserError
-from etude.tasks import discover, split
+from etude.tasks import split
 from etude.tasks.leaks import LeakIndex
 from etude.tasks.options import BuildOptions
 

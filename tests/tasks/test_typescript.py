@@ -14,11 +14,12 @@ pytest.importorskip("tree_sitter_typescript")
 if shutil.which("node") is None or shutil.which("npm") is None:
     pytest.skip("needs Node.js and npm", allow_module_level=True)
 
-from etude.edits import languages
-from etude.environments import leaks, scripts
-from etude.environments.base import Image, Limits, TestReport
-from etude.environments.grading import acceptable
-from etude.environments.namespace import open_sandbox
+from etude.code import languages
+from etude.grading import javascript as scripts
+from etude.grading import leaks
+from etude.grading.grade import acceptable
+from etude.sandbox.base import Image, Limits, TestReport
+from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import bootstrap, javascript, node
 from etude.tasks.build import build
 from etude.tasks.check import check

@@ -1,15 +1,13 @@
-"""Random models are made by tests/models/tiny.py, edits and a model that learns them by apply_edits.py."""
+"""Models and tables of edits for the tests of the trainer."""
 
-import sys
 from pathlib import Path
 
 import pytest
-from apply_edits import fill
 from transformers import PreTrainedModel
 
 from etude.models.loading import load_model
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+from tests.helpers.apply_edits import fill
+from tests.helpers.tiny_models import save_random_model
 
 
 @pytest.fixture
@@ -21,6 +19,4 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     """A mixture of experts whose logits are of a trained model's size."""
-    from tiny import save_random_model
-
     return load_model(save_random_model(tmp_path_factory.mktemp("model") / "moe", initializer_range=0.05))

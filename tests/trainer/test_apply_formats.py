@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from apply_edits import config, example
 
 from etude.corpus import tokenizer as bpe
 from etude.edits import formats
-from etude.trainer import apply
+from etude.trainer.finetune import apply
+from tests.helpers.apply_edits import config, example
 
 
 @pytest.mark.parametrize("way", list(formats.FORMATS))

@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from apply_edits import MODEL, config, example
 
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS
-from etude.edits import data, names
+from etude.corpus.edits import rename_augmentation
+from etude.edits import data
 from etude.edits.merge import merge
 from etude.edits.sketch import draw
 from etude.errors import UserError
-from etude.trainer import apply, pretrain
-from etude.trainer.pretrain_config import PhaseConfig
+from etude.trainer.finetune import apply, pretrain
+from etude.trainer.finetune.config import PhaseConfig
+from tests.helpers.apply_edits import MODEL, config, example
 
 
 def test_the_loss_falls_and_held_out_edits_are_measured(folder: Path) -> None:
@@ -75,17 +76,17 @@ def test_renamed_examples_are_never_the_same_twice_and_still_merge(folder: Path)
     assert drawn is not None
     edit = replace(example(0), file=before, sketch=drawn.text, result=before.replace("load(path)", "loads(path)"))
     others = [example(i) for i in range(300)]
-    rare = names.rare([*others, edit])
+    rare = rename_augmentation.rare([*others, edit])
     assert {"json", "load_table", "path"} <= set(rare)
     marked = [replace(e, sketch="# existing code\n" + e.sketch) for e in others]
-    assert not {"existing", "code"} & set(names.rare(marked))
+    assert not {"existing", "code"} & set(rename_augmentation.rare(marked))
     words = (*rare, *(f"name{i}" for i in range(40)))
     seen = set()
     for seed in range(20):
-        other = names.renamed(edit, words, random.Random(seed))
+        other = rename_augmentation.renamed(edit, words, random.Random(seed))
         assert merge(other.file, other.sketch).text == other.result
         assert "load_table" not in other.file + other.sketch + other.result
-        assert names.WORD.sub("", other.file) == names.WORD.sub("", edit.file)
+        assert rename_augmentation.WORD.sub("", other.file) == rename_augmentation.WORD.sub("", edit.file)
         seen.add(other.file)
     assert len(seen) == 20
     phases = (PhaseConfig(share=1.0, longest=256, renamed=0.5),)

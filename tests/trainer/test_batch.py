@@ -8,7 +8,7 @@ import torch
 
 from etude.errors import RunFailed
 from etude.records import Episode, Fork, Group, Outcome, Segment, StopReason, segment_digest
-from etude.trainer.batch import advantages, collate, make_batch, token_rows, turn_advantages, with_trunks
+from etude.trainer.rl.batch import advantages, collate, make_batch, token_rows, turn_advantages, with_trunks
 
 
 def segment(

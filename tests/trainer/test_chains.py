@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,27 +11,25 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from runs import engine_of, new_run, prompt, sampled
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "harness"))
-from speakers import PATH, Speaker, a_task
 
 from etude.config import LossConfig, RLConfig
-from etude.environments.namespace import open_sandbox
-from etude.harness.episode import Setting, Slot, play, play_forks
 from etude.harness.ledger import TokenLedger
 from etude.harness.loop import Sampling, turn_seed
 from etude.harness.prompts import SUMMARISE
-from etude.harness.renderers import Renderer, renderer_for
-from etude.harness.replay import Recorded, replay
-from etude.inference.engine import Engine, Limits, Request
+from etude.inference.engine.engine import Engine, EngineLimits, Request
 from etude.models.loading import load_model, named_tensors
 from etude.records import Budget, Episode, Focus, Generation, Outcome, StopReason, decode, encode
+from etude.renderers import Renderer, renderer_for
+from etude.rollout.episode import EpisodeId, RolloutContext, play, play_forks
+from etude.rollout.replay import Recorded, replay
+from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks.dataset import FORMAT, Dataset, Manifest
-from etude.trainer.batch import make_batch
 from etude.trainer.optimizer import for_policy
-from etude.trainer.rescoring import set_weights
-from etude.trainer.step import train_step
+from etude.trainer.rl.batch import make_batch
+from etude.trainer.rl.rescoring import set_weights
+from etude.trainer.rl.step import train_step
+from tests.helpers.speakers import PATH, Speaker, a_task
+from tests.helpers.trainer_runs import engine_of, new_run, prompt, sampled
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
 REWARDS = (1.0, 0.0, 0.5)
@@ -189,7 +186,7 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
         seed: [short, say.turn(("edit", {"old": "amount / 3\n", "new": new}), ("test", {})), say.turn(("finish", {}))]
         for seed, new in zip(SEEDS, ("amount * 3\n", "amount\n"), strict=True)
     }
-    engine = Engine(load_model(NANO), limits=Limits(cache_bytes=64 << 20), deterministic=True)
+    engine = Engine(load_model(NANO), limits=EngineLimits(cache_bytes=64 << 20), deterministic=True)
     engine.start()
     forced = Forced(engine, renderer, trunk, ways)
     dataset = a_dataset(tmp_path)
@@ -197,15 +194,15 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
 
     async def group() -> list[Episode]:
         async with open_sandbox(workers=1) as sandbox:
-            setting = Setting(dataset, sandbox, forced, renderer, BUDGET, SAMPLING)
-            slots = [Slot(group_id=0, member=m, attempt=0, seed=seed) for m, seed in enumerate((*SEEDS, 13))]
+            setting = RolloutContext(dataset, sandbox, forced, renderer, BUDGET, SAMPLING)
+            slots = [EpisodeId(group_id=0, member=m, attempt=0, seed=seed) for m, seed in enumerate((*SEEDS, 13))]
             ways = await play_forks(setting, TASK, slots[:2], seed=7, turns=FORK)
             forks = await asyncio.gather(*ways)
             return [*forks, await play(replace(setting, policy=other), TASK, slots[2])]
 
     async def again(episode: Episode) -> str:
         async with open_sandbox(workers=1) as sandbox:
-            return await replay(Setting(dataset, sandbox, forced, renderer, BUDGET, SAMPLING), TASK, episode)
+            return await replay(RolloutContext(dataset, sandbox, forced, renderer, BUDGET, SAMPLING), TASK, episode)
 
     episodes = [decode(encode(e), Episode) for e in asyncio.run(group())]
     right, wrong, _ = episodes

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from apply_edits import MODEL, config, example
 
 from etude.corpus import tokenizer as bpe
 from etude.errors import UserError
-from etude.trainer import apply, distillation, pretrain
+from etude.trainer.finetune import apply, distillation, pretrain
+from tests.helpers.apply_edits import MODEL, config, example
 
 PHASES = ({"share": 1.0, "longest": 256},)
 

@@ -14,24 +14,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import flip, new_run, sampled
-from tiny import save_random_model
 
+from etude.audit.mismatch import _pieces
 from etude.errors import RunFailed
 from etude.harness.ledger import TokenLedger
-from etude.inference.engine import Engine, Limits, Request
-from etude.mismatch import _pieces
-from etude.models.exact import exact
+from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.models.batch_invariant import exact
 from etude.models.loading import load_model, named_tensors
 from etude.models.segments import row_graph, trie
 from etude.records import Episode, Outcome, StopReason, decode, encode
-from etude.trainer import rescoring, selfcheck
-from etude.trainer.batch import make_batch, token_rows
-from etude.trainer.execution import evaluate, run
 from etude.trainer.optimizer import for_policy
-from etude.trainer.plan import TokenRows, cost, packed, rows, shape_of, streaming
-from etude.trainer.rescoring import set_weights
-from etude.trainer.step import train_step
+from etude.trainer.rl import rescoring, selfcheck
+from etude.trainer.rl.batch import make_batch, token_rows
+from etude.trainer.rl.execution import evaluate, run
+from etude.trainer.rl.plan import TokenRows, cost, packed, rows, shape_of, streaming
+from etude.trainer.rl.rescoring import set_weights
+from etude.trainer.rl.step import train_step
+from tests.helpers.tiny_models import save_random_model
+from tests.helpers.trainer_runs import flip, new_run, sampled
 
 LIMIT = 2e-6
 TOLERANCE = 2e-5
@@ -265,7 +265,7 @@ def an_episode(group, member, segments):
 
 def test_the_trainer_has_the_log_probabilities_of_the_engine(model):
     """At lag 0, for two groups with documents in other orders, one without, and blobs that were written and read."""
-    engine = Engine(model, limits=Limits(prefill_tokens=50))
+    engine = Engine(model, limits=EngineLimits(prefill_tokens=50))
     groups = [play(engine, 1, DOCUMENTS), play(engine, 2, DOCUMENTS[2:] + DOCUMENTS[:1]), play(engine, 3, [])]
     assert engine.documents.counters.misses == len(DOCUMENTS)
     groups = [[decode(encode(e), Episode) for e in members] for members in groups]
@@ -300,7 +300,7 @@ def test_a_step_replays_the_experts_of_document_tokens(tmp_path, execution):
     _, config = new_run(tmp_path, "moe", trainer=trainer)
     model = load_model(config.model.path)
     set_weights(model, {name: t.bfloat16() for name, t in named_tensors(model).items()})  # as they are published
-    engine = Engine(model, limits=Limits(routes=True))
+    engine = Engine(model, limits=EngineLimits(routes=True))
     flip(engine.model)
     groups = [play(engine, 1, DOCUMENTS, routes=True), play(engine, 2, DOCUMENTS[::-1], routes=True)]
     found = {}
@@ -323,7 +323,7 @@ def test_no_bit_differs_in_deterministic_mode(tmp_path, kind):
     yarn = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}
     overrides = yarn if kind == "yarn" else {}
     model = load_model(save_random_model(tmp_path / "m", "qwen3" if overrides else kind, **overrides))
-    engine = Engine(model, limits=Limits(rows=5, prefill_tokens=37), deterministic=True)
+    engine = Engine(model, limits=EngineLimits(rows=5, prefill_tokens=37), deterministic=True)
     groups = [
         play(engine, 1, DOCUMENTS, temperature=0.7), play(engine, 2, DOCUMENTS[2:] + DOCUMENTS[:1], temperature=0.7)
     ]  # fmt: skip
@@ -351,7 +351,7 @@ def test_a_deterministic_step_measures_no_mismatch(tmp_path):
     _, config = new_run(tmp_path, "moe", deterministic=True, **tables)
     model = load_model(config.model.path)
     set_weights(model, {name: t.bfloat16() for name, t in named_tensors(model).items()})
-    engine = Engine(model, limits=Limits(routes=True), deterministic=True)
+    engine = Engine(model, limits=EngineLimits(routes=True), deterministic=True)
     groups = [play(engine, 1, DOCUMENTS, routes=True), play(engine, 2, DOCUMENTS[1:], routes=True)]
     trained = load_model(config.model.path)
     batch = make_batch((), groups, routes=(2, 2))

@@ -16,30 +16,37 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from safetensors.torch import load_file
-from tiny import random_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from etude.corpus import build
 from etude.corpus.filters import Function, functions
-from etude.corpus.retrieval import Options, samples
+from etude.corpus.retrieval import RetrievalOptions, samples
 from etude.corpus.sources import File
 from etude.corpus.tokenizer import save
 from etude.corpus.tokenizer import train as train_tokenizer
-from etude.harness.renderers import renderer_for
-from etude.harness.text import document_text
-from etude.inference.cache import PagedCache
-from etude.inference.documents import Documents
-from etude.inference.forward import logits_of as engine_logits
-from etude.inference.rows import Request, Row
+from etude.inference.engine.cache import PagedCache
+from etude.inference.engine.documents import Documents
+from etude.inference.engine.forward import logits_of as engine_logits
+from etude.inference.engine.requests import Request, RunningSequence
 from etude.models import attention, experts
 from etude.models.kernels import BLOCK
-from etude.trainer import documents, pretrain
-from etude.trainer.documents import Batch, Batches, Sample, graph_of, logits_of, predicting
-from etude.trainer.pretrain_config import CorpusConfig, DocumentsConfig, ModelConfig, OptimConfig, SftConfig
+from etude.renderers import renderer_for
+from etude.renderers.text import document_text
+from etude.trainer.finetune import documents, pretrain
+from etude.trainer.finetune.config import CorpusConfig, DocumentsConfig, NewModelConfig, OptimConfig, SftConfig
+from etude.trainer.finetune.documents import (
+    DocumentBatch,
+    DocumentBatches,
+    DocumentSample,
+    graph_of,
+    logits_of,
+    predicting,
+)
+from tests.helpers.tiny_models import random_model
 
 TOLERANCE = 1e-5
-MODEL = ModelConfig(
+MODEL = NewModelConfig(
     vocab_size=400, hidden_size=32, intermediate_size=48, layers=2, heads=2, kv_heads=1, head_dim=64, expert_size=16,
     experts=4, max_positions=2048,
 )  # fmt: skip
@@ -58,25 +65,25 @@ def ours(kind: str = "moe") -> PreTrainedModel:
     return model
 
 
-def made(sizes: tuple[int, ...], tails: tuple[int, ...], seed: int) -> Sample:
+def made(sizes: tuple[int, ...], tails: tuple[int, ...], seed: int) -> DocumentSample:
     """Random tokens; the last third of each tail is learned."""
     rng = np.random.default_rng(seed)
     ids = [rng.integers(32, 97, size).astype(np.uint16) for size in (*sizes, *tails)]
     learned = [(np.arange(n) >= n - max(1, n // 3)).astype(np.uint8) for n in tails]
-    return Sample(tuple(ids[: len(sizes)]), tuple(zip(ids[len(sizes) :], learned, strict=True)))
+    return DocumentSample(tuple(ids[: len(sizes)]), tuple(zip(ids[len(sizes) :], learned, strict=True)))
 
 
 SAMPLES = [made((40, 5, 33), (12, 9), 1), made((), (20,), 2), made((17, 64), (7,), 3)]
 
 
 @torch.inference_mode()
-def from_the_engine(model: PreTrainedModel, sample: Sample, tail: np.ndarray) -> Tensor:
+def from_the_engine(model: PreTrainedModel, sample: DocumentSample, tail: np.ndarray) -> Tensor:
     """Logits [T, V] of a tail on cached documents, assembled in another order before and then in the sample's."""
     cache = PagedCache(model.config, num_bytes=2**22, max_length=512, dtype=torch.float32, device=torch.device("cpu"))
     store = Documents(model, cache, 2**26, routes=False)
     for order in (sample.documents[::-1], sample.documents):
         request = Request(ids=tail.tolist(), max_tokens=1, documents=tuple(ids.tolist() for ids in order))
-        row = Row(request, None, None)
+        row = RunningSequence(request, None, None)
         while not store.gather(row, 0, 0):
             assert store.compute(50, 0, alone=False)
         row.pages = list(range(-(-len(request.prompt) // BLOCK)))
@@ -112,15 +119,15 @@ def test_the_masked_forward_of_training_is_that_of_the_engine() -> None:
             assert (full - served).abs().max() > 100 * TOLERANCE
 
 
-def plain_logits(model: PreTrainedModel, sample: Sample, tail: np.ndarray) -> Tensor:
+def plain_logits(model: PreTrainedModel, sample: DocumentSample, tail: np.ndarray) -> Tensor:
     """Logits [T, V] of a tail in an ordinary row of all documents and itself, by the model alone."""
     ids = np.concatenate([*sample.documents, tail]).astype(np.int64)
     return model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0, -len(tail) :]
 
 
-def masked_logits(model: PreTrainedModel, sample: Sample, tail: np.ndarray) -> Tensor:
+def masked_logits(model: PreTrainedModel, sample: DocumentSample, tail: np.ndarray) -> Tensor:
     """The same with every document seeing itself only, as one row of its own."""
-    one = Sample(sample.documents, ((tail, np.ones(len(tail), np.uint8)),))
+    one = DocumentSample(sample.documents, ((tail, np.ones(len(tail), np.uint8)),))
     before = sum(map(len, sample.documents))
     return logits_of(model, graph_of([one], [True]), torch.arange(before, before + len(tail)))
 
@@ -165,7 +172,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> Tensor:
 @pytest.mark.parametrize("own", [[True, False, True], [True, False, False], [False, False, False]])
 def test_loss_and_gradients_are_those_of_a_plain_loop(own: list[bool]) -> None:
     model, kl = ours(), 0.7
-    loss, _, load_LE, parts = documents.loss_function(model, kl)(Batch.of(SAMPLES, own, 512))
+    loss, _, load_LE, parts = documents.loss_function(model, kl)(DocumentBatch.of(SAMPLES, own, 512))
     expected = by_a_loop(model, own, kl, taught=False)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert (parts["loss/kl"].item() > 0.01) == any(own)
@@ -181,7 +188,7 @@ def test_the_divergence_has_the_slope_of_its_differences() -> None:
     """Along a random direction of the embeddings, in steps that float32 resolves; the teacher stands still. Dense: a
     router that changes its mind has no slope."""
     model = ours("qwen3")
-    batch = Batch.of(SAMPLES, [True, False, True], 512)
+    batch = DocumentBatch.of(SAMPLES, [True, False, True], 512)
     compute = [documents.loss_function(model, kl) for kl in (0.0, 1.0)]
     teacher_MV = logits_of(model, batch.teacher, batch.teacher_M).detach().log_softmax(-1)
     weight = model.get_input_embeddings().weight
@@ -206,13 +213,13 @@ def test_the_divergence_has_the_slope_of_its_differences() -> None:
 
 def test_half_of_the_samples_see_themselves_only_and_rows_repeat() -> None:
     many = [made((20, 20, 9), (8,), seed) for seed in range(400)] + [made((), (30,), seed) for seed in range(40)]
-    batches = Batches.of(many, 256, 0.5, seed=3)
+    batches = DocumentBatches.of(many, 256, 0.5, seed=3)
     assert sorted(i for row in batches.rows for i in row) == list(range(len(many))), "each sample once"
     drawn = [batches[i][0] for i in range(len(batches))]
     assert all(batch.graph.length == 256 for batch in drawn)
     own = sum(len(batch.own_M) for batch in drawn) / sum(int(s.tails[0][1].sum()) for s in many[:400])
     assert 0.4 < own < 0.6
-    again = Batches.of(many, 256, 0.5, seed=3)[5][0]
+    again = DocumentBatches.of(many, 256, 0.5, seed=3)[5][0]
     assert again.own_M.tolist() == drawn[5].own_M.tolist()
     assert again.graph.ids_T.tolist() == drawn[5].graph.ids_T.tolist()
 
@@ -241,7 +248,7 @@ def config(base: Path, output: Path, tokens: int, **chosen: object) -> SftConfig
 
 
 def test_samples_are_encoded_as_the_engine_encodes_chats(base: Path, corpus: build.Corpus) -> None:
-    sample = next(samples(corpus.train, Options(), 0))
+    sample = next(samples(corpus.train, RetrievalOptions(), 0))
     tokenizer, renderer = pretrain.bpe.load(base), renderer_for(base)
     [encoded] = documents.encode(tokenizer, [sample])
     tokenizer.encode_special_tokens = True

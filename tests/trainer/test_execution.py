@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import save_random_model
 
 from etude.errors import RunFailed, UserError
 from etude.models.loading import load_model
 from etude.models.segments import trie
-from etude.trainer import selfcheck
-from etude.trainer.execution import ValueHead, evaluate, run
-from etude.trainer.plan import Part, TokenRows, cost, packed, plan, rows, shape_of, streaming
+from etude.trainer.rl import selfcheck
+from etude.trainer.rl.execution import ValueHead, evaluate, run
+from etude.trainer.rl.plan import ForwardPass, TokenRows, cost, packed, plan, rows, shape_of, streaming
+from tests.helpers.tiny_models import save_random_model
 
 LIMIT = 2e-6
 
@@ -235,10 +235,10 @@ def test_the_self_check_stops_a_run_whose_gradients_are_wrong(moe, monkeypatch):
 
     def shifted(tokens, tree, budget):
         (part,) = packed(tokens, tree, 10_000)
-        wrong = Part(**(vars(part) | {"source_S": np.minimum(part.source_S + 1, len(part.ids_T) - 1)}))
+        wrong = ForwardPass(**(vars(part) | {"source_S": np.minimum(part.source_S + 1, len(part.ids_T) - 1)}))
         return (wrong,)
 
-    monkeypatch.setattr("etude.trainer.plan.packed", shifted)
+    monkeypatch.setattr("etude.trainer.rl.plan.packed", shifted)
     with pytest.raises(RunFailed, match="self-check: gradients of packed execution are off"):
         selfcheck.check(moe, tokens, "packed")
 

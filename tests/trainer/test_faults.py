@@ -13,21 +13,22 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from runs import admit, answer, canaries, edited, engine_of, flip, new_run, play
 
-from etude import mismatch, runfolder
+from etude import runfolder
+from etude.audit import mismatch
 from etude.config import RLConfig
 from etude.errors import RunFailed
-from etude.inference import cache
-from etude.inference.configuration import configuration
-from etude.inference.engine import Engine
-from etude.models import exact, products
+from etude.inference.engine import cache
+from etude.inference.engine.configuration import configuration
+from etude.inference.engine.engine import Engine
+from etude.models import batch_invariant, gemm
 from etude.records import Episode, StopReason
 from etude.rollout.engines import complaints
 from etude.store import open_store
-from etude.trainer.process import Trainer
-from etude.trainer.rescoring import set_weights
+from etude.trainer.rl.process import Trainer
+from etude.trainer.rl.rescoring import set_weights
 from etude.weights.receiver import load
+from tests.helpers.trainer_runs import admit, answer, canaries, edited, engine_of, flip, new_run, play
 
 PROMPTS = 2  # groups per step
 VERSION = 2  # that the faulty episodes are sampled by
@@ -160,7 +161,7 @@ def stale_weights(case, monkeypatch):
 def stale_prefix_cache(case, monkeypatch):
     engine = case.engine(version=1)
     groups(engine)  # fills the cache with the keys of version 1
-    monkeypatch.setattr(cache.Node, "usable", lambda node, version, session: True)
+    monkeypatch.setattr(cache.CacheNode, "usable", lambda node, version, session: True)
     set_weights(engine.model, case.tensors(VERSION))
     engine.version = VERSION
     return groups(engine), engine
@@ -216,9 +217,9 @@ def narrow(hidden, weight):
 
 
 def narrow_head(case, monkeypatch):
-    engine, wide = case.engine(), exact.head
+    engine, wide = case.engine(), batch_invariant.head
     own = engine.model.get_output_embeddings().weight.data_ptr()
-    for module in (exact, products):
+    for module in (batch_invariant, gemm):
         monkeypatch.setattr(module, "head", lambda h, w: (narrow if w.data_ptr() == own else wide)(h, w))
     return groups(engine), engine
 
@@ -283,6 +284,6 @@ def test_a_fault_is_caught_at_its_first_step_and_named(start, monkeypatch, name)
 
 def test_a_trainer_with_a_narrow_head_says_so(tmp_path, monkeypatch, capsys):
     run, _ = new_run(tmp_path)
-    monkeypatch.setattr(exact, "head", narrow)
+    monkeypatch.setattr(batch_invariant, "head", narrow)
     Trainer(run)
     assert "guard head, warn: the trainer's head is narrower than float32" in capsys.readouterr().err

@@ -3,20 +3,20 @@
 import numpy as np
 import pytest
 import torch
-from runs import admit, answer, canaries, edited, engine_of, new_run, play
 
 from etude.config import GuardsConfig, RLConfig
 from etude.errors import RunFailed
-from etude.inference.engine import Engine
+from etude.inference.engine.engine import Engine
+from etude.ledger.ledger import Ledger
 from etude.models.loading import load_model, named_tensors
-from etude.rollout.ledger import Ledger
 from etude.runfolder import read_jsonl
 from etude.store import open_store
 from etude.trainer import checkpoint
-from etude.trainer.guards import Canary, Guards
-from etude.trainer.process import Trainer
+from etude.trainer.rl.guards import Canary, Guards
+from etude.trainer.rl.process import Trainer
 from etude.weights.manifest import manifests, newest
 from etude.weights.receiver import Receiver, load
+from tests.helpers.trainer_runs import admit, answer, canaries, edited, engine_of, new_run, play
 
 HEALTHY = {
     "optim/grad_norm": 1.0,

@@ -16,10 +16,10 @@ import torch
 
 from etude.config import LossConfig, RolloutConfig
 from etude.errors import UserError
-from etude.trainer.loss import LossStats, Mismatch, Tokens, policy_loss
-from etude.trainer.policies import Drift, drift, keep, shares
-from etude.trainer.presets import PRESETS, divisor, recipe
-from etude.trainer.value import gae
+from etude.trainer.rl.loss import LossStats, Mismatch, Tokens, policy_loss
+from etude.trainer.rl.policies import PolicyDrift, drift, keep, shares
+from etude.trainer.rl.presets import PRESETS, divisor, recipe
+from etude.trainer.rl.value import gae
 
 P, G, L = 3, 2, 12  # groups, members, token budget
 
@@ -368,7 +368,7 @@ def test_masks_drop_and_count_what_they_say():
     assert keep(batch, o, of_episode, ("geo_rs",), dropped).tolist() == [False, False, False, True, False]
     assert keep(batch, o, of_episode, ("opsm",), dropped).tolist() == [True, True, False, True, True]
     assert keep(batch, o, of_episode, ("veto", "geo_rs"), dropped).tolist() == [False, False, False, True, False]
-    near = Drift(torch.tensor([5e-4, 0.0, 0.0]), torch.zeros(3))
+    near = PolicyDrift(torch.tensor([5e-4, 0.0, 0.0]), torch.zeros(3))
     assert keep(batch, o, near, ("geo_rs", "opsm", "veto"), dropped).all()
 
 

@@ -8,18 +8,19 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from runs import edited, engine_of, flip, keep, new_run, play, publish_versions
 
-from etude import mismatch, runfolder
-from etude.cli import main
+from etude import runfolder
+from etude.audit import mismatch
+from etude.cli.main import main
 from etude.errors import UserError
-from etude.inference import cache
-from etude.models import products
+from etude.inference.engine import cache
+from etude.models import gemm
 from etude.models.loading import load_model
 from etude.records import Outcome, StopReason
 from etude.store import open_store
-from etude.trainer.rescoring import chosen, logits, set_weights
+from etude.trainer.rl.rescoring import chosen, logits, set_weights
 from etude.weights.receiver import load
+from tests.helpers.trainer_runs import edited, engine_of, flip, keep, new_run, play, publish_versions
 
 STALE_GROUP = 90  # trained on by version 3, from the weights of version 2
 
@@ -134,7 +135,7 @@ def test_a_head_in_bfloat16_on_one_side(case, monkeypatch):
     def narrow(hidden, weight):
         return torch.nn.functional.linear(hidden.bfloat16(), weight.bfloat16()).float()
 
-    monkeypatch.setattr(products, "head", narrow)
+    monkeypatch.setattr(gemm, "head", narrow)
     found = case.diagnosis(two_groups(case.engine(case.tensors(2))))
     assert found.cause == "kernel", found
     assert "head" in found.sentence
@@ -143,7 +144,7 @@ def test_a_head_in_bfloat16_on_one_side(case, monkeypatch):
 def test_a_prefix_cache_that_outlives_a_swap(case, monkeypatch):
     engine = case.engine(case.tensors(1), 1)
     two_groups(engine)  # fills the cache with version 1's keys and values
-    monkeypatch.setattr(cache.Node, "usable", lambda node, version, session: True)
+    monkeypatch.setattr(cache.CacheNode, "usable", lambda node, version, session: True)
     set_weights(engine.model, case.tensors(2))
     engine.version = 2
     found = case.diagnosis(two_groups(engine))

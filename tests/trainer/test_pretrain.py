@@ -15,15 +15,16 @@ from etude.corpus import build, packing
 from etude.corpus.dialect import IDS, Call, encode, message, prompt, turn
 from etude.corpus.filters import Function, functions
 from etude.corpus.sources import File
-from etude.trainer import pretrain, pretrain_config, restoration
-from etude.trainer.pretrain_config import CorpusConfig, MidtrainConfig, ModelConfig, OptimConfig, SftConfig
+from etude.trainer.finetune import config as pretrain_config
+from etude.trainer.finetune import pretrain, restoration
+from etude.trainer.finetune.config import CorpusConfig, MidtrainConfig, NewModelConfig, OptimConfig, SftConfig
 
 CODE = "\n\n\n".join(
     f"def f{i}(items, low={i}):\n    total = 0\n    for item in items:\n        if item > low:\n"
     f"            total += item\n    return total - low"
     for i in range(30)
 )
-MODEL = ModelConfig(
+MODEL = NewModelConfig(
     vocab_size=320, hidden_size=32, intermediate_size=48, layers=2, heads=2, kv_heads=1, head_dim=16, expert_size=16,
     experts=4, max_positions=256,
 )  # fmt: skip
@@ -139,7 +140,7 @@ def test_loss_counts_only_labelled_targets(tmp_path: Path) -> None:
     rows = packing.Rows(
         generator.integers(32, 320, (4, 24)).astype(np.uint16), generator.integers(0, 2, (4, 24)).astype(np.uint8)
     )
-    batch = pretrain._Batches.of(rows, 4)[0]
+    batch = pretrain._PackedBatches.of(rows, 4)[0]
     loss, balance, load_LE, _ = pretrain.loss_function(model)(*batch)
     ids_BT = torch.from_numpy(rows.ids.astype(np.int64))
     targets_BT = torch.where(torch.from_numpy(rows.mask) > 0, ids_BT, -100)[:, 1:]

@@ -8,21 +8,21 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from runs import engine_of, flip, new_run, play
-from tiny import random_model, save_random_model
 
 from etude.errors import RunFailed
-from etude.inference.engine import Engine, Limits, Request
+from etude.inference.engine.engine import Engine, EngineLimits, Request
 from etude.models import attention, experts
 from etude.models.loading import load_model, named_tensors
-from etude.models.replay import MISSING, UNFED
+from etude.models.router_replay import MISSING, UNFED
 from etude.models.segments import trie
-from etude.trainer.batch import make_batch, recorded_routes, token_rows
-from etude.trainer.execution import evaluate, run
-from etude.trainer.loss import Mismatch
 from etude.trainer.optimizer import for_policy
-from etude.trainer.plan import TokenRows, packed, plan, rows, shape_of, streaming
-from etude.trainer.step import train_step
+from etude.trainer.rl.batch import make_batch, recorded_routes, token_rows
+from etude.trainer.rl.execution import evaluate, run
+from etude.trainer.rl.loss import Mismatch
+from etude.trainer.rl.plan import TokenRows, packed, plan, rows, shape_of, streaming
+from etude.trainer.rl.step import train_step
+from tests.helpers.tiny_models import random_model, save_random_model
+from tests.helpers.trainer_runs import engine_of, flip, new_run, play
 
 SHAPE = (2, 2)  # MoE layers and experts per token of the tiny model
 
@@ -149,7 +149,7 @@ def test_replay_at_least_halves_the_mismatch_of_bfloat16():
     model.set_attn_implementation(attention.NAME)
     model.set_experts_implementation(experts.NAME)
     model.to(torch.bfloat16)
-    engine = Engine(model, limits=Limits(routes=True))
+    engine = Engine(model, limits=EngineLimits(routes=True))
     prompts = np.random.default_rng(0).integers(7, 97, (4, 24)).tolist()
     rows_ = [engine.submit(Request(ids=p, max_tokens=40, seed=i, routes_from=0)) for i, p in enumerate(prompts * 4)]
     for _ in range(500):

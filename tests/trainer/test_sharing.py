@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from tiny import save_random_model
 
 from etude.config import RLConfig
-from etude.models import exact
+from etude.models import batch_invariant
 from etude.models.loading import load_model
-from etude.trainer.batch import Batch, Completion, Row, collate, token_rows
-from etude.trainer.execution import run
 from etude.trainer.optimizer import for_policy
-from etude.trainer.plan import rows as separate
-from etude.trainer.step import train_step
+from etude.trainer.rl.batch import Batch, Completion, PromptRow, collate, token_rows
+from etude.trainer.rl.execution import run
+from etude.trainer.rl.plan import rows as separate
+from etude.trainer.rl.step import train_step
+from tests.helpers.tiny_models import save_random_model
 
 
 def a_batch():
@@ -30,7 +30,7 @@ def a_batch():
             mask[-1] = 1
             floats = np.full(len(ids), member - 1.5, "f4")
             completions.append(Completion(ids, mask, floats, np.zeros(len(ids), "i4"), floats))
-        rows.append(Row(prompt, tuple(completions)))
+        rows.append(PromptRow(prompt, tuple(completions)))
     return Batch((), (), tuple(rows), 0)
 
 
@@ -87,7 +87,7 @@ def test_deterministic_mode_is_a_plain_loop_over_rows_to_the_bit(folder):
     def loss(logprobs_M, item_M):
         return -(samples.advantages_N[item_M] * logprobs_M).sum() / 320
 
-    with exact.exact():
+    with batch_invariant.exact():
         run(model, separate(tokens), tokens.count, loss)
     ours = [p.grad for p in model.parameters()]
     plain = load_model(folder)
@@ -96,12 +96,14 @@ def test_deterministic_mode_is_a_plain_loop_over_rows_to_the_bit(folder):
         for c in row.completions:
             ids = torch.from_numpy(np.concatenate([row.prompt_P, c.ids_C])).long()
             sampled = torch.from_numpy(np.flatnonzero(c.mask_C)) + len(row.prompt_P)
-            padded, positions = torch.zeros(2, -(-len(ids) // exact.TILE) * exact.TILE, dtype=torch.long)
+            padded, positions = torch.zeros(
+                2, -(-len(ids) // batch_invariant.TILE) * batch_invariant.TILE, dtype=torch.long
+            )
             padded[: len(ids)], positions[: len(ids)] = ids, torch.arange(len(ids))
-            with exact.exact():
+            with batch_invariant.exact():
                 hidden = plain.model(input_ids=padded[None], position_ids=positions[None], use_cache=False)
                 hidden_ND = hidden.last_hidden_state[0].index_select(0, sampled - 1)
-                logits = exact.head(hidden_ND, plain.lm_head.weight)
+                logits = batch_invariant.head(hidden_ND, plain.lm_head.weight)
             chosen = torch.log_softmax(logits, -1).gather(1, ids[sampled, None]).squeeze(1)
             loss(chosen, torch.arange(start, start + len(sampled))).backward()
             start += len(sampled)

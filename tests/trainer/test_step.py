@@ -2,18 +2,18 @@
 
 import pytest
 import torch
-from runs import engine_of, new_run, play, publish_versions
 
 from etude.config import LossConfig, RLConfig
 from etude.models.loading import load_model
 from etude.store import open_store
-from etude.trainer.batch import make_batch
 from etude.trainer.optimizer import for_policy
-from etude.trainer.presets import PRESETS, recipe
-from etude.trainer.rescoring import set_weights
-from etude.trainer.step import train_step
-from etude.trainer.value import Critic
+from etude.trainer.rl.batch import make_batch
+from etude.trainer.rl.presets import PRESETS, recipe
+from etude.trainer.rl.rescoring import set_weights
+from etude.trainer.rl.step import train_step
+from etude.trainer.rl.value import Critic
 from etude.weights.receiver import load
+from tests.helpers.trainer_runs import engine_of, new_run, play, publish_versions
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.weights import changes, codec
-from etude.weights.codec import ABS, A, B, Codec, Damaged
-from etude.weights.schema import FORMATS, Bits, Schema, Spec
+from etude.weights.ulpd import changes, codec
+from etude.weights.ulpd.codec import ABS, A, B, Codec, Damaged
+from etude.weights.ulpd.schema import FORMATS, Bits, Schema, Spec
 
 ALL = (A, B, ABS)
 

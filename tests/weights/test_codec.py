@@ -5,17 +5,17 @@ from __future__ import annotations
 import struct
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tensors import copies, nudged, tensors, widened
 
-from etude.weights import codec, schema
-from etude.weights.codec import ABS, RAW, A, B, Codec, Damaged
-from etude.weights.digest import digest
-from etude.weights.schema import FORMATS, Bits, Schema, Spec, bits, schema_of
+from etude.weights.ulpd import codec, schema
+from etude.weights.ulpd.codec import ABS, RAW, A, B, Codec, Damaged
+from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.schema import FORMATS, Bits, Schema, Spec, bits, schema_of
+from tests.helpers import oracle
+from tests.helpers.small_tensors import copies, nudged, tensors, widened
 
 # Both zeros, denormals, infinities, quiet and signalling NaN with payloads.
 NASTY = {
@@ -29,12 +29,12 @@ def one(dtype: str, *shape: int) -> Schema:
     return Schema((Spec("x", dtype, shape),))
 
 
-def encoded(grid: Schema, old: Bits, new: Bits, allowed: tuple[int, ...] = (A, B, ABS)) -> list[codec.Record]:
+def encoded(grid: Schema, old: Bits, new: Bits, allowed: tuple[int, ...] = (A, B, ABS)) -> list[codec.ChunkRecord]:
     base = codec.digests(grid, {"x": old})
     return codec.encode(grid, {"x": old}, {"x": new}, base, Codec(allowed))
 
 
-def applied(grid: Schema, old: Bits, records: list[codec.Record]) -> Bits:
+def applied(grid: Schema, old: Bits, records: list[codec.ChunkRecord]) -> Bits:
     held = {"x": old.copy()}
     after = codec.apply(grid, held, codec.digests(grid, held), records)
     assert np.array_equal(after, codec.digests(grid, held)), "the digest followed the changes"
@@ -194,7 +194,7 @@ def test_a_payload_that_makes_no_sense_never_writes(code: int, noise: bytes, cha
     grid, held = one("bfloat16", 64), {"x": bf16(64)}
     base = codec.digests(grid, held)
     payload = noise + bytes(-len(noise) % 4)
-    record = codec.Record(0, code, changes, int(base[0]), 1, payload)
+    record = codec.ChunkRecord(0, code, changes, int(base[0]), 1, payload)
     with pytest.raises(Damaged):
         codec.apply(grid, held, base, [record])
 
@@ -293,7 +293,7 @@ def test_a_live_weight_that_left_the_grid_is_named(dtype: torch.dtype) -> None:
 
 def test_format_constants() -> None:
     """Sizes that other implementations rely on."""
-    data = codec.pack("delta", 3, [codec.Record(5, A, 2, 11, 12, b"\0" * 8)])
+    data = codec.pack("delta", 3, [codec.ChunkRecord(5, A, 2, 11, 12, b"\0" * 8)])
     assert data[:16] == struct.pack("<4sHHQ", b"ULPD", 1, 0, 3)
     assert struct.unpack_from("<III", data, 16) == (5, 8, 2 | 1 << 24)
     assert struct.unpack_from("<QQ", data, 32) == (11, 12)

@@ -7,14 +7,14 @@ import torch
 
 import etude.weights
 from etude.errors import UserError
-from etude.weights import device
-from etude.weights.schema import Spec
+from etude.weights.ulpd import device
+from etude.weights.ulpd.schema import Spec
 
 
 def test_a_gpu_without_triton_is_one_sentence(monkeypatch) -> None:
     monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "etude.weights.triton_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "etude.weights.ulpd.triton_kernels", raising=False)
     monkeypatch.delattr(etude.weights, "triton_kernels", raising=False)
     with pytest.raises(UserError, match="Triton, which is not installed; pip install triton"):
         device.digest(Spec("x", "float32", (3,)), torch.zeros(3))

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from etude.errors import UserError
 from etude.models.loading import load_model, model_id, named_tensors
 from etude.store import open_store
-from etude.weights.digest import digest
 from etude.weights.export import export, publish_folder
 from etude.weights.publisher import Publisher
 from etude.weights.signature import Trust
+from etude.weights.ulpd.digest import digest
 
 
 @pytest.fixture

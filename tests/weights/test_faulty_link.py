@@ -3,16 +3,16 @@
 from datetime import timedelta
 
 import pytest
-from faulty_link import linked
-from small_tensors import nudged, tensors, widened
 
 import etude.store
 from etude.errors import UserError
 from etude.store import open_store
 from etude.weights import manifest
-from etude.weights.digest import digest
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
+from etude.weights.ulpd.digest import digest
+from tests.helpers.faulty_link import linked
+from tests.helpers.small_tensors import nudged, tensors, widened
 
 
 @pytest.fixture

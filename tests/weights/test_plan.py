@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from etude.records import Anchor, Part, PolicyVersion, Skip
+from etude.records import Anchor, PayloadPart, PolicyVersion, Skip
 from etude.weights.plan import NoPath, plan
 
 
-def parts(kind: str, version: int, nbytes: int) -> tuple[Part, ...]:
-    return (Part(key=f"{kind}-{version}-{nbytes}", bytes=nbytes, digest="", first=0, stop=1),)
+def parts(kind: str, version: int, nbytes: int) -> tuple[PayloadPart, ...]:
+    return (PayloadPart(key=f"{kind}-{version}-{nbytes}", bytes=nbytes, digest="", first=0, stop=1),)
 
 
 def manifest(version: int, delta: int | None, anchor: tuple[int, int], skips: dict[int, int] | None = None):

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty import Faulty
-from small_tensors import copies, nudged, sharded, tensors, wide, widened
 
 from etude.errors import RunFailed, UserError
 from etude.store import Store, open_store
 from etude.weights import manifest, publisher
-from etude.weights.digest import digest
 from etude.weights.plan import plan
 from etude.weights.publisher import AlreadyPublished, Publisher
 from etude.weights.ranks import Ranks, owned
 from etude.weights.receiver import Receiver, bring, load
-from etude.weights.schema import schema_of
+from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.schema import schema_of
+from tests.helpers.faulty import Faulty
+from tests.helpers.small_tensors import copies, nudged, sharded, tensors, wide, widened
 
 
 @pytest.fixture
@@ -276,12 +276,11 @@ def test_a_full_disk_stops_a_version_and_room_lets_it_through(tmp_path):
 
 KILLED = """
 import sys
-sys.path.insert(0, sys.argv[1])
 import threading
-from small_tensors import nudged, tensors
+from tests.helpers.small_tensors import nudged, tensors
 from etude.store import open_store
 from etude.weights.publisher import Publisher
-publisher, current = Publisher(open_store(sys.argv[2]), anchor_versions=1), tensors(0)
+publisher, current = Publisher(open_store(sys.argv[1]), anchor_versions=1), tensors(0)
 for version in range(4):
     publisher.publish(version, current, (version,), {})
     [t.join(30) for t in threading.enumerate() if t.name.startswith("anchor-")]
@@ -294,7 +293,7 @@ for version in range(4):
     [("publisher.part:3", 1), ("publisher.payload:3", 1), ("publisher.manifest:3", 2), ("publisher.anchor:2", 2)],
 )
 def test_a_trainer_killed_anywhere_leaves_whole_versions_and_the_chain_goes_on(store, failpoint, newest):
-    command = [sys.executable, "-c", KILLED, str(Path(__file__).parent), store.url]
+    command = [sys.executable, "-c", KILLED, store.url]
     killed = subprocess.run(command, env=os.environ | {"ETUDE_FAILPOINT": failpoint}, timeout=200)
     assert killed.returncode == -signal.SIGKILL
     made = chain(0, 5)
@@ -313,12 +312,11 @@ def test_a_trainer_killed_anywhere_leaves_whole_versions_and_the_chain_goes_on(s
 
 RANK_ONE = """
 import sys
-sys.path.insert(0, sys.argv[1])
-from small_tensors import nudged, sharded, wide
+from tests.helpers.small_tensors import nudged, sharded, wide
 from etude.store import open_store
 from etude.weights.publisher import Publisher
 from etude.weights.ranks import Ranks
-publisher, current = Publisher(open_store(sys.argv[2]), anchor_versions=3, ranks=Ranks(1, 2, sys.argv[3])), wide(0)
+publisher, current = Publisher(open_store(sys.argv[1]), anchor_versions=3, ranks=Ranks(1, 2, sys.argv[2])), wide(0)
 for version in range(10):
     publisher.publish(version, sharded(current, 1, 2), (version,), {})
     current = nudged(current, version + 1)
@@ -331,7 +329,7 @@ def test_two_ranks_in_two_processes_write_one_chain(store):
         made.append(nudged(made[-1], version))
 
     alone = Publisher(open_store(store.url + "-alone"), anchor_versions=3)
-    other = subprocess.Popen([sys.executable, "-c", RANK_ONE, str(Path(__file__).parent), store.url, "s1"])
+    other = subprocess.Popen([sys.executable, "-c", RANK_ONE, store.url, "s1"])
     try:
         writer = Publisher(store, anchor_versions=3, ranks=Ranks(0, 2, "s1"))
         for version in range(10):

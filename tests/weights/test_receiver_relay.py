@@ -9,8 +9,6 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from http_apps import answering
-from small_tensors import nudged, tensors, widened
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,11 +18,13 @@ import etude.weights.source
 from etude import processes
 from etude.store import Store, open_store
 from etude.weights import manifest
-from etude.weights.digest import digest
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import DamagedVersion, Receiver
 from etude.weights.relay import Relay, main
-from etude.weights.source import Source
+from etude.weights.source import PayloadSource
+from etude.weights.ulpd.digest import digest
+from tests.helpers.http_apps import answering
+from tests.helpers.small_tensors import nudged, tensors, widened
 
 SECONDS = 60.0
 
@@ -59,7 +59,7 @@ def test_three_servers_take_each_payload_once_from_the_store(store):
     publisher, current = Publisher(store, 8), tensors(0)
     with answering(Relay(origin, 2**20).app()) as url:
         lives = [widened(tensors(9)) for _ in range(3)]
-        receivers = [Receiver(store, live, Source(store, url)) for live in lives]
+        receivers = [Receiver(store, live, PayloadSource(store, url)) for live in lives]
         for version in range(4):
             published = publisher.publish(version, current, (), {})
             barrier = threading.Barrier(3)
@@ -87,14 +87,14 @@ def test_it_keeps_the_last_used_payloads_within_its_budget(store):
     made = publish(store, 4)
     origin = Logged(store.url)
     with answering(Relay(origin, sum(m.payload_bytes for m in made[1:]) - 1).app()) as url:
-        source = Source(store, url)
+        source = PayloadSource(store, url)
         for version in (1, 2, 1, 3, 1, 2):
             source.get(version, made[version].payload[0])
         held = httpx2.get(f"{url}/health", trust_env=False).json()
     assert origin.read == [made[v].payload[0].key for v in (1, 2, 3, 2)], "1 was used last when 3 came, so 2 went"
     assert held["payloads"] == 2
     with answering(Relay(origin, 0).app()) as url:  # a payload larger than the budget is served all the same
-        assert len(Source(store, url).get(0, made[0].payload[0])) == made[0].payload_bytes
+        assert len(PayloadSource(store, url).get(0, made[0].payload[0])) == made[0].payload_bytes
 
 
 def test_ranges(store):
@@ -124,7 +124,7 @@ def test_a_stale_relay_is_passed_by(store, tmp_path, caplog):
     made = publish(store, 3)
     live = widened(tensors(9))
     with answering(Relay(stale, 2**20).app()) as url, caplog.at_level(logging.WARNING):
-        Receiver(store, live, Source(store, url)).poll().apply()
+        Receiver(store, live, PayloadSource(store, url)).poll().apply()
     assert digest(live) == made[2].digest
     assert "version 2 comes from the store: relay" in caplog.text
     assert f"has no {made[2].payload[0].key}" in caplog.text
@@ -150,7 +150,7 @@ def test_what_a_link_damages_comes_from_the_store(store, damage, caplog):
 
     live = widened(tensors(9))
     with answering(Starlette(routes=[Route("/payloads/{name:path}", wrong)])) as url, caplog.at_level(logging.WARNING):
-        Receiver(store, live, Source(store, url)).poll().apply()
+        Receiver(store, live, PayloadSource(store, url)).poll().apply()
     assert digest(live) == made[1].digest
     assert caplog.text.count("comes from the store") == 2
 
@@ -160,7 +160,7 @@ def test_what_is_damaged_in_the_store_is_served_by_nobody(store, damage):
     made = publish(store, 2)
     live = widened(tensors(9))
     with answering(Relay(store, 2**20).app()) as url:
-        receiver = Receiver(store, live, Source(store, url))
+        receiver = Receiver(store, live, PayloadSource(store, url))
         receiver.poll(0).apply()
         payload = store.get(made[1].payload[0].key)
         if damage == "missing":
@@ -196,7 +196,7 @@ def test_a_relay_killed_in_mid_transfer(store, tmp_path, monkeypatch, caplog):
     url = json.loads(processes.wait_for_file(ready, child, SECONDS))["url"]
     live = widened(tensors(9))
     with caplog.at_level(logging.WARNING):
-        Receiver(store, live, Source(store, url)).poll().apply()
+        Receiver(store, live, PayloadSource(store, url)).poll().apply()
     assert child.popen.wait(SECONDS) == -signal.SIGKILL
     assert digest(live) == made[0].digest
     assert "version 0 comes from the store: relay" in caplog.text
@@ -209,7 +209,7 @@ def test_a_relay_is_a_process_that_ends_when_it_is_asked_to(store, tmp_path):
     child = processes.start("relay", argv, tmp_path / "relay.log")
     found = json.loads(processes.wait_for_file(ready, child, SECONDS))
     assert found["pid"] == child.popen.pid
-    assert len(Source(store, found["url"])._from_relay(made[0].payload[0])) == made[0].payload_bytes
+    assert len(PayloadSource(store, found["url"])._from_relay(made[0].payload[0])) == made[0].payload_bytes
     os.kill(found["pid"], signal.SIGTERM)
     child.popen.wait(SECONDS)
     assert child.log.read_text() == f"relay at {found['url']}\n"

@@ -6,18 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from http_apps import answering
-from small_tensors import copies, nudged, tensors, widened
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from etude.store import open_store
-from etude.weights.digest import digest
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
-from etude.weights.repair import TRIES, Rung, Unavailable, Unrepairable, mend
+from etude.weights.repair import TRIES, RepairUnavailable, Rung, Unrepairable, mend
+from etude.weights.ulpd.digest import digest
+from tests.helpers.http_apps import answering
+from tests.helpers.small_tensors import copies, nudged, tensors, widened
 
 COUNT = 4
 
@@ -163,7 +163,7 @@ def test_every_rung_of_the_ladder_repairs(chain, rung):
         rot(receiver, live, image=rung != "host image")
         assert receiver.scrub(1.0) == [1]
         if rung.startswith("whole"):  # the source (a relay, say) has nothing; the store itself does
-            receiver._source.get = lambda version, part: (_ for _ in ()).throw(Unavailable("nothing here"))
+            receiver._source.get = lambda version, part: (_ for _ in ()).throw(RepairUnavailable("nothing here"))
         repair = receiver.repair([1])
         assert digest(live) != good, "a repair is staged, not yet live"
         repair.apply()
@@ -192,7 +192,7 @@ def test_a_rung_is_tried_three_times_and_believed_only_by_digest():
     def flaky(number):
         asked.append(number)
         if len(asked) < TRIES:
-            raise Unavailable("not now")
+            raise RepairUnavailable("not now")
         return np.array([1], np.uint16)
 
     def wrong(number):

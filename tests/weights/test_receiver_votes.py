@@ -10,15 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from http_apps import answering
-from small_tensors import nudged, tensors
 
 from etude.store import open_store
 from etude.weights.coordinator import Coordinator, Remote
 from etude.weights.publisher import Publisher
+from tests.helpers.http_apps import answering
+from tests.helpers.small_tensors import nudged, tensors
 
 SECONDS = 60.0
-SCRIPT = Path(__file__).parent / "replica_member.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "replica_member.py"
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-from small_tensors import copies, nudged, tensors
 
 from etude.errors import UserError
 from etude.store import open_store
@@ -14,6 +13,7 @@ from etude.weights.audit import audit
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import bring, load
 from etude.weights.signature import Trust
+from tests.helpers.small_tensors import copies, nudged, tensors
 
 VERSIONS = 40
 

@@ -4,16 +4,16 @@ import stat
 
 import msgspec
 import pytest
-from small_tensors import nudged, tensors, widened
 
 from etude.errors import UserError
 from etude.store import open_store
 from etude.weights import manifest
-from etude.weights.digest import digest
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import DamagedVersion, Receiver
-from etude.weights.signature import Refused, Trust, keygen, private_key, public_key, sign
-from etude.weights.source import Source
+from etude.weights.signature import ManifestRefused, Trust, keygen, private_key, public_key, sign
+from etude.weights.source import PayloadSource
+from etude.weights.ulpd.digest import digest
+from tests.helpers.small_tensors import nudged, tensors, widened
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def store(tmp_path, keys):
 
 def test_a_signed_chain_is_served(store, keys):
     live = widened(tensors(9))
-    Receiver(store, live, Source(store, trust=Trust(keys[1]))).poll().apply()
+    Receiver(store, live, PayloadSource(store, trust=Trust(keys[1]))).poll().apply()
     assert digest(live) == manifest.read(store, 3).digest
 
 
@@ -56,7 +56,7 @@ def test_a_forged_manifest_is_never_served(store, keys, tmp_path, forgery, numbe
     else:
         lie = manifest.read(store, number - 1)
     live = widened(tensors(9))
-    receiver = Receiver(store, live, Source(store, trust=Trust(keys[1])))
+    receiver = Receiver(store, live, PayloadSource(store, trust=Trust(keys[1])))
     receiver.poll(limit=0).apply()
     store.put(manifest.key(number), msgspec.json.encode(lie))
     with pytest.raises(DamagedVersion):
@@ -73,7 +73,7 @@ def test_every_bit_of_a_signature_and_every_field_counts(store, keys):
     trust.check(honest)
     for at in range(0, 128, 8):
         digit = "0" if honest.signature[at] != "0" else "1"
-        with pytest.raises(Refused):
+        with pytest.raises(ManifestRefused):
             trust.check(
                 msgspec.structs.replace(honest, signature=honest.signature[:at] + digit + honest.signature[at + 1 :])
             )
@@ -82,7 +82,7 @@ def test_every_bit_of_a_signature_and_every_field_counts(store, keys):
             other = {str: "x", int: 77, float: 0.5, dict: {}, tuple: (), type(None): 4}.get(type(value), honest.anchor)
             changed = msgspec.structs.replace(honest, **{name: other})
             if changed != honest:
-                with pytest.raises(Refused):
+                with pytest.raises(ManifestRefused):
                     trust.check(changed)
 
 
@@ -91,12 +91,12 @@ def test_there_is_no_way_back_also_not_after_a_restart(store, keys, tmp_path):
     trust = Trust(keys[1], memory=memory)
     trust.accept(manifest.read(store, 2))
     for again in (trust, Trust(keys[1], memory=memory)):
-        with pytest.raises(Refused, match="version 1 is older than version 2"):
+        with pytest.raises(ManifestRefused, match="version 1 is older than version 2"):
             again.accept(manifest.read(store, 1))
         again.accept(manifest.read(store, 2))
     other = open_store(str(tmp_path / "other"))
     Publisher(other, key=keys[0]).publish(0, tensors(0), (), {})
-    with pytest.raises(Refused, match="of another run"):
+    with pytest.raises(ManifestRefused, match="of another run"):
         Trust(keys[1], memory=memory).accept(manifest.read(other, 0))
     memory.write_text("{")
     with pytest.raises(UserError, match="remove it to trust the store anew"):

@@ -8,26 +8,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from faulty import Faulty
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tensors import copies, nudged, tensors
 
 from etude.errors import UserError
 from etude.store import open_store
-from etude.weights import device, kernels, snapshots
-from etude.weights.digest import digest
+from etude.weights import snapshots
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver, load
-from etude.weights.schema import FORMATS, Format, schema_of
 from etude.weights.snapshots import Snapshots
+from etude.weights.ulpd import device, kernels
+from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.schema import FORMATS, Format, schema_of
+from tests.helpers.faulty import Faulty
+from tests.helpers.small_tensors import copies, nudged, tensors
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("neither a GPU nor TRITON_INTERPRET=1: see `make test-triton`", allow_module_level=True)
 pytest.importorskip("triton")
 
-from etude.weights import triton_kernels  # noqa: E402
+from etude.weights.ulpd import triton_kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 BLOCK = triton_kernels.BLOCK

@@ -9,15 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from small_tensors import copies, nudged, tensors, widened
 
 from etude.errors import UserError
 from etude.store import Store, open_store
 from etude.weights import manifest
-from etude.weights.digest import digest
-from etude.weights.live import Live
+from etude.weights.live import LiveTensors
 from etude.weights.publisher import AlreadyPublished, Publisher
 from etude.weights.receiver import DamagedVersion, Receiver, WeightsMismatch, load, materialise
+from etude.weights.ulpd.digest import digest
+from tests.helpers.small_tensors import copies, nudged, tensors, widened
 
 
 @pytest.fixture
@@ -120,13 +120,12 @@ def test_of_two_publishers_of_a_version_one_wins_and_the_other_learns_what_it_pu
 
 KILLED = """
 import sys
-sys.path.insert(0, sys.argv[1])
-from small_tensors import tensors
+from tests.helpers.small_tensors import tensors
 from etude.store import open_store
 from etude.weights.manifest import newest
 from etude.weights.live import Live
 from etude.weights.publisher import Publisher
-store = open_store(sys.argv[2])
+store = open_store(sys.argv[1])
 publisher = Publisher(store, 8)
 publisher.resume(newest(store), tensors(0))
 publisher.publish(1, tensors(1), (7,), {})
@@ -135,7 +134,7 @@ publisher.publish(1, tensors(1), (7,), {})
 
 def test_a_trainer_killed_between_payload_and_manifest_leaves_no_version(store):
     Publisher(store, 8).publish(0, tensors(0), (), {})
-    command = [sys.executable, "-c", KILLED, str(Path(__file__).parent), store.url]
+    command = [sys.executable, "-c", KILLED, store.url]
     environment = os.environ | {"ETUDE_FAILPOINT": "publisher.payload:1"}
     assert subprocess.run(command, env=environment, timeout=120).returncode == -signal.SIGKILL
     assert len(store.list("payloads")) == 2, "the payload was written"
@@ -258,17 +257,17 @@ def test_live_tensors_that_did_not_take_the_values_are_put_back(store, applied, 
     update = receiver.poll()
     wrong = update.staged.bits["b"].copy()
     wrong[0] += 1  # as if the copy to the device had gone wrong
-    write = Live.write
+    write = LiveTensors.write
 
     def half(self, change):  # the first write of a change loses its last element
-        monkeypatch.setattr(Live, "write", write)
+        monkeypatch.setattr(LiveTensors, "write", write)
         write(self, replace(change, positions=change.positions[:-1], values=change.values[:-1]))
 
-    monkeypatch.setattr(Live, "write", half)
+    monkeypatch.setattr(LiveTensors, "write", half)
     object.__setattr__(update, "staged", replace(update.staged, bits=update.staged.bits | {"b": wrong}))
     with pytest.raises(WeightsMismatch, match=f"version {applied} did not arrive in the live tensors:"):
         update.apply()
-    monkeypatch.setattr(Live, "write", write)
+    monkeypatch.setattr(LiveTensors, "write", write)
     assert digest(live) == before
     assert receiver.version == applied - 1
     receiver.poll().apply()

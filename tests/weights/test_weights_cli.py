@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from small_model import files, model, step, write
 
-from etude import cli
+from etude.cli import main
 from etude.store import open_store
 from etude.weights import manifest
 from etude.weights.signature import private_key, sign
+from tests.helpers.small_model import files, model, step, write
 
 VERSIONS = 14
 LAST = VERSIONS - 1
@@ -36,7 +36,7 @@ def cli_runs(root: Path, command: str, code: int = 0) -> None:
     words = shlex.split(command)
     names = {path.name for path in root.iterdir()} | {"out", "elsewhere", "weights", "run.key", "other.key", "nowhere"}
     with pytest.raises(SystemExit) as stop:
-        cli.main(["weights", *(str(root / word) if word in names else word for word in words)])
+        main.main(["weights", *(str(root / word) if word in names else word for word in words)])
     assert stop.value.code == code
 
 
@@ -194,7 +194,7 @@ def test_mistakes(folders, command, sentence, capsys):
 def test_the_documented_commands_are_the_ones_there_are():
     text = (Path(__file__).parents[2] / "docs/weights.md").read_text()
     shown = {line.split()[2]: line for line in text.splitlines() if line.startswith("etude weights ")}
-    weights = next(a for a in cli._parser()._actions if a.choices).choices["weights"]
+    weights = next(a for a in main._parser()._actions if a.choices).choices["weights"]
     actions = next(a for a in weights._actions if isinstance(a.choices, dict)).choices
     assert shown.keys() == actions.keys()
     for name, line in shown.items():

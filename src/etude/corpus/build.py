@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 
 from etude.corpus import dialect, fim, packing
 from etude.corpus.dedup import contamination, exact, near
-from etude.corpus.dialect import IDS, Document, Piece, special
+from etude.corpus.dialect import IDS, Document, TextPiece, special
 from etude.corpus.episodes import break_function, episode, inferable
 from etude.corpus.filters import Function, functions, keep_file, keep_function
 from etude.corpus.mutations import WEIGHTS
-from etude.corpus.sources import Source, collect, fetch, files, provenance
+from etude.corpus.sources import PackageSource, collect, fetch, files, provenance
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Corpus:
     report: dict[str, object]
 
 
-def extract(source: Source, *, allow_tests: bool = False) -> list[Function]:
+def extract(source: PackageSource, *, allow_tests: bool = False) -> list[Function]:
     """Every function of a source that passes the filters."""
     kept = (file for file in files(source) if keep_file(file, allow_tests=allow_tests))
     return [function for file in kept for function in functions(file) if keep_function(function)]
@@ -136,7 +136,7 @@ def code_documents(train: Sequence[Function], rng: random.Random) -> Iterator[Do
     rng.shuffle(groups)
     for path, members in groups:
         body = "\n\n\n".join(f.document if rng.random() < 0.5 else f.source for f in members)
-        yield special("<|file|>"), Piece(f"{path}\n{body}\n")
+        yield special("<|file|>"), TextPiece(f"{path}\n{body}\n")
 
 
 def fim_documents(train: Sequence[Function], rng: random.Random) -> Iterator[Document]:
@@ -144,8 +144,8 @@ def fim_documents(train: Sequence[Function], rng: random.Random) -> Iterator[Doc
     for function in rng.sample(train, len(train)):
         prefix, middle, suffix = fim.split(function.source, rng)
         yield (
-            special("<|fim_prefix|>"), Piece(prefix), special("<|fim_suffix|>"), Piece(suffix),
-            special("<|fim_middle|>"), Piece(middle),
+            special("<|fim_prefix|>"), TextPiece(prefix), special("<|fim_suffix|>"), TextPiece(suffix),
+            special("<|fim_middle|>"), TextPiece(middle),
         )  # fmt: skip
 
 

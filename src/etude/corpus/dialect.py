@@ -22,7 +22,7 @@ IDS = {token: index for index, token in enumerate(SPECIALS)}
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Plain text, or one special token when `special`; `labelled` pieces are trained on."""
 
     text: str
@@ -39,25 +39,25 @@ class Call:
     labelled: bool = True
 
 
-Document = tuple[Piece, ...]
+Document = tuple[TextPiece, ...]
 
 
-def special(token: str, labelled: bool = True) -> Piece:
-    return Piece(token, labelled, special=True)
+def special(token: str, labelled: bool = True) -> TextPiece:
+    return TextPiece(token, labelled, special=True)
 
 
 def message(role: str, content: str) -> Document:
     """A system, user or tool message: context, so never labelled."""
-    return special(f"<|{role}|>", False), Piece(content, False), special("<|end|>", False)
+    return special(f"<|{role}|>", False), TextPiece(content, False), special("<|end|>", False)
 
 
 def turn(calls: Sequence[Call]) -> Document:
     """An assistant turn; the role token is part of the prompt, the closing <|end|> is what the model must say."""
     pieces = [special("<|assistant|>", False)]
     for call in calls:
-        pieces += [special("<|call|>", call.labelled), Piece(call.name, call.labelled)]
+        pieces += [special("<|call|>", call.labelled), TextPiece(call.name, call.labelled)]
         for argument in call.arguments:
-            pieces += [special("<|arg|>", call.labelled), Piece(argument, call.labelled)]
+            pieces += [special("<|arg|>", call.labelled), TextPiece(argument, call.labelled)]
     return (*pieces, special("<|end|>"))
 
 
@@ -68,7 +68,7 @@ def prompt(name: str, path: str, source: str) -> str:
 
 def label_all(document: Document) -> Document:
     """The same document with every piece labelled, as mid-training reads it."""
-    return tuple(Piece(p.text, True, p.special) for p in document)
+    return tuple(TextPiece(p.text, True, p.special) for p in document)
 
 
 def text(document: Document) -> str:

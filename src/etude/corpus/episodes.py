@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
-class Edit:
+class StringEdit:
     """Replace the only occurrence of `old` by `new`; both are whole lines without the last newline."""
 
     old: str
@@ -35,17 +35,17 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Broken:
+class BrokenFunction:
     """A function with one mutation: `source` is what the agent sees, `edit` restores the original."""
 
     function: Function
     operator: str
     path: str
     source: str
-    edit: Edit
+    edit: StringEdit
 
 
-def edit_between(before: str, after: str) -> Edit:
+def edit_between(before: str, after: str) -> StringEdit:
     """The smallest whole-line edit that turns `before` into `after`, grown to neighbours until it is unique.
 
     Raises ValueError when the texts are equal.
@@ -65,17 +65,19 @@ def edit_between(before: str, after: str) -> Edit:
         old, new = "\n".join(a[start:end_a]), "\n".join(b[start:end_b])
         # An empty side would leave an empty line behind; blank lines alone are never unique enough to aim at.
         if old.strip() and end_b > start and before.count(old) == 1:
-            return Edit(old, new)
+            return StringEdit(old, new)
         if start > 0 and (not grow_down or end_a == len(a)):
             start -= 1
         elif end_a < len(a):
             end_a, end_b = end_a + 1, end_b + 1
         else:
-            return Edit(before, after)
+            return StringEdit(before, after)
         grow_down = not grow_down
 
 
-def break_function(function: Function, rng: random.Random, weights: Mapping[str, float] = WEIGHTS) -> Broken | None:
+def break_function(
+    function: Function, rng: random.Random, weights: Mapping[str, float] = WEIGHTS
+) -> BrokenFunction | None:
     """One random mutation of a function by operators of these weights.
 
     None when none applies or its repair is longer than six lines.
@@ -88,16 +90,18 @@ def break_function(function: Function, rng: random.Random, weights: Mapping[str,
     if max(edit.old.count("\n"), edit.new.count("\n")) >= MAX_EDIT_LINES:
         return None
     path = f"src/{function.path}" if rng.random() < 0.5 else function.path
-    return Broken(function, mutation.operator, path, source, edit)
+    return BrokenFunction(function, mutation.operator, path, source, edit)
 
 
-def inferable(broken: Broken) -> bool:
+def inferable(broken: BrokenFunction) -> bool:
     """Whether every name of the repair occurs in the broken function, or is a keyword or builtin."""
     names = set(_NAME.findall(broken.edit.new)) - set(_NAME.findall(broken.source))
     return all(keyword.iskeyword(name) or hasattr(builtins, name) for name in names)
 
 
-def wrong_edit(broken: Broken, rng: random.Random, operators: Mapping[str, float] = WEIGHTS) -> Edit | None:
+def wrong_edit(
+    broken: BrokenFunction, rng: random.Random, operators: Mapping[str, float] = WEIGHTS
+) -> StringEdit | None:
     """A plausible edit that does not repair: another one-line mutation of the broken function; None if none applies."""
     mutation = mutate(broken.source, rng, weights=operators, single_line=True)
     if mutation is None:
@@ -157,16 +161,16 @@ def _value(rng: random.Random, depth: int = 0) -> str:
     return "[" + ", ".join(_value(rng, depth + 1) for _ in range(rng.randint(1, 4))) + "]"
 
 
-def _near_miss(edit: Edit, rng: random.Random) -> Edit:
+def _near_miss(edit: StringEdit, rng: random.Random) -> StringEdit:
     """The right idea aimed at text that is not there: one character of `old` is missing."""
     place = rng.randrange(len(edit.old))
-    return Edit(edit.old[:place] + edit.old[place + 1 :], edit.new)
+    return StringEdit(edit.old[:place] + edit.old[place + 1 :], edit.new)
 
 
-def _no_change(broken: Broken, rng: random.Random) -> Edit | None:
+def _no_change(broken: BrokenFunction, rng: random.Random) -> StringEdit | None:
     """A line of the broken function replaced by itself; None if no line occurs only once."""
     lines = [line for line in broken.source.split("\n") if line.strip() and broken.source.count(line) == 1]
-    return Edit(line, line) if (line := rng.choice(lines or [""])) else None
+    return StringEdit(line, line) if (line := rng.choice(lines or [""])) else None
 
 
 SHAPES = ("blind", "tested", "recovers", "no_match", "no_change", "gives_up")
@@ -174,7 +178,7 @@ TRYING = ("recovers", "gives_up")  # the shapes with wrong edits that were teste
 
 
 def episode(
-    broken: Broken, shape: str, rng: random.Random, operators: Mapping[str, float] = WEIGHTS
+    broken: BrokenFunction, shape: str, rng: random.Random, operators: Mapping[str, float] = WEIGHTS
 ) -> Document | None:
     """One whole episode of the given shape; None when no wrong attempt could be made for it.
 
@@ -217,7 +221,7 @@ def episode(
     return document + turn([undo, call, test]) + message("tool", "undone\nok\npassed") + end
 
 
-def _tries(broken: Broken, most: int, rng: random.Random, operators: Mapping[str, float]) -> list[Edit]:
+def _tries(broken: BrokenFunction, most: int, rng: random.Random, operators: Mapping[str, float]) -> list[StringEdit]:
     """Up to `most` different wrong edits; a short function may not have as many."""
     edits = (wrong_edit(broken, rng, operators) for _ in range(2 * most))
     return list(dict.fromkeys(edit for edit in edits if edit is not None))[:most]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from etude.corpus.filters import Function, functions, keep_file, keep_function, parse
-from etude.corpus.sources import Source, files
+from etude.corpus.sources import PackageSource, files
 
 KINDS: Mapping[str, float] = {"signature": 0.35, "opening": 0.25, "call": 0.2, "file": 0.2}
 NAMESAKE = "namesake"  # asked about symbols that several documents define, and never about others
@@ -34,7 +34,7 @@ _NAMESAKES = 0.15  # share of samples built around a name that several files def
 
 
 @dataclass(frozen=True)
-class Options:
+class RetrievalOptions:
     """Sizes of samples: from `least` to `most` documents of at most `chars` characters; up to `questions` of them."""
 
     least: int = 4
@@ -45,7 +45,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Question:
+class RetrievalQuestion:
     """`title` is that of the document in which the answer stands."""
 
     kind: str
@@ -55,21 +55,21 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Sample:
+class RetrievalSample:
     """Documents as (title, text), and questions of which each is asked after all of them."""
 
     repository: str
     documents: tuple[tuple[str, str], ...]
-    questions: tuple[Question, ...]
+    questions: tuple[RetrievalQuestion, ...]
 
-    def reordered(self, rng: random.Random) -> Sample:
+    def reordered(self, rng: random.Random) -> RetrievalSample:
         return replace(self, documents=tuple(rng.sample(self.documents, len(self.documents))))
 
 
-class Repository:
+class FunctionLibrary:
     """The functions of one package from which samples can be made."""
 
-    def __init__(self, found: Sequence[Function], options: Options) -> None:
+    def __init__(self, found: Sequence[Function], options: RetrievalOptions) -> None:
         self.options = options
         self.functions = [function for function in found if _askable(function, options.chars)]
         self._by_path: dict[str, list[Function]] = {}
@@ -91,7 +91,7 @@ class Repository:
     def usable(self) -> bool:
         return len(self._by_path) >= self.options.least
 
-    def sample(self, rng: random.Random) -> Sample | None:
+    def sample(self, rng: random.Random) -> RetrievalSample | None:
         """None if this draw found no `least` files, or nothing to ask."""
         least, most = self.options.least, self.options.most
         about_namesakes = bool(self._repeated) and rng.random() < _NAMESAKES
@@ -114,7 +114,7 @@ class Repository:
         questions = self._questions(first, chosen, titles, rng)
         documents = [(titles[path], "\n\n".join(f.source for f in excerpt)) for path, excerpt in chosen.items()]
         rng.shuffle(documents)
-        return Sample(first.package, tuple(documents), questions) if questions else None
+        return RetrievalSample(first.package, tuple(documents), questions) if questions else None
 
     def _excerpt(self, function: Function, rng: random.Random) -> list[Function]:
         """The function, and in half of the cases another short one of its file, in file order."""
@@ -129,7 +129,7 @@ class Repository:
 
     def _questions(
         self, first: Function, chosen: Mapping[str, list[Function]], titles: Mapping[str, str], rng: random.Random
-    ) -> tuple[Question, ...]:
+    ) -> tuple[RetrievalQuestion, ...]:
         """About `first` and, for the rest, about others; at most one for each name."""
         defined = [f for excerpt in chosen.values() for f in excerpt]
         named: dict[str, list[Function]] = {}
@@ -137,7 +137,7 @@ class Repository:
             named.setdefault(function.name, []).append(function)
         others = rng.sample(defined, len(defined))
         kinds, weights = list(self.options.kinds), list(self.options.kinds.values())
-        questions: dict[str, Question] = {}
+        questions: dict[str, RetrievalQuestion] = {}
         for function in [first, *others]:
             if len(questions) == self.options.questions:
                 break
@@ -153,16 +153,16 @@ class Repository:
         return tuple(rng.sample(list(questions.values()), len(questions)))
 
 
-def repositories(found: Sequence[Function], options: Options) -> list[Repository]:
+def repositories(found: Sequence[Function], options: RetrievalOptions) -> list[FunctionLibrary]:
     """One for each package that has enough files; the largest packages have no more samples than small ones."""
     by_package: dict[str, list[Function]] = {}
     for function in found:
         by_package.setdefault(function.package, []).append(function)
-    every = [Repository(members, options) for members in by_package.values()]
+    every = [FunctionLibrary(members, options) for members in by_package.values()]
     return [repository for repository in every if repository.usable]
 
 
-def samples(found: Sequence[Function], options: Options, seed: int) -> Iterator[Sample]:
+def samples(found: Sequence[Function], options: RetrievalOptions, seed: int) -> Iterator[RetrievalSample]:
     """Endless samples, each from one package, drawn by the square root of its size.
 
     Raises ValueError if no package has enough files, or none of them gives a sample.
@@ -183,7 +183,7 @@ def samples(found: Sequence[Function], options: Options, seed: int) -> Iterator[
 
 def read_folder(folder: Path) -> list[Function]:
     """The functions of any folder of Python files, tests left out."""
-    source = Source(folder.resolve().name, "", "", folder)
+    source = PackageSource(folder.resolve().name, "", "", folder)
     kept = (file for file in files(source) if keep_file(file))
     return [f for file in kept for f in functions(file) if keep_function(f, min_lines=2)]
 
@@ -193,7 +193,7 @@ def _askable(function: Function, chars: int) -> bool:
     return len(function.source) <= chars and len(header) <= _LONGEST and _HEADER.fullmatch(header) is not None
 
 
-def _ask(function: Function, kind: str, title: str) -> Question | None:
+def _ask(function: Function, kind: str, title: str) -> RetrievalQuestion | None:
     """None if the answer would be too long."""
     name = function.name
     header = function.source.split("\n", 1)[0]
@@ -210,7 +210,7 @@ def _ask(function: Function, kind: str, title: str) -> Question | None:
             text, answer = f"Complete the definition in {title}:\ndef {name}", header
         case _:
             raise ValueError(f"unknown kind of question {kind!r}; known: {', '.join((*KINDS, NAMESAKE))}")
-    return Question(kind, text, answer, title) if len(answer) <= _LONGEST else None
+    return RetrievalQuestion(kind, text, answer, title) if len(answer) <= _LONGEST else None
 
 
 def _arguments(function: Function) -> str:

@@ -24,7 +24,7 @@ _REQUIREMENT = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.!
 
 
 @dataclass(frozen=True)
-class Source:
+class PackageSource:
     """One package (or the standard library): `root` holds its Python files, `licence` is what its metadata declares."""
 
     name: str
@@ -67,12 +67,12 @@ def permissive(licence: str) -> bool:
     return any(re.search(rf"\b{re.escape(name)}\b", licence, re.IGNORECASE) for name in PERMISSIVE)
 
 
-def standard_library() -> Source:
+def standard_library() -> PackageSource:
     """The standard library of the running interpreter (PSF licence)."""
-    return Source("python", platform.python_version(), "PSF-2.0", Path(sysconfig.get_paths()["stdlib"]))
+    return PackageSource("python", platform.python_version(), "PSF-2.0", Path(sysconfig.get_paths()["stdlib"]))
 
 
-def fetch(requirement: str, directory: Path) -> Source:
+def fetch(requirement: str, directory: Path) -> PackageSource:
     """Download one pinned wheel (`name==version`), unpack it below `directory` and read its licence.
 
     Raises ValueError when the requirement is not pinned or the licence is not permissive. A wheel that is already
@@ -96,7 +96,7 @@ def fetch(requirement: str, directory: Path) -> Source:
         raise ValueError(
             f"corpus source {requirement} declares licence {licence!r}, which is not permissive; remove it"
         )
-    return Source(name, version, licence, root)
+    return PackageSource(name, version, licence, root)
 
 
 def unpack(wheel: Path, directory: Path) -> None:
@@ -119,7 +119,7 @@ def _metadata(root: Path) -> str:
     return found[0].read_text(encoding="utf-8", errors="replace")
 
 
-def files(source: Source) -> Iterator[File]:
+def files(source: PackageSource) -> Iterator[File]:
     """Every UTF-8 Python file of a source, in sorted order so that a corpus is the same on every machine."""
     for path in sorted(source.root.rglob("*.py")):
         relative = path.relative_to(source.root)
@@ -132,13 +132,13 @@ def files(source: Source) -> Iterator[File]:
         yield File(source.name, relative.as_posix(), text)
 
 
-def collect(requirements: Sequence[str], directory: Path, *, standard: bool = True) -> list[Source]:
+def collect(requirements: Sequence[str], directory: Path, *, standard: bool = True) -> list[PackageSource]:
     """Fetch every pinned requirement (and the standard library when `standard`), in the given order."""
     found = [standard_library()] if standard else []
     return found + [fetch(requirement, directory) for requirement in requirements]
 
 
-def provenance(sources: Iterable[Source]) -> str:
+def provenance(sources: Iterable[PackageSource]) -> str:
     """The JSON list of {name, version, licence} that is stored next to what was built from these sources."""
     rows = [{k: v for k, v in asdict(source).items() if k != "root"} for source in sources]
     return json.dumps(rows, indent=1)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from etude.dashboard.text import clock, compact, escape, tick
-from etude.dashboard.view import Point, Span
+from etude.dashboard.view import Point, TimelineSpan
 from etude.evals.stats import Estimate
 
 Format = Callable[[float], str]
@@ -80,7 +80,7 @@ def interval_chart(rows: Sequence[tuple[str, Estimate, int]], fmt: Format) -> st
     return f'<div class="ests">{"".join(lines)}</div>'
 
 
-def timeline(spans: Sequence[Span], order: Sequence[str] = ()) -> str:
+def timeline(spans: Sequence[TimelineSpan], order: Sequence[str] = ()) -> str:
     """What each process did over time: per lane, columns stacked by the share of time spent in each state."""
     if not spans:
         return ""
@@ -96,7 +96,7 @@ def is_waiting(state: str) -> bool:
     return any(word in state.lower() for word in _WAITING)
 
 
-def _lane(name: str, spans: Sequence[Span], start: float, length: float) -> str:
+def _lane(name: str, spans: Sequence[TimelineSpan], start: float, length: float) -> str:
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span.state] = seconds.get(span.state, 0.0) + span.end - span.start
@@ -127,7 +127,9 @@ def _lane(name: str, spans: Sequence[Span], start: float, length: float) -> str:
     )
 
 
-def _binned(spans: Sequence[Span], states: Sequence[str], start: float, length: float) -> dict[str, list[float]]:
+def _binned(
+    spans: Sequence[TimelineSpan], states: Sequence[str], start: float, length: float
+) -> dict[str, list[float]]:
     """Share of each column spent in each state. Overlapping spans of one process are scaled back to one."""
     width = length / _BINS
     shares = {state: [0.0] * _BINS for state in states}

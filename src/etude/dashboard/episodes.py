@@ -20,7 +20,7 @@ _SURPRISE = -2.302585  # log(0.1): less likely tokens are underlined
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class _AnnotatedTokens:
     """The tokens of a segment with what the page says about each; one entry per token."""
 
     texts: Sequence[str]
@@ -86,7 +86,7 @@ def _turns(shown: ShownEpisode, peak: float) -> Iterator[str]:
         )
 
 
-def _sampled_turns(shown: ShownEpisode) -> Iterator[_Tokens]:
+def _sampled_turns(shown: ShownEpisode) -> Iterator[_AnnotatedTokens]:
     """The sampled tokens of each turn, in order over all segments."""
     offset = 0
     for segment in shown.episode.segments:
@@ -96,7 +96,7 @@ def _sampled_turns(shown: ShownEpisode) -> Iterator[_Tokens]:
         for start in segment.turn_starts:
             end = _end_of_turn(segment, mask_T, start)
             if len(texts) >= end:
-                yield _Tokens(
+                yield _AnnotatedTokens(
                     texts[start:end],
                     mask_T[start:end],
                     logprobs_T[start:end],
@@ -120,7 +120,7 @@ def _advantages(shown: ShownEpisode, offset: int, length: int) -> np.ndarray | N
     return np.full(length, float(whole)) if whole.ndim == 0 else whole[offset : offset + length]
 
 
-def _shared(tokens: _Tokens) -> str:
+def _shared(tokens: _AnnotatedTokens) -> str:
     """What the first token of a turn says is written once, on their parent; tokens that differ say so themselves."""
     if not len(tokens.texts):
         return ""
@@ -128,7 +128,7 @@ def _shared(tokens: _Tokens) -> str:
     return version if tokens.advantages_T is None else f'{version} data-a="{signed(float(tokens.advantages_T[0]))}"'
 
 
-def _spans(tokens: _Tokens, peak: float) -> str:
+def _spans(tokens: _AnnotatedTokens, peak: float) -> str:
     spans: list[str] = []
     for i, text in enumerate(tokens.texts):
         logprob = float(tokens.logprobs_T[i])

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from etude.dashboard.report import Report
+from etude.dashboard.report import RunReport
 from etude.dashboard.text import byte_count, compact, duration, inert, optional, percent, points
 from etude.evals.stats import Estimate
 
@@ -239,7 +239,7 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_BLOCKS[round((v - low) / (high - low) * (len(_BLOCKS) - 1))] for v in values)
 
 
-def final_table(report: Report, where: Path | None = None) -> RenderableType:
+def final_table(report: RunReport, where: Path | None = None) -> RenderableType:
     """The result of a run; `where` is the path of its page."""
     busy, gap = report.utilisation, report.mismatch
     gaps = {"k2": gap.k2, "k3": gap.k3, "largest": gap.max_abs}
@@ -277,7 +277,7 @@ def _rate(rate: float | None, interval: Estimate | None, style: str = "") -> Tex
     )
 
 
-def _difference(report: Report) -> Text:
+def _difference(report: RunReport) -> Text:
     diff = report.paired_diff
     if diff is None:
         return Text("not measured", "dim")

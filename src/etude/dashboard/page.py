@@ -12,18 +12,18 @@ from etude.dashboard.charts import Format, Series, bar_chart, interval_chart, li
 from etude.dashboard.episodes import episode_cards
 from etude.dashboard.text import byte_count, compact, duration, escape, optional, percent, points, signed
 from etude.dashboard.view import RunView
-from etude.environments.cheats import CHARGES, NOTES
 from etude.evals.stats import Estimate
+from etude.grading.cheats import CHARGES, NOTES
 from etude.records import Outcome
 
 if TYPE_CHECKING:
-    from etude.dashboard.report import Report
+    from etude.dashboard.report import RunReport
 
 PROCESSES = ("controller", "engine", "trainer", "sandbox")  # lanes of the timeline, top to bottom
 _SHOWN_VERSIONS = 500
 
 
-def render(report: Report, view: RunView) -> str:
+def render(report: RunReport, view: RunView) -> str:
     """The whole page. Its security policy forbids every load and every script but its own."""
     style, script = _static("page.css"), _static("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -86,7 +86,7 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> st
     return f'<div class="scroll"><table><tr><th></th>{top}</tr>{body}</table></div>'
 
 
-def _head(report: Report) -> str:
+def _head(report: RunReport) -> str:
     about = [report.model, report.dataset, f"seed {report.seed}", duration(report.seconds), report.hardware]
     spans = "".join(f"<span>{escape(text)}</span>" for text in about if text)
     return (
@@ -96,7 +96,7 @@ def _head(report: Report) -> str:
     )
 
 
-def _headline(report: Report) -> str:
+def _headline(report: RunReport) -> str:
     if report.pass_before is None and report.pass_after is None:
         return "Held-out pass rate not measured"
     before, after = ("–" if v is None else percent(v) for v in (report.pass_before, report.pass_after))
@@ -114,7 +114,7 @@ def _tone(difference: Estimate | None) -> str:
     return "good" if difference.low > 0 else "bad" if difference.high < 0 else ""
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: RunReport) -> str:
     diff = report.paired_diff
     if diff is None:
         return "Before and after were not both measured, so there is no difference to report."
@@ -127,7 +127,7 @@ def _verdict(report: Report) -> str:
     return f"No difference is shown: {interval}, paired {over}. The interval holds zero."
 
 
-def _held_out(report: Report) -> str:
+def _held_out(report: RunReport) -> str:
     sides = (("before", report.pass_before_interval, 6), ("after", report.pass_after_interval, 1))
     rows = [(label, estimate, color) for label, estimate, color in sides if estimate is not None]
     cards = (
@@ -150,7 +150,7 @@ def _held_out(report: Report) -> str:
     return f'<section id="heldout"><div class="pair">{"".join(cards)}</div></section>' if cards else ""
 
 
-def _pass_k(report: Report) -> str:
+def _pass_k(report: RunReport) -> str:
     ks = sorted(set(report.pass_k_before) | set(report.pass_k_after))
     if len(ks) < 2:
         return ""
@@ -159,7 +159,7 @@ def _pass_k(report: Report) -> str:
     return _table([f"pass@{k}" for k in ks], rows)
 
 
-def _facts(report: Report) -> str:
+def _facts(report: RunReport) -> str:
     episodes = sum(report.episodes.values())
     training = report.stages.get("train", 0.0)
     per_second = f"{episodes / training:.1f} per second" if training else "in training"
@@ -180,7 +180,7 @@ def _facts(report: Report) -> str:
     return f'<section class="facts-row card">{tiles}</section>'
 
 
-def _lengths(report: Report) -> list[tuple[str, str, str]]:
+def _lengths(report: RunReport) -> list[tuple[str, str, str]]:
     """Whether long episodes were passed over: lengths of those trained on, beside those of all that ended."""
     trained, generated = report.trained, report.generated
     if trained is None or generated is None:
@@ -189,7 +189,7 @@ def _lengths(report: Report) -> list[tuple[str, str, str]]:
     return [("tokens per trained episode", f"{trained.length:.0f}", beside)]
 
 
-def _checks(report: Report) -> str:
+def _checks(report: RunReport) -> str:
     if not report.checks:
         return ""
     items = "".join(
@@ -244,7 +244,7 @@ def _behaviour(view: RunView) -> list[str]:
     ]
 
 
-def _cheating(report: Report, view: RunView) -> str:
+def _cheating(report: RunReport, view: RunView) -> str:
     """Flags by detector, the impossible twins, shifts of behaviour, and the charged episodes."""
     found = report.cheating
     if found is None:
@@ -307,7 +307,7 @@ def _numerics(view: RunView) -> list[str]:
     ]
 
 
-def _tables(report: Report) -> str:
+def _tables(report: RunReport) -> str:
     """Behaviour and outcomes, before and after."""
     cards: list[str] = []
     before, after = report.behaviour_before, report.behaviour_after
@@ -330,7 +330,7 @@ def _change(before: float | None, after: float | None) -> list[str]:
     return [*cells, "" if before is None or after is None else signed(after - before)]
 
 
-def _lanes(report: Report, view: RunView) -> str:
+def _lanes(report: RunReport, view: RunView) -> str:
     lanes = timeline(view.timeline, PROCESSES)
     stages = " · ".join(f"{escape(name)} {duration(seconds)}" for name, seconds in report.stages.items())
     note = f'<p class="note">Stages: {stages}</p>' if stages else ""
@@ -338,7 +338,7 @@ def _lanes(report: Report, view: RunView) -> str:
     return f'<div class="card">{note}{lanes}{legend}</div>' if lanes or note else ""
 
 
-def _weights(report: Report, view: RunView) -> str:
+def _weights(report: RunReport, view: RunView) -> str:
     published = [step for step in view.steps if "weights/version" in step]
     if not published:
         return '<p class="card empty">No version was published.</p>'

@@ -11,9 +11,9 @@ from etude.dashboard.page import render
 from etude.dashboard.view import RunView, load_view
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, compare
+from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
 from etude.records import Population, Record
 from etude.rollout.drift import Shift
-from etude.rollout.suspects import Suspect, Twins
 
 
 class Utilisation(Record):
@@ -23,7 +23,7 @@ class Utilisation(Record):
     engine: float
 
 
-class Mismatch(Record):
+class MismatchSummary(Record):
     """Trainer against engine log-probabilities: means of k2 and k3, and the largest difference. Null: not measured."""
 
     k2: float | None
@@ -32,18 +32,18 @@ class Mismatch(Record):
 
 
 class Cheating(Record):
-    """What the detectors found in the training episodes; names are those of environments/cheats."""
+    """What the detectors found in the training episodes; names are those of sandbox/cheats."""
 
     flags: dict[str, int]  # episodes by flag
     charged: int  # episodes with at least one charge
     rewarded: int  # of them, with a reward above zero; never any
-    suspects: tuple[Suspect, ...]  # the last of them
-    twins: Twins
+    suspects: tuple[FlaggedEpisode, ...]  # the last of them
+    twins: ImpossibleCounts
     twins_bound: float | None  # share of cheats that the twins leave possible at 95 %; null if some were passed
     shifts: tuple[Shift, ...]
 
 
-class Report(Record):
+class RunReport(Record):
     """`report.json`. Shares are 0 to 1, times in seconds; what was not measured is null or empty."""
 
     seed: int
@@ -56,7 +56,7 @@ class Report(Record):
     versions: int
     bytes_published: int
     utilisation: Utilisation
-    mismatch: Mismatch
+    mismatch: MismatchSummary
     checks: dict[str, bool]  # at least ledger_conserved, weights_digest_served, tokens_prefix_property
 
     name: str = ""
@@ -85,7 +85,7 @@ class Report(Record):
 
 
 def held_out(before: EvalResult | None, after: EvalResult | None) -> dict[str, Any]:
-    """The fields of `Report` that the two evaluations decide; either may have been left out."""
+    """The fields of `RunReport` that the two evaluations decide; either may have been left out."""
     fields: dict[str, Any] = {"pass_before": None, "pass_after": None, "paired_diff": None}
     for when, result in (("before", before), ("after", after)):
         if result is not None:
@@ -109,11 +109,11 @@ def held_out(before: EvalResult | None, after: EvalResult | None) -> dict[str, A
     return fields
 
 
-def write_report(run_dir: Path, report: Report | dict[str, Any], view: RunView | None = None) -> Path:
+def write_report(run_dir: Path, report: RunReport | dict[str, Any], view: RunView | None = None) -> Path:
     """Write `report.json` and `report.html` into the run folder; return the path of the page.
 
-    `report` may be a dictionary with the fields of `Report`. Without `view` the page shows what the folder holds, but
-    no episodes. Raises ValueError if a field is missing or has the wrong type.
+    `report` may be a dictionary with the fields of `RunReport`. Without `view` the page shows what the folder holds,
+    but no episodes. Raises ValueError if a field is missing or has the wrong type.
     """
     if isinstance(report, dict):
         report = _convert(report)
@@ -124,19 +124,19 @@ def write_report(run_dir: Path, report: Report | dict[str, Any], view: RunView |
     return path
 
 
-def read_report(run_dir: Path) -> Report:
+def read_report(run_dir: Path) -> RunReport:
     """The report of a run folder. Raises FileNotFoundError if there is none yet, ValueError if it is not one."""
     try:
-        return msgspec.json.decode((run_dir / "report.json").read_bytes(), type=Report)
+        return msgspec.json.decode((run_dir / "report.json").read_bytes(), type=RunReport)
     except msgspec.MsgspecError as e:
         raise ValueError(f"{run_dir / 'report.json'} is not a report: {e}") from None
 
 
-def _convert(fields: dict[str, Any]) -> Report:
-    unknown = sorted(set(fields) - set(Report.__struct_fields__))
+def _convert(fields: dict[str, Any]) -> RunReport:
+    unknown = sorted(set(fields) - set(RunReport.__struct_fields__))
     if unknown:
         raise ValueError(f"a report has no field {unknown[0]}")
     try:
-        return msgspec.convert(msgspec.to_builtins(fields), Report)
+        return msgspec.convert(msgspec.to_builtins(fields), RunReport)
     except msgspec.MsgspecError as e:
         raise ValueError(f"not a report: {e}") from None

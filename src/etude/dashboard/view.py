@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """One process was in one state from `start` to `end` (seconds; any origin that the whole file shares)."""
 
     process: str
@@ -55,7 +55,7 @@ class Point:
 class RunView:
     steps: tuple[Mapping[str, Any], ...] = ()  # lines of metrics.jsonl
     memory: tuple[Mapping[str, Any], ...] = ()  # lines of memory.jsonl
-    timeline: tuple[Span, ...] = ()
+    timeline: tuple[TimelineSpan, ...] = ()
     episodes: tuple[ShownEpisode, ...] = ()
 
     def series(self, name: str) -> list[Point]:
@@ -97,7 +97,9 @@ def load_view(run_dir: Path, episodes: Sequence[ShownEpisode] = ()) -> RunView:
     return RunView(
         steps=tuple(sorted(steps, key=lambda line: line["step"])),
         memory=tuple(memory),
-        timeline=tuple(Span(str(s["process"]), str(s["state"]), float(s["start"]), float(s["end"])) for s in spans),
+        timeline=tuple(
+            TimelineSpan(str(s["process"]), str(s["state"]), float(s["start"]), float(s["end"])) for s in spans
+        ),
         episodes=tuple(episodes),
     )
 

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from etude.edits import excerpts, sketch
-from etude.edits.invent import edit
-from etude.edits.repositories import Change, Repository, Text
+from etude.corpus.edits import snippets
+from etude.corpus.edits.repositories import FileChange, Repository, Text
+from etude.corpus.edits.synthetic import edit
+from etude.edits import sketch
 from etude.errors import UserError
 
 BINS = (0.02, 0.08, 0.25)  # upper ends of the shares of a file that an edit changes; the last bin is open
@@ -51,10 +52,10 @@ class Example:
         return sum(self.fraction > edge for edge in BINS)
 
 
-def real(repository: Repository, change: Change, most: int, rng: random.Random) -> Example | None:
+def real(repository: Repository, change: FileChange, most: int, rng: random.Random) -> Example | None:
     """An edit that people made, or the part of it that fits `most` lines."""
     sizes = [size for size in _SIZES if size <= most] or [most]
-    found = excerpts.parts(change.before, change.after, change.language, rng.choice(sizes), rng)
+    found = snippets.parts(change.before, change.after, change.language, rng.choice(sizes), rng)
     return found and pair(repository, change.path, change.language, "real", *found, change.subject, rng)
 
 
@@ -62,18 +63,18 @@ def synthetic(
     repository: Repository, text: Text, others: Sequence[str], most: int, rng: random.Random
 ) -> Example | None:
     """An invented edit of a file or of a part of it."""
-    part = excerpts.part(text.text, text.language, _most(most, rng), rng)
+    part = snippets.part(text.text, text.language, _most(most, rng), rng)
     if part is None or not part.endswith("\n"):
         return None
     result = edit(part, others, rng.choices((1, 2, 3, 5), (5, 3, 2, 1))[0], rng)
-    if result is None or not excerpts.parses(result, text.language):
+    if result is None or not snippets.parses(result, text.language):
         return None
     return pair(repository, text.path, text.language, "synthetic", part, result, "", rng)
 
 
 def unchanged(repository: Repository, text: Text, most: int, rng: random.Random) -> Example | None:
     """A sketch that changes nothing."""
-    part = excerpts.part(text.text, text.language, _most(most, rng), rng)
+    part = snippets.part(text.text, text.language, _most(most, rng), rng)
     drawn = part and sketch.no_op(part, text.language, rng)
     return _row(repository, text.path, text.language, "no-op", part, part, drawn, "") if part and drawn else None
 

@@ -33,7 +33,7 @@ _NO_NEWLINE = "\\ No newline at end of file"
 
 
 @dataclass(frozen=True)
-class Question:
+class EditPrompt:
     """`content` is the user's message, `opening` what the answer begins with (given to the model), `close` its end."""
 
     content: str
@@ -41,7 +41,7 @@ class Question:
     close: str
 
 
-def question(file: str, sketch: str, instruction: str = "", way: str = "rewrite") -> Question:
+def question(file: str, sketch: str, instruction: str = "", way: str = "rewrite") -> EditPrompt:
     """What a model is asked. `way` is one of FORMATS."""
     suffix = _suffix(file + sketch + instruction)
     tag, sentence = FORMATS[way]
@@ -49,7 +49,7 @@ def question(file: str, sketch: str, instruction: str = "", way: str = "rewrite"
         f"<instruction{suffix}>{instruction}</instruction{suffix}>\n"
         f"<code{suffix}>\n{file}</code{suffix}>\n<update{suffix}>\n{sketch}</update{suffix}>\n{sentence}"
     )
-    return Question(content, f"<{tag}{suffix}>\n", f"</{tag}{suffix}>")
+    return EditPrompt(content, f"<{tag}{suffix}>\n", f"</{tag}{suffix}>")
 
 
 def answer(file: str, result: str, way: str = "rewrite") -> str:

@@ -6,28 +6,28 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 from enum import StrEnum
 
-from etude.edits.languages import same_syntax
+from etude.code.languages import same_syntax
 
 
-class Grade(StrEnum):
+class EditGrade(StrEnum):
     """In the order in which they are tried; the first that holds counts."""
 
     EXACT = "exact"  # every byte
     WHITESPACE = "whitespace"  # up to blanks at line ends and final newlines
     SYNTAX = "syntax"  # equal syntax trees and comments
-    TESTS = "tests"  # the edit's tests pass, and nothing outside its hunks changed; see edits/tested.py
+    TESTS = "tests"  # the edit's tests pass, and nothing outside its hunks changed; see evals/tested_edits.py
     FAIL = "fail"
 
 
-def grade(result: str, given: str | None, language: str) -> Grade:
+def grade(result: str, given: str | None, language: str) -> EditGrade:
     """How `given` (None: no usable answer) compares with the `result` that is asked for, no tests being run."""
     if given is None:
-        return Grade.FAIL
+        return EditGrade.FAIL
     if given == result:
-        return Grade.EXACT
+        return EditGrade.EXACT
     if _trimmed(given) == _trimmed(result):
-        return Grade.WHITESPACE
-    return Grade.SYNTAX if same_syntax(given, result, language) else Grade.FAIL
+        return EditGrade.WHITESPACE
+    return EditGrade.SYNTAX if same_syntax(given, result, language) else EditGrade.FAIL
 
 
 def outside(file: str, result: str, given: str) -> int:

@@ -40,7 +40,7 @@ _ASKED = (
 )
 
 
-class Verdict(StrEnum):
+class JudgeVerdict(StrEnum):
     """See the module."""
 
     YES = "yes"
@@ -60,17 +60,17 @@ class Judge:
     seconds: float = SECONDS
 
 
-def verdicts(judge: Judge, answers: Sequence[tuple[Example, str]]) -> list[Verdict]:
+def verdicts(judge: Judge, answers: Sequence[tuple[Example, str]]) -> list[JudgeVerdict]:
     """What the judge says of each answer. Raises UserError if there is no such judge at the URL."""
     return asyncio.run(_verdicts(judge, answers)) if answers else []
 
 
-async def _verdicts(judge: Judge, answers: Sequence[tuple[Example, str]]) -> list[Verdict]:
+async def _verdicts(judge: Judge, answers: Sequence[tuple[Example, str]]) -> list[JudgeVerdict]:
     key = os.environ.get("OPENAI_API_KEY")
     slots = asyncio.Semaphore(_AT_ONCE)
     async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=None) as http:
 
-        async def one(example: Example, text: str) -> Verdict:
+        async def one(example: Example, text: str) -> JudgeVerdict:
             async with slots:
                 return await _ask(http, judge, question(example, text))
 
@@ -85,7 +85,7 @@ def question(example: Example, text: str) -> str:
     return f"{_ASKED}\n{shown}"
 
 
-async def _ask(http: httpx2.AsyncClient, judge: Judge, content: str) -> Verdict:
+async def _ask(http: httpx2.AsyncClient, judge: Judge, content: str) -> JudgeVerdict:
     body = {
         "model": judge.model, "messages": [{"role": "user", "content": content}], "temperature": 0,
         "max_tokens": _TOKENS,
@@ -94,33 +94,33 @@ async def _ask(http: httpx2.AsyncClient, judge: Judge, content: str) -> Verdict:
         async with asyncio.timeout(judge.seconds):
             response = await http.post(f"{judge.url.rstrip('/')}/chat/completions", json=body)
     except TimeoutError:
-        return Verdict.TIMEOUT
+        return JudgeVerdict.TIMEOUT
     except (httpx2.ConnectError, httpx2.InvalidURL, httpx2.UnsupportedProtocol) as e:
         raise UserError(f"no judge is at {judge.url} ({e}): give the base of an OpenAI API, ending in /v1") from None
     except httpx2.HTTPError:
-        return Verdict.ERROR
+        return JudgeVerdict.ERROR
     if response.status_code in _MISTAKEN:
         raise UserError(
             f"the judge at {judge.url} answers with status {response.status_code}: give the base of an OpenAI API, "
             "ending in /v1, a model that it has with --judge-model, and its key in OPENAI_API_KEY"
         )
     if response.status_code >= 500:
-        return Verdict.ERROR
+        return JudgeVerdict.ERROR
     if response.status_code >= 400:
-        return Verdict.REFUSED
+        return JudgeVerdict.REFUSED
     try:
         choice = response.json()["choices"][0]
         message, reason = choice["message"], choice.get("finish_reason")
         if message.get("refusal") or reason == "content_filter":
-            return Verdict.REFUSED
+            return JudgeVerdict.REFUSED
         return read(message["content"] or "")
     except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError):
-        return Verdict.ERROR
+        return JudgeVerdict.ERROR
 
 
-def read(said: str) -> Verdict:
+def read(said: str) -> JudgeVerdict:
     """The verdict in what a judge says."""
     lines = _THOUGHT.sub("", said).split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     word = last.strip(" \t\r*_`\"'.!").lower()
-    return Verdict(word) if word in ("yes", "no") else Verdict.UNCLEAR
+    return JudgeVerdict(word) if word in ("yes", "no") else JudgeVerdict.UNCLEAR

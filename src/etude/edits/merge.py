@@ -51,14 +51,14 @@ class Merge:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _SketchBlock:
     lines: list[str]
     marker_before: bool
     marker_after: bool
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _LineReplacement:
     """Lines `start` to `end` (exclusive) of the file become `lines`."""
 
     start: int
@@ -78,7 +78,7 @@ def merge(text: str, sketch: str) -> Merge:
     blocks = _blocks(sketch, set(file))
     if not blocks:
         raise NoPlace("the sketch is empty")
-    taken: list[_Placed] = []
+    taken: list[_LineReplacement] = []
     start = 0
     for block in blocks:
         placed = _place(block, file, start, taken)
@@ -108,11 +108,11 @@ def is_marker(line: str) -> bool:
     return comment is not None if not bare else both or _LEFT_OUT.search(bare) is not None
 
 
-def _blocks(sketch: str, file: set[str]) -> list[_Block]:
+def _blocks(sketch: str, file: set[str]) -> list[_SketchBlock]:
     """The runs of lines between markers. A line that the file itself holds is text, whatever it looks like."""
     fenced = _FENCE.findall(sketch)
     body = fenced[0] if len(fenced) == 1 else sketch
-    blocks: list[_Block] = []
+    blocks: list[_SketchBlock] = []
     lines: list[str] = []
     marker = False
     for line in [*body.removeprefix("\ufeff").splitlines(), None]:
@@ -120,12 +120,12 @@ def _blocks(sketch: str, file: set[str]) -> list[_Block]:
             lines.append(line.rstrip())
             continue
         if any(lines):
-            blocks.append(_Block(lines, marker, line is not None))
+            blocks.append(_SketchBlock(lines, marker, line is not None))
         lines, marker = [], True
     return blocks
 
 
-def _place(block: _Block, file: list[str], start: int, taken: Sequence[_Placed]) -> _Placed:
+def _place(block: _SketchBlock, file: list[str], start: int, taken: Sequence[_LineReplacement]) -> _LineReplacement:
     """Where the block goes: after the block before it if it fits there well, else anywhere free."""
     for lines, keys in ((block.lines, file), (_strip(block.lines), _strip(file))):
         after = _chain(lines, keys, start, taken)
@@ -138,9 +138,9 @@ def _place(block: _Block, file: list[str], start: int, taken: Sequence[_Placed])
     if alike is not None:
         return alike
     if block.marker_before and not block.marker_after:
-        return _Placed(len(file), len(file), block.lines)
+        return _LineReplacement(len(file), len(file), block.lines)
     if block.marker_after and not block.marker_before:
-        return _Placed(0, 0, block.lines)
+        return _LineReplacement(0, 0, block.lines)
     first = next(line for line in block.lines if line).strip()
     raise NoPlace(f"no line of the sketch's block that begins {first[:60]!r} is in the file")
 
@@ -152,7 +152,7 @@ class _Chain:
     ambiguous: bool
 
 
-def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_Placed]) -> _Chain:
+def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_LineReplacement]) -> _Chain:
     """The heaviest chain of equal lines: weights of its lines less `_GAP` per line of the file between them.
 
     One row per line of the block, a running maximum over the lines of the file: O(lines x file).
@@ -213,7 +213,7 @@ def _shift(lines: list[str], file: list[str], pairs: Sequence[tuple[int, int]]) 
             for line in lines]  # fmt: skip
 
 
-def _extend(lines: list[str], file: list[str], chain: _Chain, taken: Sequence[_Placed]) -> _Placed:
+def _extend(lines: list[str], file: list[str], chain: _Chain, taken: Sequence[_LineReplacement]) -> _LineReplacement:
     """The chain's stretch of the file, and beyond it the lines that the block's unanchored ends are new texts of."""
     (first_i, start), (last_i, last) = chain.pairs[0], chain.pairs[-1]
     end = last + 1
@@ -238,10 +238,12 @@ def _extend(lines: list[str], file: list[str], chain: _Chain, taken: Sequence[_P
             if (line and file[j] == line) or (file[j] not in held and _alike(line, file[j])):
                 start = j
                 break
-    return _Placed(start, end, lines, chain.ambiguous)
+    return _LineReplacement(start, end, lines, chain.ambiguous)
 
 
-def _most_alike(lines: list[str], file: list[str], taken: Sequence[_Placed], least: float) -> _Placed | None:
+def _most_alike(
+    lines: list[str], file: list[str], taken: Sequence[_LineReplacement], least: float
+) -> _LineReplacement | None:
     """For a block without anchors: in place of the lines that its own are clearly new texts of."""
     covered = {j for p in taken for j in range(p.start, p.end)}
     places, ambiguous = set[int](), False
@@ -258,7 +260,7 @@ def _most_alike(lines: list[str], file: list[str], taken: Sequence[_Placed], lea
     # Far apart, they are no one place.
     if not places or max(places) + 1 - min(places) > len(lines) + 2:
         return None
-    return _Placed(min(places), max(places) + 1, lines, ambiguous)
+    return _LineReplacement(min(places), max(places) + 1, lines, ambiguous)
 
 
 def _alike(line: str, other: str) -> bool:
@@ -268,7 +270,7 @@ def _alike(line: str, other: str) -> bool:
     return matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE and matcher.ratio() >= _ALIKE
 
 
-def _with_ends(placed: _Placed, file: list[str], lines: list[str], newline: str) -> list[str]:
+def _with_ends(placed: _LineReplacement, file: list[str], lines: list[str], newline: str) -> list[str]:
     """The new lines; those the file has at the place keep its bytes (trailing blanks, line ends)."""
     own = {}
     for j in range(placed.start, placed.end):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
-from etude.edits.languages import comment
+from etude.code.languages import comment
 from etude.edits.merge import NoPlace, merge
 
 MARKER = "... existing code ..."
@@ -68,7 +68,7 @@ class Sketch:
 
 
 @dataclass(frozen=True)
-class _Draft:
+class _SketchDraft:
     """A sketch before it is written: blocks of lines in order, and how they are put together."""
 
     blocks: tuple[tuple[str, ...], ...]
@@ -150,8 +150,8 @@ def _regions(changes: Sequence[Hunk], result: Sequence[str], size: int) -> list[
     return regions
 
 
-def _draft(regions: Sequence[Region], result: Sequence[str], language: str) -> _Draft:
-    return _Draft(
+def _draft(regions: Sequence[Region], result: Sequence[str], language: str) -> _SketchDraft:
+    return _SketchDraft(
         blocks=tuple(tuple(result[r.low : r.high]) for r in regions),
         heads=("",) * len(regions),
         marker=comment(language, MARKER),
@@ -160,7 +160,7 @@ def _draft(regions: Sequence[Region], result: Sequence[str], language: str) -> _
     )
 
 
-def _written(draft: _Draft) -> str:
+def _written(draft: _SketchDraft) -> str:
     lines: list[str] = []
     if draft.before:
         lines.append(_indented(draft.marker, draft.heads[0] or draft.blocks[0]))
@@ -199,12 +199,16 @@ def _still_determined(kind: str, before: str, after: str, sketch: str) -> bool:
 # --- kinds of noise: each gives a new draft, or None where it has no place -----------------------------------------
 
 
-def _wording(draft: _Draft, _: Sequence[Region], __: Sequence[str], language: str, rng: random.Random) -> _Draft:
+def _wording(
+    draft: _SketchDraft, _: Sequence[Region], __: Sequence[str], language: str, rng: random.Random
+) -> _SketchDraft:
     styles = [language, language, "javascript", "python"]
     return replace(draft, marker=comment(rng.choice(styles), rng.choice(_WORDINGS)))
 
 
-def _no_ends(draft: _Draft, _: Sequence[Region], __: Sequence[str], ___: str, rng: random.Random) -> _Draft | None:
+def _no_ends(
+    draft: _SketchDraft, _: Sequence[Region], __: Sequence[str], ___: str, rng: random.Random
+) -> _SketchDraft | None:
     if not (draft.before or draft.after):
         return None
     ends = rng.choice(((False, False), (False, True), (True, False)))
@@ -212,8 +216,8 @@ def _no_ends(draft: _Draft, _: Sequence[Region], __: Sequence[str], ___: str, rn
 
 
 def _one_sided(
-    draft: _Draft, regions: Sequence[Region], result: Sequence[str], _: str, rng: random.Random
-) -> _Draft | None:
+    draft: _SketchDraft, regions: Sequence[Region], result: Sequence[str], _: str, rng: random.Random
+) -> _SketchDraft | None:
     """A block loses the context before or after its change; never one that hides a deletion."""
     places = [i for i, region in enumerate(regions) if not region.deletion and len(draft.blocks[i]) > 3]
     if not places:
@@ -224,7 +228,9 @@ def _one_sided(
     return replace(draft, blocks=(*draft.blocks[:at], cut, *draft.blocks[at + 1 :]))
 
 
-def _indent(draft: _Draft, _: Sequence[Region], __: Sequence[str], ___: str, rng: random.Random) -> _Draft | None:
+def _indent(
+    draft: _SketchDraft, _: Sequence[Region], __: Sequence[str], ___: str, rng: random.Random
+) -> _SketchDraft | None:
     """The whole sketch further to the left or to the right."""
     shown = [line for block in draft.blocks for line in block if line.strip()]
     room = min((len(line) - len(line.lstrip(" ")) for line in shown), default=0)
@@ -236,7 +242,9 @@ def _indent(draft: _Draft, _: Sequence[Region], __: Sequence[str], ___: str, rng
     return replace(draft, blocks=tuple(tuple(x[room:] if x.strip() else x for x in b) for b in draft.blocks))
 
 
-def _reordered(draft: _Draft, _: Sequence[Region], __: Sequence[str], ___: str, rng: random.Random) -> _Draft | None:
+def _reordered(
+    draft: _SketchDraft, _: Sequence[Region], __: Sequence[str], ___: str, rng: random.Random
+) -> _SketchDraft | None:
     if len(draft.blocks) < 2 or not (draft.before and draft.after):
         return None
     order = list(range(len(draft.blocks)))
@@ -248,8 +256,8 @@ def _reordered(draft: _Draft, _: Sequence[Region], __: Sequence[str], ___: str, 
 
 
 def _enclosing(
-    draft: _Draft, regions: Sequence[Region], result: Sequence[str], _: str, rng: random.Random
-) -> _Draft | None:
+    draft: _SketchDraft, regions: Sequence[Region], result: Sequence[str], _: str, rng: random.Random
+) -> _SketchDraft | None:
     """The line of the class or function around a block, with a marker for what lies between."""
     at = rng.randrange(len(regions))
     block = [line for line in draft.blocks[at] if line.strip()]
@@ -265,7 +273,9 @@ def _enclosing(
     return None
 
 
-def _stale(draft: _Draft, regions: Sequence[Region], _: Sequence[str], __: str, rng: random.Random) -> _Draft | None:
+def _stale(
+    draft: _SketchDraft, regions: Sequence[Region], _: Sequence[str], __: str, rng: random.Random
+) -> _SketchDraft | None:
     """A line of context as it was some time ago: without its trailing comment or with other blanks inside."""
     places = [
         (i, j)
@@ -283,19 +293,23 @@ def _stale(draft: _Draft, regions: Sequence[Region], _: Sequence[str], __: str, 
     return replace(draft, blocks=(*draft.blocks[:i], tuple(block), *draft.blocks[i + 1 :]))
 
 
-def _fence(draft: _Draft, _: Sequence[Region], __: Sequence[str], language: str, rng: random.Random) -> _Draft | None:
+def _fence(
+    draft: _SketchDraft, _: Sequence[Region], __: Sequence[str], language: str, rng: random.Random
+) -> _SketchDraft | None:
     if any(line.lstrip().startswith("```") for block in draft.blocks for line in block):
         return None
     return replace(draft, fence=rng.choice((language, "")))
 
 
-def _prose(draft: _Draft, a: Sequence[Region], b: Sequence[str], language: str, rng: random.Random) -> _Draft | None:
+def _prose(
+    draft: _SketchDraft, a: Sequence[Region], b: Sequence[str], language: str, rng: random.Random
+) -> _SketchDraft | None:
     """Words around the block, which then needs a fence."""
     fenced = draft if draft.fence is not None else _fence(draft, a, b, language, rng)
     return fenced and replace(fenced, prose=(rng.choice(_PROSE), rng.choice(_AFTERWARDS)))
 
 
-_Noise = Callable[[_Draft, Sequence[Region], Sequence[str], str, random.Random], _Draft | None]
+_Noise = Callable[[_SketchDraft, Sequence[Region], Sequence[str], str, random.Random], _SketchDraft | None]
 # In the order in which they are made: what is held against the merge comes first, what moves blocks after what names
 # them by their place.
 NOISE: dict[str, _Noise] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from etude.corpus.retrieval import Question, Sample
+from etude.corpus.retrieval import RetrievalQuestion, RetrievalSample
 from etude.evals.stats import Estimate, pass_rate
 from etude.records import Record
 
@@ -22,9 +22,11 @@ class RetrievalResult(Record):
     spread: float  # between the best and the worst order
 
 
-def summary(documents: str, samples: Sequence[Sample], right: Sequence[Sequence[bool]], seed: int) -> RetrievalResult:
+def summary(
+    documents: str, samples: Sequence[RetrievalSample], right: Sequence[Sequence[bool]], seed: int
+) -> RetrievalResult:
     """`right` holds, for the questions of all samples one after the other, whether each order's answer was exact."""
-    asked: list[tuple[int, Question]] = [(i, q) for i, sample in enumerate(samples) for q in sample.questions]
+    asked: list[tuple[int, RetrievalQuestion]] = [(i, q) for i, sample in enumerate(samples) for q in sample.questions]
     if len(asked) != len(right):
         raise ValueError(f"{len(right)} answers for {len(asked)} questions")
     by_kind: dict[str, list[int]] = {}

@@ -18,7 +18,7 @@ from etude.evals.stats import Estimate, paired_difference, pass_at_k, pass_rate
 from etude.records import Episode, Outcome, Record, Task
 
 if TYPE_CHECKING:
-    from etude.harness.episode import Setting
+    from etude.rollout.episode import RolloutContext
 
 RETRIES = 2  # of an episode lost to infrastructure
 KS = (1, 2, 4, 8)
@@ -77,7 +77,7 @@ class Comparison(Record):
 
 
 async def evaluate(
-    setting: Setting,
+    setting: RolloutContext,
     *,
     samples: int,
     split: str = "heldout",
@@ -95,10 +95,10 @@ async def evaluate(
     if not tasks:
         name = setting.dataset.name
         raise UserError(f"the dataset {name} has no {split} tasks; choose another split or build it anew")
-    from etude.harness.episode import Slot, play  # here, because reports read results without the harness
+    from etude.rollout.episode import EpisodeId, play  # here, because reports read results without the harness
 
     async def attempt(task: Task, index: int, sample: int, number: int, episode_seed: int) -> Episode:
-        return await play(setting, task, Slot(index, sample, number, episode_seed))
+        return await play(setting, task, EpisodeId(index, sample, number, episode_seed))
 
     return await run_suite(
         tasks, attempt, samples=samples, split=split, seed=seed, concurrency=concurrency, progress=progress,

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from etude.harness.renderers import Renderer
 from etude.records import Episode, Segment, Turn
+from etude.renderers import Renderer
 
 Step = dict[str, Any]
 

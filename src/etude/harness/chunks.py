@@ -20,7 +20,7 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
-class Chunk:
+class CodeChunk:
     """Lines `first` to `last` (1-based, inclusive) of a file; `name` is what they define, "" if nothing."""
 
     path: str
@@ -31,13 +31,13 @@ class Chunk:
     key: bytes = field(repr=False)  # blake3 of all of it but the lines' numbers: equal chunks are analysed once
 
 
-def chunk(path: str, first: int, last: int, name: str, text: str) -> Chunk:
+def chunk(path: str, first: int, last: int, name: str, text: str) -> CodeChunk:
     digest = blake3.blake3("\0".join((path, name, text)).encode("utf-8", "surrogatepass")).digest(16)
-    return Chunk(path, first, last, name, text, digest)
+    return CodeChunk(path, first, last, name, text, digest)
 
 
 @lru_cache(maxsize=4096)
-def chunks(path: str, text: str) -> tuple[Chunk, ...]:
+def chunks(path: str, text: str) -> tuple[CodeChunk, ...]:
     """A file cut into chunks, in its order; blank ones are left out."""
     lines = [line[:MAX_LINE] for line in re.split(r"\r\n|\n|\r", text)]
     spans = list(_python(text, len(lines))) if path.endswith((".py", ".pyi")) else []

@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from etude.harness.text import TITLE, one_line
 from etude.records import Focus, ToolCall
+from etude.renderers.text import TITLE, one_line
 
 MIN_RESULT = 64  # tokens; a shorter result costs less as text than as a new segment
 _CHARACTERS = 12  # of a token at most, as a rule: pieces that cannot fit are not encoded
@@ -24,7 +24,7 @@ Encode = Callable[[str, str], list[int]]  # title, text -> ids of the document
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """Lines of a file, 1-based and inclusive; `first` is that of the statement itself, comments above it left out."""
 
     first: int
@@ -32,7 +32,7 @@ class Piece:
     text: str
 
 
-def pieces(text: str) -> list[Piece]:
+def pieces(text: str) -> list[FilePiece]:
     """A file cut into its top-level functions and classes, and the runs of other statements between them.
 
     Together they are all its lines but blank ones at the ends. One piece if it does not parse as Python.
@@ -44,7 +44,7 @@ def pieces(text: str) -> list[Piece]:
     for first, last in cuts:
         body = "".join(lines[begin - 1 : last]).strip("\r\n")
         if body.strip():
-            found.append(Piece(first, last, body))
+            found.append(FilePiece(first, last, body))
         begin = last + 1
     return found
 

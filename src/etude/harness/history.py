@@ -1,6 +1,6 @@
 """The commits that led to the tree in a box, asked of git inside the box: its configuration is the agent's to change.
 
-What may be seen is decided where the history is made (`environments/history.py`): nothing after the base commit is in
+What may be seen is decided where the history is made (`sandbox/history.py`): nothing after the base commit is in
 it, and no version that holds the answer.
 """
 
@@ -10,9 +10,9 @@ import re
 import shlex
 from collections.abc import Awaitable, Callable
 
-from etude.environments.base import ExecResult
-from etude.environments.inside.root import WORKSPACE
-from etude.harness.text import ToolError
+from etude.renderers.text import ToolError
+from etude.sandbox.base import ExecResult
+from etude.sandbox.guest.root import WORKSPACE
 
 MOST = 20  # commits
 SECONDS = 10.0

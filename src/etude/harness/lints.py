@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
-from etude.environments.base import ExecResult
-from etude.harness.text import ToolError, one_line
+from etude.renderers.text import ToolError, one_line
+from etude.sandbox.base import ExecResult
 
 MOST = 100  # diagnostics
 FILES = 20

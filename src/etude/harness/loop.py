@@ -17,14 +17,14 @@ from typing import Any, Protocol
 import blake3
 import msgspec
 
-from etude.environments.base import Box, BoxError
 from etude.harness.documents import MIN_RESULT, pointer, title_of
 from etude.harness.ledger import TokenLedger
 from etude.harness.prompts import AGAIN, SUMMARISE, Opening, open_task, reopen_task
-from etude.harness.renderers import Renderer
 from etude.harness.sketches import Apply, merged
 from etude.harness.tools import READ_ONLY, Tools
 from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
+from etude.renderers import Renderer
+from etude.sandbox.base import Box, BoxError
 
 GRACE_SECONDS = 30.0  # what a tool may run beyond the budget of seconds; its own limit should end it before
 LEFT_OUT = "error: the result does not fit your context; ask for less"
@@ -86,7 +86,7 @@ class Aborted(Exception):
 
 
 @dataclass(frozen=True)
-class Draft:
+class UngradedEpisode:
     """An episode before it is graded."""
 
     segments: tuple[Segment, ...]
@@ -103,7 +103,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 @dataclass(frozen=True)
-class Play:
+class EpisodeSpec:
     """What one episode is played with; its box comes beside it. `lay` is what the tool `apply` asks."""
 
     task: Task
@@ -115,17 +115,17 @@ class Play:
     lay: Apply = merged
 
 
-async def run_episode(play: Play, box: Box) -> Draft:
+async def run_episode(play: EpisodeSpec, box: Box) -> UngradedEpisode:
     """Plays in `box`. A spent budget ends the episode where it stands; errors that are ours are raised."""
     return await play_opened(play, await _open(play, box))
 
 
-async def play_opened(play: Play, opening: Opening) -> Draft:
+async def play_opened(play: EpisodeSpec, opening: Opening) -> UngradedEpisode:
     """Plays on from an opening, as `run_episode` does."""
     return await _Loop(play, opening).draft()
 
 
-async def _open(play: Play, box: Box) -> Opening:
+async def _open(play: EpisodeSpec, box: Box) -> Opening:
     return await open_task(play.task, box, play.renderer, play.budget, play.lay, documents=play.sampling.documents)
 
 
@@ -134,19 +134,19 @@ class Branch:
     """One way on from a fork: `play` it once. `box` is its own, and the caller's to close."""
 
     box: Box
-    play: Callable[[], Coroutine[Any, Any, Draft]]
+    play: Callable[[], Coroutine[Any, Any, UngradedEpisode]]
 
 
 @dataclass(frozen=True)
 class Trunk:
     """The first turns of several episodes. No branches if the agent has left a box that cannot be forked: `fault`."""
 
-    draft: Draft
+    draft: UngradedEpisode
     branches: tuple[Branch, ...]
     fault: str = ""
 
 
-async def fork_episode(play: Play, box: Box, turns: int, seeds: Sequence[int]) -> Trunk:
+async def fork_episode(play: EpisodeSpec, box: Box, turns: int, seeds: Sequence[int]) -> Trunk:
     """Plays `turns` turns in `box` once, the trunk; from there an episode per seed may go on, in a fork of the box.
 
     They have the trunk's tokens in common, log-probabilities included, and budgets count those. Running processes, and
@@ -162,7 +162,7 @@ async def fork_episode(play: Play, box: Box, turns: int, seeds: Sequence[int]) -
             raise
         return Trunk(draft, (), f"the box could not be forked: {e}")
 
-    async def over() -> Draft:
+    async def over() -> UngradedEpisode:
         return draft
 
     ended = draft.stop_reason is not StopReason.TURNS or turns >= play.budget.turns
@@ -173,7 +173,7 @@ async def fork_episode(play: Play, box: Box, turns: int, seeds: Sequence[int]) -
 class _Loop:
     """One episode in progress."""
 
-    def __init__(self, play: Play, opening: Opening) -> None:
+    def __init__(self, play: EpisodeSpec, opening: Opening) -> None:
         self.ledger = TokenLedger(opening.documents)
         self.turns: list[Turn] = []
         self._added: Sequence[int] = opening.prompt  # what the environment says next
@@ -197,7 +197,7 @@ class _Loop:
         new._play = replace(self._play, seed=seed)
         return new
 
-    async def draft(self, turns: int | None = None) -> Draft:
+    async def draft(self, turns: int | None = None) -> UngradedEpisode:
         """Plays to the end, or no more than `turns` turns in all."""
         timed_out = False
         try:
@@ -205,7 +205,7 @@ class _Loop:
                 stop_reason = await self._run(self._play.budget.turns if turns is None else turns)
         except TimeoutError:
             stop_reason, timed_out = StopReason.SECONDS, True
-        return Draft(self.ledger.segments(), tuple(self.turns), stop_reason, self.metrics(), timed_out)
+        return UngradedEpisode(self.ledger.segments(), tuple(self.turns), stop_reason, self.metrics(), timed_out)
 
     async def _run(self, turns: int) -> StopReason:
         """Plays turns until there is a reason to stop."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from etude.environments.base import Box
 from etude.harness.documents import open_file
-from etude.harness.renderers import Renderer
-from etude.harness.schemas import SCHEMAS
 from etude.harness.sketches import Apply
 from etude.harness.tools import CompactTools, FullTools, ToolError, Tools
 from etude.records import Budget, Task
+from etude.renderers import Renderer
+from etude.renderers.schemas import SCHEMAS
+from etude.sandbox.base import Box
 
 SYSTEM = (
     "You are a coding agent. You work in a repository with the tools you are given; paths are relative to its root. "

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etude.harness.chunks import Chunk, chunks
+from etude.harness.chunks import CodeChunk, chunks
 
-Scorer = Callable[[str, Sequence[Chunk]], Sequence[float]]
+Scorer = Callable[[str, Sequence[CodeChunk]], Sequence[float]]
 Embed = Callable[[Sequence[str]], np.ndarray]  # texts -> float [texts, D]; the first text of a search is the question
 
 RESULTS = 10
@@ -78,19 +78,19 @@ class Lexical:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read: OrderedDict[bytes, _Words] = OrderedDict()
-        self._indices: OrderedDict[tuple[bytes, ...], _Index] = OrderedDict()
+        self._indices: OrderedDict[tuple[bytes, ...], _Postings] = OrderedDict()
 
-    def __call__(self, question: str, chunks: Sequence[Chunk]) -> Sequence[float]:
+    def __call__(self, question: str, chunks: Sequence[CodeChunk]) -> Sequence[float]:
         keys = tuple(chunk.key for chunk in chunks)
         with self._lock:
             if keys not in self._indices:
-                self._indices[keys] = _Index([self._words(chunk) for chunk in chunks])
+                self._indices[keys] = _Postings([self._words(chunk) for chunk in chunks])
             self._indices.move_to_end(keys)
             if len(self._indices) > INDICES:
                 self._indices.popitem(last=False)
             return self._indices[keys].scores(question).tolist()
 
-    def _words(self, chunk: Chunk) -> _Words:
+    def _words(self, chunk: CodeChunk) -> _Words:
         found = self._read.get(chunk.key)
         if found is None:
             found = self._read[chunk.key] = _words(chunk)
@@ -99,7 +99,7 @@ class Lexical:
         return found
 
 
-def _words(chunk: Chunk) -> _Words:
+def _words(chunk: CodeChunk) -> _Words:
     header = _HEADER.search(chunk.text)
     fields = {
         "name": Counter(words(chunk.name)),
@@ -110,7 +110,7 @@ def _words(chunk: Chunk) -> _Words:
     return _Words(fields, frozenset(_IDENTIFIER.findall(chunk.text)), chunk.name.rpartition(".")[2])
 
 
-class _Index:
+class _Postings:
     """Postings of a set of chunks."""
 
     def __init__(self, read: Sequence[_Words]) -> None:
@@ -161,7 +161,7 @@ def cosine(embed: Embed) -> Scorer:
     """A scorer by an embedding model: exact cosine similarity, and each chunk embedded once."""
     vectors: OrderedDict[bytes, np.ndarray] = OrderedDict()
 
-    def score(question: str, chunks: Sequence[Chunk]) -> Sequence[float]:
+    def score(question: str, chunks: Sequence[CodeChunk]) -> Sequence[float]:
         new = [chunk for chunk in chunks if chunk.key not in vectors]
         rows = _unit(embed([question, *(f"{chunk.path} {chunk.name}\n{chunk.text}" for chunk in new)]))
         vectors.update((chunk.key, row) for chunk, row in zip(new, rows[1:], strict=True))
@@ -178,7 +178,7 @@ def _unit(rows: np.ndarray) -> np.ndarray:
     return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
 
 
-def best(question: str, chunks: Sequence[Chunk], scorer: Scorer, limit: int) -> list[tuple[Chunk, float]]:
+def best(question: str, chunks: Sequence[CodeChunk], scorer: Scorer, limit: int) -> list[tuple[CodeChunk, float]]:
     """The `limit` best chunks with their scores, those of score 0 left out; ties by path and line."""
     scored = [(float(s), c) for s, c in zip(scorer(question, chunks), chunks, strict=True) if s > 0]
     scored.sort(key=lambda pair: (-pair[0], pair[1].path, pair[1].first))
@@ -191,7 +191,7 @@ def search(question: str, files: Sequence[tuple[str, str]], scorer: Scorer) -> s
     return "\n\n".join(map(_shown, found))
 
 
-def _shown(hit: tuple[Chunk, float]) -> str:
+def _shown(hit: tuple[CodeChunk, float]) -> str:
     chunk, score = hit
     lines = [line for line in chunk.text.split("\n") if line.strip()]
     text = "\n".join(lines[:SHOWN]) + ("\n..." if len(lines) > SHOWN else "")

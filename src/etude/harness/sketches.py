@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 import httpx2
 
 from etude.edits.edit import Edit
-from etude.environments.base import ApplyFailed
 from etude.errors import UserError
-from etude.harness.text import ToolError
+from etude.renderers.text import ToolError
+from etude.sandbox.base import ApplyFailed
 
 Apply = Callable[[Edit], Awaitable[str]]
 """The new text of the edit's file. Raises ToolError for what the agent can mend, BoxError for what it can't."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from etude.harness.text import ToolError, one_line
+from etude.renderers.text import ToolError, one_line
 
 MOST = 50
 _SIGNS = {"open": "[ ]", "doing": "[~]", "done": "[x]"}

@@ -20,18 +20,18 @@ from typing import Self
 import blake3
 
 from etude.edits.edit import Edit
-from etude.environments.base import Box, BoxError, ExecResult, NotFound, NotRegular, TestReport
 from etude.harness import grep
 from etude.harness.focus import EditError, View, edit_file, moved, view_of
 from etude.harness.history import history
 from etude.harness.lints import Lints, checked_paths
 from etude.harness.ranking import Lexical, Scorer, search
-from etude.harness.schemas import COMPACT_PARAMETERS, SCHEMAS
 from etude.harness.sketches import Apply, merged
 from etude.harness.terminals import Terminals
-from etude.harness.text import ToolError, one_line, printable
 from etude.harness.todo import todo
 from etude.records import Task, ToolCall
+from etude.renderers.schemas import COMPACT_PARAMETERS, SCHEMAS
+from etude.renderers.text import ToolError, one_line, printable
+from etude.sandbox.base import Box, BoxError, ExecResult, NotFound, NotRegular, TestReport
 
 READ_ONLY = frozenset({"list", "read", "grep", "search"})  # calls that may run at the same time
 TEST_SECONDS = 10.0

@@ -6,7 +6,7 @@ quadratic in the length of a packed row.
 
     layout=None             plain rows [B, T], padded on the right: causal attention
     layout=SegmentLayout    one row [1, T]: the nodes of a segment graph, below nodes computed before (`prefix`) or not
-    any other `Layout`      e.g. the engine's paged KV cache (`etude.inference.layout`)
+    any other `AttentionLayout`      e.g. the engine's paged KV cache (`etude.inference.engine.attention_metadata`)
 
 Shapes inside: query_BHTD, key_BKTD, value_BKTD with H query heads and K key/value heads.
 """
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
-from etude.models import exact, flex
+from etude.models import batch_invariant, flex
 from etude.models.segments import Block, Graph
 
 NAME = "etude"
 KeyValues = dict[int, tuple[Tensor, Tensor]]  # by layer: keys after rotation and values, [1, K, T, D]
 
 
-class Layout(Protocol):
+class AttentionLayout(Protocol):
     """Decides which tokens of a forward pass see which."""
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
@@ -136,9 +136,9 @@ def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: floa
     """
     count, end = query_BHTD.shape[2], key_BKTD.shape[2]
     blocks = [Block(0, count, end - count, end, True), Block(0, count, 0, end - count, False)]
-    if exact.is_on():
+    if batch_invariant.is_on():
         return _BlockAttention.apply(
-            query_BHTD, key_BKTD, value_BKTD, blocks[: 1 + (count < end)], scale, exact.attention
+            query_BHTD, key_BKTD, value_BKTD, blocks[: 1 + (count < end)], scale, batch_invariant.attention
         )
     # The engine's CPU kernel computes attention in float32 whatever the weights' type; so does this one, to agree.
     on_cpu = query_BHTD.device.type == "cpu"
@@ -165,7 +165,7 @@ def etude_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    layout: Layout | None = None,
+    layout: AttentionLayout | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **options: object,

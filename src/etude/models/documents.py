@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from etude.models import exact, flash, products
+from etude.models import attention_kernel, batch_invariant, gemm
 from etude.models.attention import KeyValues, causal
 from etude.models.experts import few_shapes, observe
 from etude.models.kernels import BLOCK, place
@@ -46,7 +46,7 @@ class Rotation:
         self._apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
         self._like = next(model.parameters()).new_empty(0, dtype=model.dtype)
         self._head_dim = key_shape(model.config)[1]
-        self._angles = self._computed(exact.TILE)
+        self._angles = self._computed(batch_invariant.TILE)
 
     def angles(self, length: int) -> Tensor:
         """Cosines and sines of positions 0 to `length` - 1: [2, 1, length, D]."""
@@ -78,7 +78,7 @@ class Rotation:
 
 
 @dataclass(eq=False)
-class Document:
+class CachedDocument:
     """Token ids, and what was computed of them: keys before rotation, values and expert ids of the first `computed`."""
 
     ids_n: np.ndarray
@@ -91,13 +91,13 @@ class Document:
         return len(self.ids_n)
 
 
-def empty_document(model: PreTrainedModel, ids: Sequence[int]) -> Document:
+def empty_document(model: PreTrainedModel, ids: Sequence[int]) -> CachedDocument:
     """A document of which nothing is computed, its memory taken."""
     heads, head_dim = key_shape(model.config)
     shape = (model.config.num_hidden_layers, heads, len(ids), head_dim)
     like = next(model.parameters())
     keys, values = (like.new_empty(shape, dtype=model.dtype) for _ in range(2))
-    return Document(np.array(ids, dtype=np.int64), keys.detach(), values.detach())
+    return CachedDocument(np.array(ids, dtype=np.int64), keys.detach(), values.detach())
 
 
 def key_shape(config: PretrainedConfig) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def key_shape(config: PretrainedConfig) -> tuple[int, int]:
 
 @torch.inference_mode()
 def compute(
-    model: PreTrainedModel, rotation: Rotation, parts: Sequence[tuple[Document, int]], routes: bool = False
+    model: PreTrainedModel, rotation: Rotation, parts: Sequence[tuple[CachedDocument, int]], routes: bool = False
 ) -> None:
     """The next `count` tokens of each document, in one pass [1, sum of counts] beside each other.
 
@@ -117,8 +117,8 @@ def compute(
     """
     device = parts[0][0].keys_LKnD.device
     ids_N = np.concatenate([d.ids_n[d.computed : d.computed + count] for d, count in parts])
-    padded_N = np.pad(ids_N, (0, products.padding(len(ids_N), device, model.dtype)))
-    few = device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > products.FEW
+    padded_N = np.pad(ids_N, (0, gemm.padding(len(ids_N), device, model.dtype)))
+    few = device.type == "cpu" and model.dtype == torch.bfloat16 and len(ids_N) > gemm.FEW
     with few_shapes() if few else nullcontext(), observe() if routes else nullcontext() as choices:
         model.get_decoder()(
             input_ids=torch.from_numpy(padded_N).to(device)[None],
@@ -140,7 +140,7 @@ def compute(
 class _Apart:
     """The layout of a pass over documents whose tokens all claim to stand at position 0."""
 
-    def __init__(self, rotation: Rotation, parts: Sequence[tuple[Document, int]]) -> None:
+    def __init__(self, rotation: Rotation, parts: Sequence[tuple[CachedDocument, int]]) -> None:
         self._rotation, self._parts = rotation, parts
         self._angles = rotation.angles(max(document.computed + count for document, count in parts))
 
@@ -153,12 +153,12 @@ class _Apart:
             document.values_LKnD[layer, :, begin:end] = value_BKTD[0, :, here]
             query = self._rotation(query_BHTD[:, :, here], self._angles[:, :, begin:end])
             key = self._rotation(document.keys_LKnD[layer, None, :, :end], self._angles[:, :, :end])
-            out[:, :, here] = flash.causal(query, key, document.values_LKnD[layer, None, :, :end], scale)
+            out[:, :, here] = attention_kernel.causal(query, key, document.values_LKnD[layer, None, :, :end], scale)
             at += count
         return out
 
 
-class Placed:
+class PlacedDocuments:
     """The layout of one row that begins with documents, computed and placed as the engine does it, with gradients.
 
     In exact mode the row's bits are then those of the engine. Its documents' tokens must claim to stand at position 0:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-from etude.models import exact, products
+from etude.models import batch_invariant, gemm
 
 NAME = "etude"
 _MOST_PADDING = 4  # times the tokens
@@ -79,14 +79,14 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
     if choices is not None:
         choices.layers.append(index_TK)
         choices.experts = module.num_experts
-    if exact.is_on():
-        return exact.experts(module, hidden_TD, index_TK, weight_TK)
-    if not exact.is_plain(module):
+    if batch_invariant.is_on():
+        return batch_invariant.experts(module, hidden_TD, index_TK, weight_TK)
+    if not batch_invariant.is_plain(module):
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_TD, index_TK, weight_TK)
     T, K = index_TK.shape
     plain = hidden_TD.device.type == "cpu" and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-    if plain and products.takes_experts(module, hidden_TD, index_TK):
-        return products.experts(module, hidden_TD, index_TK, weight_TK)
+    if plain and gemm.takes_experts(module, hidden_TD, index_TK):
+        return gemm.experts(module, hidden_TD, index_TK, weight_TK)
     if plain and T == 1:
         return _one_token(module, hidden_TD, index_TK[0].tolist(), weight_TK)
     flat = index_TK.reshape(-1)
@@ -94,8 +94,8 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
     count_E = flat.bincount(minlength=module.num_experts)
     up_EDI, down_EID = module.gate_up_proj.transpose(1, 2), module.down_proj.transpose(1, 2)
     place = torch.arange(T * K, device=order.device)
-    width = _rounded(int(count_E.max()), products.ROUND_NARROW) if _few_shapes.get() else 0
-    if width and width * module.num_experts <= _MOST_PADDING * max(T * K, products.ROUND_NARROW * module.num_experts):
+    width = _rounded(int(count_E.max()), gemm.ROUND_NARROW) if _few_shapes.get() else 0
+    if width and width * module.num_experts <= _MOST_PADDING * max(T * K, gemm.ROUND_NARROW * module.num_experts):
         start_E = count_E.cumsum(0) - count_E
         expert = flat[order]
         place = expert * width + place - start_E[expert]
@@ -103,7 +103,7 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
         padded[place] = hidden_TD[order // K]
         gate, up = torch.bmm(padded.view(module.num_experts, width, -1), up_EDI).chunk(2, dim=-1)
         out = torch.bmm(module.act_fn(gate) * up, down_EID).flatten(0, 1)
-    elif plain and products.takes(hidden_TD, module.gate_up_proj):
+    elif plain and gemm.takes(hidden_TD, module.gate_up_proj):
         out = _each(module, hidden_TD[order // K], count_E.tolist())
     else:
         ends = count_E.cumsum(0).to(torch.int32)
@@ -125,11 +125,11 @@ def _each(module: nn.Module, sorted_ND: Tensor, counts: list[int]) -> Tensor:
     start = 0
     for expert, count in enumerate(counts):
         if count:
-            wide = _rounded(count, products.ROUND)
+            wide = _rounded(count, gemm.ROUND)
             begin = max(0, min(start, len(sorted_ND) - wide))
-            both = products.product(sorted_ND[begin : begin + wide], module.gate_up_proj[expert])
+            both = gemm.product(sorted_ND[begin : begin + wide], module.gate_up_proj[expert])
             gate, up = both.chunk(2, dim=-1)
-            said_ND = products.product(module.act_fn(gate) * up, module.down_proj[expert])
+            said_ND = gemm.product(module.act_fn(gate) * up, module.down_proj[expert])
             out_ND[start : start + count] = said_ND[start - begin : start - begin + count]
         start += count
     return out_ND

@@ -14,7 +14,7 @@ from statistics import median
 
 import msgspec
 
-from etude.environments.cheats import CHARGES
+from etude.grading.cheats import CHARGES
 from etude.records import Episode
 
 TRAITS = ("path/reach", "path/special", "path/outside")

@@ -51,7 +51,7 @@ class Shift(Record, frozen=True, kw_only=True):
         )
 
 
-class Drift:
+class BehaviourDrift:
     """Takes the lines of metrics.jsonl in order. `lines` are those of earlier attempts."""
 
     def __init__(self, window: int, lines: Iterable[Mapping[str, Any]] = ()) -> None:

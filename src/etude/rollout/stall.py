@@ -14,7 +14,7 @@ LIMIT = 5
 
 
 @dataclass(frozen=True)
-class Standing:
+class StallSnapshot:
     """Where a run stands while nothing moves."""
 
     served: int  # version
@@ -28,7 +28,7 @@ class Standing:
     oldest_seconds: float
 
 
-class Stall:
+class StallWatchdog:
     """Tells how long a run has stood still. `now` is in seconds, on one monotonic clock."""
 
     def __init__(self, seconds: float, now: float) -> None:
@@ -51,7 +51,7 @@ class Stall:
         return True
 
 
-def who_waits(s: Standing) -> str:
+def who_waits(s: StallSnapshot) -> str:
     """Who waits for whom, as a clause. The first party in the order of causes is the one to look at."""
     trainer = f"the trainer has {s.ready} of {s.prompts} groups"
     if s.published > s.served:

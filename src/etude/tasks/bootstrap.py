@@ -19,11 +19,12 @@ from typing import Any
 
 import httpx2
 
-from etude.environments.base import Image, Limits, Sandbox
-from etude.environments.namespace import open_sandbox
+from etude.code import functions, licence
+from etude.code.functions import RepositoryLayout
 from etude.errors import UserError
-from etude.tasks import discover, fetch, licence, requirements
-from etude.tasks.discover import Layout
+from etude.sandbox.base import Image, Limits, Sandbox
+from etude.sandbox.namespace.sandbox import open_sandbox
+from etude.tasks import fetch, requirements
 
 MAX_GOALS = 10
 TRIES = 5
@@ -48,7 +49,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BootstrapRecipe:
     """Requirements that reach the goals; `tries` is how many it took."""
 
     requirements: tuple[str, ...]
@@ -76,13 +77,13 @@ class Kit:
     reach: Callable[[Path, Sequence[str], Sequence[Goal]], Awaitable[Missed]]  # install into a folder, and look
 
 
-async def find(repository: Path, layout: Layout, work: Path, how: str) -> Recipe:
+async def find(repository: Path, layout: RepositoryLayout, work: Path, how: str) -> BootstrapRecipe:
     """Install what a Python repository needs into `work`/site. `how` is "rules" or the URL of a model.
 
     Raises UserError with the reason of the last try if none of TRIES reaches the goals.
     """
     whole = work / "bootstrap"
-    discover.copy(repository, whole, layout.files)
+    functions.copy(repository, whole, layout.files)
     kit = Kit(
         language="Python",
         given="pytest is there",
@@ -97,7 +98,7 @@ async def find(repository: Path, layout: Layout, work: Path, how: str) -> Recipe
         shutil.rmtree(whole)
 
 
-async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> Recipe:
+async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> BootstrapRecipe:
     """The first of up to TRIES proposals that reaches the goals; its packages are in `work`/site.
 
     Raises UserError with the reason of the last try if none does.
@@ -117,7 +118,7 @@ async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> Recipe:
             tries.append(Try(wanted, missed))
             if not missed:
                 (work / f"site-{len(tries) - 1}").rename(work / "site")
-                return Recipe(wanted, goals, len(tries))
+                return BootstrapRecipe(wanted, goals, len(tries))
     finally:
         for folder in work.glob("site-*"):
             shutil.rmtree(folder)
@@ -125,12 +126,12 @@ async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> Recipe:
     raise UserError(f"{repository} is left out after {len(tries)} tries: `{command}` does not hold ({_last(said)}).")
 
 
-def _goals(layout: Layout) -> Iterator[Goal]:
+def _goals(layout: RepositoryLayout) -> Iterator[Goal]:
     """Every package can be imported and, if it has a __main__, asked for help; the suite is found; it passes."""
     names = [root.rsplit("/", 1)[-1].removesuffix(".py") for root in layout.source_roots]
     for name in names[: MAX_GOALS - 4]:
         yield Goal(f"python -c 'import {name}'")
-    modules = " ".join(f"'{path}'" for path in layout.tests if discover.is_test_module(path))
+    modules = " ".join(f"'{path}'" for path in layout.tests if functions.is_test_module(path))
     plain = f"python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . {modules}"
     yield Goal(f"{plain} --collect-only", r"\d+ tests? collected|::")
     yield Goal(f"{plain} --tb=line", share=SHARE)
@@ -232,7 +233,7 @@ def _by_model(url: str, repository: Path, tries: Sequence[Try], kit: Kit) -> tup
 
 def _described(repository: Path) -> str:
     """The list of files, and the beginnings of those that say how the project is installed."""
-    files = discover.clean_files(repository)
+    files = functions.clean_files(repository)
     telling = re.compile(r"pyproject\.toml|setup\.(cfg|py)|tox\.ini|.*requirements.*\.txt|README.*|package\.json")
     shown = [f for f in files if telling.fullmatch(f)]
     texts = (f"--- {f}\n{(repository / f).read_text('utf-8', 'replace')[:4000]}" for f in shown)

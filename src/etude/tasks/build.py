@@ -14,34 +14,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.environments.base import Image, Limits, Sandbox
-from etude.environments.namespace import open_sandbox
-from etude.environments.scripts import is_script, is_test_file
+from etude.code import functions as discover
+from etude.code import licence
+from etude.code.functions import Function, Unit
 from etude.errors import UserError
+from etude.grading.javascript import is_script, is_test_file
+from etude.sandbox.base import Image, Limits, Sandbox
+from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import (
     bootstrap,
     card,
     coverage,
     dataset,
-    discover,
     fetch,
     gates,
     histories,
     javascript,
     leaks,
-    licence,
+    multi_function,
     node,
     split,
     synthesis,
-    wide,
 )
-from etude.tasks.discover import Function, Unit
 from etude.tasks.gates import Bench, Rejected
 from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
+from etude.tasks.multi_function import Wide
 from etude.tasks.options import BuildOptions
 from etude.tasks.search import Progress, Target, search
-from etude.tasks.wide import Wide
 
 _TRACE_SECONDS = 600.0
 _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agent may run
@@ -72,7 +72,7 @@ def build(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        asyncio.run(_run(_Plan(repo, work, options, progress, layout, sources, functions, writer)))
+        asyncio.run(_run(_BuildPlan(repo, work, options, progress, layout, sources, functions, writer)))
         if out.exists():
             out.rmdir()
         work.rename(out)
@@ -91,12 +91,12 @@ def _check_paths(repo: Path, out: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _BuildPlan:
     repo: Path
     work: Path
     options: BuildOptions
     progress: Progress
-    layout: discover.Layout
+    layout: discover.RepositoryLayout
     sources: Mapping[str, str]  # path -> text
     functions: Sequence[Unit]
     writer: synthesis.Writer | None = None
@@ -106,7 +106,7 @@ class _Plan:
         return [f for f in self.functions if self.options.min_lines <= f.body_lines <= self.options.max_lines]
 
 
-async def _run(plan: _Plan) -> None:
+async def _run(plan: _BuildPlan) -> None:
     options, work = plan.options, plan.work
     plan.progress("installing dependencies", 0, 1)
     recipe, callers = None, None
@@ -166,7 +166,7 @@ async def _run(plan: _Plan) -> None:
         },
         digests={},
     )
-    history = card.History(
+    history = card.TaskBuildLog(
         functions=len(plan.functions),
         eligible=len(plan.eligible),
         covered=len(targets),
@@ -181,7 +181,7 @@ async def _run(plan: _Plan) -> None:
     (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
 
 
-async def _trace(plan: _Plan, sandbox: Sandbox) -> dict[str, set[str]]:
+async def _trace(plan: _BuildPlan, sandbox: Sandbox) -> dict[str, set[str]]:
     """Function id -> tests that call it, from one run of the whole suite on the whole repository."""
     plan.progress("running the test suite", 0, 1)
     whole = plan.work / "whole"
@@ -196,7 +196,7 @@ async def _trace(plan: _Plan, sandbox: Sandbox) -> dict[str, set[str]]:
 
 
 async def _write_tests(
-    plan: _Plan, sandbox: Sandbox, callers: Mapping[str, set[str]], writer: synthesis.Writer
+    plan: _BuildPlan, sandbox: Sandbox, callers: Mapping[str, set[str]], writer: synthesis.Writer
 ) -> dict[str, set[str]]:
     """`callers`, and the tests written for functions that have none; their files join the hidden ones."""
     plan.progress("writing tests", 0, 1)
@@ -209,7 +209,7 @@ async def _write_tests(
     return {**callers, **kept}
 
 
-def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> tuple[str, set[str]]:
+def _lay_out(plan: _BuildPlan, callers: Mapping[str, set[str]]) -> tuple[str, set[str]]:
     """Write repository/ and hidden/; ("doctests" or "half", the test functions that are visible)."""
     policy = plan.options.visible
     if policy == "auto":
@@ -235,7 +235,7 @@ def _lay_out(plan: _Plan, callers: Mapping[str, set[str]]) -> tuple[str, set[str
     return policy, shown
 
 
-def _uncuttable(plan: _Plan, tests: Iterable[str]) -> set[str]:
+def _uncuttable(plan: _BuildPlan, tests: Iterable[str]) -> set[str]:
     """Tests of JavaScript whose names are computed: nothing can be taken out for them, so they are visible."""
     found: set[str] = set()
     by_file: dict[str, set[str]] = {}
@@ -249,7 +249,7 @@ def _uncuttable(plan: _Plan, tests: Iterable[str]) -> set[str]:
 
 
 async def _targets(
-    plan: _Plan, bench: Bench, callers: Mapping[str, set[str]], policy: str, shown: set[str]
+    plan: _BuildPlan, bench: Bench, callers: Mapping[str, set[str]], policy: str, shown: set[str]
 ) -> tuple[list[Target], set[str], set[str]]:
     """(functions to break with their tests, stable hidden tests, tests left out)."""
     plan.progress("looking for flaky tests", 0, 1)
@@ -267,7 +267,7 @@ async def _targets(
         hidden = {f: _of_files(tests, _SCRIPT_FILES) for f, tests in hidden.items()}
         visible = {f: _of_files(tests, _SCRIPT_FILES) for f, tests in visible.items()}
     python = [f for f in plan.functions if isinstance(f, Function)]
-    wides = wide.find(plan.repo, plan.sources, python, callers, options) if python else []
+    wides = multi_function.find(plan.repo, plan.sources, python, callers, options) if python else []
     wanted = {test for table in (hidden, visible) for tests in table.values() for test in tests}
     deciding = {id(w): _deciding(w, shown, callers, cap) for w in wides}
     wanted = sorted(wanted.union(*(tests for pair in deciding.values() for tests in pair)))
@@ -286,7 +286,7 @@ async def _targets(
     if not {"mutation", "removal", "combined"} & set(options.kinds):
         targets = []
     for w in wides:
-        side = wide.side(w, heldout, options.seed, options.heldout_fraction)
+        side = multi_function.side(w, heldout, options.seed, options.heldout_fraction)
         unseen, seen = (_kept(tests, stable) for tests in deciding[id(w)])
         if side is not None:
             targets.append(Target(w.unit, plan.sources[w.unit.path], side, seen, unseen, w.programs))

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from etude.records import Task
-from etude.tasks.bootstrap import Recipe
+from etude.tasks.bootstrap import BootstrapRecipe
 from etude.tasks.dataset import Manifest
 
 _FACTS = (("lines", 5), ("complexity", 3), ("f2p", 3), ("visible_fails", 1))  # difficulty and the width of its bins
 
 
 @dataclass(frozen=True)
-class History:
+class TaskBuildLog:
     """How a build went, for the card."""
 
     functions: int  # found in the repository
@@ -25,10 +25,10 @@ class History:
     tests: int  # hidden tests that are stable
     unstable: Sequence[str]  # tests left out: they fail or differ on the unbroken tree
     requirements: Sequence[str] = field(default_factory=tuple)
-    recipe: Recipe | None = None  # how the environment was found, if it was looked for
+    recipe: BootstrapRecipe | None = None  # how the environment was found, if it was looked for
 
 
-def datacard(manifest: Manifest, tasks: Sequence[Task], history: History) -> str:
+def datacard(manifest: Manifest, tasks: Sequence[Task], history: TaskBuildLog) -> str:
     """The card as Markdown. It holds no times: equal builds give equal cards."""
     operators = Counter((task.kind, task.operator, task.split) for task in tasks)
     kinds = sorted({(kind, operator) for kind, operator, _ in operators})
@@ -79,7 +79,7 @@ _POLICY = {
 }
 
 
-def _environment(recipe: Recipe | None) -> list[str]:
+def _environment(recipe: BootstrapRecipe | None) -> list[str]:
     if recipe is None:
         return []
     goals = "".join(f"- `{goal.command[:120]}`\n" for goal in recipe.goals)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.environments.grading import grade
-from etude.environments.namespace import open_sandbox
+from etude.code import functions
+from etude.grading.grade import grade
 from etude.records import Outcome, Task
-from etude.tasks import dataset, discover, leaks, node, split
+from etude.sandbox.namespace.sandbox import open_sandbox
+from etude.tasks import dataset, leaks, node, split
 from etude.tasks.dataset import Dataset
 from etude.tasks.gates import in_order
 from etude.tasks.search import Progress
@@ -47,7 +48,7 @@ def _problems(data: Dataset) -> list[str]:
     for name, digest in data.manifest.digests.items():
         if dataset.tree_digest(data.root / name) != digest:
             problems.append(f"{name}/ has changed since it was built")
-    clean = set(discover.clean_files(data.repository))
+    clean = set(functions.clean_files(data.repository))
     extra = sorted(
         p.relative_to(data.repository).as_posix()
         for p in data.repository.rglob("*")

@@ -5,24 +5,24 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from etude.tasks.discover import FunctionNode
-from etude.tasks.mutate import SIMPLE, Edit, Operator, Place
+from etude.code.functions import FunctionNode
+from etude.code.mutate import SIMPLE, ByteEdit, FunctionBytes, Operator
 
 MIN_COMPLEXITY = 10  # of a class, as SWE-smith has it
 MAX_LINES = 40  # of a method that is removed
 
 
-def _methods(place: Place) -> list[FunctionNode]:
+def _methods(place: FunctionBytes) -> list[FunctionNode]:
     return [statement for statement in place.function.body if isinstance(statement, FunctionNode)]
 
 
-def _span(place: Place, method: FunctionNode) -> tuple[int, int]:
+def _span(place: FunctionBytes, method: FunctionNode) -> tuple[int, int]:
     """A method with its decorators, from the column of its first `@` or `def`."""
     lines = [method.lineno, *(d.lineno for d in method.decorator_list)]
     return place.line_start(min(lines)) + method.col_offset, place.end(method)
 
 
-def _remove_base(place: Place) -> Iterator[tuple[Edit, ...]]:
+def _remove_base(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
     node = place.function.node
     assert isinstance(node, ast.ClassDef)
     listed = sorted([*node.bases, *node.keywords], key=place.start)
@@ -33,37 +33,39 @@ def _remove_base(place: Place) -> Iterator[tuple[Edit, ...]]:
         if len(listed) == 1:
             opening = place.data.rfind(b"(", 0, spans[0][0])
             closing = place.data.find(b")", spans[0][1])
-            yield (Edit(opening, closing + 1, b""),)
+            yield (ByteEdit(opening, closing + 1, b""),)
         elif i:
-            yield (Edit(spans[i - 1][1], spans[i][1], b""),)
+            yield (ByteEdit(spans[i - 1][1], spans[i][1], b""),)
         else:
-            yield (Edit(spans[0][0], spans[1][0], b""),)
+            yield (ByteEdit(spans[0][0], spans[1][0], b""),)
 
 
-def _shuffle_methods(place: Place) -> Iterator[tuple[Edit, ...]]:
+def _shuffle_methods(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
     spans = [_span(place, method) for method in _methods(place)]
     order = list(spans)
     place.rng.shuffle(order)
     if order != spans and all(place.own_lines(*span) for span in spans):
         yield tuple(
-            Edit(*slot, place.data[slice(*moved)]) for slot, moved in zip(spans, order, strict=True) if slot != moved
+            ByteEdit(*slot, place.data[slice(*moved)])
+            for slot, moved in zip(spans, order, strict=True)
+            if slot != moved
         )
 
 
-def _remove_method(place: Place) -> Iterator[tuple[Edit, ...]]:
+def _remove_method(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
     for method in _methods(place):
         start, end = _span(place, method)
         long = method.end_lineno - method.lineno > MAX_LINES  # type: ignore[operator]
         if long or len(place.function.node.body) < 2 or not place.own_lines(start, end):
             continue
         used = [
-            Edit(place.start(statement), place.end(statement), b"pass")
+            ByteEdit(place.start(statement), place.end(statement), b"pass")
             for _, _, block in place.blocks()
             for statement in block
             if isinstance(statement, SIMPLE) and _uses(statement, method.name)
         ]
         line, stop = place.data.rfind(b"\n", 0, start) + 1, place.data.find(b"\n", end)
-        gone = Edit(line, stop + 1 if stop >= 0 else len(place.data), b"")
+        gone = ByteEdit(line, stop + 1 if stop >= 0 else len(place.data), b"")
         yield (gone, *(edit for edit in used if not gone.start <= edit.start < gone.end))
 
 

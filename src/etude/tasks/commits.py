@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from etude.environments.history import git
-from etude.tasks import discover
-from etude.tasks.discover import Function
-from etude.tasks.mutate import Broken, Edit, Mutant
+from etude.code import functions as discover
+from etude.code.functions import Function
+from etude.code.mutate import ByteEdit, Mutant, MutationCandidate
+from etude.sandbox.history import git
 
 MAX_COMMITS = 300  # looked at, newest first
 MAX_FILES = 8
@@ -34,7 +34,7 @@ class Reversal:
 
     id: str
     path: str
-    program: Broken
+    program: MutationCandidate
     tests: tuple[str, ...]
     members: tuple[str, ...]
 
@@ -81,7 +81,7 @@ def _reversal(repository: Path, commit: str, sources: Mapping[str, str], functio
     path = members[0].split("::")[0]
     where = ", ".join(changed)
     mutant = changed.pop(path)
-    program = Broken("commit", mutant, tuple(changed.items()), f"{request} ({where})", sites=len(members))
+    program = MutationCandidate("commit", mutant, tuple(changed.items()), f"{request} ({where})", sites=len(members))
     return Reversal(commit, path, program, tests, tuple(members))
 
 
@@ -114,7 +114,7 @@ def _mutant(source: str, text: str) -> tuple[Mutant, list[int]]:
     for line in old:
         offsets.append(offsets[-1] + len(line.encode()))
     blocks = [op for op in SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if op[0] != "equal"]
-    edits = [Edit(offsets[i], offsets[j], "".join(new[k:n]).encode()) for _, i, j, k, n in blocks]
+    edits = [ByteEdit(offsets[i], offsets[j], "".join(new[k:n]).encode()) for _, i, j, k, n in blocks]
     lines = [line for _, i, j, _, _ in blocks for line in range(i + 1, max(j, i + 1) + 1)]
     mutant = Mutant(
         operator="commit",

@@ -13,13 +13,13 @@ import msgspec
 from etude.errors import UserError
 
 if TYPE_CHECKING:
-    from etude.environments.base import Box
+    from etude.sandbox.base import Box
 
 SCRIPT = ".etude_trace.py"
 RESULT = ".etude_trace.json"
 
 
-class _Trace(msgspec.Struct):
+class _CallTrace(msgspec.Struct):
     functions: list[str]  # "path::qualname"
     tests: dict[str, list[int]]  # node id -> indices into `functions`
 
@@ -80,7 +80,7 @@ def script(roots: Sequence[str], test_files: Sequence[str]) -> str:
 
 def parse(data: bytes) -> dict[str, set[str]]:
     """Function id -> node ids of the tests that call it. Raises UserError if no test ran."""
-    trace = msgspec.json.decode(data, type=_Trace)
+    trace = msgspec.json.decode(data, type=_CallTrace)
     if not trace.tests:
         raise UserError("no test of this repository passes under pytest; repair the suite, or check its dependencies.")
     callers: dict[str, set[str]] = defaultdict(set)

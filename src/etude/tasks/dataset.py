@@ -25,7 +25,7 @@ from etude.tasks import harbor, histories
 from etude.tasks.histories import Histories
 
 if TYPE_CHECKING:
-    from etude.environments.base import Image
+    from etude.sandbox.base import Image
 
 FORMAT = 1
 
@@ -61,7 +61,7 @@ class Dataset:
 
     def image(self, task: Task) -> Image:
         """What the agent's box is made of: the repository, its dependencies, and the files that break it."""
-        from etude.environments.base import Image
+        from etude.sandbox.base import Image
 
         history = {} if self.histories is None else self.histories.of(task)
         return Image(repository=self.repository, site=self.site, changes=task.changes, history=history)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 
-from etude.tasks import mutate
-from etude.tasks.discover import Function
-from etude.tasks.mutate import Broken, Mutant
+from etude.code import mutate
+from etude.code.functions import Function
+from etude.code.mutate import Mutant, MutationCandidate
 
 MAX_MEMBERS = 8
 MAX_LINES = 80  # of all bodies
@@ -52,7 +52,7 @@ def _calls(function: Function) -> list[str]:
     return [*names, *(f".{n.attr}" for n in methods if n.value.id in ("self", "cls"))]  # type: ignore[attr-defined]
 
 
-def deletion(members: Sequence[Function], sources: Mapping[str, str]) -> Broken | None:
+def deletion(members: Sequence[Function], sources: Mapping[str, str]) -> MutationCandidate | None:
     """The repository without the bodies of `members`; None if one of them cannot be taken out."""
     gone: dict[str, list[Mutant]] = {}
     for member in members:
@@ -63,7 +63,7 @@ def deletion(members: Sequence[Function], sources: Mapping[str, str]) -> Broken 
     files = {path: mutate.merged(parts, "slice") for path, parts in gone.items()}
     entry, *helpers = members
     listed = ", ".join(f"`{f.qualname}`" if f.path == entry.path else f"`{f.qualname}` in {f.path}" for f in helpers)
-    return Broken(
+    return MutationCandidate(
         kind="feature",
         mutant=files.pop(entry.path),
         elsewhere=tuple(files.items()),

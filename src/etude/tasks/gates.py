@@ -16,12 +16,12 @@ from typing import TypeVar
 
 import blake3
 
-from etude.environments.base import Image, Limits, Sandbox, TestReport
-from etude.environments.grading import grade
-from etude.environments.scripts import is_script
+from etude.code.functions import Unit
+from etude.code.mutate import MutationCandidate
+from etude.grading.grade import grade
+from etude.grading.javascript import is_script
 from etude.records import Focus, Outcome, Task
-from etude.tasks.discover import Unit
-from etude.tasks.mutate import Broken
+from etude.sandbox.base import Image, Limits, Sandbox, TestReport
 from etude.tasks.options import BuildOptions
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Candidate:
     """A broken function, the visible tests, and hidden tests that call it, the most telling first."""
 
     function: Unit
-    broken: Broken
+    broken: MutationCandidate
     split: str
     visible: tuple[str, ...]
     hidden: tuple[str, ...]
@@ -87,14 +87,14 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProvisionalTask:
     """A task that one run found fit, not yet proved; `outcomes` are those of that run."""
 
     task: Task
     outcomes: dict[str, str]
 
 
-async def probe(bench: Bench, candidate: Candidate) -> Probe | Rejected:
+async def probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Rejected:
     """Run the tests of a candidate once: the task it would make, or why it makes none."""
     image = bench.image(candidate.changes)
     tests = [*candidate.hidden, *candidate.visible]
@@ -108,10 +108,10 @@ async def probe(bench: Bench, candidate: Candidate) -> Probe | Rejected:
         return Rejected.EQUIVALENT
     if bench.options.visible_failure and all(report.outcomes.get(test) == "passed" for test in candidate.visible):
         return Rejected.SILENT
-    return Probe(task=_task(bench, candidate, report, failed), outcomes=report.outcomes)
+    return ProvisionalTask(task=_task(bench, candidate, report, failed), outcomes=report.outcomes)
 
 
-async def prove(bench: Bench, found: Probe) -> Rejected | None:
+async def prove(bench: Bench, found: ProvisionalTask) -> Rejected | None:
     """Repeat the broken tree and the gold answer through the grader itself; why the task does not hold, or None.
 
     With the probe, the broken tree has then been run `repeats` times, and the gold answer as often.
@@ -169,7 +169,7 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
     )
 
 
-def _changed_lines(broken: Broken) -> int:
+def _changed_lines(broken: MutationCandidate) -> int:
     """Lines of the original that the broken text lacks; at least 1, since moved lines are lacking nowhere."""
     parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
     lost = (Counter(part.original.split("\n")) - Counter(part.snippet.split("\n")) for part in parts)

@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from etude.edits.languages import language_of
-from etude.environments.scripts import is_script
+from etude.code.languages import language_of
 from etude.errors import UserError
+from etude.grading.javascript import is_script
 from etude.records import Budget, Focus, Task
 
 SCHEMA_VERSION = "1.4"

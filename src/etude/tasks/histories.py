@@ -1,7 +1,7 @@
 """The git history of a dataset's repository, and what each task's box may see of it.
 
 DIR/history.msgpack holds the last commits of the repository that the dataset was built from, cut to the files that the
-agent sees. A box gets a `.git` folder of its own, made from it when the box is made (`environments/history.py`):
+agent sees. A box gets a `.git` folder of its own, made from it when the box is made (`sandbox/history.py`):
 
 - of a file that the task breaks, each earlier version is shown with the same damage if the damaged lines stand in it
   word for word, and else as the agent's version;
@@ -25,11 +25,12 @@ from pathlib import Path
 
 import msgspec
 
-from etude.environments import history, leaks
-from etude.environments.history import Commit, Past
+from etude.code import functions
 from etude.errors import UserError
+from etude.grading import leaks
 from etude.records import Task
-from etude.tasks import discover
+from etude.sandbox import history
+from etude.sandbox.history import Commit, Past
 
 FILE = "history.msgpack"
 DEPTH = 20  # commits; what continuous integration and hosted agents clone
@@ -165,7 +166,7 @@ def build(source: Path, name: str, repository: Path, tasks: Sequence[Task], out:
 
 def _without_tests(past: Past, present: Mapping[str, bytes]) -> Past:
     """Earlier versions of tests may hold those that are hidden now: of each file of tests there is today's alone."""
-    today = {path: data for path, data in present.items() if discover.is_test(path)}
+    today = {path: data for path, data in present.items() if functions.is_test(path)}
     now = {path: history.blob_id(data) for path, data in today.items()}
     commits = tuple(
         replace(commit, tree={path: (mode, now.get(path, blob)) for path, (mode, blob) in commit.tree.items()})

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from etude.edits import languages
-from etude.environments import scripts
-from etude.environments.scripts import is_test_file
+from etude.code import functions as discover
+from etude.code import languages
+from etude.code.functions import RepositoryLayout, Unit
+from etude.code.mutate import FLIP, ByteEdit, Mutant, MutationCandidate
 from etude.errors import UserError
-from etude.tasks import discover
-from etude.tasks.discover import Layout, Unit
-from etude.tasks.mutate import FLIP, Broken, Edit, Mutant
+from etude.grading import javascript
+from etude.grading.javascript import is_test_file
 from etude.tasks.options import BuildOptions
 
 _FUNCTIONS = ("function_declaration", "function_expression", "arrow_function", "method_definition",
@@ -60,7 +60,7 @@ def is_repository(repository: Path) -> bool:
     return (repository / "package.json").is_file() and not (repository / "pyproject.toml").is_file()
 
 
-def layout(repository: Path) -> Layout:
+def layout(repository: Path) -> RepositoryLayout:
     """Code and tests of an npm package. Raises UserError if there is no code, or no parser for it."""
     if not languages.has_syntax("typescript") or not languages.has_syntax("javascript"):
         raise UserError("JavaScript needs tree-sitter; install etude with the extra `apply`.")
@@ -70,7 +70,7 @@ def layout(repository: Path) -> Layout:
     if not sources:
         raise UserError(f"{repository} has no JavaScript sources; give the root of a package.")
     roots = tuple(sorted({PurePosixPath(f).parts[0] for f in sources}))
-    return Layout(python_path=(), source_roots=roots, sources=sources, tests=tests, files=files)
+    return RepositoryLayout(python_path=(), source_roots=roots, sources=sources, tests=tests, files=files)
 
 
 def typed(path: str) -> bool:
@@ -106,7 +106,7 @@ def _stem(path: str) -> str:
 
 def _targets(repository: Path, files: Sequence[str]) -> Iterator[str]:
     """Paths that package.json gives to those who import the package, and folders that tsconfigs compile into."""
-    about = scripts.package(repository)
+    about = javascript.package(repository)
     pending: list[object] = [
         about.get(key) for key in ("main", "module", "browser", "types", "typings", "bin", "exports")
     ]
@@ -130,7 +130,7 @@ def _belongs_to_tests(path: str) -> bool:
 def _is_source(path: str) -> bool:
     pure = PurePosixPath(path)
     return (
-        path.endswith(scripts.SUFFIXES)
+        path.endswith(javascript.SUFFIXES)
         and not _NOT_CODE.intersection(pure.parts[:-1])
         and not _NOT_FILES.search(pure.name)
     )
@@ -215,55 +215,55 @@ def walk(node: Any) -> Iterator[Any]:
         pending += reversed(node.children)
 
 
-Operator = Callable[[Any, random.Random], tuple[Edit, ...] | None]
+Operator = Callable[[Any, random.Random], tuple[ByteEdit, ...] | None]
 
 
 def _binary(table: dict[str, str]) -> Operator:
-    def operator(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+    def operator(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
         sign = node.child_by_field_name("operator") if node.type == "binary_expression" else None
         new = table.get(sign.type) if sign is not None else None
-        return None if sign is None or new is None else (Edit(sign.start_byte, sign.end_byte, new.encode()),)
+        return None if sign is None or new is None else (ByteEdit(sign.start_byte, sign.end_byte, new.encode()),)
 
     return operator
 
 
-def _op_swap(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+def _op_swap(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
     if node.type != "binary_expression":
         return None
     one, two = node.child_by_field_name("left"), node.child_by_field_name("right")
-    return Edit(one.start_byte, one.end_byte, two.text), Edit(two.start_byte, two.end_byte, one.text)
+    return ByteEdit(one.start_byte, one.end_byte, two.text), ByteEdit(two.start_byte, two.end_byte, one.text)
 
 
-def _op_break_chain(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+def _op_break_chain(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
     if node.type != "binary_expression" or not _is_logic(node):
         return None
     kept = node.child_by_field_name(rng.choice(("left", "right")))
-    return (Edit(node.start_byte, node.end_byte, kept.text),)
+    return (ByteEdit(node.start_byte, node.end_byte, kept.text),)
 
 
-def _op_const(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+def _op_const(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
     if node.type != "number" or not node.text.isdigit() or (len(node.text) > 1 and node.text.startswith(b"0")):
         return None
     value = int(node.text)
-    return (Edit(node.start_byte, node.end_byte, b"%d" % (value + (1 if value == 0 else rng.choice((1, -1))))),)
+    return (ByteEdit(node.start_byte, node.end_byte, b"%d" % (value + (1 if value == 0 else rng.choice((1, -1))))),)
 
 
-def _bool_flip(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+def _bool_flip(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
     if node.type not in ("true", "false"):
         return None
-    return (Edit(node.start_byte, node.end_byte, b"false" if node.type == "true" else b"true"),)
+    return (ByteEdit(node.start_byte, node.end_byte, b"false" if node.type == "true" else b"true"),)
 
 
-def _negate_cond(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+def _negate_cond(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
     if node.type not in ("if_statement", "while_statement", "ternary_expression"):
         return None
     test = node.child_by_field_name("condition")
     if test.type == "parenthesized_expression":
-        return (Edit(test.start_byte, test.end_byte, b"(!" + test.text + b")"),)
-    return (Edit(test.start_byte, test.end_byte, b"!(" + test.text + b")"),)
+        return (ByteEdit(test.start_byte, test.end_byte, b"(!" + test.text + b")"),)
+    return (ByteEdit(test.start_byte, test.end_byte, b"!(" + test.text + b")"),)
 
 
-def _invert_if(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+def _invert_if(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
     if node.type not in ("if_statement", "ternary_expression"):
         return None
     one, two = node.child_by_field_name("consequence"), node.child_by_field_name("alternative")
@@ -271,11 +271,11 @@ def _invert_if(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
         two = two.named_children[-1]
         if one.type != "statement_block" or two.type != "statement_block":
             return None
-    return two and (Edit(one.start_byte, one.end_byte, two.text), Edit(two.start_byte, two.end_byte, one.text))
+    return two and (ByteEdit(one.start_byte, one.end_byte, two.text), ByteEdit(two.start_byte, two.end_byte, one.text))
 
 
 def _remove(*kinds: str) -> Operator:
-    def operator(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+    def operator(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
         if node.type not in kinds or node.parent is None or node.parent.type != "statement_block":
             return None
         if node.type == "expression_statement" and node.named_children[0].type not in (
@@ -284,18 +284,18 @@ def _remove(*kinds: str) -> Operator:
             "update_expression",
         ):
             return None
-        return (Edit(node.start_byte, node.end_byte, b""),)
+        return (ByteEdit(node.start_byte, node.end_byte, b""),)
 
     return operator
 
 
-def _shuffle_lines(node: Any, rng: random.Random) -> tuple[Edit, ...] | None:
+def _shuffle_lines(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None:
     after = node.next_named_sibling if node.parent is not None and node.parent.type == "statement_block" else None
     if after is None or not node.type.endswith(("_statement", "_declaration")) or node.type == "return_statement":
         return None
     if not after.type.endswith(("_statement", "_declaration")):
         return None
-    return Edit(node.start_byte, node.end_byte, after.text), Edit(after.start_byte, after.end_byte, node.text)
+    return ByteEdit(node.start_byte, node.end_byte, after.text), ByteEdit(after.start_byte, after.end_byte, node.text)
 
 
 OPERATORS: dict[str, Operator] = {
@@ -316,31 +316,31 @@ OPERATORS: dict[str, Operator] = {
 }
 
 
-def broken(source: str, function: JsFunction, options: BuildOptions) -> list[Broken]:
+def broken(source: str, function: JsFunction, options: BuildOptions) -> list[MutationCandidate]:
     """Broken versions of a function in a seeded order in which operators take turns; its removal among them."""
     rng = random.Random(f"{options.seed} {function.id}")
     whole = tree(function.path, source)
     assert whole is not None
     inside = [n for n in walk(whole.root_node) if function.body[0] < n.start_byte and n.end_byte < function.body[1]]
-    tables: list[list[Broken]] = []
+    tables: list[list[MutationCandidate]] = []
     seen: set[str] = set()
     for name, operator in OPERATORS.items():
-        made: list[Broken] = []
+        made: list[MutationCandidate] = []
         for node in inside if "mutation" in options.kinds and name in (options.operators or OPERATORS) else ():
             edits = operator(node, rng)
             mutant = _apply(source, function, name, edits) if edits else None
             if mutant is not None and mutant.snippet not in seen:
                 seen.add(mutant.snippet)
-                made.append(Broken("mutation", mutant))
+                made.append(MutationCandidate("mutation", mutant))
         rng.shuffle(made)
         tables.append(made)
-    found: list[Broken] = []
+    found: list[MutationCandidate] = []
     while any(tables):
         rng.shuffle(tables)
         found += [made.pop() for made in tables if made]
     removed = _removal(source, function) if "removal" in options.kinds else None
     if removed is not None:
-        found.insert(rng.randrange(options.wanted), Broken("removal", removed))
+        found.insert(rng.randrange(options.wanted), MutationCandidate("removal", removed))
     return found
 
 
@@ -350,10 +350,10 @@ def _removal(source: str, function: JsFunction) -> Mutant | None:
     indent = re.match(rb"[ \t]*", data[line : function.start])
     space = indent.group() if indent else b""
     text = b"{\n" + space + b"  throw new Error('not implemented')\n" + space + b"}"
-    return _apply(source, function, "removal", (Edit(*function.body, text),))
+    return _apply(source, function, "removal", (ByteEdit(*function.body, text),))
 
 
-def _apply(source: str, function: JsFunction, operator: str, edits: tuple[Edit, ...]) -> Mutant | None:
+def _apply(source: str, function: JsFunction, operator: str, edits: tuple[ByteEdit, ...]) -> Mutant | None:
     """The module after `edits`, or None if it does not parse or means the same to a parser."""
     data = source.encode()
     whole_lines = (_with_its_lines(data, edit) for edit in edits)
@@ -379,11 +379,11 @@ def _apply(source: str, function: JsFunction, operator: str, edits: tuple[Edit, 
     )
 
 
-def _with_its_lines(data: bytes, edit: Edit) -> Edit:
+def _with_its_lines(data: bytes, edit: ByteEdit) -> ByteEdit:
     """A deletion takes the lines that it would leave empty: a blank one would show the place."""
     line, stop = data.rfind(b"\n", 0, edit.start) + 1, data.find(b"\n", edit.end)
     alone = not edit.text and stop >= 0 and not data[line : edit.start].strip() and not data[edit.end : stop].strip()
-    return Edit(line, stop + 1, b"") if alone else edit
+    return ByteEdit(line, stop + 1, b"") if alone else edit
 
 
 def without_tests(path: str, text: str, hidden: set[str]) -> str:

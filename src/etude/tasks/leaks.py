@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from etude.environments import leaks
+from etude.grading import leaks
 from etude.records import Task
 
 SHINGLE = 8  # tokens; shorter runs are common phrases of the language
@@ -66,7 +66,7 @@ def stored(folders: Mapping[str, Path], tasks: Iterable[Task]) -> dict[str, str]
     return found
 
 
-def _holds(part: leaks.Answer, tokens: frozenset[tuple[str, ...]], data: bytes, text: bool) -> bool:
+def _holds(part: leaks.AnswerFingerprint, tokens: frozenset[tuple[str, ...]], data: bytes, text: bool) -> bool:
     if text:
         return bool(part.shingles) and len(part.shingles & tokens) >= leaks.SHARE * len(part.shingles)
     return bool(part.constants) and all(constant in data for constant in part.constants)

@@ -9,14 +9,15 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from etude.environments import scripts
-from etude.environments.base import Image
-from etude.environments.inside.root import WORKSPACE
-from etude.environments.namespace import NamespaceSandbox, open_sandbox
+from etude.code import functions as discover
+from etude.code.functions import RepositoryLayout
 from etude.errors import UserError
-from etude.tasks import bootstrap, discover, fetch, javascript
-from etude.tasks.bootstrap import SHARE, Goal, Kit, Missed, Recipe, Try
-from etude.tasks.discover import Layout
+from etude.grading import javascript as scripts
+from etude.sandbox.base import Image
+from etude.sandbox.guest.root import WORKSPACE
+from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
+from etude.tasks import bootstrap, fetch, javascript
+from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, Missed, Try
 from etude.tasks.javascript import JsFunction
 from etude.tasks.options import BuildOptions
 
@@ -33,8 +34,8 @@ def is_link(path: Path) -> bool:
 
 
 async def prepare(
-    repository: Path, layout: Layout, work: Path, functions: Sequence[JsFunction], options: BuildOptions
-) -> tuple[Recipe, dict[str, set[str]]]:
+    repository: Path, layout: RepositoryLayout, work: Path, functions: Sequence[JsFunction], options: BuildOptions
+) -> tuple[BootstrapRecipe, dict[str, set[str]]]:
     """(how it was installed into `work`/site, function id -> tests that call it).
 
     Raises UserError with the reason if no try makes SHARE of the tests pass.
@@ -73,7 +74,7 @@ async def prepare(
     return await bootstrap.try_out(repository, work, how, kit), callers
 
 
-def _goals(whole: Path, layout: Layout, modules: Sequence[str]) -> Iterator[Goal]:
+def _goals(whole: Path, layout: RepositoryLayout, modules: Sequence[str]) -> Iterator[Goal]:
     """What the package gives to those who import it can be imported, if it is no build; and the suite passes."""
     entry = str(scripts.package(whole).get("main", "index.js")).removeprefix("./")
     if entry in layout.sources and not javascript.typed(entry):
@@ -86,7 +87,9 @@ def _framework(whole: Path, path: str) -> str:
     return scripts.framework((whole / path).read_text("utf-8", "replace"), scripts.package(whole))
 
 
-def _by_rules(whole: Path, layout: Layout, modules: Sequence[str], tries: Sequence[Try]) -> tuple[str, ...] | None:
+def _by_rules(
+    whole: Path, layout: RepositoryLayout, modules: Sequence[str], tries: Sequence[Try]
+) -> tuple[str, ...] | None:
     """The next try's packages: the last one's without what npm has not and with what a run could not find; else those
     that tests and settings name; else all."""
     proposals = list(_proposals(whole, layout, modules))
@@ -99,7 +102,7 @@ def _by_rules(whole: Path, layout: Layout, modules: Sequence[str], tries: Sequen
     return None
 
 
-def _proposals(whole: Path, layout: Layout, modules: Sequence[str]) -> Iterator[dict[str, str]]:
+def _proposals(whole: Path, layout: RepositoryLayout, modules: Sequence[str]) -> Iterator[dict[str, str]]:
     about = scripts.package(whole)
     needed = {**about.get("dependencies", {}), **about.get("peerDependencies", {})}
     development: dict[str, str] = about.get("devDependencies", {})
@@ -119,7 +122,7 @@ def _proposals(whole: Path, layout: Layout, modules: Sequence[str]) -> Iterator[
     yield needed | development | runners
 
 
-def _mended(whole: Path, layout: Layout, last: Try) -> dict[str, str]:
+def _mended(whole: Path, layout: RepositoryLayout, last: Try) -> dict[str, str]:
     """Only packages that the repository imports by name are added."""
     said = "\n".join(text for _, text in last.missed)
     refused = re.findall(r"No matching version found for (\S+?)@|'((?:@[\w.-]+/)?[\w.-]+)@[^']*' is not in this", said)

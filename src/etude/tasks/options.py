@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from etude.code.mutate import OPERATORS
 from etude.errors import UserError
 from etude.tasks import classes
-from etude.tasks.mutate import OPERATORS
 
 KINDS = ("mutation", "removal", "combined", "class", "feature", "commit")
 Kind = Literal["mutation", "removal", "combined", "class", "feature", "commit"]

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from etude.code import mutate
+from etude.code.functions import Function, Unit
+from etude.code.mutate import MutationCandidate
 from etude.records import Task
-from etude.tasks import gates, javascript, mutate
-from etude.tasks.discover import Function, Unit
-from etude.tasks.gates import Bench, Candidate, Probe, Rejected
+from etude.tasks import gates, javascript
+from etude.tasks.gates import Bench, Candidate, ProvisionalTask, Rejected
 from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
-from etude.tasks.mutate import Broken
 from etude.tasks.options import BuildOptions
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -34,9 +35,9 @@ class Target:
     split: str
     visible: tuple[str, ...]
     hidden: tuple[str, ...]
-    programs: tuple[Broken, ...] = ()
-    telling: list[Probe] = field(default_factory=list)  # the visible tests fail too
-    spare: list[Probe] = field(default_factory=list)
+    programs: tuple[MutationCandidate, ...] = ()
+    telling: list[ProvisionalTask] = field(default_factory=list)  # the visible tests fail too
+    spare: list[ProvisionalTask] = field(default_factory=list)
 
     @property
     def good(self) -> int:
@@ -130,20 +131,20 @@ def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected:
         )
 
 
-def _broken(target: Target, options: BuildOptions) -> list[Broken]:
+def _broken(target: Target, options: BuildOptions) -> list[MutationCandidate]:
     """The broken versions of one function, its removal at a seeded place among them."""
     function = target.function
     if isinstance(function, JsFunction):
         return javascript.broken(target.source, function, options)
     assert isinstance(function, Function)
-    found: list[Broken] = []
+    found: list[MutationCandidate] = []
     allowed = set(options.operators or mutate.OPERATORS)
     if "mutation" in options.kinds:
         mutants = mutate.mutants(target.source, function, options.seed)
-        found += [Broken("mutation", mutant) for mutant in mutants if mutant.operator in allowed]
+        found += [MutationCandidate("mutation", mutant) for mutant in mutants if mutant.operator in allowed]
     if "combined" in options.kinds:
         several = mutate.combined(target.source, function, options.seed, allowed)
-        combined = [Broken("combined", mutant, sites=mutant.operator.count("+") + 1) for mutant in several]
+        combined = [MutationCandidate("combined", mutant, sites=mutant.operator.count("+") + 1) for mutant in several]
         turns = [combined, found]
         random.Random(f"{options.seed} {function.id} turns").shuffle(turns)
         found = [broken for pair in zip_longest(*turns) for broken in pair if broken is not None]
@@ -151,7 +152,7 @@ def _broken(target: Target, options: BuildOptions) -> list[Broken]:
     if removed is not None:
         # Not first for every function: a small dataset would hold nothing else.
         turn = random.Random(f"{options.seed} {function.id}").randrange(options.wanted)
-        found.insert(turn, Broken("removal", removed))
+        found.insert(turn, MutationCandidate("removal", removed))
     return found
 
 
@@ -178,9 +179,9 @@ def _meaning(snippet: str) -> str:
     return ast.dump(node.args) + "".join(ast.dump(statement) for statement in body)
 
 
-def _select(targets: Sequence[Target], options: BuildOptions) -> list[tuple[Target, Probe]]:
+def _select(targets: Sequence[Target], options: BuildOptions) -> list[tuple[Target, ProvisionalTask]]:
     """At most `wanted` of a function and `max_tasks` in all: telling ones first, functions taking turns."""
-    chosen: list[tuple[Target, Probe]] = []
+    chosen: list[tuple[Target, ProvisionalTask]] = []
     used: Counter[str] = Counter()
     for name in ("telling", "spare"):
         for turn in range(_ATTEMPTS * options.wanted):

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import blake3
 
-from etude.environments.scripts import is_script
+from etude.code.functions import FunctionNode, Unit, shared_bodies
+from etude.grading.javascript import is_script
 from etude.tasks import javascript
-from etude.tasks.discover import FunctionNode, Unit, shared_bodies
 
 
 def heldout_functions(functions: Sequence[Unit], fraction: float, seed: int) -> set[str]:

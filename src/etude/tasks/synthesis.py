@@ -16,10 +16,10 @@ from pathlib import Path
 
 import blake3
 
-from etude.environments.base import Image, Limits, Sandbox
+from etude.code import mutate
+from etude.code.functions import Function
 from etude.errors import UserError
-from etude.tasks import mutate
-from etude.tasks.discover import Function
+from etude.sandbox.base import Image, Limits, Sandbox
 
 Writer = Callable[[Function, str], str]  # (function, text of its module) -> text of a test module
 MUTANTS = 6

@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from etude.errors import UserError
-from etude.records import Part, PolicyVersion
+from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
-from etude.weights import codec, retention
+from etude.weights import retention
 from etude.weights.manifest import read, schema_key, versions
 from etude.weights.receiver import load
-from etude.weights.schema import decode
 from etude.weights.signature import Trust
 from etude.weights.source import intact
+from etude.weights.ulpd import codec
+from etude.weights.ulpd.schema import decode
 
 
 @dataclass(frozen=True)
-class Audit:
+class StoreAudit:
     """`problems` are sentences; `pruned` counts objects that are gone and that nothing needs."""
 
     versions: int
@@ -32,7 +33,7 @@ def audit(
     trust: Trust,
     only: int | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-) -> Audit:
+) -> StoreAudit:
     """Reads every manifest and object, or those of version `only`; then rebuilds the newest version, or that one.
 
     An object is compared with its BLAKE3 digest, so every flipped bit is found, and parsed. Raises UserError if there
@@ -75,10 +76,10 @@ def audit(
             load(store, chosen[-1].version)
         except UserError as e:
             problems.append(str(e))
-    return Audit(len(numbers) if only is None else 1, checked, size, pruned, tuple(problems))
+    return StoreAudit(len(numbers) if only is None else 1, checked, size, pruned, tuple(problems))
 
 
-def _objects(manifest: PolicyVersion) -> Iterator[tuple[str, int, Part]]:
+def _objects(manifest: PolicyVersion) -> Iterator[tuple[str, int, PayloadPart]]:
     yield from (("delta", manifest.version, part) for part in manifest.delta)
     yield from (("skip", manifest.version, part) for skip in manifest.skips for part in skip.parts)
     yield from (("anchor", manifest.anchor.version, part) for part in manifest.anchor.parts)
@@ -97,7 +98,7 @@ def _chunks(store: Store, schema_id: str, problems: list[str]) -> int:
     return 0
 
 
-def _fault(data: bytes, kind: str, version: int, part: Part, chunks: int) -> str:
+def _fault(data: bytes, kind: str, version: int, part: PayloadPart, chunks: int) -> str:
     """What is wrong with an object; empty if nothing is."""
     if len(data) != part.bytes or not intact(data, part.digest):
         return "was altered"

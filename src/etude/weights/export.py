@@ -15,11 +15,11 @@ from etude.errors import UserError
 from etude.models.loading import load_model, model_id, named_tensors
 from etude.records import PolicyVersion
 from etude.store import Store
-from etude.weights.digest import digest
 from etude.weights.manifest import newest, read, versions
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import bring, load, materialise
 from etude.weights.signature import Trust
+from etude.weights.ulpd.digest import digest
 
 Progress = Callable[[str, int, int], None]
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from etude.weights import device
-from etude.weights import kernels as _typed_kernels
-from etude.weights.digest import narrow
-from etude.weights.schema import Bits, Spec, bits
+from etude.weights.ulpd import device
+from etude.weights.ulpd import kernels as _typed_kernels
+from etude.weights.ulpd.digest import narrow
+from etude.weights.ulpd.schema import Bits, Spec, bits
 
 kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 Tensors = Mapping[str, torch.Tensor]
@@ -26,7 +26,7 @@ Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Change:
+class ElementChange:
     """New bits for single elements of a tensor; `positions` index the flattened tensor and are distinct."""
 
     spec: Spec
@@ -35,31 +35,31 @@ class Change:
     staged: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)  # where no compiled loop reaches
 
 
-class Live:
+class LiveTensors:
     """Reads and writes named contiguous tensors; what is written is visible to the engine at once."""
 
     def __init__(self, tensors: Tensors):
         assert all(tensor.is_contiguous() for tensor in tensors.values())
         self.tensors = tensors
 
-    def stage(self, spec: Spec, positions: Positions, values: Bits) -> Change:
+    def stage(self, spec: Spec, positions: Positions, values: Bits) -> ElementChange:
         """A change that is ready to be written; a device has its lists already."""
         if (host := self._host(spec)) is not None:
             for kernel in (kernels.scatter, kernels.holds):
                 kernel(*host, positions[:0], values[:0])  # compiled here, not while the engine stands still
-            return Change(spec, positions, values)
+            return ElementChange(spec, positions, values)
         tensor = self.tensors[spec.name]
         there = torch.from_numpy(positions).to(tensor.device)  # pyright: ignore[reportUnknownMemberType]
-        return Change(spec, positions, values, (there, as_tensor(values, spec).to(tensor.device, tensor.dtype)))
+        return ElementChange(spec, positions, values, (there, as_tensor(values, spec).to(tensor.device, tensor.dtype)))
 
-    def write(self, change: Change) -> None:
+    def write(self, change: ElementChange) -> None:
         """Makes the change."""
         if change.staged is None:
             kernels.scatter(*self._on_host(change.spec), change.positions, change.values)
         else:
             self._flat(change.spec).index_copy_(0, *change.staged)
 
-    def holds(self, change: Change) -> bool:
+    def holds(self, change: ElementChange) -> bool:
         """Whether the elements have the change's values, bit for bit."""
         if change.staged is None:
             return bool(kernels.holds(*self._on_host(change.spec), change.positions, change.values))

@@ -14,7 +14,7 @@ from etude.weights.signature import Trust
 FOLDER = "versions"
 
 
-class _Head(msgspec.Struct):
+class _ManifestHead(msgspec.Struct):
     format: int = 1
 
 
@@ -43,7 +43,7 @@ def read(store: Store, version: int, trust: Trust | None = None) -> PolicyVersio
     except KeyError:
         return None
     try:
-        form = msgspec.json.decode(data, type=_Head).format
+        form = msgspec.json.decode(data, type=_ManifestHead).format
         if form != MANIFEST_FORMAT:
             raise ValueError(
                 f"the manifest of version {version} in {store.url} has format {form}, not {MANIFEST_FORMAT}"

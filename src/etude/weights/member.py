@@ -7,7 +7,7 @@ from collections.abc import Callable
 from etude.errors import UserError
 from etude.failpoints import visit
 from etude.weights.coordinator import Ballot
-from etude.weights.receiver import DamagedVersion, Receiver, Update, WeightsMismatch
+from etude.weights.receiver import DamagedVersion, Receiver, WeightsMismatch, WeightUpdate
 
 BetweenSteps = Callable[[int, Callable[[], None]], object]
 """Calls a function between two steps of the engine, which goes on as the given version; returns when that is done."""
@@ -17,7 +17,7 @@ class NotTogether(Exception):
     """The replica did not go to a version; all of it serves the old one, and will try again."""
 
 
-class Member:
+class ReplicaMember:
     """Drives a receiver by the votes of its replica."""
 
     def __init__(self, receiver: Receiver, ballot: Ballot):
@@ -51,7 +51,7 @@ class Member:
         self._vote(update, between_steps)
         return True
 
-    def _vote(self, update: Update, between_steps: BetweenSteps) -> None:
+    def _vote(self, update: WeightUpdate, between_steps: BetweenSteps) -> None:
         version = update.manifest.version
         decision = self._ballot.ready(version, True)
         if not decision.go:

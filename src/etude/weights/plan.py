@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from etude.records import Part, PolicyVersion
+from etude.records import PayloadPart, PolicyVersion
 
 
 class NoPath(ValueError):
@@ -20,7 +20,7 @@ class Payload:
     kind: str  # "delta" | "skip" | "anchor"
     base: int | None
     version: int
-    parts: tuple[Part, ...]
+    parts: tuple[PayloadPart, ...]
 
     @property
     def bytes(self) -> int:

@@ -24,18 +24,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
-from etude.records import Anchor, Part, PolicyVersion, Skip
+from etude.records import Anchor, PayloadPart, PolicyVersion, Skip
 from etude.store import Store
-from etude.weights import codec
 from etude.weights import ranks as peers
-from etude.weights.changes import Changes, fold
-from etude.weights.codec import Codec, Digests
-from etude.weights.digest import digest, written
 from etude.weights.manifest import create, manifests, read, schema_key
 from etude.weights.ranks import Ranks, Share
-from etude.weights.schema import Bits, Schema, schema_of
 from etude.weights.signature import sign
 from etude.weights.snapshots import Snapshots
+from etude.weights.ulpd import codec
+from etude.weights.ulpd.changes import Changes, fold
+from etude.weights.ulpd.codec import Codec, Digests
+from etude.weights.ulpd.digest import digest, written
+from etude.weights.ulpd.schema import Bits, Schema, schema_of
 
 SPANS = (8, 64)
 """A version whose number one of these divides also has a folded delta from so many versions before. Ascending, each a
@@ -145,7 +145,7 @@ class Publisher:
         self._folds: dict[int, Fold] = {}
         self._since = 0.0  # bytes of deltas since the last anchor was begun
         self._flight: Publication | None = None
-        self._anchor: tuple[int, Future[tuple[Part, ...]]] | None = None
+        self._anchor: tuple[int, Future[tuple[PayloadPart, ...]]] | None = None
 
     def resume(self, last: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
         """Continues after `last`, whose tensors these are. Raises ValueError if they are not.
@@ -275,9 +275,9 @@ class Publisher:
 
     def _write_skips(
         self, about: _About, new: Mapping[str, Bits], digests: Digests, changes: Changes, rules: Codec
-    ) -> dict[int, tuple[Part, ...]]:
+    ) -> dict[int, tuple[PayloadPart, ...]]:
         """The folded deltas that are due, from the changes before this version and those that led to it."""
-        found: dict[int, tuple[Part, ...]] = {}
+        found: dict[int, tuple[PayloadPart, ...]] = {}
         pending = [changes]
         for span in SPANS:
             pending = [self._folds[span].changes, *pending]
@@ -379,7 +379,7 @@ class Publisher:
         if self._anchor is None and (old or self._since > self._anchor_share * size):
             self._begin_anchor(of)
 
-    def _complete_anchor(self) -> tuple[Part, ...] | None:
+    def _complete_anchor(self) -> tuple[PayloadPart, ...] | None:
         """This rank's part of the anchor that was begun last, None if it is not there yet. Raises what went wrong."""
         if self._anchor is None or not self._anchor[1].done():
             return None
@@ -390,7 +390,7 @@ class Publisher:
 
     def _begin_anchor(self, of: Published) -> None:
         version, schema = of.manifest.version, of.schema
-        future: Future[tuple[Part, ...]] = Future()
+        future: Future[tuple[PayloadPart, ...]] = Future()
         self._anchor, self._since = (version, future), 0.0
 
         def work() -> None:
@@ -404,7 +404,7 @@ class Publisher:
 
         threading.Thread(target=work, name=f"anchor-{version}", daemon=True).start()
 
-    def _put(self, kind: str, version: int, records: list[codec.Record], chunks: range) -> tuple[Part, ...]:
+    def _put(self, kind: str, version: int, records: list[codec.ChunkRecord], chunks: range) -> tuple[PayloadPart, ...]:
         """Writes an object under its digest and this writer, so that no other attempt ever uses the same name."""
         if not records:
             return ()
@@ -413,7 +413,7 @@ class Publisher:
         key = f"payloads/{version:08d}-{kind}-{digest[:32]}-{self._ranks.session[:16]}"
         self._store.put(key, payload)
         visit("publisher.part")
-        return (Part(key=key, bytes=len(payload), digest=digest, first=chunks.start, stop=chunks.stop),)
+        return (PayloadPart(key=key, bytes=len(payload), digest=digest, first=chunks.start, stop=chunks.stop),)
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -435,7 +435,7 @@ class _About:
     metrics: dict[str, float]
 
 
-def _joined(parts: Any) -> tuple[Part, ...]:
+def _joined(parts: Any) -> tuple[PayloadPart, ...]:
     return tuple(part for some in parts for part in some)
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import msgspec
 
 from etude.errors import RunFailed
-from etude.records import Part, Record
+from etude.records import PayloadPart, Record
 from etude.store import Store
-from etude.weights.schema import Schema
+from etude.weights.ulpd.schema import Schema
 
 _POLL_SECONDS = 0.02
 
@@ -32,10 +32,10 @@ class Ranks:
 class Share(Record, frozen=True, kw_only=True):
     """What one rank wrote of a version."""
 
-    delta: tuple[Part, ...]
-    skips: dict[int, tuple[Part, ...]]  # by the version that they build on
-    own_anchor: tuple[Part, ...]  # of this version, where a chain begins
-    anchor: tuple[Part, ...] | None  # of the earlier version whose anchor was begun last; None: not complete yet
+    delta: tuple[PayloadPart, ...]
+    skips: dict[int, tuple[PayloadPart, ...]]  # by the version that they build on
+    own_anchor: tuple[PayloadPart, ...]  # of this version, where a chain begins
+    anchor: tuple[PayloadPart, ...] | None  # of the earlier version whose anchor was begun last; None: not complete yet
     base: int  # sums of the digests of this rank's chunks, modulo 2^64
     target: int
     changed: int

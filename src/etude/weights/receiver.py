@@ -20,17 +20,17 @@ import torch
 from etude.errors import UserError
 from etude.records import PolicyVersion
 from etude.store import Store
-from etude.weights import codec, schema
-from etude.weights import kernels as _typed_kernels
-from etude.weights.codec import Digests
-from etude.weights.digest import digest, written
-from etude.weights.live import Change, Live, Positions, Tensors, as_tensor
+from etude.weights.live import ElementChange, LiveTensors, Positions, Tensors, as_tensor
 from etude.weights.manifest import key, schema_key, versions
 from etude.weights.plan import NoPath, Payload, plan
-from etude.weights.repair import Mended, Rung, Unavailable, mend
-from etude.weights.schema import Bits, Schema
-from etude.weights.signature import Refused, Trust
-from etude.weights.source import BrokenObject, DamagedVersion, Source
+from etude.weights.repair import Repaired, RepairUnavailable, Rung, mend
+from etude.weights.signature import ManifestRefused, Trust
+from etude.weights.source import BrokenObject, DamagedVersion, PayloadSource
+from etude.weights.ulpd import codec, schema
+from etude.weights.ulpd import kernels as _typed_kernels
+from etude.weights.ulpd.codec import Digests
+from etude.weights.ulpd.digest import digest, written
+from etude.weights.ulpd.schema import Bits, Schema
 
 kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 SCRUBBED = 0.01
@@ -62,10 +62,10 @@ class Receiver:
     `peers` are the URLs of servers that may hold the same version.
     """
 
-    def __init__(self, store: Store, live: Tensors, source: Source | None = None, peers: Sequence[str] = ()):
+    def __init__(self, store: Store, live: Tensors, source: PayloadSource | None = None, peers: Sequence[str] = ()):
         self._store = store
-        self._source = source or Source(store)
-        self._live = Live(live)
+        self._source = source or PayloadSource(store)
+        self._live = LiveTensors(live)
         self._held: Content | None = None
         self._peers = tuple(peers)
         self._scrubbed = 0
@@ -76,7 +76,7 @@ class Receiver:
         """Whether there may be a newer version; one look-up."""
         return self.version < 0 or self._store.exists(key(self.version + 1))
 
-    def poll(self, limit: int | None = None) -> Update | None:
+    def poll(self, limit: int | None = None) -> WeightUpdate | None:
         """The newest version (up to `limit`), downloaded and verified; None if it is live already.
 
         One look-up when there is nothing new. Raises DamagedVersion if the version cannot be had whole: the engine
@@ -90,19 +90,19 @@ class Receiver:
         manifest, staged = _load(self._source, numbers[-1], self.version, self._held)
         try:
             self._source.trust.accept(manifest)
-        except Refused as e:
+        except ManifestRefused as e:
             raise DamagedVersion(str(e)) from None
         _check_fit(manifest.version, staged.schema, self._live.tensors)
         held = self._held
         if held is None or held.schema != staged.schema:
             before = {name: tensor.clone() for name, tensor in self._live.tensors.items()}
-            return Update(self, manifest, staged, held, None, before)
-        return Update(self, manifest, staged, held, tuple(_differences(self._live, held, staged)), {})
+            return WeightUpdate(self, manifest, staged, held, None, before)
+        return WeightUpdate(self, manifest, staged, held, tuple(_differences(self._live, held, staged)), {})
 
     # --- the two phases ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _flip(self, update: Update, whole: bool) -> None:
+    def _flip(self, update: WeightUpdate, whole: bool) -> None:
         if self._held is not update.base:
             raise ValueError(f"version {update.manifest.version} was staged for another version than is live now")
         for change in update.changes or ():
@@ -118,11 +118,11 @@ class Receiver:
             self._undo(update)
             raise WeightsMismatch(f"version {update.manifest.version} did not arrive in the live tensors: {why}")
 
-    def _commit(self, update: Update) -> None:
+    def _commit(self, update: WeightUpdate) -> None:
         self._held, self.version, self.manifest = update.staged, update.manifest.version, update.manifest
 
     @torch.no_grad()
-    def _undo(self, update: Update) -> None:
+    def _undo(self, update: WeightUpdate) -> None:
         """The image's bits in place of the update's, whatever the live tensors hold there now."""
         for name, tensor in update.before.items():
             self._live.tensors[name].copy_(tensor)
@@ -169,7 +169,7 @@ class Receiver:
         return live != int(held.digests[number]) or not _right(held, number, image)
 
     @torch.no_grad()
-    def _mend(self, mended: Sequence[Mended]) -> None:
+    def _mend(self, mended: Sequence[Repaired]) -> None:
         held = self._held
         assert held is not None
         arrays = dict(held.bits)
@@ -200,24 +200,24 @@ class Receiver:
                     trust_env=False,
                 )
             except httpx2.HTTPError as e:
-                raise Unavailable(f"{type(e).__name__} {e}") from None
+                raise RepairUnavailable(f"{type(e).__name__} {e}") from None
             chunk = held.schema.chunks[number]
             form = held.schema.tensors[chunk.tensor].format
             if found.status_code != 200 or len(found.content) != (chunk.stop - chunk.start) * form.width // 8:
-                raise Unavailable(f"it answered {found.status_code} with {len(found.content)} bytes")
+                raise RepairUnavailable(f"it answered {found.status_code} with {len(found.content)} bytes")
             return np.frombuffer(found.content, form.unsigned).copy()
 
         def replayed(number: int) -> Bits:
             try:
                 return _replay_chunk(self._source, version, held, number)
             except DamagedVersion as e:
-                raise Unavailable(str(e)) from None
+                raise RepairUnavailable(str(e)) from None
 
         def loaded(number: int) -> Bits:
             try:
-                whole = _load(Source(self._store), version, -1, None)[1]
+                whole = _load(PayloadSource(self._store), version, -1, None)[1]
             except DamagedVersion as e:
-                raise Unavailable(str(e)) from None
+                raise RepairUnavailable(str(e)) from None
             return codec.chunk_bits(whole.schema, whole.bits, whole.schema.chunks[number])
 
         peers = [Rung(f"peer {url}", lambda number, url=url: peer(url, number)) for url in self._peers]
@@ -226,14 +226,14 @@ class Receiver:
 
 
 @dataclass(frozen=True)
-class Update:
+class WeightUpdate:
     """A verified version in host memory, not yet live. `changes` is None where all tensors are written whole."""
 
     receiver: Receiver
     manifest: PolicyVersion
     staged: Content
     base: Content | None  # what was live then; the changes are right on nothing else
-    changes: tuple[Change, ...] | None
+    changes: tuple[ElementChange, ...] | None
     before: Mapping[str, torch.Tensor]  # where they are
 
     def flip(self, whole: bool = False) -> None:
@@ -264,7 +264,7 @@ class Repair:
     """Right bits for damaged chunks, not yet live."""
 
     receiver: Receiver
-    mended: Sequence[Mended]
+    mended: Sequence[Repaired]
 
     def apply(self) -> None:
         """Writes them; call it between two steps of the engine. Raises WeightsMismatch if they do not stay."""
@@ -286,7 +286,7 @@ def bring(store: Store, held: int, version: int, tensors: Tensors, trust: Trust 
     grid = schema.schema_of(tensors)
     taken = {name: schema.bits(tensor).copy() for name, tensor in tensors.items()}
     content = Content(grid, taken, codec.digests(grid, taken))
-    manifest, staged = _whole(Source(store, trust=trust), version, held, content)
+    manifest, staged = _whole(PayloadSource(store, trust=trust), version, held, content)
     _put(store, manifest, staged, tensors)
     return manifest
 
@@ -299,20 +299,20 @@ def load(store: Store, version: int) -> tuple[PolicyVersion, dict[str, torch.Ten
 
 def load_content(store: Store, version: int, trust: Trust | None = None) -> tuple[PolicyVersion, Content]:
     """The manifest and the bits of a published version. Raises UserError."""
-    return _whole(Source(store, trust=trust), version, -1, None)
+    return _whole(PayloadSource(store, trust=trust), version, -1, None)
 
 
 def _put(store: Store, manifest: PolicyVersion, staged: Content, tensors: Tensors) -> None:
     try:
         _check_fit(manifest.version, staged.schema, tensors)
-        Update(
+        WeightUpdate(
             Receiver(store, tensors), manifest, staged, None, None, {n: t.clone() for n, t in tensors.items()}
         ).apply()
     except (DamagedVersion, WeightsMismatch) as e:
         raise UserError(f"{store.url}: {e}; give the folder of the model that the run began with") from None
 
 
-def _whole(source: Source, version: int, held: int, content: Content | None) -> tuple[PolicyVersion, Content]:
+def _whole(source: PayloadSource, version: int, held: int, content: Content | None) -> tuple[PolicyVersion, Content]:
     store = source.store
     if not store.exists(key(version)):
         raise UserError(f"{store.url} has no version {version}; the newest is {max(versions(store), default=None)}")
@@ -322,7 +322,7 @@ def _whole(source: Source, version: int, held: int, content: Content | None) -> 
         raise UserError(f"{store.url}: {e}; choose another version") from None
 
 
-def _load(source: Source, target: int, held: int, content: Content | None) -> tuple[PolicyVersion, Content]:
+def _load(source: PayloadSource, target: int, held: int, content: Content | None) -> tuple[PolicyVersion, Content]:
     """Version `target`, from version `held` with this content or from an anchor, by the fewest bytes.
 
     A payload that is gone or altered is left out and the next best path is taken.
@@ -341,7 +341,9 @@ def _load(source: Source, target: int, held: int, content: Content | None) -> tu
             broken.add(e.key)
 
 
-def _follow(source: Source, target: int, path: list[Payload], content: Content | None) -> tuple[PolicyVersion, Content]:
+def _follow(
+    source: PayloadSource, target: int, path: list[Payload], content: Content | None
+) -> tuple[PolicyVersion, Content]:
     manifest = source.manifest(target)
     assert manifest is not None, "the path ends at its manifest"
     if content is None or (path and path[0].base is None):
@@ -379,7 +381,7 @@ def _blank(store: Store, manifest: PolicyVersion) -> Content:
 def _applied(content: Content, payload: Payload, objects: list[bytes]) -> Content:
     """The content after a payload. Raises ValueError."""
     grid = content.schema
-    records: list[codec.Record] = []
+    records: list[codec.ChunkRecord] = []
     for part, data in zip(payload.parts, objects, strict=True):
         kind, version, found = codec.unpack(data, len(grid.chunks))
         if (kind, version) != (payload.kind, payload.version):
@@ -394,7 +396,7 @@ def _applied(content: Content, payload: Payload, objects: list[bytes]) -> Conten
     return Content(grid, after, codec.apply(grid, after, content.digests, records))
 
 
-def _replay_chunk(source: Source, version: int, held: Content, number: int) -> Bits:
+def _replay_chunk(source: PayloadSource, version: int, held: Content, number: int) -> Bits:
     """One chunk of a version from an anchor and what follows it. Raises DamagedVersion."""
     chunk = held.schema.chunks[number]
     spec = held.schema.tensors[chunk.tensor]
@@ -416,7 +418,7 @@ def _replay_chunk(source: Source, version: int, held: Content, number: int) -> B
     return codec.chunk_bits(held.schema, arrays, chunk)
 
 
-def _differences(live: Live, old: Content, new: Content) -> Iterator[Change]:
+def _differences(live: LiveTensors, old: Content, new: Content) -> Iterator[ElementChange]:
     """What to write for `new` where `old` is live, tensor by tensor. Reads only chunks whose digests differ."""
     places: dict[int, list[Positions]] = {}
     for number in np.flatnonzero(old.digests != new.digests).tolist():

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
-class Damaged(Exception):
+class DigestMismatch(Exception):
     """The store's bytes do not have the digest that was asked for."""
 
 
@@ -71,7 +71,7 @@ class Relay:
             data = await self._get(key, digest)
         except KeyError:
             return PlainTextResponse(f"the store of this relay has no {key}", 404)
-        except Damaged:
+        except DigestMismatch:
             return PlainTextResponse(f"{key} in the store of this relay is damaged", 502)
         except UserError as e:
             return PlainTextResponse(str(e), 502)
@@ -102,7 +102,7 @@ class Relay:
     def _fetch(self, key: str, digest: str) -> bytes:
         data = self._store.get(key)
         if not intact(data, digest):
-            raise Damaged(key)
+            raise DigestMismatch(key)
         return data
 
     def _arrived(self, name: tuple[str, str], task: asyncio.Task[bytes]) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from etude.weights.schema import Bits
+from etude.weights.ulpd.schema import Bits
 
 TRIES = 3
 
 
-class Unavailable(Exception):
+class RepairUnavailable(Exception):
     """A rung that cannot help, in a few words."""
 
 
@@ -31,7 +31,7 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Mended:
+class Repaired:
     """The right bits of a chunk, and the rung that had them."""
 
     chunk: int
@@ -39,7 +39,7 @@ class Mended:
     rung: str
 
 
-def mend(chunk: int, right: Callable[[Bits], bool], rungs: Sequence[Rung]) -> Mended:
+def mend(chunk: int, right: Callable[[Bits], bool], rungs: Sequence[Rung]) -> Repaired:
     """The bits of a chunk from the first rung that has them; `right` digests them. Raises Unrepairable."""
     reasons: list[str] = []
     for rung in rungs:
@@ -47,11 +47,11 @@ def mend(chunk: int, right: Callable[[Bits], bool], rungs: Sequence[Rung]) -> Me
         for _ in range(TRIES):
             try:
                 found = rung.fetch(chunk)
-            except Unavailable as e:
+            except RepairUnavailable as e:
                 reason = str(e)
                 continue
             if right(found):
-                return Mended(chunk, found, rung.name)
+                return Repaired(chunk, found, rung.name)
             reason = "its bits have another digest"
         reasons.append(f"{rung.name}: {reason}")
     raise Unrepairable(f"chunk {chunk} cannot be repaired ({'; '.join(reasons)})")

@@ -27,7 +27,7 @@ from etude.records import PolicyVersion
 _DOMAIN = b"etude weights manifest\0"
 
 
-class Refused(ValueError):
+class ManifestRefused(ValueError):
     """A manifest of another model or run, unsigned, forged, or older than one that was accepted before."""
 
 
@@ -111,20 +111,22 @@ class Trust:
         """Raises Refused if the manifest is of another model or run, or if the signature is not the key's."""
         number = manifest.version
         if self.model and manifest.model not in ("", self.model):
-            raise Refused(
+            raise ManifestRefused(
                 f"version {number} is of a model with another config.json or tokenizer.json; use the model folder that "
                 "its run began with"
             )
         if self.key is None:
             return
         if not manifest.signature:
-            raise Refused(f"version {number} is not signed")
+            raise ManifestRefused(f"version {number} is not signed")
         try:
             self.key.verify(bytes.fromhex(manifest.signature), _signed(manifest))
         except (InvalidSignature, ValueError):
-            raise Refused(f"the signature of version {number} is not by the key that is trusted") from None
+            raise ManifestRefused(f"the signature of version {number} is not by the key that is trusted") from None
         if self.run and manifest.run != self.run:
-            raise Refused(f"version {number} is of another run ({manifest.run}) than those before it ({self.run})")
+            raise ManifestRefused(
+                f"version {number} is of another run ({manifest.run}) than those before it ({self.run})"
+            )
 
     def accept(self, manifest: PolicyVersion) -> None:
         """`check`, and remembers the manifest. Raises Refused also if it is older than one accepted before."""
@@ -132,7 +134,9 @@ class Trust:
         if self.key is None:
             return
         if manifest.version < self.version:
-            raise Refused(f"version {manifest.version} is older than version {self.version}, which was accepted before")
+            raise ManifestRefused(
+                f"version {manifest.version} is older than version {self.version}, which was accepted before"
+            )
         self.run, self.version = manifest.run, manifest.version
         if self.memory is not None:
             partial = self.memory.with_name(self.memory.name + ".incomplete")

@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from etude.weights import device
-from etude.weights import kernels as _typed_kernels
-from etude.weights.schema import Bits, Spec, unsigned
+from etude.weights.ulpd import device
+from etude.weights.ulpd import kernels as _typed_kernels
+from etude.weights.ulpd.schema import Bits, Spec, unsigned
 
 kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 
 
 @dataclass(frozen=True)
-class _Mirror:
+class _TensorMirror:
     """A tensor's bits as they were taken last, on its device and here; `here` is never written to."""
 
     spec: Spec
@@ -31,7 +31,7 @@ class _Mirror:
 
 
 @dataclass(frozen=True)
-class _Moves:
+class _PartMoves:
     """What changed in a part of a tensor: positions from its element number `first` on."""
 
     first: int
@@ -48,7 +48,7 @@ class Snapshots:
     """
 
     def __init__(self):
-        self._mirrors: dict[str, _Mirror] = {}
+        self._mirrors: dict[str, _TensorMirror] = {}
 
     def take(self, specs: Sequence[Spec], tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Bits]]:
         """Takes the tensors as they are now; the caller may write to them as soon as this returns.
@@ -58,7 +58,7 @@ class Snapshots:
         """
         known, self._mirrors = self._mirrors, {}
         whole: dict[str, Bits] = {}
-        moved: list[tuple[_Mirror, list[_Moves]]] = []
+        moved: list[tuple[_TensorMirror, list[_PartMoves]]] = []
         for spec in specs:
             tensor = tensors[spec.name]
             mirror = known.get(spec.name)
@@ -68,7 +68,7 @@ class Snapshots:
                 moved.append((mirror, _follow(mirror, unsigned(tensor))))
             else:
                 there = unsigned(tensor).clone()
-                self._mirrors[spec.name] = _Mirror(spec, there, _here(there))
+                self._mirrors[spec.name] = _TensorMirror(spec, there, _here(there))
 
         def finish() -> dict[str, Bits]:
             for mirror, parts in moved:
@@ -82,20 +82,20 @@ def _here(flat: torch.Tensor) -> Bits:
     return flat.to("cpu", copy=True).numpy()
 
 
-def _follow(mirror: _Mirror, flat: torch.Tensor) -> list[_Moves]:
+def _follow(mirror: _TensorMirror, flat: torch.Tensor) -> list[_PartMoves]:
     """Brings the device's copy to `flat`."""
     gpu, spec = device.gpu_kernels(), mirror.spec
-    parts: list[_Moves] = []
+    parts: list[_PartMoves] = []
     for first in range(0, flat.numel(), gpu.LARGEST):
         part = slice(first, first + gpu.LARGEST)
         positions, steps, grown = gpu.scan(
             mirror.there[part], flat[part], spec.seed, first, spec.format.width, spec.format.signed
         )
-        parts.append(_Moves(first, positions.cpu().numpy(), steps.cpu().numpy(), grown))
+        parts.append(_PartMoves(first, positions.cpu().numpy(), steps.cpu().numpy(), grown))
     return parts
 
 
-def _followed(mirror: _Mirror, parts: Sequence[_Moves]) -> _Mirror:
+def _followed(mirror: _TensorMirror, parts: Sequence[_PartMoves]) -> _TensorMirror:
     """Brings the host's copy to the device's. Raises RuntimeError if its digest does not grow as it did there."""
     spec = mirror.spec
     if not any(part.positions.size for part in parts):
@@ -105,4 +105,4 @@ def _followed(mirror: _Mirror, parts: Sequence[_Moves]) -> _Mirror:
         place = (here[part.first :], part.positions, part.steps, np.uint64(spec.seed), part.first)
         if int(kernels.add(*place, spec.format.width, spec.format.signed)) != part.grown:
             raise RuntimeError(f"the changes of {spec.name} did not arrive from {mirror.there.device}; it is broken")
-    return _Mirror(spec, mirror.there, here)
+    return _TensorMirror(spec, mirror.there, here)

@@ -7,7 +7,7 @@ import logging
 import blake3
 import httpx2
 
-from etude.records import Part, PolicyVersion
+from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
 from etude.weights.manifest import read
 from etude.weights.signature import Trust
@@ -25,12 +25,12 @@ class DamagedVersion(Exception):
 class BrokenObject(DamagedVersion):
     """An object of a payload is missing or altered; `key` is its name in the store."""
 
-    def __init__(self, version: int, part: Part, why: str):
+    def __init__(self, version: int, part: PayloadPart, why: str):
         super().__init__(f"version {version}: its payload {why}")
         self.key = part.key
 
 
-class Source:
+class PayloadSource:
     """Objects of payloads, each checked against its BLAKE3 digest. Manifests are small and always the store's; `trust`
     says which of them to believe."""
 
@@ -43,7 +43,7 @@ class Source:
         """As `etude.weights.manifest.read`, of those that are trusted. Raises ValueError for any other."""
         return read(self.store, version, self.trust)
 
-    def get(self, version: int, part: Part) -> bytes:
+    def get(self, version: int, part: PayloadPart) -> bytes:
         """An object of a version's payload. Raises BrokenObject, or UserError if the store cannot be reached."""
         if self._relay is not None:
             try:
@@ -59,7 +59,7 @@ class Source:
             raise BrokenObject(version, part, "was altered")
         return data
 
-    def _from_relay(self, part: Part) -> bytes:
+    def _from_relay(self, part: PayloadPart) -> bytes:
         """Raises httpx2.HTTPError, or ValueError for bytes that are not the payload's."""
         url, query = f"{self._relay}/{part.key}", {"blake3": part.digest}
         timeout = httpx2.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)

@@ -11,9 +11,17 @@ import blake3
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from etude.harness.endpoint.chat import sse
-from etude.harness.endpoint.conversation import Asked, Kind, Refused, arranged, call_message, function, text_of
+from etude.harness.endpoint.conversation import (
+    AgentRequest,
+    Kind,
+    RequestRefused,
+    arranged,
+    call_message,
+    function,
+    text_of,
+)
 from etude.harness.endpoint.recording import Spoken
-from etude.harness.renderers import Message, Tool
+from etude.renderers import Message, Tool
 
 STATUS: dict[Kind, tuple[int, str]] = {
     "invalid": (400, "invalid_request_error"),
@@ -28,12 +36,12 @@ _PROVIDERS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool|
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def asked(body: dict[str, Any]) -> Asked:
+def asked(body: dict[str, Any]) -> AgentRequest:
     """The request. `model` and sampling are not taken from it, nor are tools that the provider would run."""
     system: list[Message] = [{"role": "system", "content": text_of(body.get("system"))}] if body.get("system") else []
     messages = [shown for message in body["messages"] for shown in _messages(message)]
     choice = (body.get("tool_choice") or {}).get("type")
-    return Asked(
+    return AgentRequest(
         model=str(body.get("model") or ""),
         messages=arranged([*system, *messages]),
         tools=() if choice == "none" else tuple(_tools(body.get("tools") or ())),
@@ -68,19 +76,21 @@ def _tools(tools: Iterable[dict[str, Any]]) -> Iterator[Tool]:
         if kind == "custom":
             yield function(tool["name"], tool.get("description"), tool.get("input_schema"))
         elif not _PROVIDERS.match(kind):
-            raise Refused("invalid", f"the schema of a tool of type {kind!r} is not known here: describe it", "tools")
+            raise RequestRefused(
+                "invalid", f"the schema of a tool of type {kind!r} is not known here: describe it", "tools"
+            )
 
 
-def refused(refusal: Refused) -> Response:
+def refused(refusal: RequestRefused) -> Response:
     return JSONResponse(error(refusal), STATUS[refusal.kind][0])
 
 
-def error(refusal: Refused) -> dict[str, Any]:
+def error(refusal: RequestRefused) -> dict[str, Any]:
     """Anthropic's shape of an error."""
     return {"type": "error", "error": {"type": STATUS[refusal.kind][1], "message": str(refusal)}}
 
 
-async def answered(spoken: Spoken, asked: Asked, body: dict[str, Any]) -> Response:
+async def answered(spoken: Spoken, asked: AgentRequest, body: dict[str, Any]) -> Response:
     """The turn as one message, or as a stream of its parts."""
     thinks = (body.get("thinking") or {}).get("type") in ("enabled", "adaptive")
     head: dict[str, Any] = {
@@ -137,7 +147,7 @@ async def _parts(spoken: Spoken, head: dict[str, Any], thinks: bool) -> AsyncIte
             else:
                 delta = {"type": "input_json_delta", "partial_json": event[1]["function"]["arguments"]}
             yield part("content_block_delta", index=number, delta=delta)
-    except Refused as e:
+    except RequestRefused as e:
         yield sse(error(e), "error")
         return
     for data in closing():

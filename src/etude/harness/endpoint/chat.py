@@ -9,9 +9,17 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from etude.harness.endpoint.conversation import Asked, Kind, Refused, arranged, call_message, function, text_of
+from etude.harness.endpoint.conversation import (
+    AgentRequest,
+    Kind,
+    RequestRefused,
+    arranged,
+    call_message,
+    function,
+    text_of,
+)
 from etude.harness.endpoint.recording import Spoken
-from etude.harness.renderers import Message, Tool
+from etude.renderers import Message, Tool
 
 STATUS: dict[Kind, tuple[int, str, str | None]] = {
     "invalid": (400, "invalid_request_error", None),
@@ -24,12 +32,12 @@ STATUS: dict[Kind, tuple[int, str, str | None]] = {
 }
 
 
-def asked(body: dict[str, Any]) -> Asked:
+def asked(body: dict[str, Any]) -> AgentRequest:
     """The request. `model` and sampling are not taken from it, nor are tools that the provider would run."""
     if body.get("n") not in (None, 1):
-        raise Refused("invalid", "one answer is sampled: set n to 1", "n")
+        raise RequestRefused("invalid", "one answer is sampled: set n to 1", "n")
     stop = body.get("stop")
-    return Asked(
+    return AgentRequest(
         model=str(body.get("model") or ""),
         messages=arranged([_message(message) for message in body["messages"]]),
         tools=() if body.get("tool_choice") == "none" else tuple(_tools(body.get("tools") or ())),
@@ -42,7 +50,7 @@ def asked(body: dict[str, Any]) -> Asked:
 def _message(message: dict[str, Any]) -> Message:
     role, shown = message["role"], {"role": message["role"], "content": text_of(message.get("content"))}
     if role == "function":
-        raise Refused("invalid", "function messages are of an older format: send tool messages", "messages")
+        raise RequestRefused("invalid", "function messages are of an older format: send tool messages", "messages")
     if role == "tool":
         return shown | {"tool_call_id": str(message.get("tool_call_id") or "")}
     if role == "assistant" and message.get("tool_calls"):
@@ -56,17 +64,17 @@ def _tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
     return [function(f["name"], f.get("description"), f.get("parameters")) for f in functions]
 
 
-def refused(refusal: Refused) -> Response:
+def refused(refusal: RequestRefused) -> Response:
     return JSONResponse(error(refusal), STATUS[refusal.kind][0])
 
 
-def error(refusal: Refused) -> dict[str, Any]:
+def error(refusal: RequestRefused) -> dict[str, Any]:
     """OpenAI's shape of an error."""
     _, kind, code = STATUS[refusal.kind]
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": code}}
 
 
-async def answered(spoken: Spoken, asked: Asked, body: dict[str, Any]) -> Response:
+async def answered(spoken: Spoken, asked: AgentRequest, body: dict[str, Any]) -> Response:
     """The turn as one chat completion, or as a stream of its chunks."""
     head = {"id": f"chatcmpl-{spoken.name}", "created": int(time.time()), "model": asked.model}
     if asked.stream:
@@ -93,7 +101,7 @@ async def _chunks(spoken: Spoken, head: dict[str, Any], with_usage: bool) -> Asy
                 calls += 1
             else:
                 yield chunk({"content" if event[0] == "text" else "reasoning_content": event[1]})
-    except Refused as e:
+    except RequestRefused as e:
         yield sse(error(e))
         return
     yield chunk({}, spoken.finish_reason)

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import blake3
 
-from etude.harness.renderers import Message, Tool
-from etude.harness.renderers.base import content_text
-from etude.harness.text import printable
+from etude.renderers import Message, Tool
+from etude.renderers.base import content_text
+from etude.renderers.text import printable
 
 Kind = Literal["invalid", "key", "unknown", "context", "large", "spent", "lost"]
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is not answered. Each dialect has its own shape and status for a `kind`."""
 
     def __init__(self, kind: Kind, message: str, param: str | None = None) -> None:
@@ -26,7 +26,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class AgentRequest:
     """A request in any dialect. Messages and tools are in OpenAI's chat format; what we impose is left out."""
 
     model: str  # as the client calls it; it is told the same name again
@@ -38,15 +38,17 @@ class Asked:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and (type(self.max_tokens) is not int or self.max_tokens < 1):
-            raise Refused("invalid", f"the number of tokens to sample must be at least 1, got {self.max_tokens!r}")
+            raise RequestRefused(
+                "invalid", f"the number of tokens to sample must be at least 1, got {self.max_tokens!r}"
+            )
         if not all(isinstance(stop, str) for stop in self.stops):
-            raise Refused("invalid", "stop must be text or a list of texts", "stop")
+            raise RequestRefused("invalid", "stop must be text or a list of texts", "stop")
 
 
 def function(name: str, description: object, parameters: object) -> Tool:
     """A tool in OpenAI's chat format."""
     if not isinstance(name, str) or not name:
-        raise Refused("invalid", "a tool has no name", "tools")
+        raise RequestRefused("invalid", "a tool has no name", "tools")
     shown = {"name": name, "description": str(description or ""), "parameters": parameters or {"type": "object"}}
     return {"type": "function", "function": shown}
 
@@ -60,9 +62,11 @@ def arranged(messages: Sequence[Message]) -> tuple[Message, ...]:
     system = "\n\n".join(filter(None, map(content_text, messages[:count])))
     rest = [m if m["role"] not in ("system", "developer") else dict(m) | {"role": "user"} for m in messages[count:]]
     if not rest:
-        raise Refused("invalid", "messages must hold one from the user", "messages")
+        raise RequestRefused("invalid", "messages must hold one from the user", "messages")
     if rest[-1]["role"] == "assistant":
-        raise Refused("invalid", "the last message is the assistant's: its turns cannot be begun for it", "messages")
+        raise RequestRefused(
+            "invalid", "the last message is the assistant's: its turns cannot be begun for it", "messages"
+        )
     return (*([{"role": "system", "content": system}] if system else []), *rest)
 
 
@@ -71,12 +75,12 @@ def text_of(content: object) -> str:
     if content is None or isinstance(content, str):
         return printable(content or "")
     if not isinstance(content, list):
-        raise Refused("invalid", "a message's content must be text or a list of parts", "messages")
+        raise RequestRefused("invalid", "a message's content must be text or a list of parts", "messages")
     texts: list[str] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else "text"
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise Refused("invalid", f"the model reads text only, not a part of type {kind!r}", "messages")
+            raise RequestRefused("invalid", f"the model reads text only, not a part of type {kind!r}", "messages")
         texts.append(part if isinstance(part, str) else str(part.get("text") or part.get("refusal") or ""))
     return printable("".join(texts))
 
@@ -102,7 +106,7 @@ def digest(before: bytes, message: Message) -> bytes:
     return blake3.blake3(before + shown.encode()).digest()
 
 
-def digests(asked: Asked) -> list[bytes]:
+def digests(asked: AgentRequest) -> list[bytes]:
     """Of the tools, and of the conversation after each message."""
     chain = [blake3.blake3(json.dumps(asked.tools, sort_keys=True).encode()).digest()]
     for message in asked.messages:

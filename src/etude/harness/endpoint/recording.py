@@ -18,19 +18,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from etude.harness.endpoint.conversation import Asked, Refused, digest, digests
+from etude.harness.endpoint.conversation import AgentRequest, RequestRefused, digest, digests
 from etude.harness.ledger import TokenLedger
-from etude.harness.loop import Aborted, Draft, Play, turn_seed
-from etude.harness.renderers import Message, ParsedTurn, Renderer
-from etude.harness.renderers.base import content_text
+from etude.harness.loop import Aborted, EpisodeSpec, UngradedEpisode, turn_seed
 from etude.records import Generation, Segment, StopReason, Turn
+from etude.renderers import Message, ParsedTurn, Renderer
+from etude.renderers.base import content_text
 
 MAX_CHARACTERS = 64  # of a token, on average over a whole prompt: beyond, a prompt is too long without being encoded
 Event = tuple[Literal["reasoning", "text", "call"], Any]  # a piece of text, or a call of the chat format
 
 
 @dataclass(frozen=True)
-class Fork:
+class RecordedFork:
     """Where a branch leaves the recorded path: after turn number `turn` (-1: at the start), keeping `tokens` of it."""
 
     turn: int
@@ -38,7 +38,7 @@ class Fork:
 
 
 @dataclass
-class _Branch:
+class _RecordedBranch:
     ledger: TokenLedger
     tools: bool
     spoken: list[Spoken] = field(default_factory=list)
@@ -48,7 +48,9 @@ class _Branch:
 class Spoken:
     """One turn of the model, for every request that asks for it; readers may come while it is sampled."""
 
-    def __init__(self, renderer: Renderer, number: int, branch: _Branch, chain: bytes, asked: Asked) -> None:
+    def __init__(
+        self, renderer: Renderer, number: int, branch: _RecordedBranch, chain: bytes, asked: AgentRequest
+    ) -> None:
         self.number = number
         self.branch = branch
         self.chain = chain  # digest of the conversation that it answers
@@ -58,7 +60,7 @@ class Spoken:
         self.generation: Generation | None = None
         self.message: dict[str, Any] = {}  # in OpenAI's chat format, once it is whole
         self.parsed = ParsedTurn("", ())
-        self.refusal: Refused | None = None
+        self.refusal: RequestRefused | None = None
         self.prompt_tokens = len(branch.ledger)
         self.end = 0  # tokens of the ledger up to the end of the turn
         self.results: tuple[str, ...] = ()  # what came back on it first
@@ -98,7 +100,7 @@ class Spoken:
             self.message["content"] = self._before_stop(self.message["content"])
         self._wake()
 
-    def refuse(self, refusal: Refused) -> None:
+    def refuse(self, refusal: RequestRefused) -> None:
         self.refusal = refusal
         self._wake()
 
@@ -148,22 +150,22 @@ class Spoken:
 class Recording:
     """One episode of an outside agent. Everything but the sampling happens at once, so requests cannot interleave."""
 
-    def __init__(self, play: Play) -> None:
+    def __init__(self, play: EpisodeSpec) -> None:
         self.renderer = play.renderer
         self.ended = asyncio.Event()  # nothing more is sampled
         self.stop_reason: StopReason | None = None
         self.failure: Exception | None = None  # ours
-        self.forks: list[Fork] = []
+        self.forks: list[RecordedFork] = []
         self.requests = self.repeats = 0
         self._play = play
         self._session = f"agent-{secrets.token_hex(8)}"
         self._deadline = time.monotonic() + play.budget.seconds
-        self._branches: list[_Branch] = []
+        self._branches: list[_RecordedBranch] = []
         self._asked: dict[tuple[bytes, tuple[str, ...], int | None], Spoken] = {}
         self._said: dict[bytes, Spoken] = {}  # whole turns by the digest of the conversation up to their end
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def ask(self, asked: Asked) -> Spoken:
+    def ask(self, asked: AgentRequest) -> Spoken:
         """The turn that answers: a recorded one if the same was asked before, else one whose sampling begins here.
 
         Raises Refused; then nothing has changed, but for a budget that is spent, which ends the episode.
@@ -185,7 +187,7 @@ class Recording:
             else:
                 kept, added = tip.end, self.renderer.follow(tip.generation.ids, asked.messages[at:])
         except ValueError as e:
-            raise Refused("invalid", str(e), "messages") from None
+            raise RequestRefused("invalid", str(e), "messages") from None
         if kept + len(added) >= self._play.budget.context:
             raise self._too_long(kept + len(added))
         branch = self._branch(tip, asked.messages[at:], bool(asked.tools))
@@ -197,14 +199,14 @@ class Recording:
         task.add_done_callback(self._tasks.discard)
         return spoken
 
-    def count(self, asked: Asked) -> int:
+    def count(self, asked: AgentRequest) -> int:
         """Tokens of a conversation as a prompt; nothing is recorded."""
         if sum(len(content_text(m)) for m in asked.messages) > MAX_CHARACTERS * self._play.budget.context:
             raise self._too_long()
         try:
             return len(self.renderer.prompt(asked.messages, asked.tools))
         except ValueError as e:
-            raise Refused("invalid", str(e), "messages") from None
+            raise RequestRefused("invalid", str(e), "messages") from None
 
     def end(self, reason: StopReason) -> None:
         """Nothing more is sampled."""
@@ -219,14 +221,16 @@ class Recording:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def draft(self, stop_reason: StopReason, timed_out: bool) -> Draft:
+    def draft(self, stop_reason: StopReason, timed_out: bool) -> UngradedEpisode:
         """The episode. Side turns (titles: asked for without tools beside a conversation with tools) are told, and are
         in no segment, so that they are not trained on."""
         working = [b for b in self._branches if b.tools] or self._branches
         side = [b for b in self._branches if b not in working]
         segments = [segment for branch in working for segment in branch.ledger.segments()]
         turns = [self._turn(spoken) for branch in (*working, *side) for spoken in branch.spoken]
-        return Draft(tuple(segments), tuple(turns), stop_reason, self._metrics(working, side, segments), timed_out)
+        return UngradedEpisode(
+            tuple(segments), tuple(turns), stop_reason, self._metrics(working, side, segments), timed_out
+        )
 
     def _check_budget(self) -> None:
         if not self.ended.is_set():
@@ -238,13 +242,15 @@ class Recording:
                 self.end(StopReason.SECONDS)
         if self.ended.is_set():
             why = "the engine was lost" if self.failure is not None else f"its budget of {self.stop_reason} is spent"
-            raise Refused("spent", f"the episode has ended: {why}")
+            raise RequestRefused("spent", f"the episode has ended: {why}")
 
-    def _too_long(self, tokens: int | None = None) -> Refused:
+    def _too_long(self, tokens: int | None = None) -> RequestRefused:
         found = f"{tokens} tokens" if tokens is not None else "far more tokens"
-        return Refused("context", f"prompt is too long: {found} > {self._play.budget.context - 1} maximum", "messages")
+        return RequestRefused(
+            "context", f"prompt is too long: {found} > {self._play.budget.context - 1} maximum", "messages"
+        )
 
-    def _branch(self, tip: Spoken | None, new: tuple[Message, ...], tools: bool) -> _Branch:
+    def _branch(self, tip: Spoken | None, new: tuple[Message, ...], tools: bool) -> _RecordedBranch:
         """The branch to go on with: that of `tip` if nothing follows it there yet, else a new one."""
         if tip is not None:
             tip.results = tip.results or tuple(map(content_text, new))
@@ -252,11 +258,11 @@ class Recording:
         if tip is not None and tip.branch.tip is tip:
             tip.branch.tip = None
             return tip.branch
-        branch = _Branch(TokenLedger(), tools)
+        branch = _RecordedBranch(TokenLedger(), tools)
         if tip is not None:
             branch.ledger.add_environment(tip.branch.ledger.prompt()[: tip.end])
         if self._branches:
-            self.forks.append(Fork(-1 if tip is None else tip.number, len(branch.ledger)))
+            self.forks.append(RecordedFork(-1 if tip is None else tip.number, len(branch.ledger)))
         self._branches.append(branch)
         return branch
 
@@ -266,15 +272,15 @@ class Recording:
             generation = await self._generate(spoken, max_tokens, self._deadline - started)
         except TimeoutError:
             self.end(StopReason.SECONDS)
-            spoken.refuse(Refused("spent", "the episode has ended: its time is up"))
+            spoken.refuse(RequestRefused("spent", "the episode has ended: its time is up"))
             return
         except asyncio.CancelledError:
-            spoken.refuse(Refused("spent", "the episode has ended"))
+            spoken.refuse(RequestRefused("spent", "the episode has ended"))
             raise
         except Exception as e:  # whoever waits for the episode raises it; the agent only learns that it is over
             self.failure = self.failure or e
             self.end(StopReason.ERROR)
-            spoken.refuse(Refused("lost", "the engine was lost"))
+            spoken.refuse(RequestRefused("lost", "the engine was lost"))
             return
         spoken.finished = time.monotonic()
         spoken.seconds_model = spoken.finished - started
@@ -339,7 +345,9 @@ class Recording:
             seconds_tools=spoken.seconds_tools,
         )
 
-    def _metrics(self, working: list[_Branch], side: list[_Branch], segments: list[Segment]) -> dict[str, float]:
+    def _metrics(
+        self, working: list[_RecordedBranch], side: list[_RecordedBranch], segments: list[Segment]
+    ) -> dict[str, float]:
         turns = [spoken for branch in self._branches for spoken in branch.spoken]
         ledgers = [branch.ledger for branch in working]
         counts = {

@@ -12,16 +12,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from etude.harness.endpoint import chat
 from etude.harness.endpoint.chat import sse
-from etude.harness.endpoint.conversation import Asked, Refused, arranged, call_message, function, text_of
+from etude.harness.endpoint.conversation import AgentRequest, RequestRefused, arranged, call_message, function, text_of
 from etude.harness.endpoint.recording import Spoken
-from etude.harness.renderers import Message, Tool
+from etude.renderers import Message, Tool
 
 refused = chat.refused
 Kept = dict[str, list[Message]]  # conversations by the id of their last response, without instructions
 _FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-def asked(body: dict[str, Any], kept: Kept) -> tuple[Asked, list[Message]]:
+def asked(body: dict[str, Any], kept: Kept) -> tuple[AgentRequest, list[Message]]:
     """The request, and its conversation without instructions, which are of this request only.
 
     `model` and sampling are not taken from it, nor are tools that the provider would run.
@@ -29,14 +29,16 @@ def asked(body: dict[str, Any], kept: Kept) -> tuple[Asked, list[Message]]:
     before: list[Message] = []
     if (previous := body.get("previous_response_id")) is not None:
         if previous not in kept:
-            raise Refused("invalid", f"Previous response with id {previous!r} not found.", "previous_response_id")
+            raise RequestRefused(
+                "invalid", f"Previous response with id {previous!r} not found.", "previous_response_id"
+            )
         before = kept[previous]
     given = body["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     conversation = list(_joined([*before, *_messages(items)]))
     instructions = body.get("instructions")
     system: list[Message] = [{"role": "system", "content": text_of(instructions)}] if instructions else []
-    request = Asked(
+    request = AgentRequest(
         model=str(body.get("model") or ""),
         messages=arranged([*system, *conversation]),
         tools=() if body.get("tool_choice") == "none" else tuple(_tools(body.get("tools") or ())),
@@ -62,7 +64,7 @@ def _messages(items: Iterable[dict[str, Any]]) -> Iterator[Message]:
             case "reasoning":
                 pass  # the ledger has it
             case kind:
-                raise Refused("invalid", f"input items of type {kind!r} are not known here", "input")
+                raise RequestRefused("invalid", f"input items of type {kind!r} are not known here", "input")
 
 
 def _joined(messages: Iterable[Message]) -> Iterator[Message]:
@@ -90,7 +92,7 @@ def _tools(tools: Iterable[dict[str, Any]]) -> Iterator[Tool]:
 
 
 async def answered(
-    spoken: Spoken, asked: Asked, conversation: list[Message], body: dict[str, Any], kept: Kept
+    spoken: Spoken, asked: AgentRequest, conversation: list[Message], body: dict[str, Any], kept: Kept
 ) -> Response:
     """The turn as one response, or as a stream of its events."""
     writer = _Writer(spoken, asked, conversation, body, kept)
@@ -104,7 +106,7 @@ class _Writer:
     """Writes one response; `output` holds its items as they come."""
 
     def __init__(
-        self, spoken: Spoken, asked: Asked, conversation: list[Message], body: dict[str, Any], kept: Kept
+        self, spoken: Spoken, asked: AgentRequest, conversation: list[Message], body: dict[str, Any], kept: Kept
     ) -> None:
         self.spoken = spoken
         self.conversation = conversation
@@ -177,7 +179,7 @@ class _Writer:
                 for data in self._called(self._call(event[1]), at):
                     yield data
                 at += 1
-        except Refused as e:
+        except RequestRefused as e:
             failed = self.head | {"status": "failed", "output": [], "usage": None}
             told = {"code": "server_error", "message": str(e)}
             yield self._event("response.failed", response=failed | {"error": told})

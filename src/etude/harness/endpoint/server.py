@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from etude.harness.endpoint import anthropic, chat, responses
-from etude.harness.endpoint.conversation import Refused
+from etude.harness.endpoint.conversation import RequestRefused
 from etude.harness.endpoint.recording import Recording
 
 MODEL = "etude"
@@ -31,11 +31,11 @@ MAX_BODY = 16 << 20  # bytes
 START_SECONDS = 30.0
 STOP_SECONDS = 5
 _BACKLOG = 1024
-Answer = Callable[["_Episode", dict[str, Any]], Awaitable[Response]]
+Answer = Callable[["_AgentSession", dict[str, Any]], Awaitable[Response]]
 
 
 @dataclass
-class _Episode:
+class _AgentSession:
     recording: Recording
     kept: responses.Kept = field(default_factory=dict)
 
@@ -45,7 +45,7 @@ class Endpoint:
 
     def __init__(self, path: Path) -> None:
         self.socket = path
-        self._episodes: dict[str, _Episode] = {}
+        self._episodes: dict[str, _AgentSession] = {}
         self.app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._route(chat, self._chat), methods=["POST"]),
@@ -61,19 +61,19 @@ class Endpoint:
     def open(self, recording: Recording) -> str:
         """The key under which an agent is answered from `recording`."""
         key = f"sk-{secrets.token_urlsafe(32)}"
-        self._episodes[key] = _Episode(recording)
+        self._episodes[key] = _AgentSession(recording)
         return key
 
     def close(self, key: str) -> None:
         """The key opens nothing any more."""
         self._episodes.pop(key, None)
 
-    def _episode(self, http: Request) -> _Episode:
+    def _episode(self, http: Request) -> _AgentSession:
         scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
         keys = (http.headers.get("x-api-key"), bearer.strip() if scheme.lower() == "bearer" else None)
         found = next((self._episodes[key] for key in keys if key in self._episodes), None)
         if found is None:
-            raise Refused("key", "the API key is not that of an episode which is being played")
+            raise RequestRefused("key", "the API key is not that of an episode which is being played")
         return found
 
     def _route(self, dialect: ModuleType, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
@@ -81,28 +81,28 @@ class Endpoint:
             try:
                 episode = self._episode(http)
                 return await answer(episode, await _body(http))
-            except Refused as e:
+            except RequestRefused as e:
                 return dialect.refused(e)
 
         return handle
 
-    async def _chat(self, episode: _Episode, body: dict[str, Any]) -> Response:
+    async def _chat(self, episode: _AgentSession, body: dict[str, Any]) -> Response:
         with _understood():
             asked = chat.asked(body)
         return await chat.answered(episode.recording.ask(asked), asked, body)
 
-    async def _responses(self, episode: _Episode, body: dict[str, Any]) -> Response:
+    async def _responses(self, episode: _AgentSession, body: dict[str, Any]) -> Response:
         with _understood():
             asked, conversation = responses.asked(body, episode.kept)
         spoken = episode.recording.ask(asked)
         return await responses.answered(spoken, asked, conversation, body, episode.kept)
 
-    async def _messages(self, episode: _Episode, body: dict[str, Any]) -> Response:
+    async def _messages(self, episode: _AgentSession, body: dict[str, Any]) -> Response:
         with _understood():
             asked = anthropic.asked(body)
         return await anthropic.answered(episode.recording.ask(asked), asked, body)
 
-    async def _count(self, episode: _Episode, body: dict[str, Any]) -> Response:
+    async def _count(self, episode: _AgentSession, body: dict[str, Any]) -> Response:
         with _understood():
             asked = anthropic.asked(body)
         return JSONResponse({"input_tokens": episode.recording.count(asked)})
@@ -111,7 +111,7 @@ class Endpoint:
         """One model, in a shape that clients of OpenAI and of Anthropic read; any name is taken for it."""
         try:
             self._episode(http)
-        except Refused as e:
+        except RequestRefused as e:
             return (anthropic if "x-api-key" in http.headers else chat).refused(e)
         name = http.path_params.get("name", MODEL)
         dates = {"created": 0, "created_at": "1970-01-01T00:00:00Z"}
@@ -122,7 +122,7 @@ class Endpoint:
 
 
 async def _missing(http: Request, _: Exception) -> Response:
-    refusal = Refused("unknown", f"{http.method} {http.url.path} is not served here")
+    refusal = RequestRefused("unknown", f"{http.method} {http.url.path} is not served here")
     return (anthropic if http.url.path.startswith("/v1/messages") else chat).refused(refusal)
 
 
@@ -132,7 +132,7 @@ def _understood() -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as e:
-        raise Refused("invalid", f"the request is not in the API's format: {type(e).__name__} {e}") from None
+        raise RequestRefused("invalid", f"the request is not in the API's format: {type(e).__name__} {e}") from None
 
 
 async def _body(http: Request) -> dict[str, Any]:
@@ -141,13 +141,13 @@ async def _body(http: Request) -> dict[str, Any]:
     async for part in http.stream():
         data += part
         if len(data) > MAX_BODY:
-            raise Refused("large", f"a request has at most {MAX_BODY} bytes")
+            raise RequestRefused("large", f"a request has at most {MAX_BODY} bytes")
     try:
         body = json.loads(bytes(data))
     except (ValueError, RecursionError) as e:
-        raise Refused("invalid", f"the request is not JSON: {e}") from None
+        raise RequestRefused("invalid", f"the request is not JSON: {e}") from None
     if not isinstance(body, dict):
-        raise Refused("invalid", "the request is not a JSON object")
+        raise RequestRefused("invalid", "the request is not a JSON object")
     return body
 
 
@@ -166,7 +166,7 @@ async def open_endpoint(*listeners: socket.socket) -> AsyncIterator[Endpoint]:
         config = uvicorn.Config(
             endpoint.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS
         )
-        server = _Server(config)
+        server = _EndpointServer(config)
         serving = asyncio.create_task(server.serve(sockets=[listener, *listeners]))
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -180,7 +180,7 @@ async def open_endpoint(*listeners: socket.socket) -> AsyncIterator[Endpoint]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Server(uvicorn.Server):
+class _EndpointServer(uvicorn.Server):
     """Within a process that has its own handling of signals."""
 
     def __init__(self, config: uvicorn.Config) -> None:

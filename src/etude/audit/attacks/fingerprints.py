@@ -1,0 +1,75 @@
+"""Items E: whether a box can be told from the machines that an agent works on, each by its own probes (E1 to E8), and
+whether the agent is spoken to as in production (E9).
+
+The test is that of `etude doctor parity` (`audit/parity/audit.py`), with the same boxes, probes, exceptions and gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.audit.parity import audit, features
+from etude.audit.parity.features import FingerprintSample
+from etude.errors import UserError
+from etude.sandbox import machine_profile
+
+ITEMS = tuple(f"E{n}" for n in range(1, 10))
+REASONS = {
+    **dict.fromkeys(ITEMS, "needs fingerprints of production machines: --against FILE"),
+    "E9": "needs fingerprints of production's requests (fingerprint.py --requests) in --against, and --dataset",
+}
+SHOWN = 5  # probes that tell
+
+
+@dataclass(frozen=True)
+class ItemResult:
+    """Of one item: `skipped` says why it could not be played, `problem` what tells boxes apart."""
+
+    word: str = ""
+    problem: str = ""
+    skipped: str = ""
+
+
+@dataclass(frozen=True)
+class Against:
+    """What boxes and requests are compared with, and which boxes; made by `against`."""
+
+    machines: Sequence[FingerprintSample]
+    requests: Sequence[FingerprintSample]
+    boxes: int
+    dataset: Path | None
+    personas: machine_profile.Like
+
+    async def verdicts(self, progress: audit.Progress) -> dict[str, ItemResult]:
+        """Of the items that can be played. Raises UserError, RunFailed, and BoxError without boxes."""
+        found: dict[str, audit.Item] = {}
+        if self.machines:
+            made = await audit.box_samples(self.boxes, personas=self.personas, dataset=self.dataset, progress=progress)
+            found |= audit.by_item(made, self.machines)
+        if self.requests and self.dataset is not None:
+            found |= audit.by_item(audit.requests(self.boxes, self.dataset), self.requests)
+        return {item: judged(one) for item, one in found.items()}
+
+
+def against(files: Sequence[Path], boxes: int, *, dataset: Path | None, personas: Path | None) -> Against:
+    """Boxes look as a run makes them: `personas` is what `rollout.personas` names. Raises UserError."""
+    samples = features.read(files)
+    sides = [[sample for sample in samples if sample.is_request is asked] for asked in (False, True)]
+    if any(0 < len(side) < audit.MIN_SAMPLES for side in sides) or boxes < audit.MIN_SAMPLES:
+        raise UserError(f"fewer than {audit.MIN_SAMPLES} fingerprints of a side say nothing: record more, or --boxes.")
+    return Against(sides[0], sides[1], boxes, dataset, () if personas is None else audit.load(personas))
+
+
+def judged(item: audit.Item) -> ItemResult:
+    """As the gate of the parity audit judges: by the AUC itself, without the declared exceptions."""
+    if item.gated is None:
+        named = ", ".join(tell.probe for tell in item.tells) or "none of them differs"
+        return ItemResult(skipped=f"all of its probes are declared exceptions (AUC {item.whole.mean:.2f}): {named}")
+    figure = f"{item.gated.mean:.2f}"
+    if item.gated.mean <= audit.GATE:
+        return ItemResult(word=figure)
+    telling = [f"{tell.probe} {tell.auc:.2f}" for tell in item.tells if tell.auc > audit.GATE and not tell.exception]
+    named = ", ".join(telling[:SHOWN]) or "no probe by itself"
+    return ItemResult(word=figure, problem=f"AUC {figure} [{item.gated.low:.2f}, {item.gated.high:.2f}]: {named}")

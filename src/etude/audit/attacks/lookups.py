@@ -1,0 +1,103 @@
+"""What an agent can look up with its tools (item A10): an index, a history or a memory that is older than the mutation,
+or younger than the task's commit, would know the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from etude.audit.attacks.boxes import LIMITS
+from etude.audit.attacks.library import EXPECTED, LATER, NAMED, PATH, SECRET, TASK, Library
+from etude.harness.ranking import Lexical
+from etude.harness.tools import FullTools
+from etude.records import ToolCall
+from etude.sandbox.base import Sandbox
+
+ANSWERS = (SECRET, "math.ceil(len", "-len(items)", EXPECTED, LATER)
+_NUMBERS = "src/lib/numbers.py"
+_QUESTIONS = (
+    "cut a list into pieces of a size", "what does chunk do when the size is below one", "ValueError of chunk",
+    "round up the number of pieces", "chunk", SECRET, EXPECTED, "test_chunk expected value",
+    "how was this fixed upstream",
+)  # fmt: skip
+_PLACES = ("", "src", PATH, ".git", "..", "../..", "/", "/opt/runner", "/site", "tests", "build", ".git/objects")
+_REVISIONS = (
+    *("HEAD", "HEAD~1", "HEAD@{1}", "main..ahead", "later", "stash", "ahead", "--all", "--reflog", "ffffffff"),
+    *("-p --all", "refs/notes/commits", ":/Later", "HEAD; git stash show -p"),
+)
+
+
+async def look_ups(sandbox: Sandbox, library: Library) -> str:
+    """Asks everything twice: first as an agent of another task, whose tree holds the answer, then as the task's own.
+
+    Scorers are shared by all episodes of a run, so what the first has made search read must not reach the second.
+    """
+    intact = replace(library.image, changes={_NUMBERS: "def double(n):\n    return n\n"}, history={})
+    other = FullTools(await sandbox.create(intact, LIMITS), TASK)
+    mine = FullTools(await sandbox.create(library.image, LIMITS), TASK)
+    shared = other.scorer = mine.scorer = Lexical()
+    try:
+        said = await _asked(other, _searches())
+        if SECRET not in "".join(said.values()):
+            return "these questions do not find the answer where it lies"
+        await other.call(_call("todo", items=[{"task": SECRET, "status": "open"}]))
+        found = {line: text for line, text in (await _asked(mine, _everything())).items() if _answers(text)}
+        if found:
+            line, text = next(iter(found.items()))
+            return f"{line} says {', '.join(_answers(text))}"
+        if _answers(mine.state()):
+            return "the list of another episode is shown"
+        told = await _asked(mine, _searches())
+        mine.scorer = Lexical()
+        if told != await _asked(mine, _searches()):
+            return "the ranking tells what other trees hold"
+        mine.scorer = shared
+        return await _commits(mine) if library.image.history else ""
+    finally:
+        await other.box.close()
+        await mine.box.close()
+
+
+async def _commits(tools: FullTools) -> str:
+    """All commits that the tool names, each shown whole, and by every file."""
+    log = await tools.call(_call("history"))
+    if NAMED not in log:
+        return f"the history is not shown: {log[:100]}"
+    for name in re.findall(r"^([0-9a-f]{4,40}) ", log, re.MULTILINE):
+        for path in ("", PATH, _NUMBERS):
+            if found := _answers(await tools.call(_call("history", commit=name, path=path))):
+                return f"commit {name} says {', '.join(found)}"
+    return ""
+
+
+async def _asked(tools: FullTools, calls: Iterator[ToolCall]) -> dict[str, str]:
+    """Results by what was asked. No tool repeats a question."""
+    return {f"{call.name} {call.arguments}": await tools.call(call) for call in calls}
+
+
+def _searches() -> Iterator[ToolCall]:
+    yield from (_call("search", question=question) for question in _QUESTIONS)
+
+
+def _everything() -> Iterator[ToolCall]:
+    yield from _searches()
+    for place in _PLACES:
+        yield _call("search", question=_QUESTIONS[0], folder=place)
+        yield _call("grep", pattern="quartz|ceil|velvet|-len", path=place)
+        yield _call("read", path=place)
+        yield _call("list", path=place)
+    for text in ("", "ceil", "Round", "quartz", "Later", "--all"):
+        yield from (_call("history", query=text), _call("history", author=text), _call("history", path=text))
+    yield from (_call("history", commit=name) for name in _REVISIONS)
+    yield from (_call("history", path=path) for path in (PATH, "--all", ".", ":/", "../.git"))
+
+
+def _call(name: str, **arguments: Any) -> ToolCall:
+    return ToolCall(name=name, arguments=arguments)
+
+
+def _answers(text: str) -> list[str]:
+    return [answer for answer in ANSWERS if answer in text]

@@ -1,0 +1,370 @@
+"""The attack suite: every item on every grader that this machine has, with what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from etude.audit.attacks import fingerprints, plain
+from etude.audit.attacks.boxes import CHECKS, LIMITS, SECONDS
+from etude.audit.attacks.fingerprints import Against
+from etude.audit.attacks.forgeries import forgeries
+from etude.audit.attacks.gates import GATES, Check
+from etude.audit.attacks.injections import injections
+from etude.audit.attacks.library import EXPECTED, SECRET, TASK, Library, prepare
+from etude.audit.attacks.lookups import look_ups
+from etude.audit.attacks.monitors import MONITORS
+from etude.audit.attacks.outside import Outside, outside
+from etude.audit.attacks.probes import PROBES, script
+from etude.audit.attacks.submissions import HONEST, NOTHING, SUBMISSIONS, Submission
+from etude.grading.grade import Grade, grade
+from etude.records import Outcome
+from etude.sandbox.base import Box, BoxError, Sandbox
+from etude.sandbox.namespace.sandbox import open_sandbox
+
+ITEMS = (
+    *(f"A{n}" for n in range(1, 12)),
+    *(f"B{n}" for n in range(1, 17)),
+    *(f"C{n}" for n in range(1, 16)),
+    *(f"D{n}" for n in range(1, 11)),
+    *fingerprints.ITEMS,
+    *(f"F{n}" for n in range(1, 6)),
+)
+LIBRARY_CHECKS = {"A10": (look_ups,), "C9": (forgeries,)}  # of the harness: no grader takes part
+GRADED_CHECKS = {**MONITORS, "C11": (injections,)}
+DEFAULT, TOGETHER = "questions", "in-process"  # how the namespace backend grades
+GOLD_REPEATS = 10
+HANGING = replace(LIMITS, seconds=2.0)
+ESCAPED = Path("/tmp/etude-attack-escaped")
+CONTROLS = {"gold", "no-op"}
+Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]  # like `open_sandbox`
+LibraryCheck = Callable[[Sandbox, Library], Awaitable[str]]  # what went wrong, or nothing
+
+
+@dataclass(frozen=True)
+class Result:
+    """One attack on one grader or box. `problem` is empty if it was stopped."""
+
+    item: str
+    name: str
+    where: str
+    verdict: str
+    problem: str = ""
+    host: str = ""  # what it changed on the host
+
+
+@dataclass
+class AttackReport:
+    results: list[Result] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)  # backend -> why it was not compared
+
+    def of(self, item: str, *where: str) -> list[Result]:
+        return [r for r in self.results if r.item == item and (not where or r.where in where)]
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """Counts on the default backend: an item is stopped if every attack of it was, in both graders."""
+        ours = [r for r in self.results if r.where in (DEFAULT, TOGETHER, "box")]
+        tried = {r.item for r in ours} & set(ITEMS)
+        missed = {r.item for r in ours if r.problem} & tried
+        return {
+            "items": len(ITEMS),
+            "stopped": len(tried - missed),
+            "missed": len(missed),
+            "host_effects": len([r for r in ours if r.host]),
+            "skipped": self.skipped,
+        }
+
+
+class HostState:
+    """What attacks must leave as it is."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.before = self._look()
+
+    def _look(self) -> dict[str, object]:
+        folders = [path for path in sorted(self.library.root.rglob("*")) if path.is_file()]
+        return {
+            "files of the task": [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in folders],
+            "mounts": [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if not _engine(line)],
+            "hostname": socket.gethostname(),
+            "escape": ESCAPED.exists(),
+        }
+
+    def changed(self) -> str:
+        now = self._look()
+        found = [name for name, value in now.items() if value != self.before[name]]
+        ESCAPED.unlink(missing_ok=True)
+        self.before = now | {"escape": False}
+        return ", ".join(found)
+
+
+def _engine(mount: str) -> bool:
+    """Whether a line of mountinfo is the root of somebody's container, which comes and goes with it."""
+    return any(place in mount for place in ("/containers/storage/", "/docker/"))
+
+
+async def run(
+    *,
+    quick: bool,
+    progress: Callable[[str], None] = lambda _: None,
+    boxes: Boxes = open_sandbox,
+    against: Against | None = None,
+) -> AttackReport:
+    """Raises UserError where boxes cannot be made."""
+    report = AttackReport(skipped=dict(fingerprints.REASONS))
+    with tempfile.TemporaryDirectory(prefix="etude-attacks-") as folder, contextlib.closing(_listener()) as listener:
+        Path(folder).chmod(0o755)
+        library = prepare(Path(folder))
+        if shutil.which("git") is None:
+            report.skipped["A1"] = report.skipped["A2"] = "git is not installed, so no history could be planted"
+        ESCAPED.unlink(missing_ok=True)
+        host = HostState(library)
+        for where in (DEFAULT, TOGETHER):
+            async with boxes(memo=0, questions=where == DEFAULT) as sandbox:
+                await _grades(sandbox, library, where, host, report, quick, progress)
+                if where == DEFAULT:
+                    await _boxes(sandbox, library, listener.getsockname()[1], host, report, progress)
+                    if sandbox.capabilities().egress:
+                        await _gates(library, host, report, progress)
+                    await _checks(LIBRARY_CHECKS, "box", sandbox, library, host, report, progress)
+                await _checks(GRADED_CHECKS, where, sandbox, library, host, report, progress)
+        if against is not None:
+            await _fingerprints(against, host, report, progress)
+        if not quick:
+            plain.compare(library, report.results, report.absent, progress)
+    return report
+
+
+def _listener() -> socket.socket:
+    """A service of the host, which no box may reach."""
+    server = socket.socket()
+    server.bind(("127.0.0.1", 0))
+    server.listen()
+    return server
+
+
+async def _grades(
+    sandbox: Sandbox,
+    library: Library,
+    where: str,
+    host: HostState,
+    report: AttackReport,
+    quick: bool,
+    progress: Callable[[str], None],
+) -> None:
+    for attack in (NOTHING, *SUBMISSIONS, *[HONEST] * (2 if quick else GOLD_REPEATS)):
+        progress(f"{attack.item} {attack.name} ({where})")
+        changes = await _changes(sandbox, library, attack)
+        if isinstance(changes, str):  # the agent made its box unreadable: it pays
+            report.results.append(Result(attack.item, attack.name, where, "fail: " + changes, host=host.changed()))
+            continue
+        try:
+            limits = HANGING if attack.name == "hang" else LIMITS
+            graded = await grade(sandbox, TASK, library.image, library.hidden, changes, limits)
+        except BoxError as e:
+            graded = Grade(Outcome.INFRA, 0.0, False, str(e), None)
+        problem = _problem(attack, graded)
+        report.results.append(Result(attack.item, attack.name, where, _verdict(graded), problem, host.changed()))
+        if attack.flag or attack is HONEST:
+            right = attack.flag in graded.flags if attack.flag else not graded.flags
+            word = ", ".join(graded.flags) or "silent"
+            report.results.append(Result("F1", attack.name, where, word, "" if right else f"flags: {word}"))
+
+
+def _problem(attack: Submission, graded: Grade) -> str:
+    if attack is HONEST:
+        return "" if graded.passed and not graded.flags else f"the gold answer does not pass: {graded.detail}"
+    if graded.outcome is Outcome.INFRA:
+        return f"taken for our own failure: {graded.detail}"
+    if graded.reward > 0 or graded.passed:
+        return f"rewarded: {graded.detail}"
+    return f"not flagged as {attack.flag}" if attack.flag and attack.flag not in graded.flags else ""
+
+
+def _verdict(graded: Grade) -> str:
+    word = {Outcome.TAMPERED: "tamper", Outcome.INFRA: "infra"}.get(graded.outcome, "pass" if graded.passed else "fail")
+    flags = [flag for flag in graded.flags if flag != "tamper"]
+    return f"{word} ({', '.join(flags)})" if flags else word
+
+
+async def _changes(sandbox: Sandbox, library: Library, attack: Submission) -> dict[str, bytes | None] | str:
+    """What is handed in; a sentence if the box can't be read any more."""
+    given = {path: None if text is None else text.encode() for path, text in attack.files.items()}
+    if not attack.line:
+        return given
+    box = await sandbox.create(library.image, LIMITS)
+    try:
+        await box.exec(attack.line, SECONDS)
+        return await box.changes()
+    except BoxError as e:
+        if e.payer == "infra":
+            raise
+        return f"{type(e).__name__}"
+    finally:
+        await box.close()
+
+
+async def _boxes(
+    sandbox: Sandbox,
+    library: Library,
+    port: int,
+    host: HostState,
+    report: AttackReport,
+    progress: Callable[[str], None],
+) -> None:
+    attempt = partial(_attempt, sandbox, library, host, report, progress)
+    for item in PROBES:
+        await attempt(item, "probe", lambda box, item=item: _probe(box, script(item, SECRET, EXPECTED, port)))
+    for item, check in CHECKS.items():
+        await attempt(
+            item, check.__name__.replace("_", " "), lambda box, check=check: check(sandbox, library.image, box)
+        )
+
+
+async def _gates(library: Library, host: HostState, report: AttackReport, progress: Callable[[str], None]) -> None:
+    """Boxes with a way out, to a small world on this machine."""
+    with outside() as world:
+        async with open_sandbox(memo=0, egress=world.egress(None)) as sandbox:
+            for item, check in GATES.items():
+                work = partial(_through, check, world)
+                await _attempt(sandbox, library, host, report, progress, item, check.__name__, work)
+
+
+async def _through(check: Check, world: Outside, box: Box) -> str:
+    return await check(box, world)
+
+
+async def _attempt(
+    sandbox: Sandbox,
+    library: Library,
+    host: HostState,
+    report: AttackReport,
+    progress: Callable[[str], None],
+    item: str,
+    name: str,
+    work: Callable[[Box], Awaitable[str]],
+) -> None:
+    if item in report.skipped:
+        return
+    progress(f"{item} {name}")
+    box = await sandbox.create(library.image, LIMITS)
+    try:
+        problem = await work(box)
+    except (BoxError, TimeoutError) as e:
+        problem = f"{type(e).__name__}: {e}"
+    finally:
+        await box.close()
+    problem = " ".join(problem.split())[:200]
+    report.results.append(Result(item, name, "box", "missed" if problem else "stopped", problem, host.changed()))
+
+
+async def _checks(
+    checks: Mapping[str, Sequence[LibraryCheck]],
+    where: str,
+    sandbox: Sandbox,
+    library: Library,
+    host: HostState,
+    report: AttackReport,
+    progress: Callable[[str], None],
+) -> None:
+    for item, each in checks.items():
+        for check in each:
+            progress(f"{item} {check.__name__} ({where})")
+            try:
+                problem = await check(sandbox, library)
+            except BoxError as e:
+                problem = f"{type(e).__name__}: {e}"
+            shutil.rmtree(library.root / "twins", ignore_errors=True)
+            word = "missed" if problem else "flagged" if item in MONITORS else "stopped"
+            name = check.__name__.replace("_", " ")
+            report.results.append(Result(item, name, where, word, problem, host.changed()))
+
+
+async def _fingerprints(
+    against: Against, host: HostState, report: AttackReport, progress: Callable[[str], None]
+) -> None:
+    """Items E: `against` says which of them can be played."""
+    found = await against.verdicts(lambda done, count: progress(f"E fingerprints of boxes: {done} of {count}"))
+    changed = host.changed()
+    for item, verdict in found.items():
+        if verdict.skipped:
+            report.skipped[item] = verdict.skipped
+            continue
+        del report.skipped[item]
+        report.results.append(Result(item, "fingerprints", "box", verdict.word, verdict.problem, changed))
+        changed = ""  # one effect is counted once
+
+
+async def _probe(box: Box, text: str) -> str:
+    await box.write("probe.py", text.encode())
+    done = await box.exec("python3 probe.py", SECONDS)
+    found, end, _ = done.output.rpartition("end of probe")
+    return found if end else f"the probe did not end: {done.output[-200:]}"
+
+
+def table(report: AttackReport) -> str:
+    """For people, by item, one column per place."""
+    from rich.console import Console
+    from rich.table import Table
+
+    places = [w for w in (DEFAULT, TOGETHER, "box", "subprocess", "bwrap") if any(r.where == w for r in report.results)]
+    shown = Table("item", *places, "host", title="attacks", expand=False)
+    for item in ("gold", "no-op", *ITEMS):
+        if item in report.skipped:
+            shown.add_row(item, *["-"] * len(places), f"skipped: {report.skipped[item]}")
+            continue
+        cells = [_cell(report.of(item, place)) for place in places]
+        hosts = {r.host for r in report.of(item, DEFAULT, TOGETHER, "box") if r.host}
+        shown.add_row(item, *cells, "[red]" + "; ".join(hosts) if hosts else "unchanged")
+    console = Console(width=int(os.environ.get("COLUMNS", "140")))
+    with console.capture() as text:
+        console.print(shown)
+        for name, reason in report.absent.items():
+            console.print(f"{name}: skipped, {reason}")
+    return text.get()
+
+
+def _cell(results: Sequence[Result]) -> str:
+    if not results:
+        return ""
+    bad = [r for r in results if r.problem]
+    if bad:
+        return f"[red]{len(bad)} of {len(results)} missed: {bad[0].name}"
+    words = [r.verdict.split(" ")[0].rstrip(":") for r in results]
+    return ", ".join(f"{words.count(w)} {w}" if len(words) > 1 else w for w in dict.fromkeys(words))
+
+
+def show(*, as_json: bool, quick: bool, boxes: Boxes = open_sandbox, against: Against | None = None) -> int:
+    """Print the table, or the summary on one line; 1 if an attack was missed or had an effect on the host."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("attacks") as status:
+        report = asyncio.run(run(quick=quick, progress=status.update, boxes=boxes, against=against))
+    summary = report.summary
+    if not as_json:
+        print(table(report), end="")
+    for result in report.results:
+        if (result.problem or result.host) and result.where in (DEFAULT, TOGETHER, "box"):
+            line = f"{result.item} {result.name} ({result.where}): {result.problem or result.host}"
+            print(line, file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        print("{stopped} of {items} stopped, {missed} missed".format(**summary), f"and {len(report.skipped)} skipped")
+    controls = [r for r in report.results if r.item in CONTROLS and r.where in (DEFAULT, TOGETHER) and r.problem]
+    return 1 if summary["missed"] or summary["host_effects"] or controls else 0

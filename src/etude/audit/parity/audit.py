@@ -1,0 +1,346 @@
+"""The parity audit: fingerprints of boxes against fingerprints of production, and what tells them apart.
+
+`etude doctor parity --against FILES` makes boxes, with and without the persona (`sandbox/machine_profile.py`), runs
+`fingerprint.py` once in each, and asks a classifier which side a sample is from. The gate is the AUC on all probes but
+the declared exceptions; the AUC on all of them stands beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from etude.audit.parity import fingerprint, probes
+from etude.audit.parity.classifier import auc, folds, held_out, interval, logistic, scores, stumps
+from etude.audit.parity.features import FingerprintSample, Table, parse, read, table
+from etude.errors import RunFailed, UserError
+from etude.evals.stats import Estimate
+from etude.harness.prompts import messages_of
+from etude.renderers.schemas import SCHEMAS
+from etude.sandbox import history, machine_description, machine_profile
+from etude.sandbox.base import Image, Limits
+from etude.sandbox.namespace.sandbox import open_sandbox
+from etude.tasks import dataset as datasets
+
+GATE = 0.60
+SHOWN = 10
+MIN_SAMPLES = 10  # per side; fewer say nothing
+WANTED_MACHINES = 5
+SECONDS = 60.0  # of a fingerprint
+SCRIPT = Path(fingerprint.__file__)
+LIMITS = Limits(memory_mb=2048, processes=64, disk_mb=64)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Tell:
+    """A probe, and how well held-out samples are told apart by it alone."""
+
+    probe: str
+    group: str
+    auc: float
+    seen: str  # how it differs, e.g. "size: 3.1 in boxes, 11.0 in production"
+    cure: str
+    exception: str
+
+
+@dataclass(frozen=True)
+class ParityAudit:
+    """`gated` leaves the declared exceptions out, `whole` has all probes; `tells` are sorted by their AUC."""
+
+    gated: Estimate
+    whole: Estimate
+    tells: tuple[Tell, ...]
+
+    @property
+    def telling(self) -> int:
+        """How many probes that are no exception tell samples apart by themselves."""
+        return sum(tell.auc > GATE and not tell.exception for tell in self.tells)
+
+
+@dataclass(frozen=True)
+class Item:
+    """The probes of one group. `gated` leaves the declared exceptions out, and is None if nothing is left.
+
+    `tells` are of all probes of the group, sorted by their AUC.
+    """
+
+    gated: Estimate | None
+    whole: Estimate
+    tells: tuple[Tell, ...]
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Samples of production and of boxes as a table, label 1 for boxes, with the folds of the test."""
+
+    columns: Table
+    labels_N: np.ndarray
+    fold_N: np.ndarray
+    machines: Sequence[str]
+
+    def estimate(self, wanted: Callable[[str], bool]) -> Estimate:
+        """The AUC on the wanted probes: of the better of the two classifiers, which errs on the side of telling."""
+        columns = self.columns.only([wanted(probe) for probe in self.columns.probes])
+        if not columns.names:
+            return Estimate(mean=0.5, low=0.5, high=0.5)
+        found = [
+            interval(scores(columns.values_NC, self.labels_N, self.fold_N, fit), self.labels_N, self.machines)
+            for fit in (logistic, stumps)
+        ]
+        return max(found, key=lambda estimate: estimate.mean)
+
+    def tells(self, wanted: Callable[[str], bool]) -> tuple[Tell, ...]:
+        found = [self._tell(probe) for probe in dict.fromkeys(self.columns.probes) if wanted(probe)]
+        return tuple(sorted(found, key=lambda tell: -tell.auc))
+
+    def _tell(self, name: str) -> Tell:
+        columns, labels_N = self.columns.only([p == name for p in self.columns.probes]), self.labels_N
+        alone = auc(scores(columns.values_NC, labels_N, self.fold_N, stumps), labels_N)
+        means = [columns.values_NC[labels_N == side].mean(0) for side in (1, 0)]
+        most = int(np.abs((means[0] - means[1]) / (columns.values_NC.std(0) + 1e-9)).argmax())
+        known = probes.of(name)
+        seen = f"{columns.names[most]}: {means[0][most]:.2f} in boxes, {means[1][most]:.2f} in production"
+        return Tell(name, known.group, alone, seen, known.cure, known.exception)
+
+
+def _sides(boxes: Sequence[FingerprintSample], production: Sequence[FingerprintSample]) -> _Sides:
+    for side, samples in (("boxes", boxes), ("production machines", production)):
+        if len(samples) < MIN_SAMPLES:
+            raise UserError(f"{len(samples)} fingerprints of {side} say nothing; give {MIN_SAMPLES} or more")
+    machines = [*(f"p{s.machine}" for s in production), *(f"b{s.machine}" for s in boxes)]
+    labels_N = np.array([0.0] * len(production) + [1.0] * len(boxes))
+    return _Sides(table([*production, *boxes]), labels_N, folds(machines, labels_N), machines)
+
+
+def _counted(probe: str) -> bool:
+    return not probes.of(probe).exception
+
+
+def compare(boxes: Sequence[FingerprintSample], production: Sequence[FingerprintSample]) -> ParityAudit:
+    """Raises UserError if a side has too few samples."""
+    sides = _sides(boxes, production)
+    return ParityAudit(
+        gated=sides.estimate(_counted), whole=sides.estimate(lambda _: True), tells=sides.tells(lambda _: True)
+    )
+
+
+def by_item(boxes: Sequence[FingerprintSample], production: Sequence[FingerprintSample]) -> dict[str, Item]:
+    """Items of the attack suite, each judged by its own probes. Raises UserError as `compare` does."""
+    sides = _sides(boxes, production)
+    found: dict[str, Item] = {}
+    seen = sorted({probe for sample in (*boxes, *production) for probe in sample.probes})
+    for item in sorted({probes.of(probe).group for probe in seen}):
+        own = [probe for probe in seen if probes.of(probe).group == item]
+        counted = list(filter(_counted, own))
+        gated = sides.estimate(counted.__contains__) if counted else None
+        found[item] = Item(gated, sides.estimate(own.__contains__), sides.tells(own.__contains__))
+    return found
+
+
+async def box_samples(
+    count: int,
+    *,
+    personas: machine_profile.Like | None,
+    dataset: Path | None = None,
+    progress: Progress = lambda *_: None,
+) -> list[FingerprintSample]:
+    """Fingerprints of `count` fresh boxes, of the tasks of `dataset`. Raises UserError, or BoxError without boxes."""
+    found: list[FingerprintSample] = []
+    with tempfile.TemporaryDirectory(prefix="etude-parity-") as folder:
+        images = _made_up(Path(folder), count) if dataset is None else _of_tasks(dataset, count)
+        line = f"python3 -c {_quoted(SCRIPT.read_text('utf-8'))} --samples 1 >> /tmp/samples.jsonl"
+        async with open_sandbox(personas=personas) as sandbox:
+            for number, (name, image) in enumerate(images):
+                box = await sandbox.create(image, LIMITS)
+                try:
+                    done = await box.exec(line, SECONDS)  # into a file, as it is done on the machines
+                    done = done if done.rc else await box.exec("cat /tmp/samples.jsonl", SECONDS)
+                finally:
+                    await box.close()
+                text = done.output.strip().rpartition("\n")[2]
+                if done.rc != 0:
+                    raise RunFailed(f"a fingerprint could not be taken in a box: {text[-200:]}")
+                found.append(FingerprintSample(name, parse(text, f"the fingerprint of box {number}").probes))
+                progress(number + 1, count)
+    return found
+
+
+def _of_tasks(dataset: Path, count: int) -> Iterator[tuple[str, Image]]:
+    """Images of tasks; boxes of one task are one machine."""
+    loaded = datasets.load(dataset)
+    for task in (loaded.tasks[number % len(loaded.tasks)] for number in range(count)):
+        yield task.id, loaded.image(task)
+
+
+def _made_up(root: Path, count: int) -> Iterator[tuple[str, Image]]:
+    """Images of a small library, each with a change of its own."""
+    root.chmod(0o755)
+    (root / "src").mkdir()
+    texts = {"README.md": "A small library.\n", "src/module.py": "def two():\n    return 2\n"}
+    for path, text in texts.items():
+        (root / path).write_text(text)
+    for number in range(count):
+        changes = {"src/module.py": f"def two():\n    return {number}\n"}
+        files = {path: text.encode() for path, text in (texts | changes).items()}
+        who = f"Ada <ada@example.com> {int(time.time()) - 86_400 * (1 + number % 90)} +0100\n"
+        past = history.single(f"author {who}committer {who}".encode(), b"A small library\n")
+        yield str(number), Image(root, None, changes, history=history.folder(past, files))
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def record(path: Path, samples: int) -> int:
+    """Append fingerprints of this machine to `path`, whole or not at all. Raises UserError."""
+    if samples < 1:
+        raise UserError("--samples must be at least 1")
+    if not path.parent.is_dir():
+        raise UserError(f"{path.parent} is not a folder; give a file in one that exists")
+    # Not in a process of its own: the terminal and the parent are to be those of the user's shell.
+    lines = "".join(fingerprint.line() + "\n" for _ in range(samples))
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(lines)
+    except OSError as e:
+        raise UserError(f"{path} cannot be written ({e.strerror}); give another file") from None
+    print(f"{samples} fingerprints appended to {path}; read them before you hand them on")
+    return 0
+
+
+def show(
+    against: Sequence[Path], count: int, as_json: bool, *, dataset: Path | None = None, personas: Path | None = None
+) -> int:
+    """Print the audit; 1 if the treated boxes are told apart more often than the gate allows.
+
+    Boxes are of the tasks of `dataset`, and have the personas of a file; else they imitate half of the machines, and
+    are compared with the others.
+    """
+    if count < MIN_SAMPLES:
+        raise UserError(f"--boxes must be at least {MIN_SAMPLES}")
+    production = [sample for sample in read(against) if not sample.is_request]
+    if os.environ.get("TERM", "dumb") != "dumb":
+        print(f"making {2 * count} boxes", file=sys.stderr)
+    models, rest = _halves(production)
+    like: machine_profile.Like = [sample.probes for sample in models]
+    if personas is not None:
+        like, rest = load(personas), production
+    sides = [asyncio.run(box_samples(count, personas=who, dataset=dataset)) for who in (like, None)]
+    treated, untreated = (compare(side, rest) for side in sides)
+    machines = len({sample.machine for sample in production})
+    labels_N = np.array([0.0] * len(rest) + [1.0] * count)
+    names = [*(s.machine for s in rest), *(s.machine for s in sides[0])]
+    notes = _notes(machines, held_out(names, labels_N))
+    passed = treated.gated.mean <= GATE
+    if as_json:
+        print(json.dumps(_summary(treated, untreated, passed, machines, len(production), count, notes)))
+    else:
+        _print(treated, untreated, passed, notes)
+    return 0 if passed else 1
+
+
+def requests(count: int, dataset: Path) -> list[FingerprintSample]:
+    """Fingerprints of the first requests of `count` episodes on the tasks of `dataset`, played by the loop here.
+
+    They are of the presentation for models that know the OpenAI format, without documents.
+    """
+    tasks = datasets.load(dataset).tasks
+    chosen = [tasks[number % len(tasks)] for number in range(count)]
+    bodies = [{"messages": messages_of(task), "tools": SCHEMAS} for task in chosen]
+    return [FingerprintSample(conversation, probes) for probes, conversation in map(fingerprint.asked, bodies)]
+
+
+def load(path: Path) -> machine_profile.Like:
+    """What boxes are made to look like: a description (.toml), or fingerprints. Raises UserError."""
+    return machine_description.read(path) if path.suffix == ".toml" else [sample.probes for sample in read([path])]
+
+
+def _halves(production: Sequence[FingerprintSample]) -> tuple[list[FingerprintSample], list[FingerprintSample]]:
+    """Samples that personas are drawn from, and others to compare boxes with: other machines, if there are several."""
+    machines = sorted({sample.machine for sample in production})
+    models = set(machines[::2]) if len(machines) > 1 else set()
+    if not models:
+        return list(production[::2]), list(production[1::2])
+    return [s for s in production if s.machine in models], [s for s in production if s.machine not in models]
+
+
+def _notes(machines: int, split: bool) -> list[str]:
+    notes = []
+    if machines < WANTED_MACHINES:
+        notes.append(
+            f"The fingerprints come from {machines} machine{'s' * (machines > 1)}: whatever is peculiar to "
+            f"{'them' if machines > 1 else 'it'} tells a box apart. Record on {WANTED_MACHINES} or more."
+        )
+    if not split:
+        notes.append("Samples of one machine stand on both sides of a fold, for there is no other to hold out.")
+    return notes
+
+
+def _summary(
+    treated: ParityAudit,
+    untreated: ParityAudit,
+    passed: bool,
+    machines: int,
+    samples: int,
+    boxes: int,
+    notes: list[str],
+) -> dict[str, Any]:
+    def part(audit: ParityAudit) -> dict[str, Any]:
+        return {
+            "gated": _plain(audit.gated),
+            "whole": _plain(audit.whole),
+            "telling": audit.telling,
+            "tells": [asdict(tell) for tell in audit.tells],
+        }
+
+    return {
+        "ok": passed,
+        "gate": GATE,
+        "machines": machines,
+        "production": samples,
+        "boxes": boxes,
+        "treated": part(treated),
+        "untreated": part(untreated),
+        "notes": notes,
+    }
+
+
+def _plain(estimate: Estimate) -> dict[str, float]:
+    return {"auc": round(estimate.mean, 4), "low": round(estimate.low, 4), "high": round(estimate.high, 4)}
+
+
+def _print(treated: ParityAudit, untreated: ParityAudit, passed: bool, notes: Sequence[str]) -> None:
+    def line(name: str, audit: ParityAudit) -> str:
+        def shown(estimate: Estimate) -> str:
+            return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+        return f"{name:20} {shown(audit.gated):24} {shown(audit.whole):24} {audit.telling:>6}"
+
+    print(f"{'AUC, 95 %':20} {'without exceptions':24} {'all probes':24} telling")
+    print(line("without persona", untreated))
+    print(line("with persona", treated))
+    print(f"gate: at most {GATE:.2f} without exceptions: {'held' if passed else 'NOT held'}\n")
+    counted = [tell for tell in treated.tells if not tell.exception and tell.auc > GATE]
+    for tell in counted[:SHOWN]:
+        print(f"{tell.group} {tell.probe:20} {tell.auc:.2f}  {tell.seen}\n   cure: {tell.cure}")
+    print("\ndeclared exceptions (docs/sandbox.md):")
+    reasons: dict[str, list[str]] = {}
+    for tell in treated.tells:
+        if tell.exception and tell.auc > GATE:
+            reasons.setdefault(tell.exception, []).append(f"{tell.probe} {tell.auc:.2f}")
+    for reason, names in reasons.items():
+        print(f"   {', '.join(names)}: {reason}")
+    for note in notes:
+        print(note)

@@ -1,0 +1,93 @@
+"""What each probe belongs to (the groups E1 to E9 of the attack suite), how it is cured, and what is not cured here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParityProbe:
+    """`exception` says why the namespace backend cannot have it right; empty: it can, and the gate counts it."""
+
+    group: str
+    cure: str
+    exception: str = ""
+
+
+_KERNEL = "the kernel is the host's; a virtual-machine backend has its own"
+_MOUNTS = "a box is made of mounts, and no namespace hides them; a virtual machine has a disk"
+_NETWORK = "boxes have no egress, hence no interface but lo; it takes a proxy outside"
+_SECCOMP = "the system-call filter and no_new_privs are the border, and /proc/self/status shows them"
+_PIDS = "pid 1 began with the box and nothing else runs in it; a virtual machine boots its services"
+_COMMIT = "a task's repository is as old as the commit that it was taken from, and the clock is the host's"
+_SPEED = "a box is as fast and as busy as the machine that makes it, and writes to memory"
+_ETC = "boxes have a small /etc: the host's holds secrets"
+_OWNERS = "files of the host's root show as nobody in a box"
+_IMAGE = "the tools are those of the host that makes boxes"
+
+PROBES: dict[str, ParityProbe] = {
+    "host.": ParityProbe("E1", "Give personas fingerprints (`rollout.personas`): host names get their shape."),
+    "user.": ParityProbe(
+        "E1", "Draw the persona's user and home as production has them; the id is that of the mapping."
+    ),
+    "accounts": ParityProbe("E1", "Give /etc/passwd the service accounts of the production image."),
+    "owners.unknown": ParityProbe("E1", "Unpack an image whose files belong to the mapped id.", _OWNERS),
+    "machine_id": ParityProbe("E1", "Draw a machine-id per box."),
+    "etc.entries": ParityProbe("E1", "Give boxes the /etc of the production image.", _ETC),
+    "system": ParityProbe("E1", "Make boxes on the distribution that users have."),
+    "uptime": ParityProbe("E2", "Draw the uptime from production's range; the box's clock starts there."),
+    "pid1.late": ParityProbe("E2", "Nothing but a boot makes pid 1 old.", _PIDS),
+    "files.": ParityProbe("E2", "Spread the dates of the image's files as a checkout has them."),
+    "pid1.": ParityProbe("E3", "Name pid 1 as production's init."),
+    "processes": ParityProbe("E3", "Run the services that production runs.", _PIDS),
+    "pid.self": ParityProbe("E3", "Let process ids start higher: `pids` of the description."),
+    "parent.": ParityProbe("E3", "Start the shell as production's terminal does."),
+    "kernel.line": ParityProbe("E4", "Record more machines, so that personas draw their kernels' command lines."),
+    "kernel": ParityProbe("E4", "Run the kernel that users run.", _KERNEL),
+    "cpu.hypervisor": ParityProbe("E4", "Give personas fingerprints: the flag is there if theirs has it."),
+    "cpu.": ParityProbe("E4", "Make boxes on machines like the users'.", _KERNEL),
+    "memory": ParityProbe("E4", "Make boxes on machines like the users'.", _KERNEL),
+    "load": ParityProbe("E4", "Make boxes on machines as busy as the users'.", _KERNEL),
+    "status.": ParityProbe("E4", "Only a virtual machine can be confined from outside.", _SECCOMP),
+    "cgroup": ParityProbe("E4", "Name the control group as a login session's.", _KERNEL),
+    "mounts": ParityProbe("E4", "Only a virtual machine has a disk of its own.", _MOUNTS),
+    "namespaces": ParityProbe(
+        "E4", "Map a whole range of ids, which takes newuidmap.", "one id is mapped, without root"
+    ),
+    "firmware": ParityProbe("E4", "Show the firmware of a workstation.", _KERNEL),
+    "environment": ParityProbe("E5", "Let the persona's environment have the variables that production has."),
+    "terminal": ParityProbe("E5", "Set the terminal's kind and size as production's."),
+    "language": ParityProbe("E5", "Install the users' locale in the image and name it in LANG."),
+    "shell": ParityProbe("E5", "Name the users' shell."),
+    "path": ParityProbe("E5", "Give PATH the entries that production's has."),
+    "umask": ParityProbe("E5", "Set the users' umask."),
+    "dotfiles": ParityProbe("E5", "Draw the persona's dotfiles from those that production has."),
+    "home.entries": ParityProbe("E5", "Fill the persona's home as production's."),
+    "history": ParityProbe("E5", "Give the persona a shell history as long as production's."),
+    "interfaces": ParityProbe("E6", "Open a way out through a proxy.", _NETWORK),
+    "routes": ParityProbe("E6", "Open a way out through a proxy.", _NETWORK),
+    "resolver": ParityProbe("E6", "Open a way out through a proxy.", _NETWORK),
+    "sockets": ParityProbe("E6", "Run the services that production runs.", _PIDS),
+    "git": ParityProbe("E7", "Build the dataset from a clone as deep as the users' (`etude tasks build`)."),
+    "git.age": ParityProbe("E7", "Make tasks of recent commits.", _COMMIT),
+    "tools": ParityProbe("E7", "Install what production has on the machine that makes boxes.", _IMAGE),
+    "editor.folder": ParityProbe("E7", "Keep the editor's folder in the repository's image."),
+    "prompt.": ParityProbe(
+        "E9", "Play the product's own agent (`rollout.agent`): its prompt and tools are the product's."
+    ),
+    "request.": ParityProbe("E9", "Give tasks instructions such as users write."),
+    "disk.": ParityProbe(
+        "E8", "Raise the box's disk to what users have.", "a box writes to memory, whose size is its limit"
+    ),
+    "limits.": ParityProbe(
+        "E8", "Limit by control groups instead of rlimits.", "without control groups, limits are rlimits"
+    ),
+    "latency.": ParityProbe("E8", "Make boxes on machines like the users', and fewer per processor.", _SPEED),
+}
+_OTHER = ParityProbe("E8", "See audit/parity/fingerprint.py for what this probe reads.")
+
+
+def of(name: str) -> ParityProbe:
+    """What is known of a probe: the entry with the longest prefix of its name."""
+    known = [prefix for prefix in PROBES if name.startswith(prefix)]
+    return PROBES[max(known, key=len)] if known else _OTHER

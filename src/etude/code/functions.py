@@ -1,0 +1,222 @@
+"""What a Python repository consists of: where its code, its tests and its functions are, without running anything."""
+
+from __future__ import annotations
+
+import ast
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from etude.errors import UserError
+
+# Never part of what the agent sees: history, caches and builds may hold the answer.
+_JUNK = frozenset((
+    ".git", ".hg", ".svn", ".tox", ".nox", ".venv", "venv", "env", "node_modules", "__pycache__", ".pytest_cache",
+    ".mypy_cache", ".ruff_cache", ".hypothesis", ".idea", ".vscode", "build", "dist", ".eggs", ".cache", "htmlcov",
+    "_build",
+))  # fmt: skip
+_JUNK_SUFFIXES = (
+    ".pyc", ".pyo", ".so", ".pyd", ".pth", ".whl", ".gz", ".zip", ".egg", ".egg-info", ".coverage",
+    ".swp", ".swo", ".orig", ".rej", ".bak", "~", ".class", ".jar", ".tsbuildinfo",
+)  # fmt: skip
+_TEST_FOLDERS = frozenset(("test", "tests", "testing"))
+_NOT_CODE = frozenset(("docs", "doc", "examples", "example", "benchmarks", "benchmark", "scripts", "tools"))
+_NOT_MODULES = frozenset(("setup", "conftest", "noxfile", "tasks", "fabfile", "versioneer", "dodo"))
+_BRANCHES = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.IfExp, ast.comprehension, ast.BoolOp, ast.ExceptHandler)
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit(ABC):
+    """Something that can be broken. Lines are 1-based and inclusive; decorators belong to it."""
+
+    path: str
+    qualname: str
+    first_line: int
+    last_line: int
+    body_lines: int  # docstring left out
+    complexity: int  # 1 + branches, loops, handlers and boolean operators
+    doctest: bool
+
+    @property
+    def id(self) -> str:
+        return f"{self.path}::{self.qualname}"
+
+    @property
+    @abstractmethod
+    def shared(self) -> str:
+        """Equal for units whose statements are equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function(Unit):
+    """A function or method, or a class."""
+
+    node: FunctionNode | ast.ClassDef
+
+    @property
+    def shared(self) -> str:
+        return "\n".join(ast.dump(statement) for statement in self.body)
+
+    @property
+    def body(self) -> list[ast.stmt]:
+        """Its statements without the docstring."""
+        return self.node.body[1:] if ast.get_docstring(self.node, clean=False) is not None else self.node.body
+
+
+@dataclass(frozen=True)
+class RepositoryLayout:
+    """Where a repository keeps what. Paths are posix and relative to its root."""
+
+    python_path: tuple[str, ...]  # folders to import from: ("src",) or (".",)
+    source_roots: tuple[str, ...]  # packages and modules
+    sources: tuple[str, ...]  # .py files below the source roots, tests left out
+    tests: tuple[str, ...]  # every file that belongs to the tests, helpers and data included
+    files: tuple[str, ...]  # everything, junk left out
+
+
+def layout(repository: Path) -> RepositoryLayout:
+    """Find the code and the tests. Raises UserError if there is no importable Python code."""
+    files = clean_files(repository)
+    for base, python_path in (("src", ("src",)), ("", (".",))):
+        roots = _source_roots(repository / base, base)
+        sources = tuple(f for f in files if f.endswith(".py") and _below(f, roots) and not is_test(f))
+        if sources:
+            tests = tuple(f for f in files if is_test(f))
+            return RepositoryLayout(
+                python_path=python_path, source_roots=roots, sources=sources, tests=tests, files=files
+            )
+    raise UserError(f"{repository} has no Python package or module at its root or in src/; give the repository's root.")
+
+
+def clean_files(repository: Path) -> tuple[str, ...]:
+    """Every file but history, caches, builds, archives and links; sorted."""
+    return tuple(sorted(_files(repository, repository)))
+
+
+def copy(source: Path, target: Path, files: Iterable[str]) -> None:
+    """Copy `files` below `source` to the same paths below `target`."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        (target / file).write_bytes((source / file).read_bytes())
+
+
+def is_test(path: str) -> bool:
+    """Whether a file belongs to the tests: by its folder or its name."""
+    *folders, name = PurePosixPath(path).parts
+    if any(folder in _TEST_FOLDERS for folder in folders) or name == "conftest.py":
+        return True
+    return is_test_module(path)
+
+
+def is_test_module(path: str) -> bool:
+    """Whether pytest collects the file."""
+    name = PurePosixPath(path).name
+    return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
+
+
+def read_source(repository: Path, path: str) -> str:
+    """Text of a source file. Raises UserError if it is not UTF-8 or does not parse."""
+    data = (repository / path).read_bytes()
+    try:
+        text = data.decode()
+        ast.parse(text)
+    except (SyntaxError, ValueError) as e:
+        line = getattr(e, "lineno", None)
+        where = f"{path}, line {line}" if line else path
+        raise UserError(
+            f"{where} is not valid Python ({getattr(e, 'msg', e)}); fix it or leave the file out."
+        ) from None
+    return text
+
+
+def functions(path: str, text: str) -> list[Function]:
+    """Functions and methods of a module, overload stubs and functions nested in functions left out."""
+    found: list[Function] = []
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                visit(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, FunctionNode) and not _is_stub(node):
+                found.append(_function(path, text, node, prefix + node.name))
+            elif isinstance(node, ast.If | ast.Try):
+                for part in ("body", "orelse", "finalbody"):
+                    visit(getattr(node, part, []), prefix)
+
+    visit(ast.parse(text).body, "")
+    names = [function.qualname for function in found]
+    # Properties and their setters, or a fallback definition, share a name: tests could not tell them apart.
+    return [function for function in found if names.count(function.qualname) == 1]
+
+
+def classes(path: str, text: str) -> list[Function]:
+    """The classes at the top of a module that hold methods."""
+    found = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    return [
+        _function(path, text, node, node.name)
+        for node in found
+        if any(isinstance(statement, FunctionNode) for statement in node.body)
+    ]
+
+
+def shared_bodies(function: Unit) -> str:
+    """Equal for functions whose bodies are equal: they must not be split between training and evaluation."""
+    return function.shared
+
+
+def _function(path: str, text: str, node: FunctionNode | ast.ClassDef, qualname: str) -> Function:
+    assert node.end_lineno is not None
+    docstring = ast.get_docstring(node, clean=False)
+    first = node.body[1] if docstring is not None and len(node.body) > 1 else node.body[0]
+    return Function(
+        path=path,
+        qualname=qualname,
+        node=node,
+        first_line=min([node.lineno, *(d.lineno for d in node.decorator_list)]),
+        last_line=node.end_lineno,
+        body_lines=0 if docstring is not None and len(node.body) == 1 else node.end_lineno - first.lineno + 1,
+        complexity=1 + sum(isinstance(child, _BRANCHES) for child in ast.walk(node)),
+        doctest=docstring is not None and ">>>" in docstring,
+    )
+
+
+def _is_stub(node: FunctionNode) -> bool:
+    """Overloads, protocols and abstract methods: nothing to break."""
+    for decorator in node.decorator_list:
+        name = decorator.func if isinstance(decorator, ast.Call) else decorator
+        label = name.attr if isinstance(name, ast.Attribute) else getattr(name, "id", "")
+        if label in ("overload", "abstractmethod"):
+            return True
+    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    return all(isinstance(s, ast.Pass) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)) for s in body)
+
+
+def _files(folder: Path, root: Path) -> Iterator[str]:
+    for entry in folder.iterdir():
+        if entry.name in _JUNK or entry.name.endswith(_JUNK_SUFFIXES) or entry.is_symlink():
+            continue
+        if entry.is_dir():
+            yield from _files(entry, root)
+        elif entry.is_file():
+            yield entry.relative_to(root).as_posix()
+
+
+def _source_roots(folder: Path, base: str) -> tuple[str, ...]:
+    if not folder.is_dir():
+        return ()
+    roots = []
+    for entry in sorted(folder.iterdir()):
+        name = entry.name
+        if name in _JUNK | _TEST_FOLDERS | _NOT_CODE or entry.is_symlink():
+            continue
+        module = entry.suffix == ".py" and entry.stem not in _NOT_MODULES and not is_test(name)
+        if module or (entry.is_dir() and (entry / "__init__.py").is_file()):
+            roots.append(f"{base}/{name}" if base else name)
+    return tuple(roots)
+
+
+def _below(path: str, roots: tuple[str, ...]) -> bool:
+    return any(path == root or path.startswith(root + "/") for root in roots)

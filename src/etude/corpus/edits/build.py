@@ -1,0 +1,242 @@
+"""`etude tasks fast-apply`: repositories to tables of edits, train and held out, and a card that says how."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.code.languages import has_syntax
+from etude.corpus import dedup
+from etude.corpus.edits.card import card
+from etude.corpus.edits.repositories import FileChange, Repository, Text, read
+from etude.edits import data
+from etude.edits.data import Example
+from etude.errors import UserError
+
+log = logging.getLogger(__name__)
+HELD_OUT_LINES = 400
+_TRIES = 6  # draws of one file before it is left
+
+
+@dataclass(frozen=True)
+class EditTableOptions:
+    """What `etude tasks fast-apply` can be told. Raises UserError for values that make no sense."""
+
+    seed: int = 1
+    max_lines: int = 400  # of a training example; held-out ones may always have HELD_OUT_LINES
+    per_path: int = 4
+    per_repository: int = 50  # real ones
+    synthetic: float = 4.0  # for each real one
+    no_ops: float = 0.02  # at most this share
+    held_out: int = 450
+
+    def __post_init__(self) -> None:
+        if not 8 <= self.max_lines <= 2500:
+            raise UserError(f"--max-lines must lie between 8 and 2500, got {self.max_lines}")
+        if min(self.per_path, self.per_repository, self.held_out) < 1 or self.synthetic < 0:
+            raise UserError(
+                "--per-path, --per-repository and --held-out-edits must be at least 1, --synthetic not below 0"
+            )
+
+
+@dataclass(frozen=True)
+class EditBuildLog:
+    """How a build went, for the card."""
+
+    repositories: tuple[tuple[str, str, str, str, int, int], ...]  # name, licence, its source, origin, files, changes
+    held_out: tuple[str, ...]
+    without_syntax: dict[str, int]  # files by language that were left out because nothing parses them here
+    near_duplicates: int
+    contaminated: int
+    worst_overlap: float  # largest share of a training example's shingles in the held-out repositories, afterwards
+    tried: int
+    kept: int
+
+
+Progress = Callable[[str, int, int], None]
+
+
+def build(
+    training: Sequence[str],
+    held_out: Sequence[str],
+    output: Path,
+    options: EditTableOptions,
+    progress: Progress | None = None,
+) -> tuple[list[Example], list[Example]]:
+    """Write train.parquet, heldout.parquet (if there are held-out repositories) and DATACARD.md.
+
+    Raises UserError for a repository that cannot be used or is on both sides, and if nothing comes of them; then
+    nothing is left behind.
+    """
+    if output.exists():
+        raise UserError(f"{output} exists: give a folder that does not")
+    tell = progress or (lambda *_: None)
+    read_all = [_read(argument, i, len(training), tell) for i, argument in enumerate(training)]
+    tests = [_read(argument, i, len(held_out), tell) for i, argument in enumerate(held_out)]
+    clash = {_plain(r.name) for r in read_all} & {_plain(r.name) for r in tests}
+    if clash:
+        raise UserError(f"{', '.join(sorted(clash))} is both trained on and held out: name it on one side")
+    missing = Counter(t.language for r in [*read_all, *tests] for t in r.texts if not _usable(t.language))
+    unique, duplicates = _without_duplicates(read_all)
+    tests, copies = _without_duplicates(tests)
+    counter = Counter[str]()
+    train = _drawn(unique, options, options.max_lines, None, counter, tell)
+    clean, flagged, worst = _decontaminated(train, tests)
+    tested = _drawn(tests, options, HELD_OUT_LINES, options.held_out, counter, tell) if tests else []
+    if not clean or (tests and not tested):
+        raise UserError("no edit could be made of these repositories: give ones with more code, or a history")
+    clean, tested = data.weighted(clean), data.weighted(tested)
+    history = EditBuildLog(
+        repositories=tuple((r.name, r.licence, r.licence_source, r.origin, len(r.texts), len(r.changes)) for r in
+                           [*read_all, *tests]),
+        held_out=tuple(r.name for r in tests), without_syntax=dict(missing), near_duplicates=duplicates + copies,
+        contaminated=flagged, worst_overlap=worst, tried=counter["tried"], kept=counter["kept"],
+    )  # fmt: skip
+    _write(output, clean, tested, card(clean, tested, options, history))
+    return clean, tested
+
+
+def _write(output: Path, train: Sequence[Example], tested: Sequence[Example], text: str) -> None:
+    partial = output.with_name(output.name + ".incomplete")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    data.write(train, partial / "train.parquet")
+    if tested:
+        data.write(tested, partial / "heldout.parquet")
+    (partial / "DATACARD.md").write_text(text, encoding="utf-8")
+    partial.rename(output)
+
+
+def _read(argument: str, index: int, count: int, tell: Progress) -> Repository:
+    tell("reading", index, count)
+    return read(argument)
+
+
+def _plain(name: str) -> str:
+    """A repository's name without its version."""
+    return re.sub(r"-v?\d.*$", "", name).lower().replace("_", "-")
+
+
+def _usable(language: str) -> bool:
+    return language == "markdown" or has_syntax(language)
+
+
+def _without_duplicates(repositories: Sequence[Repository]) -> tuple[list[Repository], int]:
+    """Repositories without files that are near copies (MinHash, Jaccard from about 0.8) of an earlier one."""
+    every = [(i, text) for i, r in enumerate(repositories) for text in r.texts if _usable(text.language)]
+    kept = dedup.near(dedup.exact(every, lambda e: e[1].text), lambda e: e[1].text, bands=16, rows=8)
+    by: dict[int, list[Text]] = defaultdict(list)
+    for i, text in kept:
+        by[i].append(text)
+    out = []
+    for i, r in enumerate(repositories):
+        paths = {text.path for text in by[i]}
+        gone = {text.path for text in r.texts} - paths
+        changes = tuple(c for c in r.changes if c.path not in gone and _usable(c.language))
+        out.append(Repository(r.name, r.licence, r.licence_source, r.origin, tuple(by[i]), changes))
+    return out, len(every) - len(kept)
+
+
+def _drawn(
+    repositories: Sequence[Repository], options: EditTableOptions, most: int, wanted: int | None, counter: Counter[str],
+    tell: Progress,
+) -> list[Example]:  # fmt: skip
+    """Real edits first, then invented ones in their ratio, then sketches that change nothing."""
+    rng = random.Random(f"{options.seed}/{most}/{wanted}")
+    found: dict[tuple[str, str], Example] = {}
+    paths = Counter[str]()
+
+    def take(
+        make: Callable[..., Example | None], repository: Repository, of: Text | FileChange, limit: int, *more
+    ) -> bool:
+        key = f"{repository.name}/{of.path}"
+        if paths[key] >= limit:
+            return False
+        counter["tried"] += 1
+        example = make(repository, of, *more, most, rng)
+        if example is None or (edit := (example.file, example.result)) in found:
+            return False
+        found[edit] = example
+        paths[key] += 1
+        counter["kept"] += 1
+        return True
+
+    cap = options.per_repository
+    if wanted is not None:  # an evaluation wants real edits: half of them, if there are so many
+        cap = -(-wanted // 2 // max(1, sum(bool(r.changes) for r in repositories)))
+    for i, (repository, changes) in enumerate(_in_turns(repositories, rng)):
+        tell("real edits", i, len(repositories))
+        made = 0
+        for change in changes:
+            if made >= cap:
+                break
+            made += take(data.real, repository, change, options.per_path)
+    reals = len(found)
+    goal = (
+        round(max(reals, 1) * options.synthetic) if wanted is None else wanted - reals - round(wanted * options.no_ops)
+    )
+    texts = [(r, text) for r in repositories for text in r.texts if _usable(text.language)]
+    others = _lines_of(texts)
+    limits = options.per_path * (1 + max(1, round(options.synthetic)))  # of one file, real ones counted
+    stream = _balanced(texts, rng, limits)
+    for repository, text in stream:
+        if len(found) - reals >= goal:
+            break
+        tell("invented edits", len(found) - reals, goal)
+        take(data.synthetic, repository, text, limits, others[text.language])
+    allowed = int(options.no_ops * len(found) / (1 - options.no_ops))
+    for repository, text in rng.sample(texts, len(texts)):
+        if allowed <= 0:
+            break
+        allowed -= take(data.unchanged, repository, text, limits + 1)
+    examples = list(found.values())
+    rng.shuffle(examples)
+    return examples
+
+
+def _in_turns(repositories: Sequence[Repository], rng: random.Random) -> Iterator[tuple[Repository, list[FileChange]]]:
+    for repository in repositories:
+        changes = [c for c in repository.changes if _usable(c.language)]
+        # Several hunks of one file are several edits.
+        yield repository, [c for c in rng.sample(changes, len(changes)) for _ in range(_TRIES)]
+
+
+def _lines_of(texts: Sequence[tuple[Repository, Text]]) -> dict[str, list[str]]:
+    """Lines to put into other files, by language."""
+    lines: dict[str, list[str]] = defaultdict(list)
+    for _, text in texts:
+        if len(lines[text.language]) < 200_000:
+            lines[text.language] += text.text.splitlines()
+    return lines
+
+
+def _balanced(
+    texts: Sequence[tuple[Repository, Text]], rng: random.Random, rounds: int
+) -> Iterator[tuple[Repository, Text]]:
+    """Files in random order, round after round; in each one the languages come in proportion to the cube
+    roots of their numbers of files, for Python would drown the others."""
+    by: dict[str, list[tuple[Repository, Text]]] = defaultdict(list)
+    for entry in texts:
+        by[entry[1].language].append(entry)
+    languages = sorted(by)
+    weights = [len(by[name]) ** (1 / 3) for name in languages]
+    queues = {name: [e for _ in range(rounds) for e in rng.sample(by[name], len(by[name]))] for name in languages}
+    while any(queues.values()):
+        name = rng.choices(languages, [w if queues[n] else 0.0 for n, w in zip(languages, weights, strict=True)])[0]
+        yield queues[name].pop()
+
+
+def _decontaminated(train: Sequence[Example], tests: Sequence[Repository]) -> tuple[list[Example], int, float]:
+    """Training examples that share less than a tenth of their shingles with the held-out repositories."""
+    known = [text.text for r in tests for text in r.texts] + [c.before for r in tests for c in r.changes]
+    if not known:
+        return list(train), 0, 0.0
+    flagged = set(dedup.contamination((e.file + e.result for e in train), known).flagged)
+    clean = [e for i, e in enumerate(train) if i not in flagged]
+    return clean, len(flagged), dedup.contamination((e.file + e.result for e in clean), known).worst

@@ -1,0 +1,217 @@
+"""What edits are made from: commits of a git clone, releases of a package, or the files of a folder.
+
+A repository is named by its folder, releases of a package as OLD..NEW or OLD..NEXT..NEW. Every file that two successive
+ones both hold is an edit that people made. Nothing of a repository is run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+
+from etude.code.languages import language_of
+from etude.code.licence import find_licence, find_name
+from etude.corpus.filters import generated
+from etude.corpus.sources import licence_of, permissive
+from etude.errors import UserError
+
+SECONDS = 300.0  # that one git command may take
+MAX_COMMITS = 2000
+MAX_BYTES = 200_000
+_VENDORED = frozenset({"vendor", "_vendor", "vendored", "node_modules", "third_party", "extern", "dist", "bundled"})
+_LOCKS = re.compile(r"(^|/)(package-lock|yarn|composer|poetry)[^/]*$|\.min\.|\.bundle\.|-min\.")
+# What `splitlines` takes for line ends and git does not, and control characters.
+_ODD = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x85\u2028\u2029]|\r(?!\n)")
+MAX_LINE = 200
+
+
+@dataclass(frozen=True)
+class Text:
+    """One file as it stands."""
+
+    path: str
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """One file before and after; `subject` is the commit's first line, or empty."""
+
+    path: str
+    language: str
+    before: str
+    after: str
+    subject: str
+
+
+@dataclass(frozen=True)
+class Repository:
+    """Files of a repository, the changes that people made to them, and what may be done with both."""
+
+    name: str
+    licence: str
+    licence_source: str
+    origin: str  # "commits", "releases" or "files"
+    texts: tuple[Text, ...]
+    changes: tuple[FileChange, ...]
+
+
+def read(argument: str) -> Repository:
+    """The repository that a command-line argument names. Raises UserError if it cannot be used."""
+    path = Path(argument)
+    if path.is_dir():
+        licence = _licence(path)
+        if (path / ".git").exists():
+            texts, changes = tuple(_head(path)), tuple(_commits(path))
+            return Repository(find_name(path), *licence, "commits", texts, changes)
+        return Repository(find_name(path), *licence, "files", tuple(_files(path).values()), ())
+    if folders := _chain(argument):
+        return _releases(folders)
+    raise UserError(f"{argument} is not a folder: give a git clone, a folder of files, or releases as OLD..NEW")
+
+
+def _chain(argument: str) -> list[Path]:
+    """The folders that an argument joins by two dots; none if a part is no folder."""
+    for found in re.finditer(r"\.\.", argument):
+        first, rest = Path(argument[: found.start()]), argument[found.end() :]
+        if first.is_dir() and (others := [Path(rest)] if Path(rest).is_dir() else _chain(rest)):
+            return [first, *others]
+    return []
+
+
+def wanted(path: str, text: str) -> bool:
+    """Whether a file is worth learning from: written by people, not vendored, of bearable size."""
+    folders = set(PurePosixPath(path).parts[:-1])
+    if folders & _VENDORED or _LOCKS.search(path) or not text.strip() or len(text) > MAX_BYTES:
+        return False
+    return not (generated(text) or _ODD.search(text) or max(map(len, text.splitlines())) > MAX_LINE)
+
+
+def _licence(root: Path) -> tuple[str, str]:
+    licence, where = _declared(root)
+    if not permissive(licence):
+        raise UserError(
+            f"{root} declares the licence {licence!r} ({where}), which is not permissive: leave it out of the data"
+        )
+    return licence, where
+
+
+def _declared(root: Path) -> tuple[str, str]:
+    licence, where = find_licence(root)
+    if permissive(licence):
+        return licence, where
+    for file in [*sorted(root.glob("*.dist-info/METADATA")), root / "PKG-INFO"]:
+        if file.is_file() and (said := licence_of(file.read_text(encoding="utf-8", errors="replace"))):
+            return said, file.name
+    file = root / "package.json"
+    if file.is_file():
+        try:
+            said = json.loads(file.read_text(encoding="utf-8")).get("license")
+        except (ValueError, AttributeError):
+            said = None
+        if isinstance(said, str):
+            return said, file.name
+    return licence, where
+
+
+def _decoded(path: str, data: bytes) -> Text | None:
+    language = language_of(path)
+    if language is None or len(data) > MAX_BYTES:
+        return None
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    return Text(path, language, text) if wanted(path, text) else None
+
+
+def _files(root: Path) -> dict[str, Text]:
+    """Files by path, hidden folders and installed packages left out."""
+    found: dict[str, Text] = {}
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root)
+        if path.is_symlink() or not path.is_file() or language_of(path.name) is None:
+            continue
+        if any(part.startswith(".") or part == "site-packages" for part in relative.parts):
+            continue
+        if (text := _decoded(relative.as_posix(), path.read_bytes())) is not None:
+            found[text.path] = text
+    return found
+
+
+def _releases(folders: Sequence[Path]) -> Repository:
+    """The files of the newest release, and what each release changed in the one before it, newest first."""
+    new = folders[-1]
+    licence = _licence(new)
+    releases = [_files(folder) for folder in folders]
+    changes = tuple(
+        FileChange(path, text.language, before[path].text, text.text, "")
+        for before, after in reversed(list(pairwise(releases)))
+        for path, text in after.items()
+        if path in before and before[path].text != text.text
+    )
+    return Repository(find_name(new), *licence, "releases", tuple(releases[-1].values()), changes)
+
+
+# --- git ------------------------------------------------------------------------------------------------------------
+
+
+def _git(root: Path, *arguments: str, given: bytes | None = None) -> bytes:
+    command = ["git", "-C", str(root), "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", *arguments]
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"git did not answer within {SECONDS:.0f} seconds in {root}: give a smaller clone") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise UserError(f"git failed in {root} ({said[-1] if said else 'no message'}): give a clone with a history")
+    return done.stdout
+
+
+def _head(root: Path) -> Iterator[Text]:
+    listed = _git(root, "ls-tree", "-r", "-z", "HEAD").decode(errors="replace").split("\0")
+    rows = [(line.split("\t", 1)[1], line.split()[2]) for line in listed if line.startswith("100")]
+    rows = [(path, blob) for path, blob in rows if language_of(path)]
+    for (path, _), data in zip(rows, _blobs(root, [blob for _, blob in rows]), strict=True):
+        if (text := _decoded(path, data)) is not None:
+            yield text
+
+
+def _commits(root: Path) -> Iterator[FileChange]:
+    """Files that a commit without a second parent modified, newest first."""
+    log = _git(root, "log", "--no-merges", "--no-renames", "--diff-filter=M", "--raw", "--no-abbrev",
+               f"--max-count={MAX_COMMITS}", "--format=%x00%s", "-z").decode(errors="replace")  # fmt: skip
+    rows: list[tuple[str, str, str, str]] = []
+    subject = ""
+    fields = iter(log.split("\0"))
+    for field in fields:
+        field = field.strip("\n")
+        if field.startswith(":100"):
+            _, _, old, new, _ = field.split()
+            path = next(fields, "")
+            if language_of(path):
+                rows.append((path, old, new, subject))
+        elif field:
+            subject = field
+    blobs = iter(_blobs(root, [blob for row in rows for blob in row[1:3]]))
+    for path, _, _, said in rows:
+        before, after = _decoded(path, next(blobs)), _decoded(path, next(blobs))
+        if before is not None and after is not None and before.text != after.text:
+            yield FileChange(path, before.language, before.text, after.text, said)
+
+
+def _blobs(root: Path, ids: list[str]) -> list[bytes]:
+    out = _git(root, "cat-file", "--batch", given="".join(f"{i}\n" for i in ids).encode()) if ids else b""
+    found, at = [], 0
+    for _ in ids:
+        end = out.index(b"\n", at)
+        size = int(out[at:end].split()[-1])
+        found.append(out[end + 1 : end + 1 + size])
+        at = end + 2 + size
+    return found

@@ -1,0 +1,154 @@
+"""`etude eval MODEL --suite retrieval`: questions about files, asked through the engine under both masks."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice
+from pathlib import Path
+
+import msgspec
+
+from etude.corpus import build, retrieval
+from etude.corpus.filters import Function
+from etude.corpus.retrieval import HELD_OUT, RetrievalOptions, RetrievalSample
+from etude.corpus.sources import fetch
+from etude.errors import UserError
+from etude.evals.retrieval import RetrievalResult, summary
+from etude.evals.stats import Estimate, paired_difference
+from etude.inference.engine.engine import Engine, EngineLimits
+from etude.inference.engine.requests import Request
+from etude.models.loading import check_folder, load_model, load_tokenizer
+from etude.renderers import renderer_for
+from etude.renderers.text import document_text
+
+MASKS = ("full", "own")
+CACHE = Path("outputs/corpus")
+_ANSWER = 64  # tokens; the longest answers have 72 characters
+_SECONDS = 600.0  # for one answer, those before it in the queue included
+
+Right = list[list[bool]]  # by question, by order
+
+
+@dataclass(frozen=True)
+class RetrievalScore:
+    """One model under one mask."""
+
+    model: Path
+    result: RetrievalResult
+    right: Right
+
+    @property
+    def mask(self) -> str:
+        return self.result.documents
+
+
+def evaluate_retrieval(
+    models: Sequence[Path],
+    *,
+    masks: Sequence[str],
+    repositories: Sequence[Path],
+    samples: int,
+    orders: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Prints shares of exact answers with 95 % intervals, and paired differences. Raises UserError."""
+    if samples < 1 or orders < 1:
+        raise UserError(f"retrieval needs at least one sample and one order, not {samples} and {orders}")
+    for model in models:
+        check_folder(model)
+    asked = questions(repositories, samples, seed)
+    measured = [one for model in models for one in measure(model, asked, masks, orders, seed)]
+    # The masks of a model, and the models under a mask.
+    pairs = [(a, b) for a, b in combinations(measured, 2) if (a.model == b.model) != (a.mask == b.mask)]
+    clusters = [number for number, sample in enumerate(asked) for _ in sample.questions]
+    differences = [paired_difference(a.right, b.right, clusters, seed) for a, b in pairs]
+    for one in measured:
+        print(_line(one))
+    for (a, b), difference in zip(pairs, differences, strict=True):
+        print(f"{_name(b)} minus {_name(a)}: {_percent(difference)}")
+    if as_json:
+        rows = [{"model": str(one.model), **msgspec.to_builtins(one.result)} for one in measured]
+        paired = [
+            {"first": _name(a), "second": _name(b), **msgspec.to_builtins(difference)}
+            for (a, b), difference in zip(pairs, differences, strict=True)
+        ]
+        print(json.dumps({"suite": "retrieval", "seed": seed, "results": rows, "second_minus_first": paired}))
+
+
+def questions(repositories: Sequence[Path], count: int, seed: int) -> list[RetrievalSample]:
+    """`count` samples of the folders given, or of the libraries that no bundled model was trained on. UserError."""
+    found: list[Function] = []
+    for folder in repositories:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder: give the folder of a Python repository")
+        found += retrieval.read_folder(folder)
+    for requirement in () if repositories else HELD_OUT:
+        found += build.extract(fetch(requirement, CACHE))
+    try:
+        return list(islice(retrieval.samples(found, RetrievalOptions(), seed), count))
+    except ValueError as e:
+        raise UserError(f"the repositories give no questions ({e})") from None
+
+
+def measure(
+    model: Path, asked: Sequence[RetrievalSample], masks: Sequence[str], orders: int, seed: int
+) -> list[RetrievalScore]:
+    """Greedy answers of a model's own engine, in float32. Order 0 is that of the samples, the others are random."""
+    loaded, renderer, tokenizer = load_model(model), renderer_for(model), load_tokenizer(model)
+    encoder = tokenizer.backend_tokenizer
+    encoder.encode_special_tokens = True  # text that spells a special token is text
+    engine = Engine(loaded, limits=EngineLimits(rows=64, document_bytes=2**30))
+    engine.start()
+    try:
+        measured = []
+        for mask in masks:
+            right: Right = [[] for sample in asked for _ in sample.questions]
+            for order in range(orders):
+                rng = random.Random(f"{seed}/{order}")
+                arranged = [sample.reordered(rng) if order else sample for sample in asked]
+                rows = []
+                for sample in arranged:
+                    documents = [
+                        encoder.encode(document_text(title, text), add_special_tokens=False).ids
+                        for title, text in sample.documents
+                    ]
+                    for question in sample.questions:
+                        tail = renderer.prompt([{"role": "user", "content": question.text}])
+                        rows.append(engine.submit(_request(documents, tail, mask, renderer.stop_ids)))
+                answers = [q.answer for sample in arranged for q in sample.questions]
+                for row, answer, marks in zip(rows, answers, right, strict=True):
+                    ids = row.future.result(_SECONDS).ids
+                    said = ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids
+                    marks.append(encoder.decode(said, skip_special_tokens=False) == answer)
+            measured.append(RetrievalScore(model, summary(mask, asked, right, seed), right))
+        return measured
+    except ValueError as e:
+        raise UserError(f"{model} cannot be asked: {e}") from None
+    finally:
+        engine.close()
+
+
+def _request(documents: list[list[int]], tail: list[int], mask: str, stop: tuple[int, ...]) -> Request:
+    if mask == "own":
+        return Request(ids=tail, documents=tuple(documents), max_tokens=_ANSWER, temperature=0.0, stop=stop)
+    plain = [token for document in documents for token in document]
+    return Request(ids=[*plain, *tail], max_tokens=_ANSWER, temperature=0.0, stop=stop)
+
+
+def _line(one: RetrievalScore) -> str:
+    result = one.result
+    kinds = ", ".join(f"{kind} {100 * rate.mean:.1f} %" for kind, rate in result.kinds.items())
+    orders = f", {100 * result.spread:.1f} points between {len(result.orders)} orders" if len(result.orders) > 1 else ""
+    return f"{_name(one)}: {_percent(result.exact)} of {result.questions} questions exact ({kinds}){orders}"
+
+
+def _name(one: RetrievalScore) -> str:
+    return f"{one.model}, {one.mask}"
+
+
+def _percent(estimate: Estimate) -> str:
+    return f"{100 * estimate.mean:.1f} % [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"

@@ -1,0 +1,251 @@
+"""`etude eval MODEL --suite fast-apply`: how often a model applies a sketched edit rightly, graded without a judge.
+
+The deterministic merge is graded on the same edits: a model that is no better than it is not worth its time. An edit
+that does not fit the model's context is a failure, and counted apart as well. Edits of a task dataset have tests, and
+a language model may be asked about what has failed: its verdicts are counted apart from the grades.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from etude.corpus.edits.card import bin_name
+from etude.edits import data
+from etude.edits.data import Example
+from etude.edits.edit import DoesNotFit, Edit, NotClosed
+from etude.edits.formats import read_answer
+from etude.edits.grade import EditGrade, grade, outside
+from etude.edits.judge import Judge, JudgeVerdict, verdicts
+from etude.edits.merge import NoPlace, merge
+from etude.errors import UserError
+from etude.evals import tested_edits
+from etude.evals.stats import Estimate, paired_difference, pass_rate
+from etude.evals.tested_edits import Tested
+
+SUITE = Path(__file__).parents[1] / "edits" / "suite" / "heldout.parquet"
+_ROWS = 8  # edits in the engine at a time
+_SECONDS = 1800.0  # without one finished edit
+_LENGTHS = (20, 40, 100, 400)
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One edit by one applier."""
+
+    example: Example
+    grade: EditGrade
+    outside: int  # changes outside the edit's hunks; 0 without an answer
+    fits: bool  # the applier could be asked
+    text: str | None = None  # that file
+    tokens: int = 0
+    verdict: JudgeVerdict | None = None  # of a judge, if the grade is fail and there is a file
+
+    @property
+    def answered(self) -> bool:
+        return self.text is not None
+
+    @property
+    def right(self) -> bool:
+        return self.grade != EditGrade.FAIL
+
+
+def evaluate_edits(
+    models: Sequence[Path], suite: Path, *, way: str, max_edits: int | None, as_json: bool, tests: Path | None = None,
+    split: str = "heldout", judge: Judge | None = None,
+) -> int:  # fmt: skip
+    """Print grades with 95 % intervals, by language, size and noise. With `tests`, a task dataset, the edits are those
+    that undo the mutations of its split; `judge` is asked about answers that fail. Raises UserError."""
+    dataset = None if tests is None else tested_edits.load(tests, split)
+    whole = list(dataset.examples) if dataset else data.load(SUITE if suite == Path("fast-apply") else suite)
+    examples = whole[:max_edits]
+    if not examples:
+        raise UserError("the suite holds no edits: raise --max-tasks")
+    answers = [("merge", [merged(example) for example in examples], 0.0)]
+    answers += [(str(model), *run(model, examples, way)) for model in models]
+    named = [(name, judged(with_tests(applied, dataset), judge), seconds) for name, applied, seconds in answers]
+    for name, applied, seconds in named:
+        _show(name, applied, seconds, way if name != "merge" else "no model")
+    report = {
+        "suite": str(tests or suite), "format": way, "edits": len(examples),
+        "results": [{"model": n, "seconds": round(seconds, 1), **summary(applied)} for n, applied, seconds in named],
+    }  # fmt: skip
+    if len(models) == 2:
+        sides = [[[a.grade == EditGrade.EXACT] for a in applied] for _, applied, _ in named[1:]]
+        difference = paired_difference(*sides, _clusters(examples))
+        print(f"second minus first, exact: {_percent(difference)}")
+        report["paired_diff"] = _plain(difference)
+    if as_json:
+        print(json.dumps(report))
+    return 0
+
+
+def merged(example: Example) -> Applied:
+    """The deterministic merge, graded."""
+    try:
+        text = merge(example.file, example.sketch).text
+    except NoPlace:
+        return Applied(example, EditGrade.FAIL, 0, True)
+    return _graded(example, text, 0)
+
+
+def with_tests(applied: Sequence[Applied], dataset: Tested | None) -> list[Applied]:
+    """The same, with the grade `tests` for failed answers that pass the tests of their edit and change nothing outside
+    its hunks."""
+    result = list(applied)
+    if dataset is not None:
+        asked = [i for i, a in enumerate(applied) if a.grade == EditGrade.FAIL and a.answered and not a.outside]
+        passed = tested_edits.passing(dataset, [(applied[i].example, applied[i].text or "") for i in asked])
+        for i in (i for i, good in zip(asked, passed, strict=True) if good):
+            result[i] = replace(result[i], grade=EditGrade.TESTS)
+    return result
+
+
+def judged(applied: Sequence[Applied], judge: Judge | None) -> list[Applied]:
+    """The same, with a verdict on every answer that failed."""
+    if judge is None:
+        return list(applied)
+    asked = [i for i, a in enumerate(applied) if a.grade == EditGrade.FAIL and a.answered]
+    result = list(applied)
+    found = verdicts(judge, [(applied[i].example, applied[i].text or "") for i in asked])
+    for i, verdict in zip(asked, found, strict=True):
+        result[i] = replace(result[i], verdict=verdict)
+    return result
+
+
+def run(folder: Path, examples: Sequence[Example], way: str) -> tuple[list[Applied], float]:
+    """Every edit by the model of a folder, greedily and with drafts; and the seconds it took. Raises UserError."""
+    from etude.inference.engine.engine import Engine, EngineLimits
+    from etude.inference.engine.requests import RunningSequence
+    from etude.inference.server.apply import AnswerCollector, Applier
+    from etude.models.loading import load_model
+    from etude.renderers import renderer_for
+    from etude.renderers.base import load_tokenizer
+
+    engine = Engine(load_model(folder), limits=EngineLimits(rows=_ROWS))
+    has_chat = (folder / "chat_template.jinja").is_file()
+    applier = Applier(load_tokenizer(folder), renderer_for(folder) if has_chat else None)
+    asked: list[tuple[RunningSequence, AnswerCollector] | None] = []
+    start = time.monotonic()
+    for example in examples:
+        edit = Edit(example.file, example.sketch, example.instruction)
+        try:
+            request, close = applier.request(edit, engine.max_length, way=way)
+        except DoesNotFit:
+            asked.append(None)
+            continue
+        answer = applier.answer(close)
+        row = engine.submit(request, answer)
+        answer.watch(row)
+        asked.append((row, answer))
+    engine.start()
+    try:
+        found = [_answered(example, one, way) for example, one in zip(examples, asked, strict=True)]
+    finally:
+        engine.close()
+    return found, time.monotonic() - start
+
+
+def _answered(example: Example, asked, way: str) -> Applied:
+    if asked is None:
+        return Applied(example, EditGrade.FAIL, 0, False)
+    row, answer = asked
+    try:
+        row.future.result(_SECONDS)
+        text = read_answer(example.file, answer.text(), way)
+    except TimeoutError:
+        raise UserError(f"the model gave no answer within {_SECONDS:.0f} seconds: use a smaller one") from None
+    except NotClosed:
+        text = None
+    if text is None:
+        return Applied(example, EditGrade.FAIL, 0, True, tokens=len(answer.ids))
+    return _graded(example, text, len(answer.ids))
+
+
+def _graded(example: Example, text: str, tokens: int) -> Applied:
+    found = grade(example.result, text, example.language)
+    stray = 0 if found == EditGrade.EXACT else outside(example.file, example.result, text)
+    return Applied(example, found, stray, True, text, tokens)
+
+
+def summary(applied: Sequence[Applied]) -> dict[str, object]:
+    """Shares of all edits as JSON, and the exact share by group, with intervals over files."""
+    count = len(applied)
+    groups = {
+        name: {key: _group(part) for key, part in sorted(_split(applied, keys).items())}
+        for name, keys in _GROUPS.items()
+    }
+    return {
+        "exact": _plain(_rate(applied, lambda a: a.grade == EditGrade.EXACT)),
+        "right": _plain(_rate(applied, lambda a: a.right)),
+        "grades": {str(g): sum(a.grade == g for a in applied) / count for g in EditGrade},
+        "fits": sum(a.fits for a in applied) / count,
+        "exact_of_those_that_fit": _group([a for a in applied if a.fits]),
+        "answered": sum(a.answered for a in applied) / count,
+        "changed_outside": sum(a.outside > 0 for a in applied) / count,
+        "judge": {str(v): n for v in JudgeVerdict if (n := sum(a.verdict == v for a in applied))},
+        "by": groups,
+    }
+
+
+_GROUPS: dict[str, Callable[[Example], Sequence[str]]] = {
+    "language": lambda e: [e.language],
+    "lines": lambda e: [next((f"up to {n:3}" for n in _LENGTHS if e.lines <= n), "more")],
+    "share changed": lambda e: [f"{e.size + 1}: {bin_name(e.size)}"],
+    "kind": lambda e: [e.kind],
+    "noise": lambda e: e.noise or ("none",),
+}
+
+
+def _split(applied: Sequence[Applied], keys: Callable[[Example], Sequence[str]]) -> dict[str, list[Applied]]:
+    groups: dict[str, list[Applied]] = defaultdict(list)
+    for one in applied:
+        for key in keys(one.example):
+            groups[key].append(one)
+    return groups
+
+
+def _group(part: Sequence[Applied]) -> dict[str, object]:
+    return {"edits": len(part), **(_plain(_rate(part, lambda a: a.grade == EditGrade.EXACT)) if part else {})}
+
+
+def _rate(applied: Sequence[Applied], right: Callable[[Applied], bool]) -> Estimate:
+    return pass_rate([[right(a)] for a in applied], _clusters([a.example for a in applied]))
+
+
+def _clusters(examples: Sequence[Example]) -> list[str]:
+    """Edits of one file are dependent."""
+    return [f"{e.repository}/{e.path}" for e in examples]
+
+
+def _plain(estimate: Estimate) -> dict[str, float]:
+    return {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
+
+
+def _percent(e: Estimate) -> str:
+    return f"{100 * e.mean:.1f} % [{100 * e.low:.1f}, {100 * e.high:.1f}]"
+
+
+def _show(name: str, applied: Sequence[Applied], seconds: float, way: str) -> None:
+    count, grades = len(applied), Counter(a.grade for a in applied)
+    shares = ", ".join(f"{g} {100 * grades[g] / count:.1f} %" for g in EditGrade)
+    print(f"{name} ({way}), {count} edits: exact {_percent(_rate(applied, lambda a: a.grade == EditGrade.EXACT))}")
+    print(f"  first grade that holds: {shares}")
+    fitting = [a for a in applied if a.fits]
+    if len(fitting) < count and fitting:
+        rate = _percent(_rate(fitting, lambda a: a.grade == EditGrade.EXACT))
+        print(f"  {len(fitting)} fit the context: {rate} exact")
+    stray = sum(a.outside > 0 for a in applied)
+    print(f"  changes outside the hunks: {stray} answers; no usable answer: {sum(not a.answered for a in applied)}")
+    if asked := [a.verdict for a in applied if a.verdict is not None]:
+        counts = ", ".join(f"{v} {n}" for v, n in Counter(asked).most_common())
+        print(f"  judge, of {len(asked)} answers that failed, no part of the grades: {counts}")
+    if seconds:
+        print(f"  {sum(a.tokens for a in applied)} tokens in {seconds:.0f} s")
+    for title, keys in _GROUPS.items():
+        for key, part in sorted(_split(applied, keys).items()):
+            print(f"  {title:14} {key:18} {len(part):4} {_percent(_rate(part, lambda a: a.grade == EditGrade.EXACT))}")

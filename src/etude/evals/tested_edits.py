@@ -1,0 +1,113 @@
+"""Edits that come with tests: each undoes a mutation of a task dataset, and an answer counts by what the tests say.
+
+    a broken function (the file) + a sketch of the right one  ->  answer  ->  put back into its module  ->  hidden tests
+
+The file is the broken function alone, without its indentation, so that short contexts hold it. Tests are asked only of
+answers that are neither exact nor of equal syntax, and that touch no line outside the hunks; they run in a box, and
+may pass for an answer that says the same in another way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.corpus.edits.repositories import Repository
+from etude.edits import data
+from etude.edits.data import Example
+from etude.errors import UserError
+from etude.grading.grade import grade
+from etude.records import Task
+from etude.sandbox.namespace.sandbox import open_sandbox
+from etude.tasks import dataset as datasets
+from etude.tasks.dataset import Dataset
+
+
+@dataclass(frozen=True)
+class FunctionLines:
+    """Where a function stands in its module, as [first, last) of its lines, and how far it is indented."""
+
+    first: int
+    last: int
+    indent: str
+
+    def text(self, module: str) -> str:
+        """The function without its indentation."""
+        lines = module.splitlines(keepends=True)[self.first : self.last]
+        return "".join(line.removeprefix(self.indent) for line in lines)
+
+    def put(self, module: str, text: str) -> str:
+        """The module with `text` as the function; lines of white space stay as they are."""
+        lines = module.splitlines(keepends=True)
+        return "".join([*lines[: self.first], textwrap.indent(text, self.indent), *lines[self.last :]])
+
+
+@dataclass(frozen=True)
+class Tested:
+    """Edits of a dataset, and by the id of an edit its task and place."""
+
+    dataset: Dataset
+    examples: tuple[Example, ...]
+    places: dict[str, tuple[Task, FunctionLines]]
+
+
+def load(folder: Path, split: str) -> Tested:
+    """The edits that undo the mutations of a split; those that a sketch does not determine are left out.
+
+    Raises UserError if `folder` is no task dataset or gives no edit.
+    """
+    dataset = datasets.load(folder)
+    repository = Repository(dataset.name, dataset.manifest.licence, dataset.manifest.licence_source, "files", (), ())
+    places: dict[str, tuple[Task, FunctionLines]] = {}
+    examples: list[Example] = []
+    for task in dataset.split(split):
+        found = _sides(task)
+        if found is None:
+            continue
+        place, before, after = found
+        rng = random.Random(f"tested/{task.id}")
+        example = data.pair(repository, task.focus.path, "python", "synthetic", before, after, "", rng)
+        if example is not None and example.id not in places:
+            places[example.id] = (task, place)
+            examples.append(example)
+    if not examples:
+        raise UserError(f"{folder} gives no edits of split {split}: build one with `--kinds mutation` and more tasks")
+    return Tested(dataset, tuple(examples), places)
+
+
+def _sides(task: Task) -> tuple[FunctionLines, str, str] | None:
+    """(place, broken function, right function), or None for what is no mutation or cannot be put back exactly."""
+    path = task.focus.path
+    if task.kind != "mutation" or set(task.changes) != {path} or set(task.solution) != {path}:
+        return None
+    broken, right = task.changes[path], task.solution[path]
+    first, last = task.focus.first_line - 1, task.focus.last_line
+    more = len(right.splitlines()) - len(broken.splitlines())
+    line = broken.splitlines()[first]
+    place = FunctionLines(first, last, line[: len(line) - len(line.lstrip())])
+    before, after = place.text(broken), FunctionLines(first, last + more, place.indent).text(right)
+    if place.put(broken, before) != broken or place.put(broken, after) != right:
+        return None
+    return place, before, after
+
+
+def passing(tested: Tested, answers: Sequence[tuple[Example, str]]) -> list[bool]:
+    """Whether the tests of each answer's task pass with it. Raises UserError where boxes cannot be made."""
+    return asyncio.run(_passing(tested, answers)) if answers else []
+
+
+async def _passing(tested: Tested, answers: Sequence[tuple[Example, str]]) -> list[bool]:
+    dataset = tested.dataset
+    async with open_sandbox() as sandbox:
+
+        async def run(example: Example, text: str) -> bool:
+            task, place = tested.places[example.id]
+            module = place.put(task.changes[task.focus.path], text)
+            changes: dict[str, bytes | None] = {task.focus.path: module.encode("utf-8", "surrogateescape")}
+            return (await grade(sandbox, task, dataset.image(task), dataset.hidden, changes)).passed
+
+        return list(await asyncio.gather(*(run(example, text) for example, text in answers)))

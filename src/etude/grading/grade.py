@@ -1,0 +1,124 @@
+"""The grade of an attempt: its change set, and nothing else of its box, meets the hidden tests in a fresh box."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from etude.grading.javascript import is_test_file
+from etude.records import Outcome, Task
+from etude.sandbox.base import BoxError, Image, Limits, Sandbox, TestReport
+from etude.sandbox.box import MAX_FILE, checked
+
+LIMITS = Limits()
+MAX_CHANGES = 1000
+
+_NAMES = frozenset(
+    {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "setup.py", "pyproject.toml", "noxfile.py"}
+    | {"sitecustomize.py", "usercustomize.py", "pytest.py", "Makefile"}
+    | {"package.json", "package-lock.json", ".npmrc", ".swcrc"}
+)
+_SETTINGS = re.compile(
+    r"(jest|vitest|vite|babel)\.[\w.-]*\.[cm]?[jt]s|setup-?[tT]ests?\.[jt]sx?|tsconfig.*\.json|\.(mocha|babel)rc.*"
+)
+_FOLDERS = frozenset(
+    {"tests", "test", "__tests__", ".git", ".github", ".venv", "venv", "__pycache__", "node_modules"}
+    | {"__mocks__", "__snapshots__"}  # jest takes what lies there for packages and for expected values
+)
+_SUFFIXES = (".pth", ".pyc", ".so", ".ini", ".cfg", ".lock")
+
+
+@dataclass(frozen=True)
+class Grade:
+    """`detail` is one sentence. `report` is None if no test was run.
+
+    `flags` are for people to look at, and never raise a reward: "tests-touched", "outside-roots", "tamper", "crash",
+    "timeout".
+    """
+
+    outcome: Outcome
+    reward: float
+    passed: bool
+    detail: str
+    report: TestReport | None
+    flags: tuple[str, ...] = ()
+
+
+async def grade(
+    sandbox: Sandbox,
+    task: Task,
+    image: Image,
+    hidden: Path,
+    changes: Mapping[str, bytes | None],
+    limits: Limits = LIMITS,
+) -> Grade:
+    """Run the task's hidden tests on `image` with the acceptable part of `changes`.
+
+    Whatever the change does to the tests is the agent's to pay. Raises BoxError, payer infra, if we failed.
+    """
+    taken, aside = split(changes, task.source_roots)
+    note = f"; set aside {len(aside)}: {', '.join(aside[:3])}"[:200] if aside else ""
+    tests = tuple(dict.fromkeys((*task.fail_to_pass, *task.pass_to_pass)))
+    report = await sandbox.run_tests(image, taken, tests, hidden, limits)
+    flags = _flags(aside, report)
+    if report.tampered:
+        return Grade(Outcome.TAMPERED, 0.0, False, f"the test results are not genuine{note}", report, flags)
+    bad = [test for test in tests if report.outcomes.get(test) != "passed"]
+    if not bad and not report.crashed and not report.timed_out:
+        return Grade(Outcome.SCORED, 1.0, True, f"all {len(tests)} tests passed{note}", report, flags)
+    return Grade(Outcome.SCORED, 0.0, False, _why(report, bad, len(tests), limits) + note, report, flags)
+
+
+def _flags(aside: Sequence[str], report: TestReport) -> tuple[str, ...]:
+    touched = {"tests-touched" if _is_test(PurePosixPath(path)) else "outside-roots" for path in aside}
+    signs = {"tamper": report.tampered, "crash": report.crashed, "timeout": report.timed_out}
+    return (*sorted(touched), *(name for name, shown in signs.items() if shown))
+
+
+def _is_test(path: PurePosixPath) -> bool:
+    return path.name == "conftest.py" or path.name.startswith("test_") or bool({"tests", "test"} & set(path.parts))
+
+
+def _why(report: TestReport, bad: Sequence[str], total: int, limits: Limits) -> str:
+    if report.timed_out:
+        return f"the tests did not end within {limits.seconds:.0f} s"
+    if report.crashed:
+        return "the test process died"
+    return f"{len(bad)} of {total} tests failed, first {bad[0]}: {report.messages.get(bad[0], '')}"
+
+
+def split(
+    changes: Mapping[str, bytes | None], source_roots: Sequence[str]
+) -> tuple[dict[str, bytes | None], list[str]]:
+    """(what is graded, sorted paths that are set aside): only code below the task's source roots counts."""
+    taken: dict[str, bytes | None] = {}
+    aside: list[str] = []
+    for path in sorted(changes):
+        data = changes[path]
+        fits = len(taken) < MAX_CHANGES and (data is None or len(data) <= MAX_FILE)
+        if fits and acceptable(path, source_roots):
+            taken[path] = data
+        else:
+            aside.append(path)
+    return taken, aside
+
+
+def acceptable(path: str, source_roots: Sequence[str]) -> bool:
+    """Whether a changed file may take part in grading."""
+    try:
+        if checked(path) != path:
+            return False
+    except BoxError:
+        return False
+    pure = PurePosixPath(path)
+    below = any(path == root or path.startswith(f"{root.rstrip('/')}/") for root in source_roots)
+    outer = next((root for root in source_roots if path.startswith(f"{root.rstrip('/')}/")), "")
+    inner = pure.relative_to(outer).parts if outer else pure.parts
+    name = pure.name
+    if name in _NAMES or name.endswith(_SUFFIXES) or name.startswith("test_") or name.endswith("_test.py"):
+        return False
+    if is_test_file(inner[-1]) or _SETTINGS.fullmatch(name):
+        return False
+    return below and not _FOLDERS.intersection(inner[:-1])

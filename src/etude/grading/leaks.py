@@ -1,0 +1,145 @@
+"""Whether a tree still holds an answer that was taken out of it: in files, bytecode, archives or git objects.
+
+An answer is known by what is rare in it: its identifiers' neighbourhoods (shingles of tokens) and its long constants.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import io
+import json
+import re
+import subprocess
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SHINGLE = 8  # tokens
+MIN_CONSTANT = 8  # characters of a text constant that gives an answer away
+SHARE = 0.5  # of an answer's shingles in one place
+MAX_FILE = 64 << 20
+GIT_SECONDS = 300.0
+
+_TOKEN = re.compile(r"[A-Za-z_]\w*|\d+(?:\.\d+)?|\"[^\"\n]*\"|'[^'\n]*'|[^\s\w]")
+_INLINE_MAP = re.compile(rb"sourceMappingURL=data:application/json[^,\s]*;base64,([A-Za-z0-9+/=]+)")
+_CONSTANT = re.compile(r"\"([^\"\n]*)\"|'([^'\n]*)'")
+
+
+@dataclass(frozen=True)
+class AnswerFingerprint:
+    """What to look for: token sequences, and text constants (which survive compilation)."""
+
+    shingles: frozenset[tuple[str, ...]]
+    constants: frozenset[bytes]
+
+    def in_text(self, text: str) -> bool:
+        return bool(self.shingles) and len(self.shingles & shingles(text)) >= SHARE * len(self.shingles)
+
+    def in_data(self, data: bytes) -> bool:
+        """In source text of any encoding near UTF-8, or in anything that keeps text constants, such as bytecode."""
+        if any(constant in data for constant in self.constants):
+            return True
+        return b"\0" not in data[:4096] and self.in_text(data.decode("utf-8", "replace"))
+
+
+def answer(solution: str, given: str) -> AnswerFingerprint:
+    """What `solution` holds and `given`, the broken text that the agent sees, does not."""
+    constants = _constants(solution) - _constants(given)
+    return AnswerFingerprint(shingles(solution) - shingles(given), frozenset(constants))
+
+
+def shingles(text: str) -> frozenset[tuple[str, ...]]:
+    return frozenset(runs(text))
+
+
+def runs(text: str) -> Iterator[tuple[str, ...]]:
+    """Every run of SHINGLE tokens, in order."""
+    tokens = _TOKEN.findall(text)
+    return (tuple(tokens[i : i + SHINGLE]) for i in range(len(tokens) - SHINGLE + 1))
+
+
+def _constants(text: str) -> set[bytes]:
+    found = (double or single for double, single in _CONSTANT.findall(text))
+    return {constant.encode() for constant in found if len(constant) >= MIN_CONSTANT}
+
+
+def scan(root: Path, wanted: AnswerFingerprint) -> Iterator[str]:
+    """Places below `root` that hold the answer: `path`, `archive!member`, or `repository: object ID`."""
+    yield from (place for place, data in contents(root) if wanted.in_data(data))
+
+
+def contents(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Everything below `root` that could hold an answer, by its place: files, members of archives, git objects."""
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if path.is_symlink():
+            continue
+        if path.is_dir():
+            if (path / "objects").is_dir() and (path / "HEAD").is_file():
+                yield from ((f"{name}: object {found}", data) for found, data in git_objects(path))
+        elif path.is_file() and path.stat().st_size <= MAX_FILE:
+            data = path.read_bytes()
+            yield name, data
+            yield from ((f"{name}!{member}", content) for member, content in (*_members(data), *_mapped(data)))
+
+
+def _members(data: bytes) -> Iterable[tuple[str, bytes]]:
+    """Regular files of a zip or tar archive, or the content of a gzip or zlib stream."""
+    try:
+        if data[:2] == b"PK":
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                return [(i.filename, archive.read(i)) for i in archive.infolist() if i.file_size <= MAX_FILE]
+        if data[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7") or data[257:262] == b"ustar":
+            with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+                members = (m for m in archive if m.isreg() and m.size <= MAX_FILE)
+                return [(m.name, file.read()) for m in members if (file := archive.extractfile(m)) is not None]
+        if data[:1] == b"\x78":
+            return [("stream", zlib.decompressobj().decompress(data, MAX_FILE))]
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        RuntimeError,
+        NotImplementedError,
+        zipfile.BadZipFile,
+        tarfile.TarError,
+        zlib.error,
+    ):
+        return []  # no archive after all, or one that nobody can open
+    return []
+
+
+def _mapped(data: bytes) -> Iterable[tuple[str, bytes]]:
+    """The sources that a source map holds, be it a file or at the end of a script; as JSON text they hide."""
+    if b'"sourcesContent"' in data[:MAX_FILE] and data.lstrip()[:1] == b"{":
+        maps = [data]
+    else:
+        maps = []
+        for found in _INLINE_MAP.finditer(data):
+            with contextlib.suppress(binascii.Error):
+                maps.append(base64.b64decode(found[1], validate=True))
+    for text in maps:
+        try:
+            held = json.loads(text)
+            contents = held["sourcesContent"] if isinstance(held, dict) else ()
+            yield from (
+                (str(i), c.encode("utf-8", "surrogatepass")) for i, c in enumerate(contents) if isinstance(c, str)
+            )
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+
+
+def git_objects(repository: Path) -> Iterator[tuple[str, bytes]]:
+    """(id, content) of every object, reachable or not; git's plumbing starts no program of the repository."""
+    command = ["git", "--git-dir", str(repository), "cat-file", "--batch-all-objects", "--batch", "--buffer"]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=GIT_SECONDS)
+    stream = io.BytesIO(done.stdout)
+    while head := stream.readline():
+        name, _, size = head.decode().split()
+        content = stream.read(int(size) + 1)[:-1]
+        yield name, content

@@ -1,0 +1,286 @@
+"""The KV cache: blocks of `BLOCK` tokens, shared between rows that start alike, kept after a row ends.
+
+Finished and prefilled rows leave their blocks in a trie keyed by tokens, so the next turn of an episode and the members
+of a group find their common prefix computed. A prefix that ends inside a block is copied up to where it ends. Blocks
+nobody runs on are evicted, least recently used first.
+
+Weights change while the cache lives. A node remembers the oldest version that computed any of its prefix, and the
+sessions that ran on it: a request may use a node if it was computed by the current weights, or if its own session ran
+on it before (an episode keeps its old keys and values over a swap).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from etude.models.kernels import BLOCK
+from etude.records import Routes
+
+_SCANNED_SIBLINGS = 64  # how many children of a node are compared token by token for a partial match
+
+
+@dataclass(eq=False)
+class CacheNode:
+    """One cached block: `tokens` (at most BLOCK of them) that follow the parent's."""
+
+    page: int
+    tokens: tuple[int, ...]
+    parent: CacheNode | None
+    version: int
+    sessions: set[str]
+    children: dict[tuple[int, ...], list[CacheNode]] = field(default_factory=dict)
+    users: int = 0  # running rows that hold this node
+    used: int = 0  # logical time of the last use
+
+    def usable(self, version: int, session: str | None) -> bool:
+        return self.version == version or (session is not None and session in self.sessions)
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest usable prefix: whole nodes, then `partial_tokens` of one more."""
+
+    nodes: tuple[CacheNode, ...]
+    partial: CacheNode | None
+    partial_tokens: int
+
+    @property
+    def length(self) -> int:
+        return len(self.nodes) * BLOCK + self.partial_tokens
+
+    @property
+    def version(self) -> int | None:
+        """The oldest weights in this prefix."""
+        used = [*self.nodes, *([self.partial] if self.partial else [])]
+        return min((node.version for node in used), default=None)
+
+
+NO_MATCH = Match((), None, 0)
+
+
+class PagedCache:
+    """Keys, values and expert ids of all rows, and the trie that finds them again.
+
+    A row holds `max_length` tokens, or fewer if `num_bytes` do not hold as many.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, *, num_bytes: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        heads = config.num_key_value_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.layers = config.num_hidden_layers
+        self.page_bytes = 2 * self.layers * heads * BLOCK * head_dim * dtype.itemsize
+        self.num_pages = num_bytes // self.page_bytes
+        if self.num_pages < 2:
+            raise ValueError(f"a cache of {num_bytes} bytes holds {self.num_pages * BLOCK} tokens; give it more")
+        self.max_length = min(max_length, self.num_pages * BLOCK)
+        self.blocks_per_row = -(-self.max_length // BLOCK)
+        shape = (self.layers, self.num_pages, heads, BLOCK, head_dim)
+        self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+        self.experts: Tensor | None = None  # [pages, BLOCK, MoE layers, K], made when the first ids arrive
+        self.free = list(range(self.num_pages - 1, -1, -1))
+        self.root = CacheNode(page=-1, tokens=(), parent=None, version=-1, sessions=set())
+        self.idle = 0  # nodes without users: pages that eviction can get back
+        self.nodes: set[CacheNode] = set()
+        self._clock = 0
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can hand out, evicting if it must."""
+        return len(self.free) + self.idle
+
+    def match(self, tokens: Sequence[int], version: int, session: str | None) -> Match:
+        """The longest prefix of `tokens` that a request of this session may reuse."""
+        nodes: list[CacheNode] = []
+        node = self.root
+        for start in range(0, len(tokens), BLOCK):
+            piece = tuple(tokens[start : start + BLOCK])
+            exact = [n for n in node.children.get(piece, ()) if n.usable(version, session)]
+            if len(piece) < BLOCK or not exact:
+                return Match(tuple(nodes), *self._partial(node, piece, version, session))
+            # The newest weights first: they serve every session.
+            node = max(exact, key=lambda n: n.version)
+            nodes.append(node)
+        return Match(tuple(nodes), None, 0)
+
+    def _partial(
+        self, node: CacheNode, piece: tuple[int, ...], version: int, session: str | None
+    ) -> tuple[CacheNode | None, int]:
+        best, best_length = None, 0
+        for tokens in list(node.children)[-_SCANNED_SIBLINGS:]:
+            length = _common(tokens, piece)
+            if length > best_length:
+                usable = [n for n in node.children[tokens] if n.usable(version, session)]
+                if usable:
+                    best, best_length = max(usable, key=lambda n: n.version), length
+        return best, best_length
+
+    def take(self, match: Match, num_pages: int, session: str | None) -> list[int]:
+        """Pages of a new row: the matched nodes', a copy of the partial one, and fresh ones up to `num_pages`.
+
+        The caller holds the nodes of the match until it calls `release`. Raises IndexError if pages run out; ask
+        `available` first, counting the idle nodes of the match as taken.
+        """
+        self._clock += 1
+        for node in match.nodes:
+            self._hold(node, session)
+        if match.partial is not None:
+            self._hold(match.partial, session)
+        pages = [node.page for node in match.nodes]
+        pages += [self._new_page() for _ in range(num_pages - len(pages))]
+        if match.partial is not None:
+            self._copy(match.partial.page, pages[len(match.nodes)], match.partial_tokens)
+            self._release(match.partial)
+        return pages
+
+    def insert(
+        self, held: list[CacheNode], pages: list[int], tokens: Sequence[int], version: int, session: str | None
+    ) -> list[CacheNode]:
+        """Offer a row's computed tokens to others; returns the nodes that the row holds now.
+
+        `held` are the nodes the row holds, the first of its pages. A page that becomes a node belongs to the trie from
+        here on, also when an equal node existed: the row goes on with that one's page, and its own is freed.
+        """
+        self._clock += 1
+        held = list(held)
+        node = held[-1] if held else self.root
+        for index in range(len(held), len(tokens) // BLOCK):
+            piece = tuple(tokens[index * BLOCK : (index + 1) * BLOCK])
+            twins = [n for n in node.children.get(piece, ()) if n.version == version]
+            if twins:
+                self.free.append(pages[index])
+                pages[index] = twins[0].page
+                node = twins[0]
+                self._hold(node, session)
+            else:
+                node = self._add(node, pages[index], piece, version, session, users=1)
+            held.append(node)
+        return held
+
+    def offer_tail(
+        self, held: list[CacheNode], page: int, tokens: Sequence[int], version: int, session: str | None
+    ) -> None:
+        """Let others start from the last, partly filled page of a running row: a copy of it becomes a node."""
+        piece = tuple(tokens[len(held) * BLOCK :])
+        if piece and self.available:
+            copy = self._new_page()
+            self._copy(page, copy, len(piece))
+            self._add(held[-1] if held else self.root, copy, piece, version, session, users=0)
+
+    def release(
+        self, held: list[CacheNode], pages: list[int], tokens: Sequence[int], version: int, session: str | None
+    ) -> None:
+        """End a row: its last, partly filled page stays findable, unused pages are free again."""
+        index = len(held)
+        piece = tuple(tokens[index * BLOCK : (index + 1) * BLOCK])
+        parent = held[-1] if held else self.root
+        if piece and not any(n.version == version for n in parent.children.get(piece, ())):
+            self._add(parent, pages[index], piece, version, session, users=0)
+            index += 1
+        self.free += pages[index:]
+        for node in held:
+            self._release(node)
+
+    def discard(self, held: list[CacheNode], pages: list[int]) -> None:
+        """End a row and keep nothing of it but what others share."""
+        self.free += pages[len(held) :]
+        for node in held:
+            self._release(node)
+
+    def places(self, pages: Sequence[int], position: int, count: int) -> tuple[Tensor, Tensor]:
+        """Page and offset, [count] each, of the tokens of a row that begin at `position`."""
+        position_T = torch.arange(position, position + count, device=self.keys.device)
+        return torch.tensor(pages, device=self.keys.device)[position_T // BLOCK], position_T % BLOCK
+
+    def hold_experts(self, like_TEK: Tensor) -> None:
+        """Make room for expert ids of tokens like these, if there is none yet."""
+        if self.experts is None:
+            shape = (self.num_pages, BLOCK, *like_TEK.shape[1:])
+            self.experts = torch.zeros(shape, dtype=like_TEK.dtype, device=self.keys.device)
+
+    def routes(self, pages: list[int], first: int, end: int) -> Routes:
+        """The experts of a row's positions [first, end): those beside the keys that it uses, whoever computed them."""
+        assert self.experts is not None, "no pass has recorded any"
+        begin = first // BLOCK
+        blocks = self.experts[torch.tensor(pages[begin : -(-end // BLOCK)], device=self.experts.device)]
+        fed = blocks.flatten(0, 1)[first - begin * BLOCK : end - begin * BLOCK].cpu().numpy()
+        wide = fed.dtype != np.uint8
+        data = fed.astype("<i2").tobytes() if wide else fed.tobytes()
+        return Routes(first=first, ids=data, layers=fed.shape[1], slots=fed.shape[2], wide=wide)
+
+    def clear(self) -> None:
+        """Forget every prefix that no running row holds."""
+        while self.idle:
+            self._evict(self.idle)
+
+    def _add(
+        self, parent: CacheNode, page: int, tokens: tuple[int, ...], version: int, session: str | None, users: int
+    ) -> CacheNode:
+        sessions = {session} if session is not None else set()
+        node = CacheNode(page, tokens, parent, version, sessions, users=users, used=self._clock)
+        parent.children.setdefault(tokens, []).append(node)
+        self.nodes.add(node)
+        self.idle += users == 0
+        return node
+
+    def _hold(self, node: CacheNode, session: str | None) -> None:
+        self.idle -= node.users == 0
+        node.users += 1
+        node.used = self._clock
+        if session is not None:
+            node.sessions.add(session)
+
+    def _release(self, node: CacheNode) -> None:
+        node.users -= 1
+        self.idle += node.users == 0
+
+    def _copy(self, source: int, target: int, num_tokens: int) -> None:
+        self.keys[:, target, :, :num_tokens] = self.keys[:, source, :, :num_tokens]
+        self.values[:, target, :, :num_tokens] = self.values[:, source, :, :num_tokens]
+        if self.experts is not None:
+            self.experts[target, :num_tokens] = self.experts[source, :num_tokens]
+
+    def _new_page(self) -> int:
+        if not self.free:
+            # An eighth at a time, so that sorting the leaves is paid once per many pages.
+            self._evict(max(1, self.idle // 8))
+        return self.free.pop()
+
+    def _evict(self, count: int) -> None:
+        """Free at least one and about `count` pages of idle leaves, least recently used first."""
+        leaves = [node for node in self.nodes if node.users == 0 and not node.children]
+        for node in sorted(leaves, key=lambda n: n.used)[:count]:
+            siblings = node.parent.children[node.tokens]
+            siblings.remove(node)
+            if not siblings:
+                del node.parent.children[node.tokens]
+            self.nodes.remove(node)
+            self.idle -= 1
+            self.free.append(node.page)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, because the end of a row's last page is read with weight 0, where garbage could be a NaN.
+
+    On the CPU from numpy, whose zeros take memory only once they are written to.
+    """
+    if device.type == "cpu" and dtype == torch.float32:
+        return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Length of the common prefix."""
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n

@@ -1,0 +1,75 @@
+"""What decides an engine's numbers, for `/health`: engines of one run that differ in it are named by the controller."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import blake3
+import numba
+import torch
+
+from etude.inference.engine.engine import Engine
+from etude.models import batch_invariant, gemm
+from etude.models.kernels import BLOCK
+
+Setting = str | int | bool
+
+
+def configuration(engine: Engine) -> dict[str, Setting]:
+    """Settings by name: precision, kernels, cache, scheduling, swaps, speculation, libraries, processor, threads.
+
+    `head` and `log_softmax` are what was measured on the loaded model, not what was asked for.
+    """
+    model, limits, keys = engine.model, engine.limits, engine.cache.keys
+    on_cpu = keys.device.type == "cpu"
+    plain = on_cpu and keys.dtype == torch.float32
+    wide = batch_invariant.float32_head(model) and batch_invariant.float32_head(model, gemm.head)
+    return {
+        "model": type(model).__name__,
+        "dtype": _name(model.dtype),
+        "keys": _name(keys.dtype),
+        "head": "float32" if wide else "narrower than float32",
+        "log_softmax": _name(batch_invariant.log_probs(torch.zeros(1, 2, dtype=model.dtype)).dtype),
+        "attention": f"paged, blocks of {BLOCK}, {'numba in float32' if plain else 'torch'}",
+        "experts": str(getattr(model.config, "_experts_implementation", None) or "none"),
+        "matmul": torch.get_float32_matmul_precision(),
+        "exact": engine.exact,
+        "one_at_a_time": engine.alone,
+        "prefix_cache": not engine.alone,
+        "cache_bytes": limits.cache_bytes,
+        "document_bytes": limits.document_bytes,
+        "max_length": engine.max_length,
+        "rows": limits.rows,
+        "prefill_tokens": limits.prefill_tokens,
+        "speculate": limits.speculate and not engine.deterministic,
+        "routes": limits.routes,
+        "swap": "between steps, running rows keep their keys",
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "device": keys.device.type,
+        "processor": _processor(keys.device),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def digest_of(settings: Mapping[str, Setting]) -> str:
+    """The same for equal settings."""
+    return blake3.blake3(json.dumps(settings, sort_keys=True).encode()).hexdigest(length=16)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _processor(device: torch.device) -> str:
+    """The name of what computes; of a CPU on Linux as the kernel knows it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

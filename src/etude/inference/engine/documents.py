@@ -1,0 +1,249 @@
+"""The document cache: keys and values of documents by (hash of token ids, weight version, recipe), for any place.
+
+    gather (hold what is there, make room for what is not) -> compute, beside decoding -> assemble into the row's pages
+
+A request takes all the memory its documents need at once or waits without any, so requests never wait for each other in
+a circle. What no request holds is evicted, least recently used first. Only `check` and `stats` are called from other
+threads than the engine's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from etude.inference.engine.cache import PagedCache
+from etude.inference.engine.requests import Request, RunningSequence
+from etude.models.documents import RECIPE, CachedDocument, Rotation, compute, empty_document, refusal, token_bytes
+from etude.models.kernels import place
+from etude.records import token_digest
+
+
+class Key(NamedTuple):
+    """What the content of an entry depends on."""
+
+    ids: str  # digest of the token ids
+    version: int  # of the weights
+    recipe: str
+
+
+@dataclass(eq=False)
+class DocumentEntry:
+    key: Key
+    document: CachedDocument
+    users: int = 0  # requests between `gather` and `assemble`
+
+    @property
+    def ready(self) -> bool:
+        return self.document.computed == len(self.document)
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.document.keys_LKnD.nbytes
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a waiting request holds: entries for its documents that reach beyond its first `begin` tokens."""
+
+    version: int
+    begin: int
+    places: tuple[tuple[int, DocumentEntry], ...]  # where in the prompt each begins
+    missed_tokens: int  # of documents that were not there
+
+    @property
+    def entries(self) -> set[DocumentEntry]:
+        return {entry for _, entry in self.places}
+
+
+@dataclass
+class DocumentCounters:
+    """Sums since the start. Every place of a document in a request is a hit or a miss."""
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    hit_tokens: int = 0
+    missed_tokens: int = 0
+    assembly_seconds: float = 0.0
+
+
+class Documents:
+    """The cache of one engine. `num_bytes` holds keys and values, those of documents being computed included."""
+
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, num_bytes: int, routes: bool) -> None:
+        self.budget = num_bytes
+        self.counters = DocumentCounters()
+        self.refusal = refusal(model)
+        self._model, self._cache, self._routes = model, cache, routes
+        self._rotation = None if self.refusal else Rotation(model)
+        self._placeable = self._rotation is not None and self._rotation.placeable()
+        self._token_bytes = token_bytes(model.config, model.dtype.itemsize)
+        # Part of the key, so that a cache that outlives its engine could not be read by another recipe.
+        self.recipe = f"{RECIPE}, {model.dtype}"
+        self._entries: OrderedDict[Key, DocumentEntry] = OrderedDict()  # least recently used first
+        self._todo: deque[DocumentEntry] = deque()
+        self.used = 0  # bytes
+        self._first: RunningSequence | None = None  # waits for room; who comes later must not take it
+
+    def stats(self) -> dict[str, int | float | str]:
+        """For people: counters and what the cache holds."""
+        state = {"entries": len(self._entries), "bytes": self.used, "budget_bytes": self.budget}
+        return {**vars(self.counters), **state, "refusal": self.refusal}
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if documents of this request cannot be served at all. From any thread."""
+        if request.documents and self.refusal:
+            raise ValueError(f"{self.refusal}: send the documents as plain text of the prompt")
+        needed = sum(map(len, {tuple(document) for document in request.documents}))
+        if needed * self._token_bytes > self.budget:
+            raise ValueError(
+                f"the documents have {needed} tokens and the document cache holds {self.budget // self._token_bytes}: "
+                "send fewer or shorter ones, or raise the server's --documents-mb"
+            )
+
+    def gather(self, row: RunningSequence, begin: int, version: int) -> bool:
+        """Whether all documents of the row that reach beyond its first `begin` tokens are computed and held for it.
+
+        If not, they will be, as soon as there is room: ask again after the next `compute`.
+        """
+        if not row.request.documents:
+            return True
+        held = row.gathered
+        if held is not None and (held.version != version or begin < held.begin):
+            self.release(row, stale=held.version != version)
+            held = None
+        if held is None and self._first in (None, row):
+            held = row.gathered = self._hold(row.request, begin, version)
+            self._first = row if held is None else None
+        return held is not None and all(entry.ready for entry in held.entries)
+
+    def _hold(self, request: Request, begin: int, version: int) -> Gathered | None:
+        """None if there is no room as long as others hold theirs."""
+        starts = accumulate(map(len, request.documents), initial=0)
+        keys = {
+            start: (Key(token_digest(ids), version, self.recipe), ids)
+            for (start, end), ids in zip(pairwise(starts), request.documents, strict=True)
+            if end > begin
+        }
+        missing = {key: ids for key, ids in keys.values() if key not in self._entries}
+        kept = {key for key, _ in keys.values()} - missing.keys()
+        if not self._make_room(self._token_bytes * sum(map(len, missing.values())), kept):
+            return None
+        for key, ids in missing.items():
+            self._entries[key] = entry = DocumentEntry(key, empty_document(self._model, ids))
+            self.used += entry.num_bytes
+            self._todo.append(entry)
+        missed = sum(map(len, missing.values()))
+        self.counters.misses += len(missing)
+        self.counters.missed_tokens += missed
+        self.counters.hits += len(keys) - len(missing)
+        self.counters.hit_tokens += sum(len(ids) for _, ids in keys.values()) - missed
+        places = tuple((start, self._entries[key]) for start, (key, _) in keys.items())
+        held = Gathered(version, begin, places, missed)
+        for entry in held.entries:
+            entry.users += 1
+            self._entries.move_to_end(entry.key)
+        return held
+
+    def _make_room(self, num_bytes: int, kept: set[Key]) -> bool:
+        """Evict idle entries, but those of `kept`, until `num_bytes` more fit; nothing if that is not enough."""
+        excess = self.used + num_bytes - self.budget
+        leaving: list[DocumentEntry] = []
+        for entry in self._entries.values():
+            if excess <= 0:
+                break
+            if entry.users == 0 and entry.key not in kept:
+                leaving.append(entry)
+                excess -= entry.num_bytes
+        if excess > 0:
+            return False
+        for entry in leaving:
+            self._drop(entry)
+        self.counters.evictions += len(leaving)
+        return True
+
+    def compute(self, tokens: int, version: int, *, alone: bool) -> bool:
+        """One pass over up to `tokens` tokens of documents that are waited for; whether there were any.
+
+        `alone`: of one document only, so that its bits depend on nothing else.
+        """
+        # A swap came while they were computed: who holds them will let them go.
+        self._todo = deque(entry for entry in self._todo if entry.key.version == version)
+        parts: list[tuple[CachedDocument, int]] = []
+        for entry in self._todo:
+            if not tokens or (alone and parts):
+                break
+            count = min(tokens, len(entry.document) - entry.document.computed)
+            parts.append((entry.document, count))
+            tokens -= count
+        if parts:
+            assert self._rotation is not None
+            compute(self._model, self._rotation, parts, self._routes)
+            self._todo = deque(entry for entry in self._todo if not entry.ready)
+        return bool(parts)
+
+    def assemble(self, row: RunningSequence, begin: int) -> int:
+        """Write the gathered documents, rotated, into the row's pages from token `begin` on, and let go of them.
+
+        Returns how many of the row's document tokens were not computed for this request.
+        """
+        held, total = row.gathered, row.request.document_tokens
+        if held is None:
+            return 0
+        start_time = time.perf_counter()
+        for start, entry in held.places:
+            if begin < start + len(entry.document):  # the prefix cache may have got others since they were gathered
+                self._place(row, start, entry.document, max(begin - start, 0))
+        self.release(row)
+        self.counters.assembly_seconds += time.perf_counter() - start_time
+        return total - held.missed_tokens
+
+    def _place(self, row: RunningSequence, start: int, document: CachedDocument, first: int) -> None:
+        """The document's tokens from `first` on; its first one stands at position `start` of the row."""
+        cache, rotation, length = self._cache, self._rotation, len(document)
+        assert rotation is not None
+        if self._placeable:
+            cos_TD, sin_TD = rotation.angles(start + length)[:, 0].numpy()
+            pages_P, keys, values = np.array(row.pages, np.int32), cache.keys.numpy(), cache.values.numpy()
+            ours = document.keys_LKnD.numpy(), document.values_LKnD.numpy()
+            place(*ours, cos_TD, sin_TD, first, start, pages_P, keys, values)
+        else:
+            page_T, offset_T = cache.places(row.pages, start + first, length - first)
+            angles = rotation.angles(start + length)[:, :, start + first :]
+            keys_LKTD = rotation(document.keys_LKnD[:, :, first:], angles)
+            for to, x_LKTD in ((cache.keys, keys_LKTD), (cache.values, document.values_LKnD[:, :, first:])):
+                to[:, page_T, :, offset_T] = x_LKTD.permute(2, 0, 1, 3).to(to.dtype)
+        if document.experts_nEK is not None:
+            cache.hold_experts(document.experts_nEK)
+            cache.experts[cache.places(row.pages, start + first, length - first)] = document.experts_nEK[first:]
+
+    def release(self, row: RunningSequence, *, stale: bool = False) -> None:
+        """Let go of what the row holds, if anything. What nobody waits for any more is not computed, and what is
+        `stale` not kept."""
+        if self._first is row:
+            self._first = None
+        if row.gathered is None:
+            return
+        for entry in row.gathered.entries:
+            entry.users -= 1
+            if entry.users == 0 and (stale or not entry.ready):
+                self._drop(entry)
+                if entry in self._todo:
+                    self._todo.remove(entry)
+        row.gathered = None
+
+    def clear(self) -> None:
+        """Forget what no request holds."""
+        for entry in [entry for entry in self._entries.values() if entry.users == 0]:
+            self._drop(entry)
+
+    def _drop(self, entry: DocumentEntry) -> None:
+        del self._entries[entry.key]
+        self.used -= entry.num_bytes

@@ -1,0 +1,203 @@
+"""Requests, and the rows they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from etude.inference.engine.cache import CacheNode
+from etude.inference.engine.drafts import Drafter, DraftSource
+from etude.records import Generation
+
+if TYPE_CHECKING:
+    from etude.inference.engine.documents import Gathered
+
+MAX_STOP_IDS = 16
+_TAIL = 2**32  # more than there are tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One generation. `documents` come first in the prompt, in their order: each sees itself only, and `ids`, the tail,
+    sees them all. Each is keyed by its own tokens, so it should begin with tokens of its own that attention can rest on
+    (a header line). `session` names the episode whose older keys and values this request may reuse; `sources` hold
+    text that the answer may repeat, the most trusted first: they change how fast it comes, and nothing else.
+    `routes_from` asks for the experts of the positions from there on, those of documents counted."""
+
+    ids: list[int]
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[int, ...] = ()
+    seed: int = 0
+    session: str | None = None
+    routes_from: int | None = None
+    sources: tuple[DraftSource, ...] = ()
+    documents: tuple[list[int], ...] = ()
+
+    @cached_property
+    def document_tokens(self) -> int:
+        return sum(map(len, self.documents))
+
+    @cached_property
+    def prompt(self) -> list[int]:
+        """Documents and tail."""
+        return [token for part in (*self.documents, self.ids) for token in part] if self.documents else self.ids
+
+    @cached_property
+    def path(self) -> list[int]:
+        """The prompt as the prefix cache knows it: with documents, the first token of each and that of the tail are
+        other numbers (negative ones), so that equal tokens of which others see which never meet."""
+        if not self.documents:
+            return self.ids
+        marked = [token for document in self.documents for token in (~document[0], *document[1:])]
+        return [*marked, ~self.ids[0] - _TAIL, *self.ids[1:]]
+
+    def check(self, max_length: int, vocab_size: int) -> None:
+        """Raise ValueError unless an engine with this context and vocabulary can run the request."""
+        for i, document in enumerate(self.documents):
+            if not document:
+                raise ValueError(f"document {i} is empty: leave it out")
+        if not self.ids:
+            raise ValueError("nothing follows the documents: add a prompt" if self.documents else "the prompt is empty")
+        if len(self.prompt) >= max_length:
+            parts = f", {self.document_tokens} of them documents" if self.documents else ""
+            raise ValueError(
+                f"the prompt has {len(self.prompt)} tokens{parts}; the model's context of {max_length} must also hold "
+                "the answer"
+            )
+        if not 0 <= min(self.prompt) <= max(self.prompt) < vocab_size:
+            raise ValueError(f"a prompt token is outside the vocabulary of {vocab_size}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not self.temperature >= 0.0:
+            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must lie in [0, 2^63), got {self.seed}")
+        if len(self.stop) > MAX_STOP_IDS:
+            raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(self.stop)}")
+        length = len(self.prompt)
+        if self.routes_from is not None and not 0 <= self.routes_from < length:
+            raise ValueError(f"routes_from must be a position of the prompt of {length}, got {self.routes_from}")
+        for source in self.sources:
+            if len(source.ids) and not 0 <= source.ids.min() <= source.ids.max() < vocab_size:
+                raise ValueError(f"a token of the {source.name} is outside the vocabulary of {vocab_size}")
+
+
+def check_sequence(ids: list[int], max_length: int, vocab_size: int) -> None:
+    """Raise ValueError unless an engine with this context and vocabulary can score `ids`."""
+    if not 2 <= len(ids) <= max_length:
+        raise ValueError(f"a sequence to score has 2 to {max_length} tokens, got {len(ids)}")
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"a token to score is outside the vocabulary of {vocab_size}")
+
+
+@dataclass(eq=False)
+class RunningSequence:
+    """A request on its way through the engine."""
+
+    request: Request
+    future: Future[Generation]
+    on_token: Callable[[int, float], None] | None
+    aborted: bool = False
+    slot: int = -1
+    fed: int = 0  # prompt tokens whose keys and values are computed
+    cached: int = 0
+    cached_documents: int = 0  # those of them that belong to documents
+    gathered: Gathered | None = None
+    pages: list[int] = field(default_factory=list)
+    held: list[CacheNode] = field(default_factory=list)
+    kv_version: int = 0
+    drafter: Drafter | None = None
+    alone: bool = False  # the next token is decided without drafts beside it
+
+    def abort(self) -> None:
+        """Finish at the next step with what is sampled so far and reason "abort"."""
+        self.aborted = True
+
+
+class Slots:
+    """What the rows' steps need, as arrays over slots, so that no step loops over rows in Python."""
+
+    def __init__(self, rows: int, max_length: int, blocks_per_row: int) -> None:
+        self.free = list(range(rows - 1, -1, -1))
+        self.max_length = max_length
+        self.table = np.zeros((rows, blocks_per_row), dtype=np.int32)
+        self.length = np.zeros(rows, dtype=np.int64)  # tokens of the row, the sampled ones included
+        self.limit = np.zeros(rows, dtype=np.int64)  # length at which the row ends
+        self.last = np.zeros(rows, dtype=np.int64)
+        self.temperature = np.zeros(rows, dtype=np.float64)
+        self.top_p = np.zeros(rows, dtype=np.float64)
+        self.seed = np.zeros(rows, dtype=np.int64)
+        self.stop = np.full((rows, MAX_STOP_IDS), -1, dtype=np.int64)
+        self.ids = np.zeros((rows, max_length), dtype=np.int32)  # by position
+        self.log_probs = np.zeros((rows, max_length), dtype=np.float32)
+        self.versions = np.zeros((rows, max_length), dtype=np.int32)
+
+    def open(self, row: RunningSequence) -> None:
+        request, slot = row.request, self.free.pop()
+        row.slot = slot
+        self.write_pages(row)
+        length = len(request.prompt)
+        self.ids[slot, :length] = request.prompt
+        self.length[slot] = length
+        self.limit[slot] = min(length + request.max_tokens, self.max_length)
+        self.temperature[slot] = request.temperature
+        self.top_p[slot] = request.top_p
+        self.seed[slot] = request.seed
+        self.stop[slot] = -1
+        self.stop[slot, : len(request.stop)] = request.stop
+
+    def write_pages(self, row: RunningSequence) -> None:
+        self.table[row.slot, : len(row.pages)] = row.pages
+
+    def append(self, slot_N: np.ndarray, ids_N: np.ndarray, log_probs_N: np.ndarray, version: int) -> np.ndarray:
+        """Note one sampled token per slot; true where the row ends with it."""
+        position_N = self.length[slot_N]
+        self.ids[slot_N, position_N] = ids_N
+        self.log_probs[slot_N, position_N] = log_probs_N
+        self.versions[slot_N, position_N] = version
+        self.last[slot_N] = ids_N
+        self.length[slot_N] += 1
+        return self._ended(slot_N)
+
+    def extend(
+        self, slot_N: np.ndarray, starts: np.ndarray, counts: np.ndarray, ids_S: np.ndarray, log_probs_S: np.ndarray,
+        version: int,
+    ) -> np.ndarray:  # fmt: skip
+        """Note `counts[n]` sampled tokens, from `starts[n]` on, per slot; true where the row ends with the last."""
+        for slot, start, count in zip(slot_N.tolist(), starts.tolist(), counts.tolist(), strict=True):
+            if count:
+                where = slice(self.length[slot], self.length[slot] + count)
+                self.ids[slot, where] = ids_S[start : start + count]
+                self.log_probs[slot, where] = log_probs_S[start : start + count]
+                self.versions[slot, where] = version
+                self.last[slot] = ids_S[start + count - 1]
+        self.length[slot_N] += counts
+        return self._ended(slot_N) & (counts > 0)
+
+    def _ended(self, slot_N: np.ndarray) -> np.ndarray:
+        stopped_N = (self.stop[slot_N] == self.last[slot_N][:, None]).any(axis=1)
+        return stopped_N | (self.length[slot_N] >= self.limit[slot_N])
+
+    def reasons(self, slot_N: np.ndarray, done_N: np.ndarray) -> list[str]:
+        """Why each row ends; "" where it goes on."""
+        stopped_N = (self.stop[slot_N] == self.last[slot_N][:, None]).any(axis=1)
+        return ["" if not done else "stop" if stop else "length" for done, stop in zip(done_N, stopped_N, strict=True)]
+
+    def result(self, row: RunningSequence) -> tuple[list[int], list[float], list[int]]:
+        sampled = slice(len(row.request.prompt), int(self.length[row.slot]))
+        arrays = (self.ids, self.log_probs, self.versions)
+        ids, log_probs, versions = (array[row.slot, sampled].tolist() for array in arrays)
+        return ids, log_probs, versions
+
+    def close(self, row: RunningSequence) -> None:
+        self.free.append(row.slot)
+        row.slot = -1

@@ -1,0 +1,128 @@
+"""Drawing tokens. Randomness is counter-based: the draw depends on (seed, position in the row) and the logits alone,
+never on which rows share a batch.
+
+The log-probability of a token is that under the distribution it was drawn from: logits divided by the temperature,
+fp32 log-softmax, then, with top-p below 1, renormalised over the kept tokens. The kept set is the smallest set of most
+probable tokens whose mass reaches top-p, ties included. At temperature 0 the most probable token is taken and its
+log-probability at temperature 1 is reported.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.models import batch_invariant
+
+# How close a draw may come to another token's before rounding could turn it: a few times what passes of other sizes
+# were seen to move float32 log-probabilities (1e-5 to 5e-5 in models with wide weights).
+MARGIN = 2e-4
+
+
+def sample(
+    logits_NV: Tensor, temperature_N: np.ndarray, top_p_N: np.ndarray, seed_N: np.ndarray, position_N: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids (int64), log-probabilities (float32) and margins (float32) of N draws.
+
+    A margin says how far a draw was from another token: at temperature 0 the log-probability above the second best,
+    else the distance of the random number from the ends of the token's interval, in probability.
+    """
+    greedy_N = temperature_N == 0.0
+    if not (greedy_N | (temperature_N == 1.0)).all():
+        divisor = np.where(greedy_N, 1.0, temperature_N).astype(np.float32)
+        logits_NV = logits_NV.float() / torch.from_numpy(divisor).to(logits_NV.device)[:, None]
+    log_probs = batch_invariant.log_probs(logits_NV).cpu()
+    ids_N = np.empty(len(log_probs), np.int64)
+    log_probs_N, margin_N = np.empty((2, len(log_probs)), np.float32)
+    uniform_N = uniform(seed_N, position_N)
+    # Where nothing is drawn nobody looks at probabilities: to verify hundreds of tokens is to look at millions.
+    probs = log_probs if greedy_N.all() else log_probs.exp()
+    _draw(log_probs.numpy(), probs.numpy(), temperature_N, top_p_N, uniform_N, ids_N, log_probs_N, margin_N)
+    return ids_N, log_probs_N, margin_N
+
+
+def uniform(seed_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
+    """Float64 in [0, 1) per (seed, position): two rounds of the SplitMix64 finaliser (Steele et al., OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        x = _mix(seed_N.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+        x = _mix(x ^ (position_N.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)))
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@numba.njit(nogil=True, cache=True)
+def _draw(log_probs_NV, probs_NV, temperature_N, top_p_N, uniform_N, ids_N, log_probs_N, margin_N) -> None:  # type: ignore[no-untyped-def]
+    for n in range(len(ids_N)):
+        probs = probs_NV[n]
+        if temperature_N[n] == 0.0:
+            mass = 1.0
+            choice, margin_N[n] = _best(log_probs_NV[n])
+        else:
+            floor, mass = (np.float32(0.0), 1.0) if top_p_N[n] >= 1.0 else _nucleus(probs, top_p_N[n])
+            choice, margin_N[n] = _inverse(probs, floor, uniform_N[n] * mass)
+        ids_N[n] = choice
+        log_probs_N[n] = log_probs_NV[n, choice]
+        if top_p_N[n] < 1.0 and temperature_N[n] != 0.0:
+            log_probs_N[n] -= math.log(mass)
+
+
+@numba.njit(nogil=True, cache=True)
+def _mass(probs, floor):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for p in probs:
+        if p >= floor:
+            total += p
+    return total
+
+
+@numba.njit(nogil=True, cache=True)
+def _nucleus(probs, top_p):  # type: ignore[no-untyped-def]
+    """The least probability that is kept, and the mass of what is kept: bisection on the threshold."""
+    target = top_p * _mass(probs, 0.0)
+    low, high = np.float32(0.0), np.max(probs)
+    if _mass(probs, high) >= target:
+        return high, _mass(probs, high)
+    # Invariant: mass(low) >= target > mass(high). Ends when no float lies between them.
+    while True:
+        middle = np.float32(0.5) * (low + high)
+        if middle <= low or middle >= high:
+            return low, _mass(probs, low)
+        if _mass(probs, middle) >= target:
+            low = middle
+        else:
+            high = middle
+
+
+@numba.njit(nogil=True, cache=True)
+def _inverse(probs, floor, target):  # type: ignore[no-untyped-def]
+    """The first kept token at which the cumulated mass exceeds `target`, and how near another one was."""
+    cumulated, before, last = 0.0, 0.0, 0
+    for i in range(len(probs)):
+        if probs[i] >= floor and probs[i] > 0.0:
+            before = cumulated
+            cumulated += probs[i]
+            last = i
+            if cumulated > target:
+                break
+    return last, min(abs(cumulated - target), abs(target - before))
+
+
+@numba.njit(nogil=True, cache=True)
+def _best(values):  # type: ignore[no-untyped-def]
+    """Where the greatest value stands, the first of equal ones, and by how much it exceeds every other."""
+    best, highest, second = 0, values[0], np.float32(-np.inf)
+    for i in range(1, len(values)):
+        if values[i] > highest:
+            best, highest, second = i, values[i], highest
+        elif values[i] > second:
+            second = values[i]
+    return best, highest - second

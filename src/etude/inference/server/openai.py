@@ -1,0 +1,480 @@
+"""OpenAI's completions and chat completions on the engine: streaming, logprobs, stop strings, tools, predictions,
+documents as content parts (`parts.py`).
+
+Messages become ids, and ids tool calls, through the model's renderer; text never decides what is a special token.
+Not supported, and refused: `top_logprobs` above 0, `echo`, `best_of`, streaming several choices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tokenizers import Tokenizer
+
+from etude.edits.edit import Edit
+from etude.errors import UserError
+from etude.inference.engine.drafts import DraftSource
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request, RunningSequence
+from etude.inference.server.apply import Applier
+from etude.inference.server.content_parts import Prediction, take_documents
+from etude.records import Generation
+from etude.renderers import ParsedTurn, Renderer, renderer_for
+
+_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chats go on to the end of the context
+_MAX_CHOICES = 128
+_SETTLE_SECONDS = 1.0  # how long a choice cut by a stop string may take to end, for its usage figures
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Body(msgspec.Struct, kw_only=True):
+    """What both routes understand. Unknown fields are ignored, as clients send many."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: _StreamOptions | None = None
+    user: str | None = None
+    prediction: Prediction | None = None
+
+
+class _CompletionBody(_Body, kw_only=True):
+    prompt: str | list[int]
+    logprobs: int | None = None
+    echo: bool | None = False
+    best_of: int | None = None
+
+
+class _ChatBody(_Body, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+class _Apply(msgspec.Struct, kw_only=True):
+    """A file's text and the sketch of an edit."""
+
+    code: str
+    update: str
+    instruction: str = ""
+    model: str = ""
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def error(status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> JSONResponse:
+    """An error in OpenAI's shape."""
+    body = {"message": message, "type": kind, "param": param, "code": None if status != 404 else "model_not_found"}
+    return JSONResponse({"error": body}, status_code=status)
+
+
+class _InvalidRequest(Exception):
+    """A request that cannot be served: the message, the status and the field that is wrong."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.status = param, status
+
+
+async def finished(http: HTTPRequest, row: RunningSequence) -> Generation:
+    """The row's generation; the row is aborted if the client goes away first."""
+    answer = asyncio.wrap_future(row.future)
+    gone = asyncio.create_task(http.receive())  # after the body, the next message is the disconnection
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            row.abort()
+        return await answer
+    finally:
+        row.abort()
+        gone.cancel()
+
+
+@dataclass
+class _Choice:
+    """One answer while it grows. `text` is what may be shown: no stop string, no half of a character."""
+
+    row: RunningSequence
+    events: asyncio.Queue[tuple[int, float] | None]
+    ids: list[int]
+    logprobs: list[float]
+    text: str = ""
+    reason: str = ""
+
+
+class OpenAI:
+    """The /v1 routes of one engine and model folder."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self._engine = engine
+        self._name = folder.resolve().name
+        self._created = int(time.time())
+        self._tokenizer: Tokenizer | None = None
+        self._applier: Applier | None = None
+        self._renderer: Renderer | None = None
+        self._no_chat = ""
+        if (folder / "tokenizer.json").is_file():
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            self._renderer = renderer_for(folder)
+        except UserError as e:
+            self._no_chat = str(e)
+        if self._tokenizer is not None:
+            self._applier = Applier(self._tokenizer, self._renderer)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self._models),
+            Route("/v1/completions", partial(self._answer, self._completion), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self._answer, self._chat), methods=["POST"]),
+            Route("/v1/apply", partial(self._answer, self._apply), methods=["POST"]),
+        ]
+
+    async def _models(self, http: HTTPRequest) -> Response:
+        card = {"id": self._name, "object": "model", "created": self._created, "owned_by": "etude"}
+        return JSONResponse({"object": "list", "data": [card | {"max_model_len": self._engine.max_length}]})
+
+    async def _answer(self, route: Callable[[HTTPRequest, bytes], Any], http: HTTPRequest) -> Response:
+        try:
+            return await route(http, await http.body())
+        except _InvalidRequest as e:
+            return error(e.status, str(e), param=e.param)
+        except (msgspec.MsgspecError, ValueError, UserError) as e:
+            return error(400, str(e))
+        except RuntimeError as e:
+            return error(503, str(e), "server_error")
+
+    # --- the two routes ---------------------------------------------------------------------------------------------
+
+    async def _completion(self, http: HTTPRequest, data: bytes) -> Response:
+        body = msgspec.json.decode(data, type=_CompletionBody)
+        if self._tokenizer is None:
+            raise _InvalidRequest("the model folder has no tokenizer.json: send the prompt to /generate as token ids")
+        if body.echo or (body.best_of or 1) > 1:
+            raise _InvalidRequest("echo and best_of are not supported", "echo" if body.echo else "best_of")
+        if isinstance(body.prompt, str):
+            prompt = self._tokenizer.encode(body.prompt, add_special_tokens=False).ids
+        else:
+            prompt = body.prompt
+        if (body.logprobs or 0) > 1:
+            raise _InvalidRequest("logprobs above 1 are not supported: only the sampled token's is known", "logprobs")
+        stop_ids = self._renderer.stop_ids if self._renderer else ()
+        choices = self._submit(body, prompt, body.max_tokens or _COMPLETION_TOKENS, stop_ids)
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._name}
+        head["object"] = "text_completion"
+        with_logprobs = body.logprobs is not None
+
+        def show(index: int, choice: _Choice, text: str, first: int, reason: str | None) -> dict[str, Any]:
+            logprobs = self._completion_logprobs(choice, first) if with_logprobs else None
+            return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+        if body.stream:
+            return self._stream(http, head, self._completion_events(choices[0], body, show), body, choices)
+        await self._finish(http, choices, body)
+        shown = [show(i, choice, choice.text, 0, choice.reason) for i, choice in enumerate(choices)]
+        return JSONResponse(head | {"choices": shown, "usage": _usage(choices)})
+
+    async def _chat(self, http: HTTPRequest, data: bytes) -> Response:
+        body = msgspec.json.decode(data, type=_ChatBody)
+        if self._renderer is None:
+            raise _InvalidRequest(f"this model cannot chat: {self._no_chat}")
+        if body.top_logprobs:
+            raise _InvalidRequest("top_logprobs are not supported: only the sampled token's is known", "top_logprobs")
+        if body.tool_choice not in (None, "auto", "none"):
+            raise _InvalidRequest("tool_choice must be auto or none", "tool_choice")
+        if not body.messages:
+            raise _InvalidRequest("messages must not be empty", "messages")
+        tools = () if body.tool_choice == "none" else body.tools or ()
+        try:
+            messages, documents = take_documents(body.messages)
+            prompt = self._renderer.prompt(messages, tools)
+        except (KeyError, TypeError, AttributeError) as e:
+            raise _InvalidRequest(f"a message is not in the chat format: {type(e).__name__} {e}", "messages") from None
+        limit = body.max_completion_tokens or body.max_tokens or self._engine.max_length
+        assert self._applier is not None
+        encoded = tuple(map(self._applier.encoder.encode, documents))
+        choices = self._submit(body, prompt, limit, self._renderer.stop_ids, encoded)
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._name}
+        if body.stream:
+            head["object"] = "chat.completion.chunk"
+            return self._stream(http, head, self._chat_events(choices[0], body), body, choices)
+        head["object"] = "chat.completion"
+        await self._finish(http, choices, body)
+        shown = []
+        for index, choice in enumerate(choices):
+            message = self._message(choice)
+            logprobs = {"content": self._chat_logprobs(choice, 0), "refusal": None} if body.logprobs else None
+            reason = "tool_calls" if message.get("tool_calls") else choice.reason
+            shown.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
+        return JSONResponse(head | {"choices": shown, "usage": _usage(choices)})
+
+    async def _apply(self, http: HTTPRequest, data: bytes) -> Response:
+        """The whole new file, closed by the model's own tag; 422 if the model did not close it."""
+        body = msgspec.json.decode(data, type=_Apply)
+        if (applier := self._applier) is None:
+            raise _InvalidRequest("the model folder has no tokenizer.json: it cannot apply edits")
+        self._must_be_served(body.model)
+        edit = Edit(body.code, body.update, body.instruction)
+        request, close = await asyncio.to_thread(
+            applier.request, edit, self._engine.max_length, temperature=body.temperature, seed=body.seed
+        )
+        answer = applier.answer(close)
+        row = self._engine.submit(request, answer)
+        answer.watch(row)
+        generation = await finished(http, row)
+        try:
+            text = answer.text()
+        except UserError as e:
+            return error(422, str(e), "model_error")
+        head = {"id": f"apply-{uuid.uuid4().hex}", "object": "apply", "created": int(time.time()), "model": self._name}
+        return JSONResponse(head | {"code": text, "usage": _counted(request.ids, len(answer.ids), [generation])})
+
+    # --- running choices --------------------------------------------------------------------------------------------
+
+    def _submit(
+        self, body: _Body, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...],
+        documents: tuple[list[int], ...] = (),
+    ) -> list[_Choice]:  # fmt: skip
+        self._must_be_served(body.model)
+        count = 1 if body.n is None else body.n
+        if not 1 <= count <= _MAX_CHOICES:
+            raise _InvalidRequest(f"n must lie between 1 and {_MAX_CHOICES}", "n")
+        if body.stream and count > 1:
+            raise _InvalidRequest("streaming several choices is not supported: set n to 1", "n")
+        seed = int.from_bytes(os.urandom(7)) if body.seed is None else body.seed & (2**62 - 1)
+        sources = () if body.prediction is None else (self._predicted(body.prediction),)
+        loop = asyncio.get_running_loop()
+        choices = []
+        for i in range(count):
+            events: asyncio.Queue[tuple[int, float] | None] = asyncio.Queue()
+            request = Request(
+                ids=prompt,
+                max_tokens=max_tokens,
+                temperature=1.0 if body.temperature is None else body.temperature,
+                top_p=1.0 if body.top_p is None else body.top_p,
+                stop=stop_ids,
+                seed=seed + i,
+                session=body.user,
+                sources=sources,
+                documents=documents,
+            )
+
+            def on_token(token: int, logprob: float, put: Callable[[Any], None] = events.put_nowait) -> None:
+                loop.call_soon_threadsafe(put, (token, logprob))
+
+            row = self._engine.submit(request, on_token)
+            row.future.add_done_callback(lambda _, put=events.put_nowait: loop.call_soon_threadsafe(put, None))
+            choices.append(_Choice(row, events, [], []))
+        return choices
+
+    def _must_be_served(self, model: str) -> None:
+        if model and model != self._name:
+            raise _InvalidRequest(f"the model {model!r} is not served here; {self._name!r} is", "model", 404)
+
+    def _predicted(self, prediction: Prediction) -> DraftSource:
+        assert self._applier is not None
+        return DraftSource("prediction", np.array(self._applier.encoder.encode(prediction.plain()), dtype=np.int32))
+
+    async def _grow(self, choice: _Choice, body: _Body) -> AsyncIterator[str]:
+        """Yields the text that each step adds. Ends with `reason` set; a stop string ends the row early."""
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        while True:
+            event = await choice.events.get()
+            if event is None:
+                break
+            choice.ids.append(event[0])
+            choice.logprobs.append(event[1])
+            text = self._visible(choice, final=False)
+            cut = min((at for s in stops if s and (at := text.find(s)) >= 0), default=None)
+            if cut is not None:
+                choice.row.abort()
+                choice.reason = "stop"
+                added, choice.text = text[len(choice.text) : cut], text[:cut]
+                yield added
+                return
+            # The end of the text may be the start of a stop string, which must never be shown.
+            held = max((_overlap(text, s) for s in stops), default=0)
+            text = text[: len(text) - held]
+            if len(text) > len(choice.text):
+                added, choice.text = text[len(choice.text) :], text
+                yield added
+        choice.reason = choice.row.future.result().finish_reason
+        text = self._visible(choice, final=True)
+        added, choice.text = text[len(choice.text) :], text
+        yield added
+
+    def _visible(self, choice: _Choice, final: bool) -> str:
+        ids = choice.ids
+        if self._renderer is not None and ids and ids[-1] in self._renderer.stop_ids:
+            ids = ids[:-1]
+        assert self._tokenizer is not None
+        text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        # Half of a character decodes to U+FFFD until its other bytes come.
+        return text if final else text.rstrip("�")
+
+    async def _finish(self, http: HTTPRequest, choices: list[_Choice], body: _Body) -> None:
+        """Run all choices to their end; abort them if the client goes away."""
+
+        async def drain(choice: _Choice) -> None:
+            async for _ in self._grow(choice, body):
+                pass
+
+        work = asyncio.gather(*map(drain, choices))
+        gone = asyncio.create_task(http.receive())
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                for choice in choices:
+                    choice.row.abort()
+            await work
+            await _settle(choices)
+        finally:
+            gone.cancel()
+
+    # --- streaming --------------------------------------------------------------------------------------------------
+
+    def _stream(
+        self, http: HTTPRequest, head: dict[str, Any], events: AsyncIterator[dict[str, Any]], body: _Body,
+        choices: list[_Choice],
+    ) -> Response:  # fmt: skip
+        usage_wanted = body.stream_options is not None and body.stream_options.include_usage
+
+        async def lines() -> AsyncIterator[bytes]:
+            try:
+                async for choice in events:
+                    yield _sse(head | {"choices": [choice]} | ({"usage": None} if usage_wanted else {}))
+                if usage_wanted:
+                    await _settle(choices)
+                    yield _sse(head | {"choices": [], "usage": _usage(choices)})
+                yield b"data: [DONE]\n\n"
+            finally:
+                for choice in choices:
+                    choice.row.abort()
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    async def _completion_events(
+        self, choice: _Choice, body: _Body, show: Callable[..., dict[str, Any]]
+    ) -> AsyncIterator[dict[str, Any]]:
+        told = 0
+        async for added in self._grow(choice, body):
+            yield show(0, choice, added, told, choice.reason or None)
+            told = len(choice.ids)
+
+    async def _chat_events(self, choice: _Choice, body: _ChatBody) -> AsyncIterator[dict[str, Any]]:
+        def event(delta: dict[str, Any], reason: str | None = None, first: int | None = None) -> dict[str, Any]:
+            logprobs = {"content": self._chat_logprobs(choice, first), "refusal": None} if first is not None else None
+            return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+        yield event({"role": "assistant", "content": ""})
+        sent, told = "", 0
+        async for _ in self._grow(choice, body):
+            # Text before the first call streams; calls are told whole, once they are.
+            text = (self._message(choice)["content"] or "").rstrip("�") if not choice.reason else sent
+            if text.startswith(sent) and len(text) > len(sent) and not self._parsed(choice).calls:
+                yield event({"content": text[len(sent) :]}, first=told if body.logprobs else None)
+                sent, told = text, len(choice.ids)
+        message = self._message(choice)
+        rest = (message["content"] or "")[len(sent) :]
+        calls = [call | {"index": i} for i, call in enumerate(message.get("tool_calls", ()))]
+        if rest or calls:
+            delta = ({"content": rest} if rest else {}) | ({"tool_calls": calls} if calls else {})
+            yield event(delta, first=told if body.logprobs else None)
+        yield event({}, "tool_calls" if calls else choice.reason)
+
+    # --- shapes -----------------------------------------------------------------------------------------------------
+
+    def _parsed(self, choice: _Choice) -> ParsedTurn:
+        assert self._renderer is not None
+        return self._renderer.parse(choice.ids, choice.reason or "length")
+
+    def _message(self, choice: _Choice) -> dict[str, Any]:
+        """The assistant message; with a stop string, plain text up to it."""
+        parsed = self._parsed(choice)
+        if choice.reason == "stop" and choice.row.aborted and not parsed.calls:
+            return {"role": "assistant", "content": choice.text}
+        return parsed.openai(f"call_{uuid.uuid4().hex[:16]}_")
+
+    def _token(self, token: int) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def _chat_logprobs(self, choice: _Choice, first: int) -> list[dict[str, Any]]:
+        shown = []
+        for token, logprob in zip(choice.ids[first:], choice.logprobs[first:], strict=True):
+            text = self._token(token)
+            entry = {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            shown.append(entry)
+        return shown
+
+    def _completion_logprobs(self, choice: _Choice, first: int) -> dict[str, Any]:
+        tokens = [self._token(token) for token in choice.ids]
+        offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        return {
+            "tokens": tokens[first:],
+            "token_logprobs": choice.logprobs[first:],
+            "top_logprobs": None,
+            "text_offset": offsets[first:],
+        }
+
+
+async def _settle(choices: list[_Choice]) -> None:
+    """Let rows that a stop string cut come to their end, so that their figures are known."""
+    await asyncio.wait([asyncio.wrap_future(choice.row.future) for choice in choices], timeout=_SETTLE_SECONDS)
+
+
+def _usage(choices: list[_Choice]) -> dict[str, Any]:
+    done = [choice.row.future.result() for choice in choices if choice.row.future.done()]
+    return _counted(choices[0].row.request.prompt, sum(len(choice.ids) for choice in choices), done)
+
+
+def _counted(prompt: list[int], sampled: int, generations: list[Generation]) -> dict[str, Any]:
+    """Usage in OpenAI's shape. Rejected prediction tokens are told and not charged: they are no completion tokens."""
+    return {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": sampled,
+        "total_tokens": len(prompt) + sampled,
+        "prompt_tokens_details": {
+            "cached_tokens": max((g.cached_tokens for g in generations), default=0),
+            "cached_document_tokens": max((g.cached_document_tokens for g in generations), default=0),
+        },
+        "completion_tokens_details": {
+            # A stop string may cut inside an accepted run.
+            "accepted_prediction_tokens": min(sampled, sum(g.accepted_draft_tokens for g in generations)),
+            "rejected_prediction_tokens": sum(g.rejected_draft_tokens for g in generations),
+        },
+    }
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _sse(event: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"

@@ -1,0 +1,198 @@
+"""Follows the weight store on a thread of its own: fetches and verifies while the engine serves, swaps between steps.
+
+What cannot be verified is reported and never served; the old version goes on. After every swap a part of the live
+weights is digested again, and what has rotted is repaired while the engine stands still.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from etude.errors import UserError
+from etude.inference.engine.engine import Engine, SwapUndone
+from etude.models.loading import named_tensors
+from etude.store import open_store
+from etude.weights.coordinator import Alone, Ballot, Remote
+from etude.weights.member import NotTogether, ReplicaMember
+from etude.weights.receiver import DamagedVersion, Receiver, WeightsMismatch
+from etude.weights.repair import TRIES, Unrepairable
+from etude.weights.signature import Trust, public_key
+from etude.weights.source import PayloadSource
+from etude.weights.ulpd.digest import digest
+
+_POLL_SECONDS = 0.1
+_LONGEST_SECONDS = 5.0  # between two tries of something that fails
+_SWAP_SECONDS = 120.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSource:
+    """Where versions come from: the store's URL, and optionally the cluster's relay, the servers of the same cluster,
+    the coordinator of the replica with this server's name in it, the key that must have signed the manifests, the file
+    that remembers the newest of them across restarts, and the id of the model whose versions are expected."""
+
+    store: str
+    relay: str | None = None
+    peers: Sequence[str] = ()
+    coordinator: str | None = None
+    member: str = ""
+    public_key: Path | None = None
+    accepted: Path | None = None
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class ServedVersion:
+    """A version and its digest, proven for the live tensors."""
+
+    version: int
+    digest: str
+
+
+class WeightWatcher:
+    """Keeps an engine on the newest version of a store; with no store, it only knows the digest."""
+
+    def __init__(self, engine: Engine, model: PreTrainedModel, origin: WeightSource | None) -> None:
+        self._engine = engine
+        self._tensors = named_tensors(model)
+        # Weights that float32 alone can hold are digested as they are; a store's versions are always bfloat16.
+        self._dtype = torch.bfloat16 if origin or _fits_bfloat16(model) else torch.float32
+        self._member: ReplicaMember | None = None
+        if origin is not None:
+            store = open_store(origin.store)
+            key = public_key(origin.public_key) if origin.public_key else None
+            trust = Trust(key, memory=origin.accepted, model=origin.model)
+            receiver = Receiver(store, self._tensors, PayloadSource(store, origin.relay, trust), origin.peers)
+            ballot: Ballot = Remote(origin.coordinator, origin.member) if origin.coordinator else Alone()
+            self._member = ReplicaMember(receiver, ballot)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="etude-weights", daemon=True)
+        self._failures = 0  # in a row
+        self._damaged: list[int] = []  # chunks that wait for a repair
+        self._froze = False  # whether it was a repair that paused the engine
+        self.repairs = 0  # chunks repaired
+        self.served = ServedVersion(engine.version, self.live_digest())
+        self.trouble = ""
+
+    @property
+    def error(self) -> str:
+        """Why the newest version is not served, once tries have failed; empty if all is well or being repaired."""
+        return self.trouble if self._failures >= TRIES else ""
+
+    def live_digest(self) -> str:
+        """The digest of the live tensors; it starts with "altered" if no published version can have it."""
+        try:
+            return digest(self._tensors, self._dtype)
+        except ValueError as e:
+            return f"altered: {e}"
+
+    def chunk(self, number: int, version: int) -> bytes | None:
+        """A chunk of the version that is served, for a peer that repairs itself."""
+        return self._member.receiver.chunk(number, version) if self._member else None
+
+    def start(self) -> None:
+        """Swap in what the store holds already, then keep following it on a thread. The engine must be running."""
+        if self._member is not None:
+            self.poll()
+            self._thread.start()
+
+    def poll(self) -> bool:
+        """Look once; true if a new version is live now. What goes wrong is told in `trouble` and tried again."""
+        assert self._member is not None
+        receiver = self._member.receiver
+        try:
+            if self._damaged:
+                self._repair(receiver)
+            moved = self._member.advance(self._swap)
+            if moved:
+                self._note(receiver)
+            self._failures, self.trouble = 0, ""
+            return moved
+        except (DamagedVersion, UserError, NotTogether, Unrepairable, SwapUndone) as e:
+            self._failures += not isinstance(e, NotTogether)  # waiting for the others is no failure of this server
+            if str(e) != self.trouble:
+                _log.warning("%s", e)
+            self.trouble = str(e)
+            if isinstance(e.__cause__, WeightsMismatch):
+                self._damaged = receiver.scrub(1.0)
+            return False
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(10)
+
+    def _swap(self, version: int, apply: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                apply()
+            except NotTogether as e:
+                raise SwapUndone(str(e)) from e
+            except WeightsMismatch as e:
+                raise SwapUndone(str(e)) from e
+
+        try:
+            self._engine.swap(version, guarded).result(_SWAP_SECONDS)
+        except SwapUndone as e:
+            if isinstance(e.__cause__, NotTogether):
+                raise e.__cause__ from None
+            raise
+
+    def _note(self, receiver: Receiver) -> None:
+        """A version went live."""
+        assert receiver.manifest is not None
+        self.served = ServedVersion(receiver.version, receiver.manifest.digest)
+        _log.info("serving version %d after a pause of %.1f ms", receiver.version, self._engine.last_pause * 1e3)
+        self._damaged = receiver.scrub()
+        if self._damaged:
+            self._repair(receiver)
+
+    def _repair(self, receiver: Receiver) -> None:
+        """Puts damaged chunks right. The engine stands still until it is done: what they would compute is wrong."""
+        self.trouble = f"{len(self._damaged)} chunks of version {receiver.version} are damaged; they are being repaired"
+        _log.warning("%s", self.trouble)
+        if not self._engine.is_paused:
+            self._engine.pause("keep", clear_cache=False)
+            self._froze = True
+        repair = receiver.repair(self._damaged)
+        self._engine.swap(receiver.version, repair.apply).result(_SWAP_SECONDS)
+        _log.warning("repaired chunks %s", ", ".join(f"{item.chunk} from {item.rung}" for item in repair.mended))
+        self.repairs += len(self._damaged)
+        self._damaged = []
+        if self._froze:
+            self._engine.resume()
+            self._froze = False
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._delay()) and self._engine.failure is None:
+            try:
+                self.poll()
+            except Exception as e:
+                if not self._stop.is_set() and self._engine.failure is None:
+                    _log.exception("following the weights ended")
+                self._failures, self.trouble = TRIES, f"no longer following the weights: {type(e).__name__} {e}"
+                return
+
+    def _delay(self) -> float:
+        """Seconds to the next look: longer and longer while it fails, and never in step with other servers."""
+        if not self._failures:
+            return _POLL_SECONDS
+        longest = min(_POLL_SECONDS * 2 ** min(self._failures, 10), _LONGEST_SECONDS)
+        return longest * random.uniform(0.5, 1.0)
+
+
+def _fits_bfloat16(model: PreTrainedModel) -> bool:
+    try:
+        digest(named_tensors(model))
+        return True
+    except ValueError:
+        return False

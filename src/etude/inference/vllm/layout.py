@@ -1,0 +1,144 @@
+"""Where a vLLM model keeps the tensors of a checkpoint, found by watching its own loader.
+
+vLLM stacks queries, keys and values, gates and ups, and experts; which tensor goes where is written in each model's
+`load_weights`. So that loader is given tensors nobody reads, and every copy it would make into the model's memory is
+noted instead of made: the source says which published elements, the destination where they lie. No table of names per
+architecture is needed. What the loader cannot tell is whether a kernel rearranged the memory after it had been loaded;
+so the same loader is given the checkpoint that the server was started with, and every copy must find its values there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from etude.errors import UserError
+from etude.weights.ulpd.schema import Schema
+
+Run = tuple[int, int, int]
+"""Elements that are neighbours in the source and in the destination: where they start in each, and how many."""
+
+
+class Loads(Protocol):
+    """What is used of a vLLM model."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
+
+
+class _Copies(TorchDispatchMode):
+    """Hands each copy into `memory` to `seen`, destination first, in place of making it."""
+
+    def __init__(self, memory: frozenset[int], seen: Callable[[torch.Tensor, torch.Tensor], None]):
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self._memory = memory
+        self._seen = seen
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and _storage(args[0]) in self._memory:
+            self._seen(args[0], args[1])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def live_tensors(model: Loads, published: Schema) -> dict[str, torch.Tensor]:
+    """The model's own memory under the names and in the shapes that are published.
+
+    Raises UserError if a tensor is not there whole and in order (several GPUs share it, it was transposed), or if the
+    model has a parameter that no published tensor fills.
+    """
+    sources = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in published.tensors}
+    names = {_storage(tensor): name for name, tensor in sources.items()}
+    filled: set[int] = set()
+    found: dict[str, list[tuple[Run, torch.Tensor]]] = {name: [] for name in sources}
+
+    def note(there: torch.Tensor, source: torch.Tensor) -> None:
+        name = names.get(_storage(source))
+        if name is None:
+            raise UserError(f"this server's loader does not copy weights as they are; {_HELP}")
+        filled.add(_storage(there))
+        found[name] += [(run, there) for run in _runs(name, source, there)]
+
+    _load(model, sources.items(), note)
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and _storage(parameter) not in filled:
+            raise UserError(f"no published tensor fills {name}; serve the model that the run trains")
+    return {name: _joined(name, sources[name], pieces) for name, pieces in found.items()}
+
+
+def check_plain(model: Loads, checkpoint: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises UserError unless the model's memory holds the checkpoint's values where its loader puts them."""
+
+    def compare(there: torch.Tensor, source: torch.Tensor) -> None:
+        if not torch.equal(_bytes(there), _bytes(source.to(there.device, there.dtype))):
+            raise UserError(f"this server rearranged its weights after it had loaded them; {_HELP}")
+
+    _load(model, checkpoint, compare)
+
+
+def memory(model: Loads) -> frozenset[int]:
+    """Where the model's parameters lie; another set after they were loaded anew."""
+    return frozenset(_storage(parameter) for _, parameter in model.named_parameters() if parameter.numel())
+
+
+_HELP = "serve unquantised weights on one device with a backend that keeps them as they are"
+
+
+def _load(
+    model: Loads, weights: Iterable[tuple[str, torch.Tensor]], seen: Callable[[torch.Tensor, torch.Tensor], None]
+) -> None:
+    try:
+        with torch.no_grad(), _Copies(memory(model), seen):
+            model.load_weights(weights)
+    except UserError:
+        raise
+    except Exception as e:  # whatever a model's loader raises for names and shapes that it does not know
+        raise UserError(f"the model that is served does not load these weights ({type(e).__name__}: {e})") from e
+
+
+def _runs(name: str, source: torch.Tensor, there: torch.Tensor) -> Iterator[Run]:
+    if source.shape != there.shape:
+        raise UserError(f"{name} has shape {tuple(source.shape)}, on this server {tuple(there.shape)}; {_HELP}")
+    inner, dims = 1, source.dim()
+    while dims and (source.size(dims - 1) == 1 or source.stride(dims - 1) == there.stride(dims - 1) == inner):
+        dims -= 1
+        inner *= source.size(dims)
+    if inner == 1 and source.numel() > 1:
+        raise UserError(f"{name} lies transposed in this server; {_HELP}")
+    for index in product(*(range(size) for size in source.shape[:dims])):
+        yield _offset(source, index), _offset(there, index), inner
+
+
+def _offset(tensor: torch.Tensor, index: tuple[int, ...]) -> int:
+    """Where in its storage the first element lies that has these leading indices."""
+    return int(tensor.storage_offset()) + sum(i * step for i, step in zip(index, tensor.stride(), strict=False))
+
+
+def _joined(name: str, source: torch.Tensor, pieces: list[tuple[Run, torch.Tensor]]) -> torch.Tensor:
+    """One tensor over all pieces, which follow each other without a gap at both ends."""
+    pieces = sorted(pieces, key=lambda piece: piece[0])
+    reached = 0
+    for (first, second, length), there in pieces:
+        (begin, start, _), storage = pieces[0][0], pieces[0][1]
+        if first != reached or second - first != start - begin or _storage(there) != _storage(storage):
+            raise UserError(f"{name} lies in several places of this server; {_HELP}")
+        reached += length
+    if not pieces or reached != source.numel():
+        raise UserError(f"this server has {reached} of {source.numel()} elements of {name}; {_HELP}")
+    there = pieces[0][1].detach()
+    return there.as_strided(source.shape, source.stride(), pieces[0][0][1])
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

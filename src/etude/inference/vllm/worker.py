@@ -1,0 +1,210 @@
+"""etude inside a vLLM worker: `vllm serve MODEL --worker-extension-cls etude.inference.vllm.worker.Follower`.
+
+vLLM makes the class below a base of its worker, and `POST /collective_rpc` (a development route) calls its methods by
+name: strings go in, a dict comes out, with `error` where something was refused. The engine makes no step meanwhile.
+`etude weights feed` is the caller. A receiver like that of etude's own engine fetches, proves and stages a version in a
+thread while vLLM serves; its live tensors are the model's own memory (`etude.inference.vllm.layout`).
+"""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from etude.errors import UserError
+from etude.inference.vllm.layout import Loads, check_plain, live_tensors, memory
+from etude.store import open_store
+from etude.weights import signature
+from etude.weights.manifest import newest
+from etude.weights.receiver import DamagedVersion, Receiver, WeightsMismatch, WeightUpdate, load_schema
+from etude.weights.signature import Trust
+from etude.weights.source import PayloadSource
+from etude.weights.ulpd.digest import digest
+
+Answer = dict[str, Any]
+MOVED = "this server loaded its weights anew behind etude's back; start it again"
+
+
+@dataclass
+class Following:
+    """What a worker knows of the store that it follows."""
+
+    origin: tuple[str, str, str]
+    model: Loads
+    live: dict[str, torch.Tensor]
+    receiver: Receiver
+    thread: threading.Thread | None = None
+    staged: WeightUpdate | None = None
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        self._memory = memory(self.model)
+
+    def moved(self) -> bool:
+        """Whether the model computes with other memory by now than with what is written and digested here."""
+        return memory(self.model) != self._memory
+
+    def stage(self, version: int) -> None:
+        """In a thread of its own."""
+        try:
+            self.staged = self.receiver.poll(version)
+        except (DamagedVersion, UserError) as e:
+            self.error = str(e)
+        except Exception as e:
+            self.error = f"{type(e).__name__}: {e}"
+            raise
+
+    def answer(self) -> Answer:
+        staging = self.thread is not None and self.thread.is_alive()
+        staged = self.staged.manifest.version if self.staged is not None and not staging else -1
+        return {"version": self.receiver.version, "staging": staging, "staged": staged, "error": self.error}
+
+
+class WorkerExtension:
+    """The methods that vLLM's worker gets."""
+
+    _etude: Following
+
+    def etude_open(self, store: str, relay: str, public_key: str) -> Answer:
+        """Follow a store: its URL, a relay's or "", and the file of a public key or "". Again: no change."""
+        origin = (store, relay, public_key)
+        known: Following | None = getattr(self, "_etude", None)
+        if known is not None:
+            if known.origin != origin:
+                return {"error": f"this server follows {known.origin[0]} already; start it again to follow {store}"}
+            return {"version": known.receiver.version}
+        try:
+            self._etude = _follow(self, origin)
+        except UserError as e:
+            return {"error": str(e)}
+        return {"version": -1}
+
+    def etude_stage(self, version: str) -> Answer:
+        """Begin to fetch and prove a version, beside the one that is served."""
+        following = self._etude
+        if not following.answer()["staging"]:
+            following.staged, following.error = None, ""
+            following.thread = threading.Thread(target=following.stage, args=(int(version),), daemon=True)
+            following.thread.start()
+        return following.answer()
+
+    def etude_status(self) -> Answer:
+        """The version that is live, whether one is being staged, which one is ready, and what was wrong."""
+        return self._etude.answer()
+
+    def etude_flip(self, version: str) -> Answer:
+        """The staged version goes live, and the digest of all live tensors is compared with its manifest's.
+
+        If it differs, the old version is back and `error` says so.
+        """
+        following, update = self._etude, self._etude.staged
+        if update is None or update.manifest.version != int(version):
+            return {"error": f"version {version} is not staged"}
+        if following.moved():
+            return {"error": MOVED}
+        following.staged = None
+        try:
+            update.flip(whole=True)
+        except (WeightsMismatch, ValueError) as e:
+            return {"error": str(e)}
+        update.commit()
+        return {"version": update.manifest.version, "digest": update.manifest.digest}
+
+    def etude_digest(self) -> Answer:
+        """The digest of what the model computes with now; `error` if it is not that of the version it should hold."""
+        following, manifest = self._etude, self._etude.receiver.manifest
+        if manifest is None:
+            return {"error": "this server holds no version yet"}
+        if following.moved():
+            return {"error": MOVED}
+        try:
+            found = digest(following.live)
+        except ValueError as e:
+            return {"error": f"{e}; start this server again"}
+        if found != manifest.digest:
+            why = f"the digest of the live tensors is {found}, that of version {manifest.version} is {manifest.digest}"
+            return {"error": f"{why}; start this server again"}
+        return {"version": manifest.version, "digest": found}
+
+
+def _follow(worker: Any, origin: tuple[str, str, str]) -> Following:
+    from vllm.model_executor.model_loader import get_model_loader
+
+    url, relay, public_key = origin
+    store = open_store(url)
+    trust = Trust(signature.public_key(Path(public_key)) if public_key else None)
+    try:
+        manifest = newest(store)
+        published = None if manifest is None else load_schema(store, manifest)
+    except (DamagedVersion, ValueError) as e:
+        raise UserError(f"{e}; publish to another store") from None
+    if published is None:
+        raise UserError(f"{url} has no version yet; feed it after the first one is published")
+    model = worker.model_runner.get_model()
+    live = live_tensors(model, published)
+    loader = get_model_loader(worker.vllm_config.load_config)
+    if not hasattr(loader, "get_all_weights"):
+        raise UserError("this server did not load a checkpoint from files; start it without --load-format")
+    check_plain(model, loader.get_all_weights(worker.vllm_config.model_config, model))
+    return Following(origin, model, live, Receiver(store, live, PayloadSource(store, relay or None, trust)))
+
+
+def _keep_plain_on_cpu() -> None:
+    """On a CPU, vLLM packs weights for its kernels and drops the originals; nothing could be written or digested then.
+
+    vLLM imports this module before it loads a model, so the packing is replaced by plain products here.
+    """
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    CPUUnquantizedExperts.apply = _experts
+
+
+def _experts(
+    self: Any,
+    *,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    apply_router_weight_on_input: bool,
+    **_: Any,
+) -> None:
+    """Mixed experts by their definition, from weights as they are published.
+
+    Shapes: output and hidden_states [T, D], w1 [E, 2I, D] (gates before ups), w2 [E, D, I], topk_weights and topk_ids
+    [T, K].
+    """
+    if activation.value != "silu" or self.w1_bias is not None or apply_router_weight_on_input:
+        raise UserError("on a CPU, only SiLU experts without biases can follow a store; serve this model on a GPU")
+    linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
+    total = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        tokens, slots = torch.where(topk_ids == expert)
+        gate, up = linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
+        made = linear(silu(gate) * up, w2[expert])
+        total.index_add_(0, tokens, made.float() * topk_weights[tokens, slots, None].float())
+    output.copy_(total)
+
+
+if find_spec("vllm") is not None:
+    _keep_plain_on_cpu()

@@ -1,0 +1,113 @@
+"""The proof that a ledger is whole: every admitted episode has one fate, every group was trained on at most once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from etude.ledger.schema import counters, episodes, groups
+from etude.records import Outcome, PolicyVersion
+
+_e, _g = episodes.c, groups.c
+
+
+@dataclass(frozen=True)
+class Conservation:
+    """Whether every admitted episode is accounted for and every group was trained on once; `sentence` says it."""
+
+    ok: bool
+    sentence: str
+    admitted: int
+    done: dict[str, int]
+    leased: int
+    pending: int
+    late: int
+    retried: int
+
+
+def check(c: sa.Connection, manifests: Sequence[PolicyVersion]) -> Conservation:
+    """Counts the rows and holds them against each other and against the manifests of published versions."""
+    totals = dict(c.execute(sa.select(counters.c.name, counters.c.value)).all())
+    states = dict(c.execute(sa.select(_e.state, sa.func.count()).group_by(_e.state)).all())
+    consumed = dict(c.execute(sa.select(_g.id, _g.consumed_version).where(_g.state == "consumed")).all())
+    done = count_outcomes(c)
+    wrong = _inconsistent_group(c)
+    problem = (
+        _episode_problem(totals["admitted"], done, states)
+        or (None if wrong is None else f"the state of group {wrong} does not match its members")
+        or _manifest_problem(consumed, manifests)
+    )
+    ended = ", ".join(f"{count} {outcome}" for outcome, count in done.items())
+    leased, pending = states.get("leased", 0), states.get("pending", 0)
+    sentence = (
+        f"{totals['admitted']} episodes admitted: {ended}, {leased} in flight, {pending} pending; "
+        f"{len(consumed)} groups trained on, each by one version"
+    )
+    return Conservation(
+        ok=problem is None,
+        sentence=problem or sentence,
+        admitted=totals["admitted"],
+        done=done,
+        leased=leased,
+        pending=pending,
+        late=totals["late"],
+        retried=totals["retried"],
+    )
+
+
+def count_outcomes(c: sa.Connection) -> dict[str, int]:
+    """Episodes that are done, by outcome."""
+    query = sa.select(_e.outcome, sa.func.count()).where(_e.state == "done").group_by(_e.outcome)
+    found = dict(c.execute(query).all())
+    return {outcome.value: found.get(outcome.value, 0) for outcome in Outcome}
+
+
+def _episode_problem(admitted: int, done: Mapping[str, int], states: Mapping[str, int]) -> str | None:
+    found = sum(states.values())
+    if admitted != found:
+        return f"{admitted} episodes were admitted but the ledger holds {found}"
+    if sum(done.values()) != states.get("done", 0):
+        return f"{states.get('done', 0)} episodes are done but only {sum(done.values())} have an outcome"
+    return None
+
+
+def _inconsistent_group(c: sa.Connection) -> int | None:
+    """A group whose state does not follow from its members'; None if there is none."""
+    unfinished = sa.func.sum(sa.case((_e.state != "done", 1), else_=0))
+    query = (
+        sa.select(_g.id)
+        .join_from(groups, episodes, _g.id == _e.group_id)
+        .group_by(_g.id, _g.size, _g.unfinished, _g.state)
+        .having(
+            sa.or_(
+                sa.func.count() != _g.size,
+                unfinished != _g.unfinished,
+                (unfinished > 0) != (_g.state == "open"),
+            )
+        )
+        .limit(1)
+    )
+    return c.execute(query).scalar()
+
+
+def _manifest_problem(consumed: Mapping[int, int | None], manifests: Sequence[PolicyVersion]) -> str | None:
+    """Why the consumed groups are not exactly those that the manifests name, each once; None if they are."""
+    named: dict[int, int] = {}
+    for manifest in manifests:
+        for group in manifest.groups:
+            if group in named:
+                return f"group {group} was trained on twice, by versions {named[group]} and {manifest.version}"
+            named[group] = manifest.version
+    for group in sorted(named.keys() | consumed.keys()):
+        if named.get(group) != consumed.get(group):
+            return (
+                f"group {group} is named by {_version(named.get(group))} but the ledger says that "
+                f"{_version(consumed.get(group))} consumed it"
+            )
+    return None
+
+
+def _version(number: int | None) -> str:
+    return "no version" if number is None else f"version {number}"

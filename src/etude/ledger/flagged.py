@@ -1,0 +1,96 @@
+"""What the ledger keeps about cheating: flags of episodes, and the impossible twins that were played beside the groups.
+
+Flags lie in the metrics of an episode's row. Twins belong to no group: they are played, graded, and never trained on.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import sqlalchemy as sa
+
+from etude.ledger.schema import episodes, groups, twins
+from etude.records import Episode, Record
+
+_e, _g, _t = episodes.c, groups.c, twins.c
+
+
+class FlaggedEpisode(Record, frozen=True, kw_only=True):
+    """A flagged episode."""
+
+    group: int
+    member: int
+    task: str
+    flags: tuple[str, ...]
+    reward: float
+    passed: bool
+    blob: str
+
+
+class ImpossibleCounts(Record, frozen=True, kw_only=True):
+    """Impossible episodes that ended: how many, and how many of them passed or were proved to have tampered."""
+
+    played: int
+    passed: int
+    tampered: int
+
+
+def flag(c: sa.Connection, group: int, member: int, metrics: dict[str, float], reward: float) -> None:
+    """Replaces an episode's metrics and reward by those of its group's audit; again is fine."""
+    values = {"metrics": msgspec.json.encode(metrics).decode(), "reward": reward}
+    c.execute(sa.update(episodes).where(_e.group_id == group, _e.member == member).values(values))
+
+
+def flagged(c: sa.Connection) -> list[FlaggedEpisode]:
+    """Every flagged episode in order; a full scan, for reports."""
+    query = (
+        sa.select(_e.group_id, _e.member, _g.task_id, _e.metrics, _e.reward, _e.passed, _e.blob)
+        .join_from(episodes, groups, _g.id == _e.group_id)
+        .where(_e.state == "done", _e.metrics.contains('"flag/', autoescape=True))
+        .order_by(_e.group_id, _e.member)
+    )
+    found: list[FlaggedEpisode] = []
+    for row in c.execute(query):
+        metrics = msgspec.json.decode(row.metrics, type=dict[str, float])
+        names = tuple(sorted(n.removeprefix("flag/") for n, v in metrics.items() if n.startswith("flag/") and v))
+        if names:
+            suspect = FlaggedEpisode(
+                group=row.group_id, member=row.member, task=row.task_id, flags=names, reward=row.reward,
+                passed=bool(row.passed), blob=row.blob or "",
+            )  # fmt: skip
+            found.append(suspect)
+    return found
+
+
+def add_twin(c: sa.Connection, number: int, episode: Episode, blob: str) -> None:
+    """Records twin `number`, unless it is there."""
+    if c.execute(sa.select(_t.number).where(_t.number == number)).first() is not None:
+        return
+    values = {
+        "number": number,
+        "task_id": episode.task_id,
+        "version": episode.min_version,
+        "outcome": episode.outcome.value,
+        "passed": episode.passed,
+        "flags": " ".join(episode.flags),
+        "blob": blob,
+        "finished": time.time(),
+    }
+    c.execute(sa.insert(twins).values(values))
+
+
+def count_twins(c: sa.Connection) -> ImpossibleCounts:
+    """Of all that ended."""
+    rows = c.execute(sa.select(_t.passed, _t.outcome, sa.func.count().label("n")).group_by(_t.passed, _t.outcome)).all()
+    return ImpossibleCounts(
+        played=sum(row.n for row in rows),
+        passed=sum(row.n for row in rows if row.passed),
+        tampered=sum(row.n for row in rows if row.outcome == "tampered"),
+    )
+
+
+def next_twin(c: sa.Connection) -> int:
+    """The number after the last one."""
+    last = c.execute(sa.select(sa.func.max(_t.number))).scalar()
+    return 0 if last is None else int(last) + 1

@@ -1,0 +1,518 @@
+"""The run ledger: which episodes were admitted, who plays them, how they ended, and which version trained on them.
+
+    group     open ──(last member done)──> ready ──(a manifest names it)──> consumed
+    episode   pending ──lease──> leased ──finish──> done
+                 ^                  │
+                 └── infra, expiry ─┘   each time under a new attempt number
+
+Metadata only: token arrays are blobs in the store. Every method is one transaction, so a process may be killed at any
+point; several processes and threads may share a ledger. Each (group, member) gets exactly one result: a lease carries
+its attempt number, and a result under an older number is ignored and counted. The manifests of published versions
+decide what was consumed (`recover`), not this database.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy import bindparam
+from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
+
+from etude.errors import UserError
+from etude.ledger import flagged as suspects
+from etude.ledger import representation
+from etude.ledger.conservation import Conservation, check, count_outcomes
+from etude.ledger.schema import connect, counters, episodes, groups, meta, reason
+from etude.records import Episode, Group, Outcome, PolicyVersion, Population
+from etude.rollout.admission import leaves_in_time
+
+MAX_RETRIES = 2
+"""Infrastructure failures of one episode before it is recorded as lost and its group goes on without it."""
+
+
+@dataclass(frozen=True)
+class EpisodeLease:
+    """The right to play one episode until `deadline` (seconds since the epoch), unless renewed."""
+
+    group_id: int
+    index: int
+    task_id: str
+    member: int
+    attempt: int
+    owner: str
+    deadline: float
+
+
+def blob_key(group: int, member: int, attempt: int) -> str:
+    """Where the tokens of an episode lie in the store of rollouts."""
+    return f"{group:08d}/{member:04d}-{attempt}.msgpack"
+
+
+@dataclass(frozen=True)
+class GroupResult:
+    """A finished group as the curriculum sees it. `mark` is what to pass to the next `results`."""
+
+    index: int
+    task_id: str
+    passed: int
+    episodes: int  # members with a result, those lost to infrastructure left out
+    mark: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What admission needs to know, in episodes unless it says otherwise."""
+
+    groups: int  # groups admitted so far: the next index
+    accepted: int  # of finished groups, consumed or not
+    reserved: int  # of open groups
+    in_flight: int  # admitted and without a result yet, whether leased or waiting for a slot
+    open_tasks: tuple[str, ...]  # task ids of the open groups
+    consumed_version: int  # newest version that consumed a group; -1 before the first
+
+
+_Row = sa.Row[Any, Any, Any, Any, Any]
+_e, _g = episodes.c, groups.c
+
+# Statements of the hot path are built once: building one costs more than SQLite needs to run it.
+_MINE = (_e.group_id == bindparam("g"), _e.member == bindparam("m"), _e.attempt == bindparam("a"), _e.state == "leased")
+_FINISH = sa.update(episodes).where(*_MINE)
+_RETRY = (
+    sa.update(episodes)
+    .where(*_MINE, _e.failures < MAX_RETRIES)
+    .values(state="pending", attempt=_e.attempt + 1, failures=_e.failures + 1, owner=None, lease_deadline=None)
+)
+_MEMBER_DONE = (
+    sa.update(groups).where(_g.id == bindparam("g")).values(unfinished=_g.unfinished - 1).returning(_g.unfinished)
+)
+_COUNT = (
+    sa.update(counters)
+    .where(counters.c.name == bindparam("counter"))
+    .values(value=counters.c.value + bindparam("by"))
+    .returning(counters.c.value)
+)
+_LEASABLE = (
+    sa.select(_e.group_id, _e.member, _e.attempt, _e.state, _g.task_id)
+    .join_from(episodes, groups, _g.id == _e.group_id)
+    .where((_e.state == "pending") | ((_e.state == "leased") & (_e.lease_deadline < bindparam("now"))))
+    .order_by(_e.group_id, _e.member)
+    .limit(bindparam("limit"))
+    .with_for_update(of=episodes, skip_locked=True)
+)
+_LEASE = sa.update(episodes).where(_e.group_id == bindparam("g"), _e.member == bindparam("m"))
+_OPEN = sa.select(_g.task_id, _g.size, _g.unfinished).where(_g.state == "open").order_by(_g.id)
+_TOTALS = sa.select(
+    sa.select(sa.func.max(_g.id)).scalar_subquery().label("last"),
+    sa.select(sa.func.max(_g.consumed_version)).scalar_subquery().label("consumed"),
+    sa.select(counters.c.value).where(counters.c.name == "admitted").scalar_subquery().label("admitted"),
+)
+_WAITING = sa.select(_g.id, _g.state, _g.admitted_version).where(_g.state != "consumed").order_by(_g.id)
+_MEMBERS = (
+    sa.select(_e.group_id, _e.blob)
+    .where(_e.group_id.in_(bindparam("ids", expanding=True)), _e.blob.is_not(None))
+    .order_by(_e.group_id, _e.member)
+)
+_ADMITTED = sa.select(_g.id, _g.task_id, _g.admitted_version).where(_g.id.in_(bindparam("ids", expanding=True)))
+_PASSED = sa.func.sum(sa.case((_e.passed, 1), else_=0))
+
+
+def _finished_groups(mark: sa.ColumnElement[int | None]) -> sa.Select[Any, Any, int | None, Any, Any]:
+    return (
+        sa.select(
+            _g.id,
+            _g.task_id,
+            mark.label("mark"),
+            _PASSED.label("passed"),
+            sa.func.sum(sa.case((_e.outcome != Outcome.INFRA.value, 1), else_=0)).label("episodes"),
+        )
+        .join_from(groups, episodes, _g.id == _e.group_id)
+        .where(mark > bindparam("after"))
+        .group_by(_g.id, _g.task_id, mark)
+        .order_by(mark, _g.id)
+    )
+
+
+_RESULTS_READY = _finished_groups(_g.ready_order)
+_RESULTS_CONSUMED = _finished_groups(_g.consumed_version)
+
+
+class Ledger:
+    """One run's ledger. Methods raise UserError when the database cannot be reached, is full or is damaged."""
+
+    def __init__(self, engine: sa.Engine):
+        self._engine = engine
+        self._reader = engine.execution_options(read_only=True)
+
+    @classmethod
+    def open(cls, url: str, run: str | None = None) -> Ledger:
+        """The ledger at `sqlite:///PATH` or `postgresql://...`, made if missing.
+
+        With `run`, the ledger is bound to that name: another run that opens it later gets a UserError.
+        """
+        ledger = cls(connect(url))
+        if run is not None:
+            try:
+                ledger._bind(run)
+            except UserError:
+                ledger.close()
+                raise
+        return ledger
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._engine.dispose()
+
+    # Admission and play -----------------------------------------------------------------------------------------------
+
+    def admit(self, index: int, task_id: str, size: int, version: int) -> int:
+        """Opens group `index` with `size` pending episodes, unless it is there already. Returns its id.
+
+        Indices count from 0 without gaps; `version` is what the engines serve now.
+        """
+        group = {
+            "id": index,
+            "task_id": task_id,
+            "size": size,
+            "admitted_version": version,
+            "state": "open",
+            "unfinished": size,
+        }
+        members = [
+            {"group_id": index, "member": m, "attempt": 0, "failures": 0, "state": "pending"} for m in range(size)
+        ]
+        try:
+            with self._write() as c:
+                c.execute(sa.insert(groups), group)
+                c.execute(sa.insert(episodes), members)
+                c.execute(_COUNT, {"counter": "admitted", "by": size})
+        except IntegrityError:
+            pass  # admitted before
+        return index
+
+    def lease(self, owner: str, limit: int, seconds: float, together: int = 1) -> list[EpisodeLease]:
+        """Up to `limit` episodes for `owner`, of the oldest groups first: pending ones and those of expired leases.
+
+        Families of `together` neighbours of a group are leased as a whole, or what is left of them.
+        """
+        now = time.time()
+        with self._write() as c:
+            rows = _whole(c.execute(_LEASABLE, {"now": now, "limit": limit + 1}).all(), limit, together)
+            leases = [
+                EpisodeLease(
+                    group_id=row.group_id,
+                    index=row.group_id,
+                    task_id=row.task_id,
+                    member=row.member,
+                    attempt=row.attempt + (row.state == "leased"),
+                    owner=owner,
+                    deadline=now + seconds,
+                )
+                for row in rows
+            ]
+            if leases:
+                c.execute(
+                    _LEASE,
+                    [
+                        {
+                            "g": lease.group_id,
+                            "m": lease.member,
+                            "attempt": lease.attempt,
+                            "state": "leased",
+                            "owner": owner,
+                            "lease_deadline": lease.deadline,
+                        }
+                        for lease in leases
+                    ],
+                )
+        return leases
+
+    def renew(self, owner: str, seconds: float) -> int:
+        """Prolongs every lease of `owner` to `seconds` from now. Returns how many there are."""
+        with self._write() as c:
+            result = c.execute(
+                sa.update(episodes)
+                .where(_e.state == "leased", _e.owner == owner)
+                .values(lease_deadline=time.time() + seconds)
+            )
+            return result.rowcount
+
+    def finish(
+        self,
+        lease: EpisodeLease,
+        *,
+        outcome: Outcome,
+        reward: float,
+        passed: bool,
+        blob: str,
+        tokens: int,
+        min_version: int,
+        metrics: Mapping[str, float],
+    ) -> bool:
+        """Records how a leased episode ended. False if the result came late and was ignored.
+
+        An infrastructure failure sends the episode back to pending, twice at most; after that it is done without a
+        blob. The group is ready once its last member is done.
+        """
+        key = {"g": lease.group_id, "m": lease.member, "a": lease.attempt}
+        values = {
+            "state": "done",
+            "outcome": outcome.value,
+            "reward": reward,
+            "passed": passed,
+            "blob": None if outcome is Outcome.INFRA else blob,
+            "tokens": tokens,
+            "min_version": min_version,
+            "metrics": msgspec.json.encode(metrics).decode(),
+            "finished": time.time(),
+        }
+        with self._write() as c:
+            if outcome is Outcome.INFRA and c.execute(_RETRY, key).rowcount:
+                c.execute(_COUNT, {"counter": "retried", "by": 1})
+                return True
+            if c.execute(_FINISH, key | values).rowcount == 0:
+                c.execute(_COUNT, {"counter": "late", "by": 1})
+                return False
+            if c.execute(_MEMBER_DONE, {"g": lease.group_id}).scalar_one() == 0:
+                order = c.execute(_COUNT, {"counter": "ready", "by": 1}).scalar_one()
+                c.execute(sa.update(groups).where(_g.id == lease.group_id).values(state="ready", ready_order=order))
+        return True
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def ready_groups(
+        self, limit: int, in_order: bool, due: int | None = None, without: Collection[int] = ()
+    ) -> list[Group]:
+        """Up to `limit` groups to train on next, oldest first; those lost to infrastructure as a whole are empty.
+
+        Those in `without` are left out: a version that was trained on them is on its way.
+
+        `in_order` stops at the first group that is still open. Otherwise younger groups overtake open ones; with `due`
+        (the trainer's version minus the staleness bound O) only as far as every group is still trained on within O
+        versions of its admission: where `limit` groups are ready but taking them would leave a straggler too late, the
+        answer is empty.
+        """
+        with self._read() as c:
+            waiting = [row for row in c.execute(_WAITING).all() if row.id not in without]
+            ids: list[int] = []
+            for row in waiting:
+                if row.state == "ready":
+                    ids.append(row.id)
+                elif in_order:
+                    break
+            ids = ids[:limit]
+            if due is not None and len(ids) == limit:
+                left = [row.admitted_version for row in waiting if row.id not in ids]
+                if not leaves_in_time(left, version=due, staleness=0, prompts=limit):
+                    return []
+            return _groups(c, ids)
+
+    def consume(self, group_ids: Collection[int], version: int) -> None:
+        """Marks groups as trained on by `version`; again is fine. Raises ValueError if another version did."""
+        with self._write() as c:
+            _consume(c, group_ids, version)
+        if self._engine.dialect.name == "sqlite":
+            # Here, in the trainer, rather than in whichever commit of the controller fills the log: this may fsync.
+            connection = self._engine.raw_connection()
+            try:
+                connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)")
+            finally:
+                connection.close()
+
+    def recover(self, manifests: Sequence[PolicyVersion]) -> None:
+        """Makes the ledger follow the published versions; call it on resume, before any process leases or trains.
+
+        Groups that a manifest names are consumed by it, groups that none names are ready again, and every lease goes
+        back to pending under a new attempt number, so that nothing its owner may still do counts. Raises UserError
+        if a manifest names a group that was never admitted here.
+        """
+        with self._write() as c:
+            c.execute(sa.update(groups).where(_g.state == "consumed").values(state="ready", consumed_version=None))
+            for manifest in manifests:
+                try:
+                    _consume(c, manifest.groups, manifest.version)
+                except ValueError as e:
+                    raise UserError(
+                        f"the ledger does not belong to the published versions: {e}; start a new run"
+                    ) from e
+            c.execute(
+                sa.update(episodes)
+                .where(_e.state == "leased")
+                .values(state="pending", attempt=_e.attempt + 1, owner=None, lease_deadline=None)
+            )
+
+    # Cheating ---------------------------------------------------------------------------------------------------------
+
+    def flag(self, group: int, member: int, metrics: dict[str, float], reward: float) -> None:
+        """What a group's audit makes of one of its episodes."""
+        with self._write() as c:
+            suspects.flag(c, group, member, metrics, reward)
+
+    def flagged(self) -> list[suspects.FlaggedEpisode]:
+        """Every flagged episode; a full scan, for reports."""
+        with self._read() as c:
+            return suspects.flagged(c)
+
+    def add_twin(self, number: int, episode: Episode, blob: str) -> None:
+        """Records how impossible task `number` ended; again is fine."""
+        with self._write() as c:
+            suspects.add_twin(c, number, episode, blob)
+
+    def twins(self) -> tuple[suspects.ImpossibleCounts, int]:
+        """How the impossible tasks ended, and the number of the next."""
+        with self._read() as c:
+            return suspects.count_twins(c), suspects.next_twin(c)
+
+    # Figures ----------------------------------------------------------------------------------------------------------
+
+    def next_index(self) -> int:
+        """The index of the next group to admit."""
+        return self.figures().groups
+
+    def figures(self) -> Figures:
+        """What admission needs; cheap enough to ask for after every episode."""
+        with self._read() as c:
+            totals = c.execute(_TOTALS).one()
+            rows = c.execute(_OPEN).all()
+        reserved = sum(row.size for row in rows)
+        return Figures(
+            groups=0 if totals.last is None else totals.last + 1,
+            accepted=totals.admitted - reserved,
+            reserved=reserved,
+            in_flight=sum(row.unfinished for row in rows),
+            open_tasks=tuple(row.task_id for row in rows),
+            consumed_version=-1 if totals.consumed is None else totals.consumed,
+        )
+
+    def results(self, after: int, *, consumed_only: bool) -> list[GroupResult]:
+        """Finished groups beyond the mark `after` (0 at first), none twice and none left out.
+
+        In order of completion, or with `consumed_only` those trained on, by version and index: an order that does not
+        depend on timing. A mark is good for the same `consumed_only` only.
+        """
+        query = _RESULTS_CONSUMED if consumed_only else _RESULTS_READY
+        with self._read() as c:
+            rows = c.execute(query, {"after": after}).all()
+        return [GroupResult(row.id, row.task_id, int(row.passed), int(row.episodes), row.mark) for row in rows]
+
+    def mixed_groups(self, count: int) -> list[Group]:
+        """The last `count` consumed groups in which some members passed and some did not, newest first."""
+        query = (
+            sa.select(_g.id)
+            .join_from(groups, episodes, _g.id == _e.group_id)
+            .where(_g.state == "consumed", _e.outcome != Outcome.INFRA.value)
+            .group_by(_g.id, _g.consumed_version)
+            .having(_PASSED > 0, sa.func.count() > _PASSED)
+            .order_by(_g.consumed_version.desc(), _g.id.desc())
+            .limit(count)
+        )
+        with self._read() as c:
+            return _groups(c, list(c.execute(query).scalars()))
+
+    def blobs(self) -> list[str]:
+        """Keys of the tokens of every episode that has ended and was not lost, by group and member."""
+        query = sa.select(_e.blob).where(_e.state == "done", _e.blob.is_not(None)).order_by(_e.group_id, _e.member)
+        with self._read() as c:
+            return [str(key) for key in c.execute(query).scalars()]
+
+    def counts(self) -> dict[str, int]:
+        """Episodes that are done, by outcome."""
+        with self._read() as c:
+            return count_outcomes(c)
+
+    def left_behind(self, without: Collection[int] = ()) -> dict[str, float]:
+        """Metrics of the episodes that have ended and are not trained on yet; see `representation.py`."""
+        with self._read() as c:
+            return representation.left_behind(c, without)
+
+    def represented(self) -> tuple[Population, Population]:
+        """The episodes that were trained on, and all that have ended; a full scan, for reports."""
+        with self._read() as c:
+            return representation.compare(c)
+
+    def conservation(self, manifests: Sequence[PolicyVersion]) -> Conservation:
+        """Proves from the rows that no episode is lost and no group was trained on twice; a full scan, for reports."""
+        with self._read() as c:
+            return check(c, manifests)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _bind(self, run: str) -> None:
+        with self._write() as c:
+            if c.execute(sa.update(meta).where(meta.c.key == "run", meta.c.value == "").values(value=run)).rowcount:
+                return
+            bound = c.execute(sa.select(meta.c.value).where(meta.c.key == "run")).scalar_one()
+        if bound != run:
+            raise UserError(
+                f"the ledger {self._engine.url} belongs to run {bound!r}; give this run a database of its own"
+            )
+
+    @contextmanager
+    def _write(self) -> Generator[sa.Connection]:
+        with self._errors(), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _read(self) -> Generator[sa.Connection]:
+        with self._errors(), self._reader.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _errors(self) -> Generator[None]:
+        try:
+            yield
+        except (IntegrityError, ProgrammingError):
+            raise
+        except DBAPIError as e:
+            raise UserError(
+                f"the ledger {self._engine.url} failed: {reason(e)}; check the disk or the server, then --resume"
+            ) from e
+
+
+def _whole(rows: Sequence[_Row], limit: int, together: int) -> Sequence[_Row]:
+    """The first `limit` rows, without the family that is cut there."""
+    if len(rows) <= limit:
+        return rows
+    cut = rows[limit].group_id, rows[limit].member // together
+    return [row for row in rows[:limit] if (row.group_id, row.member // together) != cut]
+
+
+def _groups(c: sa.Connection, ids: Sequence[int]) -> list[Group]:
+    """The groups with these ids, in this order, and the blobs of their members."""
+    if not ids:
+        return []
+    blobs: dict[int, list[str]] = {group: [] for group in ids}
+    for row in c.execute(_MEMBERS, {"ids": ids}):
+        blobs[row.group_id].append(row.blob)
+    rows = {row.id: row for row in c.execute(_ADMITTED, {"ids": ids})}
+    return [
+        Group(
+            id=group,
+            index=group,
+            task_id=rows[group].task_id,
+            admitted_version=rows[group].admitted_version,
+            episodes=tuple(blobs[group]),
+        )
+        for group in ids
+    ]
+
+
+def _consume(c: sa.Connection, ids: Collection[int], version: int) -> None:
+    """Marks groups as consumed. Raises ValueError, which rolls the transaction back, if one cannot be."""
+    if not ids:
+        return
+    states = {row.id: row for row in c.execute(sa.select(_g.id, _g.state, _g.consumed_version).where(_g.id.in_(ids)))}
+    for group in sorted(ids):
+        row = states.get(group)
+        if row is None:
+            raise ValueError(f"group {group} of version {version} was never admitted")
+        if row.state == "open":
+            raise ValueError(f"group {group} of version {version} has episodes without a result")
+        if row.state == "consumed" and row.consumed_version != version:
+            raise ValueError(f"group {group} of version {version} was consumed by version {row.consumed_version}")
+    c.execute(sa.update(groups).where(_g.id.in_(ids)).values(state="consumed", consumed_version=version))

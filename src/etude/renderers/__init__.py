@@ -1,0 +1,36 @@
+"""Between messages and token ids: one interface, two dialects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from etude.errors import UserError
+from etude.renderers.base import Message, ParsedTurn, Renderer, Tool, load_tokenizer
+from etude.renderers.compact import CompactRenderer
+from etude.renderers.hermes import HermesRenderer
+from etude.renderers.template import load_template, read_json
+
+__all__ = ["Message", "ParsedTurn", "Renderer", "Tool", "renderer_for"]
+
+DIALECTS = ("compact", "hermes")
+
+
+def renderer_for(model_dir: Path, dialect: str | None = None) -> Renderer:
+    """The renderer of a Hugging Face model folder; `dialect` None or "auto" is found from the tokenizer.
+
+    Raises UserError if the folder lacks the files, or its chat template cannot be used turn by turn.
+    """
+    if dialect not in (None, "auto", *DIALECTS):
+        raise UserError(f"There is no dialect {dialect!r}; known: auto, {', '.join(DIALECTS)}.")
+    tokenizer = load_tokenizer(model_dir)
+    if dialect in (None, "auto"):
+        dialect = "compact" if tokenizer.token_to_id("<|call|>") is not None else "hermes"
+    if dialect == "compact":
+        return CompactRenderer(tokenizer)
+    return HermesRenderer(tokenizer, load_template(model_dir), _eos_ids(model_dir))
+
+
+def _eos_ids(folder: Path) -> list[int]:
+    """Ids at which the model itself ends a turn, as its generation configuration says."""
+    ids = read_json(folder / "generation_config.json").get("eos_token_id")
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]

@@ -1,0 +1,207 @@
+"""What the agent loop needs of a dialect, and the tokenisation of text that can never yield a special token."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer
+
+from etude.errors import UserError
+from etude.records import ToolCall
+from etude.renderers.text import document_text, one_line, printable
+
+Message = Mapping[str, Any]  # OpenAI chat format: role, content, tool_calls, tool_call_id
+Tool = Mapping[str, Any]  # OpenAI tool format: {"type": "function", "function": {"name", "description", "parameters"}}
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """A sampled turn as text: what was said besides calls, the reasoning before it, and the calls in order."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+    reasoning: str = ""
+
+    def openai(self, prefix: str) -> dict[str, Any]:
+        """The assistant message of an OpenAI chat completion; call ids are `prefix` and a number.
+
+        A malformed call has no place in that format, so its name and error are told in the content.
+        """
+        calls = [
+            {
+                "id": f"{prefix}{i}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for i, call in enumerate(self.calls)
+            if call.arguments is not None
+        ]
+        broken = [f"[malformed call {c.name}: {c.error}]" for c in self.calls if c.arguments is None]
+        content = "\n".join(filter(None, [self.text, *broken]))
+        message: dict[str, Any] = {"role": "assistant", "content": content or None}
+        return message | ({"tool_calls": calls} if calls else {})
+
+
+class Renderer(Protocol):
+    """One dialect of one tokenizer. Stateless between calls; every list of ids it returns is a new one."""
+
+    dialect: str  # "compact" | "hermes"
+    digest: str  # blake3 of the tokenizer and template; two processes that exchange ids must agree on it
+    stop_ids: tuple[int, ...]  # ids that end a turn
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Ids of a conversation, ending with the generation prompt. Raises ValueError for an unknown role."""
+        ...
+
+    def parse(self, ids: Sequence[int], finish_reason: str = "stop") -> ParsedTurn:
+        """The calls of a sampled turn. Never raises: a malformed call has arguments None and an error."""
+        ...
+
+    def bridge(
+        self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
+    ) -> list[int]:
+        """Ids from the end of a sampled turn to the start of the next one, with the tools' results in between and
+        after them, if there is one, a user's `request`. Raises UserError if the template has no place for one."""
+        ...
+
+    def plain(self, text: str) -> list[int]:
+        """Ids of text as it stands: ordinary tokens only."""
+        ...
+
+    def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Ids from the end of a sampled turn to the start of the next one, with any messages in between.
+
+        Raises ValueError for roles or an order that the dialect refuses.
+        """
+        ...
+
+    def document(self, title: str, text: str) -> list[int]:
+        """Ids of a document, which stands before all messages: ordinary tokens only."""
+        ...
+
+    def text(self, ids: Sequence[int]) -> str:
+        """A view for people: special tokens spelled out, invalid UTF-8 replaced."""
+        ...
+
+
+_CACHED_CHARACTERS = 4000
+
+
+class PlainEncoder:
+    """Encodes text so that none of `forbidden` (special and added tokens) can come out, whatever the text spells."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        self.forbidden = frozenset(added)
+        self._plain = _without_added_tokens(tokenizer)
+        # Prompts and results repeat: members of a group have the same prompt, and most results are a few words.
+        self._short = lru_cache(maxsize=2048)(self._encode)
+        self._document = lru_cache(maxsize=512)(self._encode)
+        anchor = next((i for i, token in added.items() if token.special), None)
+        if anchor is not None and not _agree(tokenizer, self._plain, added[anchor].content):
+            # SentencePiece tokenizers put a space before text encoded alone, but not after a special token.
+            self._plain = _without_added_tokens(tokenizer, prepend="never")
+            if not _agree(tokenizer, self._plain, added[anchor].content):
+                raise UserError(
+                    "The tokenizer encodes text after a special token differently than alone; use another model."
+                )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, all of them ordinary tokens."""
+        text = printable(text)  # JSON escapes and file names may hold half of a surrogate pair
+        return list(self._short(text) if len(text) <= _CACHED_CHARACTERS else self._encode(text))
+
+    def document(self, title: str, text: str) -> list[int]:
+        """Ids of a document, all of them ordinary tokens. Documents repeat in all episodes of a repository."""
+        return list(self._document(printable(document_text(title, text))))
+
+    def _encode(self, text: str) -> list[int]:
+        if not text:
+            return []
+        encoding = self._plain.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        if self.forbidden.isdisjoint(ids):
+            return ids
+        # Some models hold the names of special tokens in their vocabulary: cut such a name in two.
+        at = next(i for i, token in enumerate(ids) if token in self.forbidden)
+        start, end = encoding.offsets[at]
+        if end - start < 2:
+            raise UserError(f"The tokenizer encodes {text[start:end]!r} as a special token; use another model.")
+        return self._encode(text[: start + 1]) + self._encode(text[start + 1 :])
+
+
+def _without_added_tokens(tokenizer: Tokenizer, prepend: str | None = None) -> Tokenizer:
+    config = json.loads(tokenizer.to_str())
+    config["added_tokens"] = []
+    config["post_processor"] = None
+    if prepend is not None:
+        for part in _parts(config.get("pre_tokenizer")):
+            if part.get("type") == "Metaspace":
+                part["prepend_scheme"] = prepend
+    return Tokenizer.from_str(json.dumps(config))
+
+
+def _parts(component: Any) -> Iterable[dict[str, Any]]:
+    if isinstance(component, dict):
+        yield component
+        for key in ("pretokenizers", "normalizers"):
+            for part in component.get(key, ()):
+                yield from _parts(part)
+
+
+def _agree(tokenizer: Tokenizer, plain: Tokenizer, special: str) -> bool:
+    samples = ("word", " two words", "\n\tdef f(x):\n        return -1\n", "ünïcode ")
+    return all(
+        tokenizer.encode(special + sample, add_special_tokens=False).ids[1:]
+        == plain.encode(sample, add_special_tokens=False).ids
+        for sample in samples
+    )
+
+
+def token_pattern(tokens: Iterable[AddedToken], swallow: bool) -> re.Pattern[str]:
+    """Matches added tokens in a text, longest first; with `swallow`, also the white space that they absorb."""
+    parts = []
+    for token in sorted(tokens, key=lambda token: -len(token.content)):
+        before, after = (r"\s*" if swallow and side else "" for side in (token.lstrip, token.rstrip))
+        parts.append(before + re.escape(token.content) + after)
+    return re.compile("|".join(parts) or r"(?!)")
+
+
+def checked(name: str, arguments: dict[str, object]) -> ToolCall:
+    """A call with these arguments, or a malformed one when they cannot be recorded (huge integers, lone surrogates)."""
+    try:
+        msgspec.msgpack.encode(arguments)
+        return ToolCall(name=name, arguments=arguments)
+    except (OverflowError, UnicodeEncodeError, RecursionError, TypeError, ValueError) as e:
+        return malformed(name, f"arguments cannot be recorded: {type(e).__name__}")
+
+
+def malformed(name: str, error: str) -> ToolCall:
+    """A call that cannot be executed. The name is cut and cleaned, as it may be anything."""
+    return ToolCall(name=one_line(name, 64), arguments=None, error=error)
+
+
+def content_text(message: Message) -> str:
+    """The text of a message whose content is a string, None, or a list of text parts."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.get("text", "") for part in content)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face model folder. Raises UserError."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"{folder} has no tokenizer.json; give a Hugging Face model folder with a fast tokenizer.")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as e:  # the library raises bare Exception
+        raise UserError(f"{path} cannot be read as a tokenizer ({e}); download the model again.") from None

@@ -1,0 +1,136 @@
+"""The compact dialect: roles, calls and arguments are one special token each, arguments are plain text by position.
+
+    <|user|>Fix `name` in path\n{function}<|end|><|assistant|><|call|>edit<|arg|>{old}<|arg|>{new}<|call|>test<|end|>
+    <|tool|>{result}\n{result}<|end|><|assistant|><|call|>finish<|end|>
+
+(without line breaks between messages). The token ids of this text are the same whether it is rendered at once or turn
+by turn, because every piece of text stands between special tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import blake3
+from tokenizers import Tokenizer
+
+from etude.errors import UserError
+from etude.records import ToolCall
+from etude.renderers.base import Message, ParsedTurn, PlainEncoder, Tool, checked, content_text, malformed
+from etude.renderers.schemas import COMPACT_PARAMETERS
+from etude.renderers.text import one_line
+
+ROLES = ("system", "user", "assistant", "tool")
+_CONTROL = tuple(f"<|{name}|>" for name in (*ROLES, "end", "call", "arg"))
+
+
+class CompactRenderer:
+    """See the module. `digest` covers the tokenizer; the dialect has no template of its own."""
+
+    dialect = "compact"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        ids = {token: tokenizer.token_to_id(token) for token in _CONTROL}
+        missing = [token for token, i in ids.items() if i is None]
+        if missing:
+            raise UserError(f"The tokenizer lacks {', '.join(missing)} of the compact dialect; use dialect = hermes.")
+        known = {token.strip("<|>"): i for token, i in ids.items() if i is not None}
+        self._tokenizer = tokenizer
+        self._encoder = PlainEncoder(tokenizer)
+        self._role = {role: known[role] for role in ROLES}
+        self._end, self._call, self._arg = known["end"], known["call"], known["arg"]
+        text_end = tokenizer.token_to_id("<|endoftext|>")
+        self.stop_ids: tuple[int, ...] = (self._end,) if text_end is None else (self._end, text_end)
+        self.digest = blake3.blake3(b"compact\n" + tokenizer.to_str().encode()).hexdigest()
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Ids of a conversation; consecutive tool messages are one. The tools are known by heart, so not rendered."""
+        ids: list[int] = []
+        results: list[str] = []
+        for message in messages:
+            role = message["role"]
+            if role not in self._role:
+                raise ValueError(f"unknown role {role!r}; known: {', '.join(ROLES)}")
+            if role == "tool":
+                results.append(content_text(message))
+                continue
+            if results:
+                ids += self._message("tool", "\n".join(results))
+                results = []
+            ids += self._message(role, content_text(message), message.get("tool_calls") or ())
+        if results:
+            ids += self._message("tool", "\n".join(results))
+        return [*ids, self._role["assistant"]]
+
+    def parse(self, ids: Sequence[int], finish_reason: str = "stop") -> ParsedTurn:
+        """Calls of a sampled turn. The last one is malformed if the turn was cut before its end token."""
+        closed = finish_reason == "stop"
+        if ids and ids[-1] in self.stop_ids:
+            ids, closed = ids[:-1], True
+        spans = _split(ids, self._call)
+        text = self._decode(spans[0])
+        calls = [self._parse_call(span) for span in spans[1:]]
+        if calls and not closed:
+            calls[-1] = malformed(calls[-1].name, "the turn was cut before the call ended")
+        return ParsedTurn(text, tuple(calls))
+
+    def bridge(
+        self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
+    ) -> list[int]:
+        closed = bool(sampled_ids) and sampled_ids[-1] == self._end
+        ids = [] if closed else [self._end]
+        ids += self._message("tool", "\n".join(results)) if results or not request else []
+        return [*ids, *(self._message("user", request) if request else ()), self._role["assistant"]]
+
+    def plain(self, text: str) -> list[int]:
+        return self._encoder.encode(text)
+
+    def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        closed = bool(sampled_ids) and sampled_ids[-1] == self._end
+        return [*([] if closed else [self._end]), *self.prompt(messages)]
+
+    def document(self, title: str, text: str) -> list[int]:
+        return self._encoder.document(title, text)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self._decode(ids)
+
+    def _message(self, role: str, content: str, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        ids = [self._role[role], *self.plain(content)]
+        for call in calls:
+            function = call.get("function", call)
+            ids += [self._call, *self.plain(str(function["name"]))]
+            arguments = function.get("arguments") or {}
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            for value in arguments.values():
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                ids += [self._arg, *self.plain(text)]
+        ids.append(self._end)
+        return ids
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
+
+    def _parse_call(self, ids: Sequence[int]) -> ToolCall:
+        spans = _split(ids, self._arg)
+        name, *values = (self._decode(span) for span in spans)
+        if any(not self._encoder.forbidden.isdisjoint(span) for span in spans):
+            return malformed(name, "a special token inside a call")
+        names = COMPACT_PARAMETERS.get(name)
+        if names is None:
+            return checked(one_line(name, 64), {f"argument{i}": value for i, value in enumerate(values)})
+        if len(values) != len(names):
+            return malformed(name, f"{name} takes {len(names)} arguments, got {len(values)}")
+        return checked(name, dict(zip(names, values, strict=True)))
+
+
+def _split(ids: Sequence[int], separator: int) -> list[Sequence[int]]:
+    spans, start = [], 0
+    for i, token in enumerate(ids):
+        if token == separator:
+            spans.append(ids[start:i])
+            start = i + 1
+    return [*spans, ids[start:]]

@@ -1,0 +1,97 @@
+"""Chat templates of Hugging Face model folders, rendered without importing transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from etude.errors import UserError
+from etude.renderers.base import Message, Tool
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for training masks; rendering ignores it."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class ChatTemplate:
+    """A compiled template with the tokens and the date that it may name. The date is that of loading: a prompt that
+    changes at midnight would differ between the members of a group.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any], name: str) -> None:
+        self.source = source
+        self.name = name
+        self._variables = dict(variables)
+        now = datetime.now()
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = now.strftime
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as e:
+            raise UserError(f"The chat template of {name} is not valid ({e}); use another model.") from None
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generate: bool = True) -> str:
+        """The conversation as text; with `generate`, ending with the generation prompt. Raises jinja2.TemplateError."""
+        return self._template.render(
+            **self._variables, messages=list(messages), tools=list(tools) or None, add_generation_prompt=generate
+        )
+
+
+def load_template(folder: Path) -> ChatTemplate:
+    """The chat template of a model folder. Raises UserError if it has none."""
+    config = read_json(folder / "tokenizer_config.json")
+    source: Any = config.get("chat_template")
+    if (path := folder / "chat_template.jinja").is_file():
+        source = path.read_text(encoding="utf-8")
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("tool_use") or named.get("default")
+    if not source:
+        raise UserError(f"{folder} has no chat template (chat_template.jinja); use a model that was tuned to chat.")
+    variables = {key: _token(value) for key, value in config.items() if key.endswith("_token") and value}
+    return ChatTemplate(source, variables, folder.name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if there is no such file. Raises UserError if it is something else."""
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as e:
+        raise UserError(f"{path} is not valid JSON ({e}); download the model again.") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path} does not hold a JSON object; download the model again.")
+    return data
+
+
+def _token(value: Any) -> Any:
+    return value["content"] if isinstance(value, dict) else value
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise(message: str) -> Callable[[], str]:
+    raise jinja2.TemplateError(message)

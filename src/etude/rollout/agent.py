@@ -1,0 +1,123 @@
+"""An episode of an unmodified outside agent: a command in the box, whose model is behind the interception endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from etude.config import AgentConfig
+from etude.errors import UserError
+from etude.harness.endpoint.recording import Recording
+from etude.harness.endpoint.server import Endpoint, open_endpoint
+from etude.harness.loop import GRACE_SECONDS, EpisodeSpec, UngradedEpisode
+from etude.records import StopReason, Task
+from etude.sandbox.base import DOOR_PORT, Box, ExecResult, Image, Limits
+
+_SHOWN = 300  # characters of an agent's last output
+
+
+@dataclass(frozen=True)
+class Agent:
+    """How an outside agent is started, and where it finds its model."""
+
+    config: AgentConfig
+    endpoint: Endpoint
+
+    def image(self, image: Image) -> Image:
+        """What its box starts from: with its program, and a way to the endpoint."""
+        tools = None if self.config.folder is None else Path(self.config.folder).resolve()
+        return replace(image, tools=tools, door=self.endpoint.socket)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(memory_mb=self.config.memory_mb, processes=self.config.processes)
+
+
+@asynccontextmanager
+async def open_agent(config: AgentConfig | None) -> AsyncIterator[Agent | None]:
+    """The configured agent with an endpoint of its own; None without one. Raises UserError."""
+    if config is None:
+        yield None
+        return
+    check(config)
+    async with open_endpoint() as endpoint:
+        yield Agent(config, endpoint)
+
+
+def check(config: AgentConfig) -> None:
+    """Raises UserError if the agent's program is not there."""
+    if config.folder is not None and not Path(config.folder).is_dir():
+        raise UserError(f"rollout.agent.folder: {config.folder} is not a folder; give that of the agent's program")
+
+
+async def run_agent(play: EpisodeSpec, agent: Agent, box: Box) -> UngradedEpisode:
+    """Runs the agent's command in `box` until it ends, its budget is spent or its time is up.
+
+    Raises what is ours: that the engine or the box was lost. Raises UserError if the command fails before it has asked
+    for anything, which is nothing that a model did.
+    """
+    recording = Recording(play)
+    key = agent.endpoint.open(recording)
+    timed_out = False
+    done: ExecResult | None = None
+    try:
+        line = _line(agent.config.command, _environment(play.task, key) | agent.config.environment)
+        async with asyncio.timeout(play.budget.seconds + GRACE_SECONDS):
+            done = await _run(line, box, recording, play.budget.seconds)
+    except TimeoutError:
+        timed_out = True
+    finally:
+        agent.endpoint.close(key)
+        await recording.close()
+    if recording.failure is not None:
+        raise recording.failure
+    late = done is None or done.timed_out
+    note = _note(done)
+    if note and not late and not recording.requests:
+        raise UserError(f"rollout.agent.command failed before its first request: {note}; try it in a box")
+    reason = recording.stop_reason or (StopReason.SECONDS if late else StopReason.FINISHED)
+    return replace(recording.draft(reason, timed_out), note=note)
+
+
+def _note(done: ExecResult | None) -> str:
+    """How a command ended that did not end well, and its last words."""
+    if done is None or done.rc == 0:
+        return ""
+    how = "was ended" if done.timed_out or done.rc is None else f"ended with exit code {done.rc}"
+    return f"the agent's command {how}; it said last: {' '.join(done.output[-_SHOWN:].split()) or 'nothing'}"
+
+
+async def _run(line: str, box: Box, recording: Recording, seconds: float) -> ExecResult:
+    """The command's end, which comes soon after the recording's."""
+    work = asyncio.create_task(box.exec(line, seconds))
+    ended = asyncio.create_task(recording.ended.wait())
+    try:
+        await asyncio.wait((work, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            await box.interrupt()
+        return await work
+    finally:
+        ended.cancel()
+        work.cancel()
+
+
+def _environment(task: Task, key: str) -> dict[str, str]:
+    """What agents are told by variables. Those of OpenAI want the version in the URL, Anthropic's do not."""
+    url = f"http://127.0.0.1:{DOOR_PORT}"
+    focus = task.focus
+    return {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        "TASK": f"{task.instruction}\n\nSee {focus.path}, lines {focus.first_line} to {focus.last_line}.",
+    }
+
+
+def _line(command: str, environment: Mapping[str, str]) -> str:
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
+    return f"(\n{exports}{command}\n)"

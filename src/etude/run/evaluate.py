@@ -1,0 +1,90 @@
+"""`etude eval MODEL --suite DIR`: measure one model, or two on the same tasks with the same seeds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from etude.config import InferenceConfig, RolloutConfig
+from etude.dashboard.live import LiveView
+from etude.evals.stats import Estimate
+from etude.evals.suite import EvalResult, compare, evaluate
+from etude.harness.loop import Sampling
+from etude.models.loading import check_folder
+from etude.protocol.client import EngineClient
+from etude.renderers import renderer_for
+from etude.rollout.episode import RolloutContext
+from etude.run import loop
+from etude.sandbox.namespace.sandbox import open_sandbox
+from etude.tasks import dataset as datasets
+from etude.tasks.dataset import Dataset
+
+
+def evaluate_models(
+    models: Sequence[Path],
+    suite: Path,
+    *,
+    split: str,
+    samples: int,
+    max_tasks: int | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Prints pass rates with 95 % intervals, and the paired difference of two models. Raises UserError."""
+    dataset = datasets.load(suite)
+    for model in models:
+        check_folder(model)
+    with LiveView("eval", [str(m) for m in models], console=Console(stderr=True)) as view:
+        results = []
+        for model in models:
+            view.stage(str(model))
+            options = {"split": split, "samples": samples, "max_tasks": max_tasks, "seed": seed}
+            results.append(asyncio.run(_measure(model, dataset, view, options)))
+    for model, result in zip(models, results, strict=True):
+        rates = ", ".join(f"pass@{k} {100 * rate:.1f} %" for k, rate in sorted(result.pass_k.items()) if k > 1)
+        print(f"{model}: pass@1 {_percent(result.pass_1)}" + (f", {rates}" if rates else ""))
+    difference = compare(*results).difference if len(results) == 2 else None
+    if difference is not None:
+        print(f"second minus first: {_percent(difference)}")
+    if as_json:
+        print(json.dumps(_json(models, results, difference)))
+
+
+async def _measure(model: Path, dataset: Dataset, view: LiveView, options: dict[str, object]) -> EvalResult:
+    rollout, rows = RolloutConfig(), InferenceConfig().max_batch
+    with tempfile.TemporaryDirectory(prefix="etude-eval-") as folder:
+        logs = Path(folder)
+        argv = ["--model", str(model), "--threads", "2"]
+        argv += ["--max-batch", str(rows), "--max-length", str(rollout.context)]
+        engine = loop.spawn_engine(argv, logs, 0)
+        try:
+            url = await asyncio.to_thread(loop.engine_url, engine, logs, 0)
+            async with open_sandbox() as sandbox, EngineClient([url]) as client:
+                plain = Sampling(temperature=rollout.temperature)
+                return await evaluate(
+                    RolloutContext(dataset, sandbox, client, renderer_for(model), rollout.budget(), plain),
+                    concurrency=rows,
+                    progress=view.evaluated,
+                    **options,  # type: ignore[arg-type]
+                )
+        finally:
+            engine.stop(10)
+
+
+def _percent(estimate: Estimate) -> str:
+    return f"{100 * estimate.mean:.1f} % [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
+
+
+def _json(models: Sequence[Path], results: Sequence[EvalResult], difference: Estimate | None) -> dict[str, object]:
+    measured = [
+        {"model": str(model), **msgspec.to_builtins(result, str_keys=True)}
+        for model, result in zip(models, results, strict=True)
+    ]
+    paired = None if difference is None else msgspec.to_builtins(difference)
+    return {"results": measured, "paired_diff": paired}

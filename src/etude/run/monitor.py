@@ -1,0 +1,97 @@
+"""Feeds the terminal view, the engine's part of the timeline and memory.jsonl from what the run's processes report."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from etude import runfolder
+from etude.config import RLConfig
+from etude.dashboard.live import LiveView
+from etude.processes import resident_bytes
+from etude.run.loop import Progress
+
+SECONDS = 0.5
+MEMORY_SECONDS = 10.0
+
+
+class Monitor:
+    """Called often by the controller; reads and draws at most twice a second."""
+
+    def __init__(self, folder: Path, config: RLConfig, view: LiveView, pids: Mapping[str, int]):
+        """`pids`: the processes of the run beside this one, by name."""
+        self._folder, self._config, self._view = folder, config, view
+        self._pids = {"controller": os.getpid(), **pids}
+        self._memory_read = 0.0
+        self._read = 0  # bytes of metrics.jsonl that were seen
+        self._steps = 0
+        self._started = self._last = time.time()
+        self._engine: dict[str, float] = {}
+        self._finished = 0
+
+    def tick(self, progress: Progress) -> None:
+        now = time.time()
+        if now - self._last < SECONDS:
+            return
+        self._new_steps()
+        self._engine_busy(progress.engine, now)
+        self._memory(now)
+        rate = (progress.finished - self._finished) / (now - self._last)
+        self._finished = progress.finished
+        view = self._view
+        view.process("controller", f"{progress.live} of {progress.limit} live episodes, {progress.finished} finished")
+        view.process("sandbox", f"{progress.tests_run} test runs, {progress.tests_remembered} answered from memory")
+        view.update(
+            done=self._steps,
+            total=self._config.trainer.steps,
+            seconds_left=self._seconds_left(now),
+            version=progress.served,
+            episodes_per_s=rate,
+        )
+        self._last = now
+
+    def _seconds_left(self, now: float) -> float | None:
+        """Until the clock or the number of steps ends the stage, whichever comes first."""
+        trainer = self._config.trainer
+        elapsed = now - self._started
+        by_steps = elapsed / self._steps * (trainer.steps - self._steps) if self._steps else None
+        by_clock = trainer.minutes * 60 - elapsed if trainer.minutes else None
+        known = [s for s in (by_steps, by_clock) if s is not None]
+        return max(0.0, min(known)) if known else None
+
+    def _new_steps(self) -> None:
+        path = self._folder / "metrics.jsonl"
+        if not path.exists() or path.stat().st_size == self._read:
+            return
+        self._read = path.stat().st_size
+        steps = runfolder.read_jsonl(path)
+        if not steps:
+            return
+        last = steps[-1]
+        self._steps = last["step"]
+        self._view.process("trainer", f"published version {last['step']} after {last['time/step']:.1f} s")
+        self._view.update(
+            reward=last["reward/all/mean"], pass_rate=last["rollout/pass_rate"], staleness=last["off_policy/mean"]
+        )
+
+    def _memory(self, now: float) -> None:
+        if now - self._memory_read < MEMORY_SECONDS:
+            return
+        self._memory_read = now
+        held = {f"memory/{name}": resident_bytes(pid) for name, pid in self._pids.items()}
+        runfolder.append_json(self._folder / "memory.jsonl", {"step": self._steps, "time": now, **held})
+
+    def _engine_busy(self, engine: dict[str, float], now: float) -> None:
+        """Busy seconds since the last look, as one span of the timeline: its length is exact, its place is not."""
+        if not engine:
+            return
+        busy = engine["busy_seconds"] - self._engine.get("busy_seconds", engine["busy_seconds"])
+        tokens = engine["generated_tokens"] - self._engine.get("generated_tokens", engine["generated_tokens"])
+        self._engine = dict(engine)
+        if busy > 0:
+            span = {"process": "engine", "state": "generate", "start": self._last, "end": self._last + busy}
+            runfolder.append_json(self._folder / "timeline.jsonl", span)
+        self._view.process("engine", f"{engine['running']:.0f} running, {engine['waiting']:.0f} waiting")
+        self._view.update(tokens_per_s=tokens / (now - self._last))

@@ -1,0 +1,168 @@
+"""The figures and the episodes that a finished run reports: reads the run folder, ledger, manifests and blobs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from etude import runfolder
+from etude.dashboard.report import Cheating, MismatchSummary, RunReport, Utilisation, held_out, write_report
+from etude.dashboard.view import ShownEpisode, load_view, show
+from etude.evals.suite import EvalResult
+from etude.grading.cheats import CHARGES
+from etude.records import Episode, Group, decode
+from etude.rollout.audit import audited
+from etude.rollout.drift import Shift
+from etude.run.loop import Run
+from etude.trainer.rl.batch import advantages
+from etude.weights.manifest import manifests
+
+SHOWN_PAIRS = 6
+SHOWN_GROUPS = 3
+SHOWN_SUSPECTS = 6
+LISTED_SUSPECTS = 50
+
+
+def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None, seconds: float) -> RunReport:
+    """Writes report.json and report.html; returns the report."""
+    steps = runfolder.read_jsonl(run.folder / "metrics.jsonl")
+    published = manifests(run.weights)
+    timeline = runfolder.read_jsonl(run.folder / "timeline.jsonl")
+    conservation = run.ledger.conservation(published)
+    trained, generated = run.ledger.represented()
+    report = RunReport(
+        **held_out(before, after),
+        seed=run.config.seed,
+        seconds=seconds,
+        steps=max((m.version for m in published), default=0),
+        episodes=run.ledger.counts(),
+        versions=len(published),
+        bytes_published=sum(m.payload_bytes for m in published),
+        utilisation=Utilisation(trainer=_busy(timeline, "trainer"), engine=_busy(timeline, "engine")),
+        mismatch=_mismatch(steps),
+        checks={
+            "ledger_conserved": conservation.ok,
+            "weights_digest_served": run.digests_checked > 0 and run.progress.served == published[-1].version,
+            "tokens_prefix_property": all(step.get("rollout/prefix_violations", 0) == 0 for step in steps),
+            "engines_alike": not run.complaints,
+            "no_episode_lost": run.ledger.counts().get("infra", 0) == 0,
+        },
+        trained=trained,
+        generated=generated,
+        name=run.config.name,
+        model=run.config.model.path,
+        dataset=run.dataset.name,
+        hardware=f"{os.cpu_count()} CPU cores, {platform.machine()}, {run.config.trainer.device}",
+        stages=_stages(timeline),
+        weights_bytes=2 * max((m.elements for m in published), default=0),
+        pauses=run.pauses,
+        cheating=_cheating(run, steps),
+    )
+    write_report(run.folder, report, load_view(run.folder, _shown(run, before, after)))
+    return report
+
+
+def _cheating(run: Run, steps: list[dict[str, Any]]) -> Cheating:
+    suspects = run.ledger.flagged()
+    charged = [s for s in suspects if CHARGES.keys() & set(s.flags)]
+    twins, _ = run.ledger.twins()
+    return Cheating(
+        flags=dict(sorted(Counter(flag for s in suspects for flag in s.flags).items())),
+        charged=len(charged),
+        rewarded=sum(s.reward > 0 for s in charged),
+        suspects=tuple(charged[-LISTED_SUSPECTS:]),
+        twins=twins,
+        twins_bound=_bound(twins.passed + twins.tampered, twins.played),
+        shifts=tuple(msgspec.convert(event, Shift) for step in steps for event in step.get("drift/events", ())),
+    )
+
+
+def _bound(found: int, played: int) -> float | None:
+    """Upper end of the exact 95 % interval of a share none was found of; null if some were, or none was played."""
+    return 1 - 0.05 ** (1 / played) if played and not found else None
+
+
+def _busy(timeline: list[dict[str, object]], process: str) -> float:
+    """Share of the training stage in which `process` did something else than wait."""
+    stages = [
+        (float(s["start"]), float(s["end"])) for s in timeline if s["process"] == "controller" and s["state"] == "train"
+    ]
+    total = sum(end - start for start, end in stages)
+    busy = sum(
+        max(0.0, min(end, float(span["end"])) - max(start, float(span["start"])))
+        for span in timeline
+        if span["process"] == process and span["state"] not in ("wait", "idle")
+        for start, end in stages
+    )
+    return busy / total if total else 0.0
+
+
+def _mismatch(steps: list[dict[str, float]]) -> MismatchSummary:
+    """Token-weighted means over the run, on tokens sampled by the very version that trained on them."""
+    measured = [s for s in steps if s.get("mismatch/tokens")]
+    tokens = sum(s["mismatch/tokens"] for s in measured)
+    if not tokens:
+        return MismatchSummary(k2=None, k3=None, max_abs=None)
+    return MismatchSummary(
+        k2=sum(s["mismatch/k2"] * s["mismatch/tokens"] for s in measured) / tokens,
+        k3=sum(s["mismatch/k3"] * s["mismatch/tokens"] for s in measured) / tokens,
+        max_abs=max(s["mismatch/max_abs"] for s in measured),
+    )
+
+
+def _stages(timeline: list[dict[str, object]]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for span in timeline:
+        if span["process"] == "controller":
+            name = str(span["state"])
+            seconds[name] = seconds.get(name, 0.0) + float(span["end"]) - float(span["start"])
+    return seconds
+
+
+def _shown(run: Run, before: EvalResult | None, after: EvalResult | None) -> list[ShownEpisode]:
+    """Held-out pairs that changed either way, and whole groups of the last steps with their advantages."""
+    tokenizer = Tokenizer.from_file(str(Path(run.config.model.path) / "tokenizer.json"))
+    shown: list[ShownEpisode] = []
+    for task in _interesting(before, after):
+        for when in ("before", "after"):
+            key = f"eval-{when}/{task}-0.msgpack"
+            if run.rollouts.exists(key):
+                episode = decode(run.rollouts.get(key), Episode)
+                shown.append(show(f"{task} ({'pass' if episode.passed else 'fail'})", episode, tokenizer, stage=when))
+    for group in _mixed_groups(run):
+        episodes = [decode(run.rollouts.get(key), Episode) for key in group.episodes]
+        episodes = audited(episodes) if run.config.cheats.contrast else episodes
+        ranked = sorted(zip(episodes, advantages([e.reward for e in episodes]), strict=True), key=lambda pair: -pair[1])
+        for episode, advantage in (ranked[0], ranked[-1]):
+            title = f"{group.task_id} #{episode.member} ({'pass' if episode.passed else 'fail'})"
+            shown.append(show(title, episode, tokenizer, advantage, stage="training"))
+    charged = [s for s in run.ledger.flagged() if s.blob and CHARGES.keys() & set(s.flags)]
+    for suspect in charged[-SHOWN_SUSPECTS:]:
+        title = f"{suspect.task} #{suspect.member}: {', '.join(suspect.flags)}"
+        shown.append(show(title, decode(run.rollouts.get(suspect.blob), Episode), tokenizer, stage="flagged"))
+    return shown
+
+
+def _interesting(before: EvalResult | None, after: EvalResult | None) -> list[str]:
+    """Task ids: first those whose first sample changed (fixed, then broken), then the others."""
+    results = [r for r in (before, after) if r is not None]
+    if not results:
+        return []
+    first = [{t.id: t.passed[0] for t in r.tasks if t.passed} for r in results]
+    ids = sorted(set(first[0]).intersection(*first[1:]))
+    change = {i: int(first[-1][i]) - int(first[0][i]) for i in ids}
+    fixed = [i for i in ids if change[i] > 0][: SHOWN_PAIRS - 2]
+    broken = [i for i in ids if change[i] < 0][:1]
+    rest = [i for i in ids if change[i] == 0][: SHOWN_PAIRS - len(fixed) - len(broken)]
+    return fixed + broken + rest
+
+
+def _mixed_groups(run: Run) -> list[Group]:
+    """The last consumed groups in which some members passed and some failed."""
+    return run.ledger.mixed_groups(SHOWN_GROUPS)

@@ -1,0 +1,116 @@
+"""Docker and Podman, by their command lines: a container for each box, without network and capabilities to speak of.
+
+The container's first program is ours and ends with its standard input, so a box never outlives its owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import shutil
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from etude.errors import UserError
+from etude.sandbox.backends.host import CAPABILITIES, SERVER_PROCESSES, Need
+from etude.sandbox.backends.processes import ProcessStream, attached, last, output
+from etude.sandbox.base import Capabilities
+
+KERNEL_THREADS = 512
+_ISOLATION: dict[str, Literal["gvisor", "vm"]] = {"runsc": "gvisor", "kata": "vm", "krun": "vm"}
+
+
+class Containers:
+    """`runtime` is one that the engine knows, such as runc or runsc (gVisor); None: its own choice."""
+
+    def __init__(self, name: Literal["docker", "podman"], image: str, runtime: str | None) -> None:
+        self.name = name
+        self._image = image
+        self._runtime = runtime
+
+    async def reach(self) -> None:
+        await self._info()
+
+    async def open(self) -> Capabilities:
+        info = await self._info()
+        code, said = await output([self.name, "image", "inspect", "--format", "{{.Id}}", self._image])
+        if code:
+            raise UserError(f"{self.name} has no image {self._image} ({last(said)}); pull or import it first.")
+        if self.name == "docker":
+            runtimes, version, rootless = info["Runtimes"], info.get("CgroupVersion", "1"), _rootless(info)
+            missing = [] if info["MemoryLimit"] and info["PidsLimit"] else ["memory or processes"]
+        else:
+            host = info["host"]
+            runtimes, rootless = None, host["security"]["rootless"]
+            version = host["cgroupVersion"].removeprefix("v")
+            missing = sorted({"memory", "pids"} - set(host["cgroupControllers"] or ()))
+        if missing:
+            raise UserError(f"{self.name} cannot limit {', '.join(missing)} here; give it control groups.")
+        if self._runtime is not None:
+            known = shutil.which(self._runtime) if runtimes is None else runtimes.get(self._runtime)
+            if known is None:
+                raise UserError(f"{self.name} knows no runtime {self._runtime}; install it, or drop sandbox.runtime.")
+        return Capabilities(
+            isolation=self._isolation(),
+            rootless=rootless,
+            egress=False,
+            pty=True,
+            seccomp=True,
+            cgroup="v2" if version == "2" else "v1",
+            limits=("memory", "processes", "disk", "cpus", *(["files"] if self.name == "docker" else [])),
+        )
+
+    def _isolation(self) -> Literal["container", "gvisor", "vm"]:
+        stem = (self._runtime or "").rpartition("/")[2]
+        return next((kind for word, kind in _ISOLATION.items() if word in stem), "container")
+
+    async def _info(self) -> dict[str, Any]:
+        if shutil.which(self.name) is None:
+            raise UserError(f"{self.name} is not installed here; install it, or use another sandbox.backend.")
+        code, said = await output([self.name, "info", "--format", "{{json .}}"])
+        with contextlib.suppress(ValueError):
+            info = json.loads(said)
+            if code == 0 and not info.get("ServerErrors"):
+                return info
+        raise UserError(f"{self.name} does not answer ({last(said)}); start it, or use another sandbox.backend.")
+
+    async def start(self, command: Sequence[str], need: Need) -> ProcessStream:
+        name = f"etude-{secrets.token_hex(8)}"
+        run = [*self._program(), "run", "--rm", "--interactive", "--name", name, *self._options(need)]
+        now = ["--time", "0"] if self.name == "podman" else []
+        return await attached([*run, self._image, *command[1:]], [self.name, "rm", "--force", *now, name])
+
+    def _program(self) -> list[str]:
+        if self._runtime is None:
+            return [self.name]
+        flags = ["--runtime", self._runtime] if self.name == "podman" else []
+        if self.name == "podman" and "runsc" in self._runtime:
+            flags += ["--runtime-flag", "network=none"]  # else it takes the host's own network namespace for ours
+        return [self.name, *flags]
+
+    def _options(self, need: Need) -> list[str]:
+        limits = need.limits
+        # a page less than the largest file, so that a disk is full before a file is too large
+        disk = f"size={limits.disk_mb * 1024 - 4}k" + (",nr_inodes=16384" if self.name == "docker" else "")
+        # a kernel of its own counts its own threads here; the box's processes are counted inside
+        processes = limits.processes + (KERNEL_THREADS if self._isolation() != "container" else SERVER_PROCESSES)
+        tree = f"size={limits.disk_mb + need.files_mb}m"
+        mounts = {"/workspace": tree, "/site": tree, "/opt/runner": tree, "/run": tree}
+        mounts |= dict.fromkeys(("/home/user", "/tmp", "/var/tmp"), disk)
+        # nofile, nproc: some hosts forbid what engines ask for by default
+        fixed = "--network none --read-only --cap-drop ALL --security-opt no-new-privileges --hostname devbox"
+        return [
+            *fixed.split(),
+            *("--user", "0:0", "--workdir", "/", "--entrypoint", "sh", "--log-driver", "none", "--pull", "never"),
+            *("--memory", f"{need.memory_mb}m", "--memory-swap", f"{need.memory_mb}m", "--cpus", str(limits.cpus)),
+            *("--pids-limit", str(processes), "--shm-size", f"{limits.disk_mb}m"),
+            *("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096", "--ulimit", "core=0:0"),
+            *(part for name in CAPABILITIES for part in ("--cap-add", name)),
+            *(part for at, how in mounts.items() for part in ("--tmpfs", f"{at}:rw,exec,nosuid,nodev,{how}")),
+            *(["--runtime", self._runtime] if self._runtime is not None and self.name == "docker" else []),
+        ]
+
+
+def _rootless(info: dict[str, Any]) -> bool:
+    return any("rootless" in option for option in info.get("SecurityOptions") or ())

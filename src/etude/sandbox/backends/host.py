@@ -1,0 +1,169 @@
+"""What a machine for one box must give: a program in it, and a stream of bytes to and from that program.
+
+Everything else is ours and the same everywhere: `guest/guest.py` comes through the stream, with the image's files
+after it, and serves what the namespace backend's processes serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import io
+import json
+import re
+import struct
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from etude.sandbox.base import Capabilities, LaunchFailed, Limits
+from etude.sandbox.guest.root import RUNNER
+from etude.sandbox.namespace.connection import Connection
+
+SERVER_MB = 160  # memory of what serves a box, besides the box's own
+SERVER_PROCESSES = 16
+# Of root in a machine: to become the box's user, own its files and end its processes.
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
+LIFETIME = 3600.0  # seconds after which a machine elsewhere ends whose owner has vanished
+
+_BOOT = f"""
+import io, sys, tarfile
+f = sys.stdin.buffer
+t = tarfile.open(fileobj=io.BytesIO(f.read(int(f.readline()))))
+if hasattr(tarfile, "fully_trusted_filter"): t.extraction_filter = tarfile.fully_trusted_filter
+t.extractall("{RUNNER}")
+sys.path[:] = [p for p in sys.path if p] + ["{RUNNER}"]
+from guest.guest import main
+main(f)
+"""
+# Runs in the image: needs sh, env, python3 (3.11 or later) and bash. The environment is that of a test run.
+COMMAND = (
+    "sh",
+    "-c",
+    'exec env -i PATH="$PATH" HOME=/tmp LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -sSPB -c "$0"',
+    _BOOT,
+)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a machine is for: the limits of its box, and the size of the files that are shipped into it."""
+
+    limits: Limits
+    files_mb: int
+
+    @property
+    def memory_mb(self) -> int:
+        """Of the machine: the box, what serves it, and its files."""
+        return self.limits.memory_mb + SERVER_MB + self.files_mb
+
+
+class ProgramStream(Protocol):
+    """To the standard input, and from the standard output, of a program in a machine of its own."""
+
+    async def read(self) -> bytes:
+        """Some bytes; none once the program has ended. Raises OSError."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Raises OSError if the program is gone."""
+        ...
+
+    async def close(self) -> None:
+        """End the machine. Idempotent; raises nothing."""
+        ...
+
+
+class Carrier(Protocol):
+    """Makes machines."""
+
+    name: str
+
+    async def reach(self) -> None:
+        """Raises UserError: it is not installed, does not answer, or has no key."""
+        ...
+
+    async def open(self) -> Capabilities:
+        """Prepare, and say what its boxes have. Raises UserError: it lacks what boxes need."""
+        ...
+
+    async def start(self, command: Sequence[str], need: Need) -> ProgramStream:
+        """Run `command` as root in a new machine without network. Raises LaunchFailed."""
+        ...
+
+
+class StreamConnection(Connection):
+    """Requests and replies as in `Connection`, over a stream: what a request carries follows it."""
+
+    start_seconds = 180.0  # files travel, and a machine may be far away
+
+    def __init__(self, stream: ProgramStream) -> None:
+        self._begin()
+        self._stream = stream
+        self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+
+    def put(self, head: Mapping[str, Any], body: bytes = b"") -> None:
+        data = json.dumps({**head, "bytes": len(body)}).encode()
+        self._outgoing.put_nowait(struct.pack("<I", len(data)) + data)
+        self._outgoing.put_nowait(body)
+
+    def boot(self, runner: bytes) -> None:
+        """Send our own modules, of which the first program in the machine knows nothing yet."""
+        self._outgoing.put_nowait(b"%d\n" % len(runner) + runner)
+
+    async def _read(self) -> None:
+        try:
+            while data := await self._stream.read():
+                self._feed(data)
+        except OSError as e:
+            self._lost(f": {e}")
+        self._lost("")
+
+    def _lost(self, why: str) -> None:
+        if not self.ready.done():
+            text = f"the machine of a box ended at once{why}; its image needs sh, bash and python3 (3.11 or later)"
+            self.ready.set_exception(LaunchFailed(text))
+        self.close(f"the machine of a box has ended{why}")
+
+    async def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the reader says why
+            while True:
+                await self._stream.write(await self._outgoing.get())
+
+    def _send(self, head: dict[str, Any], payload: bytes, descriptors: Sequence[int]) -> None:
+        assert not descriptors
+        self.put(head, payload)
+
+    def _hang_up(self) -> None:
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A folder as a compressed archive."""
+
+    data: bytes
+    size: int  # bytes, unpacked
+
+
+# pytest needs two of these
+_LEXERS = re.compile(r"pygments/lexers/(__pycache__/)?(?!__init__|_mapping|diff|python|__pycache__)")
+
+
+def pack(places: Mapping[str, Path]) -> Packed:
+    """Files and folders by their name in the archive; "" is the folder itself. Links stay links."""
+
+    def wanted(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return None if "pygments" in places and _LEXERS.match(member.name) else member
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for name, path in places.items():
+            archive.add(path, name or ".", filter=wanted)
+    return Packed(gzip.compress(buffer.getvalue(), 1), buffer.tell())

@@ -1,0 +1,230 @@
+"""What a sandbox backend and its boxes promise; everything outside this package is written against these types.
+
+A box is a value until something runs in it: an image and a change set. Reading and writing files, and running tests
+in a throwaway copy, need no process. Only `Box.exec` makes it live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+Payer = Literal["agent", "infra"]
+TOOLS = "/opt/agent"
+DOOR_PORT = 41414
+
+
+class BoxError(Exception):
+    """An operation on a box failed. `payer` says whose fault it is; only "infra" is worth a retry."""
+
+    payer: Payer = "agent"
+
+
+class NotFound(BoxError):
+    """No such file or folder."""
+
+
+class NotRegular(BoxError):
+    """Not a regular file: a folder, a link, a FIFO, a device."""
+
+
+class Escape(BoxError):
+    """A path that is absolute, holds `..` or NUL, or leaves the repository through a link."""
+
+
+class TooLarge(BoxError):
+    """A file, or a change set, over its cap."""
+
+
+class NoSpace(BoxError):
+    """The disk of the box is full."""
+
+
+class Busy(BoxError):
+    """A command is still running in the shell of this box."""
+
+
+class BoxDead(BoxError):
+    """The box, or the process that makes boxes, is gone."""
+
+    payer: Payer = "infra"
+
+
+class LaunchFailed(BoxError):
+    """A box could not be made."""
+
+    payer: Payer = "infra"
+
+
+class ApplyFailed(BoxError):
+    """The server that lays sketches into files did not answer."""
+
+    payer: Payer = "infra"
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a box starts from. Folders are never changed while a sandbox that has seen them is open."""
+
+    repository: Path  # layer L1: the agent's working tree
+    site: Path | None  # its dependencies, on sys.path, read-only
+    changes: Mapping[str, str]  # layer L2: path -> text over the repository
+    decoys: Mapping[str, str] = field(default_factory=dict)  # files of the agent's box that no test run holds
+    history: Mapping[str, bytes] = field(default_factory=dict)  # the agent's .git, path -> content; no test run has it
+    tools: Path | None = None  # folder that a live box has at TOOLS, read-only: the program of an outside agent
+    door: Path | None = None  # unix socket of the host that a live box reaches at 127.0.0.1:DOOR_PORT
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a box may use."""
+
+    memory_mb: int = 1024
+    addresses_mb: int | None = None  # of one process; None: as many as of memory
+    processes: int = 64
+    disk_mb: int = 64
+    seconds: float = 10.0  # wall time of a test run
+    cpus: float = 1.0  # processors' worth of time, where there are control groups
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """One line in the shell. `rc` is None if the shell was lost; `cut` bytes were left out of the middle."""
+
+    rc: int | None
+    output: str
+    cut: int
+    seconds: float
+    timed_out: bool
+
+
+@dataclass(frozen=True)
+class EgressRequest:
+    """One request of a box to the outside. Sizes are in bytes; `path` is None inside of a tunnel, which is not opened.
+
+    `allowed` is what the policy says. `why` says why a request was refused, or did not end as it should.
+    """
+
+    method: str
+    host: str
+    port: int
+    path: str | None
+    sent: int
+    received: int
+    allowed: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class TestReport:
+    """Node id -> "passed" | "failed" | "error" | "missing", decided outside the tested process.
+
+    `messages` holds one line for each test that failed. `tampered` is proof: a sentinel came out wrong, a decoy
+    was returned, or a result was forged.
+    """
+
+    __test__ = False  # pytest must not collect it
+
+    outcomes: dict[str, str]
+    messages: dict[str, str]
+    seconds: float
+    timed_out: bool = False
+    crashed: bool = False
+    tampered: bool = False
+    apart: int = 0  # tests whose expected values never entered a box
+    mirrored: int = 0  # other tests that ran beside a twin with a wrong expectation
+
+    @property
+    def covered(self) -> float:
+        """Share of the tests that a forged result cannot pass, or cannot pass unnoticed."""
+        return (self.apart + self.mirrored) / max(1, len(self.outcomes))
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend gives on this machine."""
+
+    isolation: Literal["none", "namespace", "container", "gvisor", "vm"]
+    rootless: bool
+    egress: bool
+    pty: bool
+    seccomp: bool
+    cgroup: Literal["v2", "v1", "none"]
+    limits: tuple[str, ...] = ()  # of `Limits`, those that hold for a box as a whole
+    persona: bool = False  # whether a box can look like a given machine
+    door: bool = False  # whether a box can reach a socket of the host: an outside agent's endpoint
+    fork_fs: bool = True  # a fork has the same files, by its change set
+    fork_mem: bool = False  # a fork has the same processes
+
+
+class Box(Protocol):
+    """Paths are relative to the repository root. Every error is a BoxError."""
+
+    async def read(self, path: str, max_bytes: int = 65536) -> bytes:
+        """Content of a regular file. Raises NotFound, NotRegular, Escape, or TooLarge above `max_bytes`."""
+        ...
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Replace or create a file and its folders. Raises Escape, NotRegular, TooLarge, NoSpace."""
+        ...
+
+    async def list(self, path: str) -> list[str]:
+        """Sorted names in a folder ("" is the root), folders with a trailing slash. Raises NotFound, NotRegular."""
+        ...
+
+    async def delete(self, path: str) -> None:
+        """Remove a file. Raises NotFound, NotRegular, Escape."""
+        ...
+
+    async def exec(self, line: str, timeout: float) -> ExecResult:
+        """Run a line in the box's shell, which keeps its folder and variables. A non-zero exit is a result."""
+        ...
+
+    async def interrupt(self) -> None:
+        """End the command that `exec` runs, as its deadline would."""
+        ...
+
+    async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:
+        """Run visible tests on a throwaway copy of the box."""
+        ...
+
+    async def changes(self) -> dict[str, bytes | None]:
+        """Files that differ from the image; None is a deletion. Raises TooLarge, payer agent."""
+        ...
+
+    def requests(self) -> Sequence[EgressRequest] | None:
+        """What the box has asked of the outside, all of it once it is closed; None if it has no way out."""
+        ...
+
+    async def fork(self, count: int) -> Sequence[Box]:
+        """Boxes with the same files; this one goes on, with its processes. Raises TooLarge."""
+        ...
+
+    async def close(self) -> None:
+        """End every process of the box. Idempotent."""
+        ...
+
+
+class Sandbox(Protocol):
+    """A backend."""
+
+    def capabilities(self) -> Capabilities: ...
+
+    async def create(self, image: Image, limits: Limits) -> Box: ...
+
+    async def run_tests(
+        self,
+        image: Image,
+        changes: Mapping[str, bytes | None],
+        tests: Sequence[str],
+        hidden: Path | None,
+        limits: Limits,
+    ) -> TestReport:
+        """Run tests on `image` with `changes`, in a fresh box without network.
+
+        `hidden` is a folder of test files that only this run sees; sentinels are mixed in then. Raises BoxDead or
+        LaunchFailed; whatever the tested code does is a result.
+        """
+        ...

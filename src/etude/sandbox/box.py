@@ -1,0 +1,258 @@
+"""A box as a value: an image, and the files that differ from it. No process, no mount."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etude.sandbox.base import (
+    BoxDead,
+    EgressRequest,
+    Escape,
+    ExecResult,
+    Image,
+    Limits,
+    NoSpace,
+    NotFound,
+    NotRegular,
+    TestReport,
+    TooLarge,
+)
+from etude.sandbox.namespace.templates import DEPTH
+
+if TYPE_CHECKING:
+    from etude.sandbox.namespace.sandbox import Backend
+    from etude.sandbox.namespace.templates import Layer
+    from etude.sandbox.shell import Shell
+
+MAX_FILE = 10 << 20  # bytes of one file
+MAX_DEPTH = 64
+MAX_NAME = 255
+
+
+def checked(path: str) -> str:
+    """A normal path relative to the root ("" is the root). Raises Escape."""
+    if "\0" in path or path.startswith("/"):
+        raise Escape(f"{path[:80]!r} is not a path below the repository")
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise Escape(f"{path[:80]!r} leaves the repository")
+    if len(parts) > MAX_DEPTH or any(len(os.fsencode(part)) > MAX_NAME for part in parts):
+        raise TooLarge(f"{path[:80]!r} is too long")
+    return "/".join(parts)
+
+
+class ValueBox:
+    """A box that turns into a live one at the first `exec`, and stays live.
+
+    Reading goes through the change set to the image on disk; links in the image are not followed.
+    """
+
+    def __init__(self, sandbox: Backend, image: Image, limits: Limits) -> None:
+        self._sandbox = sandbox
+        self._image = image
+        self._limits = limits
+        texts = {**image.decoys, **image.changes}
+        self._base = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
+        self._base |= image.history
+        self._changes: dict[str, bytes | None] = {}
+        self._below: tuple[Layer, ...] = ()  # of live boxes that this one was forked from: then it is made live, too
+        self._shell: Shell | None = None
+        self._closed = False
+        self._start = asyncio.Lock()
+
+    async def read(self, path: str, max_bytes: int = 65536) -> bytes:
+        self._open()
+        path = checked(path)
+        if (shell := await self._live()) is not None:
+            return await shell.read(path, max_bytes)
+        return self._content(path, max_bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        self._open()
+        path = checked(path)
+        if not path:
+            raise NotRegular("the repository itself is a folder")
+        if len(data) > MAX_FILE:
+            raise TooLarge(f"a file has at most {MAX_FILE} bytes")
+        if (shell := await self._live()) is not None:
+            await shell.write(path, data)
+            return
+        self._check_parents(path)
+        if self._is_folder(path):
+            raise NotRegular(f"{path} is a folder")
+        if path not in self._layers() and self._kind(path) not in (None, stat.S_IFREG):
+            raise NotRegular(f"{path} is not a regular file")
+        others = sum(len(text) for name, text in self._changes.items() if text is not None and name != path)
+        if others + len(data) > self._limits.disk_mb << 20:
+            raise NoSpace("the disk is full")
+        self._changes[path] = bytes(data)
+
+    async def list(self, path: str) -> list[str]:
+        self._open()
+        path = checked(path)
+        if (shell := await self._live()) is not None:
+            return await shell.list(path)
+        if not self._is_folder(path):
+            exists = path in self._layers() or self._kind(path) is not None
+            raise (NotRegular if exists else NotFound)(f"{path} is not a folder")
+        names = set()
+        if self._kind(path) == stat.S_IFDIR:
+            with os.scandir(self._image.repository / path) as entries:
+                names = {e.name + "/" if e.is_dir(follow_symlinks=False) else e.name for e in entries}
+        prefix = f"{path}/" if path else ""
+        for name, data in self._layers().items():
+            if name.startswith(prefix):
+                head, slash, _ = name[len(prefix) :].partition("/")
+                if data is not None:
+                    names.add(head + slash)
+                elif not slash:
+                    names.discard(head)
+        return sorted(names)
+
+    async def delete(self, path: str) -> None:
+        self._open()
+        path = checked(path)
+        if (shell := await self._live()) is not None:
+            await shell.delete(path)
+            return
+        self._content(path, MAX_FILE)  # raises what is wrong with it
+        if path in self._base or self._kind(path) is not None:
+            self._changes[path] = None
+        else:
+            del self._changes[path]
+
+    async def exec(self, line: str, timeout: float) -> ExecResult:
+        self._open()
+        return await (await self._started()).exec(line, timeout)
+
+    async def interrupt(self) -> None:
+        if self._shell is not None:
+            await self._shell.interrupt()
+
+    async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:
+        self._open()
+        limits = replace(self._limits, seconds=timeout)
+        return await self._sandbox.run_tests(self._image, await self.changes(), tests, None, limits)
+
+    async def changes(self) -> dict[str, bytes | None]:
+        self._open()
+        shell = await self._live()
+        current = self._changes if shell is None else await shell.changes()
+        mine = {path: data for path, data in current.items() if data != self._original(path)}
+        # What git writes when an agent looks at the state of its tree is no work, and nobody reads it.
+        return {path: data for path, data in mine.items() if not (self._image.history and path.startswith(".git/"))}
+
+    def requests(self) -> Sequence[EgressRequest] | None:
+        if not self._sandbox.gated:
+            return None
+        return [] if self._shell is None else self._shell.requests()
+
+    async def fork(self, count: int) -> list[ValueBox]:
+        """`count` boxes with the same files, their links and modes too, and nothing that was deleted here.
+
+        Processes stay behind, and this box goes on. Files are frozen, not copied, unless a process works among them; a
+        machine of another backend has its regular files copied.
+        """
+        self._open()
+        below, changes = self._below, self._changes
+        if self._shell is not None and not self._shell.layered:
+            changes = await self.changes()
+        elif self._shell is not None:
+            if len(below) >= DEPTH:
+                raise TooLarge(f"a box can't be a fork of forks more than {DEPTH} deep")
+            layer, moved = await self._shell.freeze()
+            below, changes = below if layer is None else (layer, *below), {}
+            self._below = below if moved else self._below
+        children = [ValueBox(self._sandbox, self._image, self._limits) for _ in range(count)]
+        for child in children:
+            child._below, child._changes = below, dict(changes)
+        return children
+
+    async def close(self) -> None:
+        self._closed = True
+        self._below = ()
+        if self._shell is not None:
+            await self._shell.close()
+
+    async def _live(self) -> Shell | None:
+        """The shell; None for a box that is still a value."""
+        return await self._started() if self._below else self._shell
+
+    async def _started(self) -> Shell:
+        async with self._start:
+            if self._shell is None:
+                layers = {} if self._below else self._layers()
+                self._shell = await self._sandbox.shell(self._image, layers, self._limits, below=self._below)
+        return self._shell
+
+    def _open(self) -> None:
+        if self._closed:
+            raise BoxDead("the box is closed")
+
+    def _layers(self) -> dict[str, bytes | None]:
+        return {**self._base, **self._changes}
+
+    def _content(self, path: str, max_bytes: int) -> bytes:
+        layers = self._layers()
+        data = layers.get(path)
+        if data is None:
+            if path in layers:
+                raise NotFound(f"{path} does not exist")
+            self._check_parents(path)
+            kind = self._kind(path)
+            if kind is None and not self._is_folder(path):
+                raise NotFound(f"{path} does not exist")
+            if kind != stat.S_IFREG:
+                raise NotRegular(f"{path} is not a regular file")
+            data = _read(self._image.repository / path, max_bytes)
+        if len(data) > max_bytes:
+            raise TooLarge(f"{path} has more than {max_bytes} bytes")
+        return data
+
+    def _original(self, path: str) -> bytes | None:
+        if path in self._base:
+            return self._base[path]
+        return _read(self._image.repository / path, MAX_FILE) if self._kind(path) == stat.S_IFREG else None
+
+    def _kind(self, path: str) -> int | None:
+        """File type in the image on disk; None if there is nothing."""
+        try:
+            return stat.S_IFMT(os.lstat(self._image.repository / path).st_mode)
+        except OSError:
+            return None
+
+    def _is_folder(self, path: str) -> bool:
+        if not path or self._kind(path) == stat.S_IFDIR:
+            return True
+        return any(name.startswith(f"{path}/") and data is not None for name, data in self._layers().items())
+
+    def _check_parents(self, path: str) -> None:
+        layers = self._layers()
+        parts = path.split("/")
+        for i in range(1, len(parts)):
+            parent = "/".join(parts[:i])
+            kind = self._kind(parent)
+            if kind == stat.S_IFLNK:
+                raise Escape(f"{parent} is a link")
+            if layers.get(parent) is not None or (kind not in (None, stat.S_IFDIR) and parent not in layers):
+                raise NotRegular(f"{parent} is not a folder")
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    """At most `max_bytes` + 1 bytes of a file that may be exchanged for anything while we open it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise NotFound(f"{path.name} does not exist") from None
+    except OSError as e:
+        raise NotRegular(f"{path.name}: {e.strerror}") from None
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise NotRegular(f"{path.name} is not a regular file")
+        return file.read(max_bytes + 1)

@@ -1,0 +1,291 @@
+"""Control groups of boxes: memory, processes and processor time together, where this process may make groups.
+
+A sandbox has one group per hierarchy, locked while it lives, and below it one per live box and per test run at a time.
+They are made and removed by the owner, so that they go with the box whatever died inside. A group whose owner was
+killed holds no process any more and no lock; the next sandbox removes it. See docs/sandbox.md and cgroups(7).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from etude.sandbox.base import LaunchFailed, Limits
+
+NAME = "etude-boxes-"
+REST = "etude-rest"  # where the processes of a v2 group go that is to have groups below it
+NEEDED = frozenset({"memory", "pids"})
+WANTED = NEEDED | {"cpu"}
+PERIOD = 100_000  # microseconds
+REMOVE_SECONDS = 10.0
+ROUNDS = 20  # of moving processes that fork meanwhile
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """Controller -> the group below which groups are made; under v2 it is one and the same."""
+
+    kind: Literal["v2", "v1"]
+    folders: Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    """The group of one box in every hierarchy, and descriptors that move who writes "0" to them into it."""
+
+    folders: tuple[Path, ...]
+    descriptors: tuple[int, ...]
+
+
+def detect(proc: Path = Path("/proc/self"), top: Path = Path("/")) -> Hierarchy | None:
+    """Which hierarchy holds memory and processes in a group that this process may write to; None: neither does.
+
+    v2 is taken if its controllers are there, else v1, which is also what a hybrid machine has.
+    """
+    own: dict[str, str] = {}
+    for line in (proc / "cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        own |= dict.fromkeys(names.split(","), path)  # the name of v2 is empty
+    found: dict[str, Path] = {}
+    for line in (proc / "mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        if not kind.startswith("cgroup"):
+            continue
+        root, place = left.split(" ")[3:5]
+        for name in [""] if kind == "cgroup2" else WANTED & set(options.split(",")):
+            path = own.get(name, "/..")
+            if name not in found and "/.." not in path and f"{path}/".startswith(root.rstrip("/") + "/"):
+                found[name] = top / place.lstrip("/") / path[len(root.rstrip("/")) :].lstrip("/")
+    unified = found.pop("", None)
+    if unified is not None:
+        unified = unified.parent if unified.name == REST else unified
+        here = WANTED & _words(unified / "cgroup.controllers")
+        if here >= NEEDED and os.access(unified, os.W_OK):
+            return Hierarchy("v2", dict.fromkeys(sorted(here), unified))
+    writable = {name: folder for name, folder in sorted(found.items()) if os.access(folder, os.W_OK)}
+    return Hierarchy("v1", writable) if writable.keys() >= NEEDED else None
+
+
+def find() -> Groups | None:
+    """Groups for a new sandbox; None where there are none to be had."""
+    try:
+        hierarchy = detect()
+        if hierarchy is None:
+            return None
+        groups = Groups(hierarchy)
+    except OSError:
+        return None
+    try:
+        with groups.lent(Limits()):
+            return groups
+    except LaunchFailed:
+        groups.close()
+        return None
+
+
+def hand_down(folder: Path, controllers: frozenset[str]) -> None:
+    """Give the groups below a v2 group these controllers. A group that does can't hold processes (cgroups(7)), so
+    its own ones move into one below it first. Raises OSError."""
+    if controllers <= _words(folder / "cgroup.subtree_control"):
+        return
+    if (folder / "cgroup.type").exists():  # the root has none, and may hold processes
+        for _ in range(ROUNDS):
+            if not (pids := _words(folder / "cgroup.procs")):
+                break
+            (folder / REST).mkdir(exist_ok=True)
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    (folder / REST / "cgroup.procs").write_text(pid)
+    (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in sorted(controllers)))
+
+
+class Groups:
+    """The groups of one sandbox. Raises OSError if none can be made."""
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        self.hierarchy = hierarchy
+        self.tops: dict[Path, Path] = {}  # by the folder that it lies in
+        self._locks: list[int] = []
+        self._free: dict[Limits, list[ControlGroup]] = {}  # of test runs
+        self._count = 0
+        name = NAME + secrets.token_hex(6)
+        try:
+            for folder in dict.fromkeys(hierarchy.folders.values()):
+                if hierarchy.kind == "v2":
+                    hand_down(folder, frozenset(hierarchy.folders))
+                sweep(folder)
+                self.tops[folder] = folder / name
+                self._locks.append(_locked(folder / name))
+                if hierarchy.kind == "v2":
+                    hand_down(folder / name, frozenset(hierarchy.folders))
+            if "cpu" in hierarchy.folders:
+                _weigh(hierarchy.folders["cpu"] / name, hierarchy.kind)
+        except OSError:
+            self.close()
+            raise
+
+    def make(self, limits: Limits) -> ControlGroup:
+        """A new group that holds a box to `limits`. Raises LaunchFailed."""
+        self._count += 1
+        folders: dict[str, Path] = {}
+        descriptors: list[int] = []
+        try:
+            for controller, folder in self.hierarchy.folders.items():
+                place = folders[controller] = self.tops[folder] / f"box-{self._count}"
+                place.mkdir(exist_ok=True)  # one folder may have several controllers
+                for file, value, optional in _settings(self.hierarchy.kind, controller, limits):
+                    with contextlib.suppress(FileNotFoundError) if optional else contextlib.nullcontext():
+                        (place / file).write_text(str(value))
+            unique = tuple(dict.fromkeys(folders.values()))
+            descriptors += [os.open(place / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for place in unique]
+        except OSError as e:
+            for fd in descriptors:
+                os.close(fd)
+            raise LaunchFailed(f"a control group could not be made: {e}") from None
+        return ControlGroup(unique, tuple(descriptors))
+
+    @contextlib.contextmanager
+    def lent(self, limits: Limits) -> Iterator[ControlGroup]:
+        """A group for one test run, which ends with all its processes. It is used again, unless the run was lost."""
+        key = Limits(limits.memory_mb, limits.processes, cpus=limits.cpus)
+        free = self._free.setdefault(key, [])
+        group = free.pop() if free else self.make(key)
+        try:
+            yield group
+        except BaseException:
+            _released(group)
+            raise
+        free.append(group)
+
+    async def remove(self, group: ControlGroup) -> None:
+        """End what is left in a group, and remove it. What does not die in time is left to the next sandbox."""
+        _released(group)
+        deadline = time.monotonic() + REMOVE_SECONDS
+        wait = 0.001
+        for folder in group.folders:
+            while not _removed(folder) and time.monotonic() < deadline:
+                await asyncio.sleep(wait)
+                wait = min(0.05, 2 * wait)  # many boxes may be ending
+
+    def close(self) -> None:
+        """Remove all groups; their boxes have been ended."""
+        for group in [group for free in self._free.values() for group in free]:
+            _released(group)
+        self._free.clear()
+        deadline = time.monotonic() + REMOVE_SECONDS
+        for top in self.tops.values():
+            while not _emptied(top) and time.monotonic() < deadline:
+                for folder in _below(top):
+                    _kill(folder)
+                time.sleep(0.005)
+        for fd in self._locks:
+            os.close(fd)
+        self.tops.clear()
+        self._locks.clear()
+
+
+def sweep(folder: Path) -> None:
+    """Remove groups of sandboxes whose owner has died."""
+    for top in folder.glob(f"{NAME}*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _emptied(top)
+            finally:
+                os.close(fd)
+
+
+def _locked(top: Path) -> int:
+    """Descriptor of a new group whose lock says that it is in use."""
+    while True:
+        top.mkdir(exist_ok=True)
+        fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if top.exists():  # nobody has swept it away in between
+            return fd
+        os.close(fd)
+
+
+def _weigh(top: Path, kind: str) -> None:
+    """All boxes together weigh as much as one thread per processor of this process's niceness: the kernel counts a
+    group as one thread, whatever its own are (sched(7); a step of niceness is a factor of 1.25)."""
+    threads = (os.cpu_count() or 1) * 1.25 ** -os.getpriority(os.PRIO_PROCESS, 0)
+    if kind == "v2":
+        (top / "cpu.weight").write_text(str(min(10_000, max(1, round(100 * threads)))))
+    else:
+        (top / "cpu.shares").write_text(str(min(262_144, max(2, round(1024 * threads)))))
+
+
+def _settings(kind: str, controller: str, limits: Limits) -> list[tuple[str, int | str, bool]]:
+    """(file, value, whether it may be missing: not every kernel accounts swap)."""
+    memory, quota = limits.memory_mb << 20, int(limits.cpus * PERIOD)
+    match kind, controller:
+        case "v2", "memory":
+            return [("memory.max", memory, False), ("memory.swap.max", 0, True)]
+        case "v2", "cpu":
+            return [("cpu.max", f"{quota} {PERIOD}", False)]
+        case _, "memory":
+            return [("memory.limit_in_bytes", memory, False), ("memory.memsw.limit_in_bytes", memory, True)]
+        case _, "cpu":
+            return [("cpu.cfs_period_us", PERIOD, False), ("cpu.cfs_quota_us", quota, False)]
+        case _:
+            return [("pids.max", limits.processes, False)]
+
+
+def _released(group: ControlGroup) -> None:
+    """Nobody joins it any more, and who has is ended."""
+    for fd in group.descriptors:
+        os.close(fd)
+    for folder in group.folders:
+        _kill(folder)
+
+
+def _kill(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        if (folder / "cgroup.kill").exists():
+            (folder / "cgroup.kill").write_text("1")
+            return
+        for pid in _words(folder / "cgroup.procs"):
+            with contextlib.suppress(ProcessLookupError):
+                fd = os.pidfd_open(int(pid))
+                try:
+                    if pid in _words(folder / "cgroup.procs"):  # still the process that the descriptor holds
+                        signal.pidfd_send_signal(fd, signal.SIGKILL)
+                finally:
+                    os.close(fd)
+
+
+def _removed(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:  # a process is ending in it
+        return False
+    return True
+
+
+def _emptied(top: Path) -> bool:
+    return all(_removed(folder) for folder in _below(top)) and _removed(top)
+
+
+def _below(top: Path) -> list[Path]:
+    return [path for path in top.glob("*") if path.is_dir()]
+
+
+def _words(path: Path) -> set[str]:
+    try:
+        return set(path.read_text().split())
+    except FileNotFoundError:
+        return set()

@@ -1,0 +1,154 @@
+"""Which hosts a box may ask for, and the addresses that a name may lead to."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from etude.errors import UserError
+
+PORTS = (80, 443)
+RESOLVE_SECONDS = 10.0
+_NAME = re.compile(r"(?=.{1,253}\Z)(?:[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_NUMBERS = re.compile(r"(?:0x[0-9a-f]*|[0-9]+)(?:\.(?:0x[0-9a-f]*|[0-9]+))*")  # what inet_aton takes for an address
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+class EgressRefused(Exception):
+    """A request that the policy does not allow; the text says why."""
+
+
+@dataclass(frozen=True)
+class AllowedHost:
+    """An entry of the allow-list. `name` is in lower case, "*.x.y" any name below x.y. With an `address` the name is
+    not resolved, and may be a host of a private network."""
+
+    name: str
+    ports: tuple[int, ...] = PORTS
+    address: str | None = None
+
+    def covers(self, name: str, port: int) -> bool:
+        below = self.name.startswith("*.") and name.endswith(self.name[1:])
+        return (below or name == self.name) and port in self.ports
+
+
+@dataclass(frozen=True)
+class PackageIndex:
+    """A simple index (PEP 503, 691, 700) as it was at `before`, without the projects in `without`, normal names."""
+
+    url: str
+    before: datetime
+    without: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Egress:
+    """What boxes may reach. Each request is a line in `log`."""
+
+    hosts: tuple[AllowedHost, ...] = ()
+    index: PackageIndex | None = None
+    log: Path | None = None
+
+    def find(self, name: str, port: int) -> AllowedHost:
+        """The entry that allows a request. Raises Refused."""
+        if is_address(name):
+            raise EgressRefused("an address, not a name")
+        if not _NAME.fullmatch(name):
+            raise EgressRefused("not a host name")
+        for host in self.hosts:
+            if host.covers(name, port):
+                return host
+        raise EgressRefused("not on the list")
+
+
+def parse(entries: Iterable[str]) -> tuple[AllowedHost, ...]:
+    """NAME[:PORT][@ADDRESS] each. Raises UserError."""
+    return tuple(_parse(entry) for entry in entries)
+
+
+def _parse(entry: str) -> AllowedHost:
+    place, at, address = entry.partition("@")
+    name, colon, port = place.lower().partition(":")
+    wrong = UserError(f"{entry!r} is no host to allow: write NAME, NAME:PORT or NAME:PORT@ADDRESS, or *.NAME.")
+    if is_address(name) or not _NAME.fullmatch(name.removeprefix("*.")) or "." not in name.removeprefix("*."):
+        raise wrong
+    if colon and not (port.isdecimal() and 0 < int(port) < 65536):
+        raise wrong
+    try:
+        found = str(ipaddress.ip_address(address)) if at else None
+    except ValueError:
+        raise wrong from None
+    return AllowedHost(name, (int(port),) if colon else PORTS, found)
+
+
+def check_index(url: str) -> str:
+    """The URL with a slash at its end. Raises UserError."""
+    try:
+        parts = urlsplit(url)
+        right = parts.scheme in ("http", "https") and parts.hostname and not parts.query
+    except ValueError:
+        right = False
+    if not right:
+        raise UserError(f"sandbox.index: {url!r} is not the URL of a simple index, such as https://pypi.org/simple/.")
+    return url.rstrip("/") + "/"
+
+
+def index_of(url: str, before: date, without: Iterable[str]) -> PackageIndex:
+    """An index as it was when `before` began, in UTC. Raises UserError."""
+    names = frozenset(normal(name) for name in without)
+    return PackageIndex(check_index(url), datetime.combine(before, time(), UTC), names)
+
+
+def project_of(name: str) -> str:
+    """The project in "pydash-8.1.0"."""
+    return re.sub(r"-v?\d.*", "", name)
+
+
+def normal(project: str) -> str:
+    """PEP 503."""
+    return re.sub(r"[-_.]+", "-", project).lower()
+
+
+def is_address(name: str) -> bool:
+    """Also the spellings of old: 0x7f.1, 2130706433."""
+    try:
+        ipaddress.ip_address(name.strip("[]").partition("%")[0])
+    except ValueError:
+        return bool(_NUMBERS.fullmatch(name))
+    return True
+
+
+def public(address: str) -> bool:
+    """Whether an address belongs to the public internet, and not to this machine, its network or a cloud's metadata.
+
+    Addresses of IPv6 that stand for one of IPv4 are judged by that.
+    """
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
+        if ip in _NAT64:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner:
+            return public(str(inner))
+        if ip.is_site_local:
+            return False
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+async def resolve(host: AllowedHost, name: str, port: int) -> list[str]:
+    """Addresses to connect to, each of them public unless the entry names one. Raises Refused or OSError."""
+    if host.address is not None:
+        return [host.address]
+    async with asyncio.timeout(RESOLVE_SECONDS):
+        found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    if not addresses or not all(public(address) for address in addresses):
+        raise EgressRefused("its name leads into a private network")
+    return addresses

@@ -1,0 +1,327 @@
+"""The first program of a box that a container or a virtual machine isolates, where `zygote.py` has nothing to do.
+
+Its standard input and output are a stream to the owner: frames of a length, JSON with a count of bytes, and the bytes.
+First come the files of the image, then one hello, then requests for `shell.Live` or `runs.Template`, which see the
+same socket with memory files as below the zygote. The server is root and acts as the box's user; what it starts is that
+user, without capabilities and under the system-call filter. When the stream ends, everything here ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import io
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, NoReturn
+
+from . import box, files, linux, root, runs, shell
+
+HOME = "/home/user"
+LEARNING = {"memory": 4 << 30, "addresses": 4 << 30, "processes": 64, "disk": 64 << 20, "seconds": 60}
+
+
+def main(stream: BinaryIO) -> NoReturn:
+    """Take files until a hello comes, then serve until the stream ends."""
+    out = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (1, 2):
+        os.dup2(null, fd)
+    linux.call_itself("/sbin/init", "init")
+    os.umask(0o022)
+    try:
+        while "hello" not in (frame := _frame(stream))[0]:
+            _unpack(frame[0]["at"], frame[0]["owner"], frame[1])
+    except EOFError:
+        os._exit(0)
+    hello = frame[0]["hello"]
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        os.dup2(null, 0)
+        os.close(out)
+        _serve(theirs, hello)
+    theirs.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as pid 1, this process is the parent of all orphans
+    threading.Thread(target=_replies, args=(ours, out), daemon=True).start()
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        _requests(stream, ours)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal_all(hello["user"], signal.SIGKILL)
+    os._exit(0)
+
+
+def _replies(server: socket.socket, out: int) -> NoReturn:
+    while data := server.recv(1 << 16):
+        while data:
+            data = data[os.write(out, data) :]
+    os._exit(0)
+
+
+def _frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
+    """Raises EOFError when the owner has gone."""
+    head = stream.read(4)
+    data = stream.read(struct.unpack("<I", head)[0]) if len(head) == 4 else b""
+    frame = json.loads(data) if data else {"bytes": 0}
+    body = stream.read(frame["bytes"])
+    if not data or len(body) < frame["bytes"]:
+        raise EOFError
+    return frame, body
+
+
+def _requests(stream: BinaryIO, server: socket.socket) -> NoReturn:
+    """Hand requests on as the owner's `Connection` would: what they carry is memory that only its reader sees."""
+    while True:
+        head, body = _frame(stream)
+        memory = os.memfd_create("request", os.MFD_CLOEXEC)
+        with open(memory, "wb", closefd=False) as file:
+            file.write(body)
+        data = json.dumps(head).encode()
+        socket.send_fds(server, [struct.pack("<I", len(data)) + data], [memory])
+        os.close(memory)
+
+
+def _unpack(at: str, owner: int, data: bytes) -> None:
+    """A packed folder (tar, gzip), which is trusted, as files of `owner`."""
+    os.makedirs(at, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(gzip.decompress(data))) as archive:
+        if hasattr(tarfile, "fully_trusted_filter"):
+            archive.extraction_filter = tarfile.fully_trusted_filter
+        members = archive.getmembers()
+        for member in members:
+            member.uid = member.gid = owner
+        archive.extractall(at, members, numeric_owner=True)
+    os.chown(at, owner, owner)
+
+
+def _serve(connection: socket.socket, hello: dict[str, Any]) -> NoReturn:
+    """In the fork; never returns."""
+    try:
+        os.setgroups([])
+        served = {"live": Guest, "runs": Runs, "probe": BoxProbe}[hello["kind"]](connection, hello)
+        box.send(connection, {"ready": True})
+        served.serve()
+    except BaseException as e:
+        box.send(connection, {"error": f"{type(e).__name__}: {e}"})
+    os._exit(0)
+
+
+def signal_all(user: int, number: int) -> None:
+    """Signal every process of the box's user, and no other process of this machine."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.seteuid(0)
+            os.setresuid(user, user, user)
+            os.kill(-1, number)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _folders(user: int) -> None:
+    """What the box's user may write to; the rest belongs to root, and what lies in RUN cannot be listed."""
+    for path, mode in ((root.RUNNER, 0o755), (root.SITE, 0o755), (root.RUN, 0o711)):
+        os.makedirs(path, exist_ok=True)
+        os.chmod(path, mode)
+    for path in (root.WORKSPACE, HOME):
+        os.makedirs(path, exist_ok=True)
+        os.chown(path, user, user)
+    for path in ("/tmp", "/var/tmp", "/dev/shm"):
+        os.makedirs(path, exist_ok=True)
+        os.chmod(path, 0o1777)
+    with contextlib.suppress(OSError):  # an image that is read-only keeps its accounts
+        with open("/etc/passwd") as file:
+            known = any(line.split(":")[2:3] == [str(user)] for line in file)
+        if not known:
+            with open("/etc/passwd", "a") as file:
+                file.write(f"user:x:{user}:{user}::{HOME}:/bin/bash\n")
+
+
+def _lay(changes: dict[str, bytes | None], user: int) -> None:
+    """Write a change set over the workspace; no change is to stand out by its age."""
+    for path, data in changes.items():
+        target = f"{root.WORKSPACE}/{path}"
+        old = None
+        with contextlib.suppress(OSError):
+            old = os.stat(target)
+            os.unlink(target)
+        if data is None:
+            continue
+        folder = root.WORKSPACE
+        for part in path.split("/")[:-1]:
+            folder += f"/{part}"
+            if not os.path.isdir(folder):
+                os.mkdir(folder)
+                os.chown(folder, user, user)
+        with open(target, "wb") as file:
+            file.write(data)
+        os.chown(target, user, user)
+        if old is not None:
+            os.chmod(target, old.st_mode & 0o777)
+            os.utime(target, ns=(old.st_atime_ns, old.st_mtime_ns))
+
+
+class Guest(shell.ShellServer):
+    """A live box: its files are the machine's, its change set is what differs from when it started."""
+
+    def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        super().__init__(connection, (), user=hello["user"])
+
+    def serve(self) -> None:
+        request, payload = self._request()
+        self.limits, self.environment = request["limits"], request["environment"]
+        _, changes = box.decode(payload)
+        self._settle(changes)
+        box.send(self.connection, {"id": request["id"]})
+        while True:
+            self.serve_one()
+
+    def settings(self) -> shell.Settings:
+        return self.limits, self.environment
+
+    def _settle(self, changes: dict[str, bytes | None]) -> None:
+        user = self.user
+        assert user is not None
+        self.spared = set(os.listdir("/proc"))
+        self.environment["PATH"] = f"{os.path.dirname(sys.executable)}:{self.environment['PATH']}"
+        _folders(user)
+        workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.before = files.state(workspace, sys.maxsize)
+        os.close(workspace)
+        _lay(changes, user)
+        os.setegid(user)
+        os.seteuid(user)
+        os.chdir("/")
+        self._tree = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    @property
+    def tree(self) -> int:
+        return self._tree
+
+    def _changed(self) -> Iterator[tuple[str, bytes | None]]:
+        return files.differing(self.tree, self.before)
+
+    def _freeze(self, descriptors: list[int]) -> str:
+        raise files.FileRefused("Unsupported", "this machine has no layers")
+
+    def _signal(self, number: int) -> None:
+        assert self.user is not None
+        signal_all(self.user, number)
+
+
+def _gateways() -> list[str]:
+    """Addresses of the machine's gateways."""
+    with contextlib.suppress(OSError), open("/proc/net/route") as file:
+        rows = [line.split() for line in file.readlines()[1:]]
+        return [socket.inet_ntoa(struct.pack("<I", int(row[2], 16))) for row in rows if int(row[2], 16)]
+    return []
+
+
+class BoxProbe:
+    """Tries what a box relies on, as its user, and says what holds."""
+
+    def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        self.connection, self.user = connection, hello["user"]
+
+    def serve(self) -> None:
+        request = json.loads(socket.recv_fds(self.connection, 65536, 1)[0][4:])
+        tried = ("filter", "memory", "processes", "network")
+        held = [name for name in tried if self._holds(name, request["limits"])]
+        box.send(self.connection, {"id": request["id"], "held": held, "bash": os.path.exists("/bin/bash")})
+
+    def _holds(self, name: str, limits: dict[str, Any]) -> bool:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _folders(self.user)
+                box.confine(limits, linux.filter_program(os.uname().machine), self.user)
+                getattr(self, f"_{name}")(limits)
+                os._exit(1)
+            except (OSError, MemoryError):
+                os._exit(0)
+            finally:
+                os._exit(2)
+        status = os.waitpid(pid, 0)[1]
+        signal_all(self.user, signal.SIGKILL)
+        return status == 0
+
+    def _filter(self, limits: dict[str, Any]) -> None:
+        try:
+            linux.setns(0, 0)
+        except OSError as e:
+            if e.errno == errno.EPERM:  # else the kernel itself has looked at it
+                raise
+
+    def _network(self, limits: dict[str, Any]) -> None:
+        """Raises OSError unless something out there answers, be it with a refusal."""
+        for address in (*_gateways(), "1.1.1.1", "8.8.8.8"):
+            for port in (53, 443):
+                with contextlib.suppress(OSError), socket.socket() as probe:
+                    probe.settimeout(1.0)
+                    if probe.connect_ex((address, port)) in (0, errno.ECONNREFUSED):
+                        return
+        raise OSError("nothing answers")
+
+    def _memory(self, limits: dict[str, Any]) -> None:
+        bytearray(limits["memory"] + 1)
+
+    def _processes(self, limits: dict[str, Any]) -> None:
+        for _ in range(limits["processes"] + 1):
+            if os.fork() == 0:
+                signal.pause()
+
+
+class Runs(runs.RunTemplate):
+    """Runs tests in a box that is used once. This process imports nothing of the repository's."""
+
+    def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        self.user = hello["user"]
+        _folders(self.user)
+        guard = hello["guard"] or {"token": None, "virtual": {}}
+        super().__init__(connection, False, hello["hidden"], guard["token"], guard["virtual"])
+
+    def _fork(self) -> int:
+        return os.fork()
+
+    def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+        os.setsid()
+        _lay(changes, self.user)
+        box.confine(limits, self.filter, self.user)
+
+    def _warm_up(self, files: Sequence[str]) -> None:
+        """Nothing is kept for a second run."""
+
+    def _teach(self, request: dict[str, Any], payload: int) -> None:
+        """Take questions; or, as the box's user, collect a test file of the pristine image and name its tests."""
+        if box.read_all(payload):
+            super()._teach(request, payload)
+            return
+        os.close(payload)
+        path = request["learn"]
+        reader, writer = os.pipe()
+        if self._fork() == 0:
+            try:
+                self._enter(LEARNING, {})
+                self.suite.warm(path)
+                with open(writer, "w") as pipe:
+                    json.dump(list(self.suite.items[path]), pipe)
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            names = pipe.read()
+        box.send(self.connection, {"id": request["id"]}, names or b"[]")
+
+    def _finish(self, run: runs.ForkedRun) -> None:
+        """What the run left behind ends, so that its pipe does."""
+        signal_all(self.user, signal.SIGKILL)
+        super()._finish(run)

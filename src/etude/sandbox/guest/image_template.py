@@ -1,0 +1,83 @@
+"""The process of one image that its live boxes are forked from. What they share is mounted here, once.
+
+It never sees what a box is asked to do: that travels on the box's own connection.
+Messages: {"box": number of control groups} with the box's connection and the groups, {"keep": name} with the mount of a
+frozen layer, {"drop": name}.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from . import box, linux, live, persona, root
+
+DESCRIPTORS = 16  # of one message, at most
+
+
+def start(connection: socket.socket, hello: dict[str, Any], payload: int) -> None:
+    """In the first process of the stem's namespaces; until the owner hangs up."""
+    request, changes = box.decode(box.read_all(payload))
+    os.close(payload)
+    os.umask(0o022)
+    linux.mount("tmpfs", root.SHARED, "tmpfs", box.PRIVATE, "mode=755")
+    if changes:
+        os.mkdir(root.TASK)
+        box.write(root.TASK, changes, [root.WORKSPACE])
+    if request["persona"] is not None:
+        persona.prepare(request["persona"])
+    os.chmod(root.SHARED, 0)  # for boxes: a stem has the rights to pass
+    linux.filter_program(os.uname().machine)  # kept for boxes
+    if hello["door"]:
+        from . import door  # noqa: F401, so that boxes need not
+    box.send(connection, {"ready": True})
+    _serve(connection, request["persona"])
+
+
+def _serve(connection: socket.socket, who: dict[str, Any] | None) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # boxes are reaped by the kernel
+    pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    gc.collect()
+    gc.freeze()
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(connection, 65536, DESCRIPTORS)
+        if not data:
+            return
+        request = json.loads(data)
+        if "keep" in request:
+            os.mkdir(f"{root.SHARED}/{request['keep']}")
+            linux.attach(descriptors[0], f"{root.SHARED}/{request['keep']}")
+        elif "drop" in request:
+            linux.unmount(f"{root.SHARED}/{request['drop']}")
+            os.rmdir(f"{root.SHARED}/{request['drop']}")
+        else:
+            _fork(connection, descriptors, pids, who)
+        for fd in descriptors:
+            os.close(fd)
+
+
+def _fork(connection: socket.socket, descriptors: Sequence[int], pids: int, who: dict[str, Any] | None) -> None:
+    """Pid 1 of a box: the next fork is the first of a new pid namespace."""
+    linux.unshare(linux.NEWPID)
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid != 0:
+            linux.setns(pids, linux.NEWPID)
+    if pid:
+        return
+    connection.close()
+    os.close(pids)
+    own = socket.socket(fileno=descriptors[0])
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it dies with the stem, the first of the namespace that holds it
+        live.LiveBox(own, descriptors[1:], who).serve()
+    except BaseException as e:
+        box.send(own, {"error": f"{type(e).__name__}: {e}"})
+    os._exit(0)

@@ -1,0 +1,162 @@
+"""Pid 1 of a live box on namespaces.
+
+What a fork of Python writes to becomes its own memory, be it by counting references. Pid 1 stays as long as the box, so
+it does nothing but serve; its child makes the box and then becomes the shell, which gives that memory back.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from . import box, layers, linux, persona, shell
+
+LEAVE_SECONDS = 2.0  # for the shell to change its folder
+ROUNDS = 20  # of a rehearsal
+LIMITS = {"addresses": 1 << 30, "memory": 1 << 30, "processes": 1024, "disk": 1 << 20}  # of a rehearsal
+
+_LEAVE = "__p=$PWD __o=$OLDPWD; \\builtin cd /"
+_RETURN = '\\builtin cd -- "$__p"; OLDPWD=$__o; unset __p __o'
+
+
+class LiveBox(shell.ShellServer):
+    """`who` is the persona that it looks like."""
+
+    def __init__(self, connection: socket.socket, groups: Sequence[int], who: dict[str, Any] | None) -> None:
+        super().__init__(connection, groups, shell.SIZE if who is None else who["size"])
+        self.persona = who
+        self.first = b"{}"  # the first request, which says what this box is to be
+
+    @functools.cached_property
+    def request(self) -> dict[str, Any]:
+        """The first one; few boxes look at it again."""
+        return json.loads(self.first)
+
+    def settings(self) -> shell.Settings:
+        return self.request["limits"], self.request["environment"]
+
+    def serve(self) -> None:
+        box.enter()
+        _terminals()
+        if self.persona is not None:
+            persona.count_from(self.persona["pids"])
+        linux.hide()
+        self.shared = layers.shared()
+        ready, done = os.pipe()
+        self.shell = shell.BashSession(self.size, None, self.groups, lambda: self._furnish(done))
+        os.close(done)
+        with open(ready, "rb", 0) as said:
+            self.first = said.readall()
+        if not self.first:  # the owner has heard why
+            return
+        os.chdir("/")
+        while True:
+            self.serve_one()
+
+    def _furnish(self, done: int) -> shell.Settings:
+        """In the child: make the box, leave what pid 1 may need of the request in the pipe `done`, say so."""
+        try:
+            self.request, payload = self._request()
+            _, changes = box.decode(payload)
+            box.furnish(self.request["limits"], changes, layers.lowers(self.request["below"]))
+            linux.loopback_up()
+            if self.persona is not None:
+                persona.settle(self.persona, self.request["search"])
+            layers.hide()
+            if self.request["door"] is not None:
+                self._open_door()
+            kept = {name: self.request[name] for name in ("limits", "environment", "below")}
+            with open(done, "wb") as said:
+                said.write(json.dumps(kept).encode())
+            self._begun()
+        except BaseException as e:
+            box.send(self.connection, {"error": f"{type(e).__name__}: {e}"})
+            os._exit(1)
+        return self.settings()
+
+    def _open_door(self) -> None:
+        """By a child that ends, so that pid 1 is the parent of who serves it."""
+        from . import door  # it takes long to import, and few boxes have one
+
+        pid = os.fork()
+        if pid == 0:
+            door.start(*self.request["door"], linux.filter_program(os.uname().machine))
+            os._exit(0)
+        if os.waitpid(pid, 0)[1]:
+            raise OSError("the way out could not be opened")
+
+    def _begun(self) -> None:
+        """Say so; with a way out, hand over a listener on the box's own loopback, for the owner to serve."""
+        if not self.request["port"]:
+            box.send(self.connection, {"id": self.request["id"]})
+            return
+        with socket.create_server(("127.0.0.1", self.request["port"])) as listener:
+            box.send(self.connection, {"id": self.request["id"]}, descriptors=[listener.fileno()])
+
+    @functools.cached_property
+    def stack(self) -> layers.Stack:
+        return layers.Stack(self.request["limits"], self.request["below"], self.shared)
+
+    @property
+    def tree(self) -> int:
+        return self.stack.tree
+
+    def _changed(self) -> Iterator[tuple[str, bytes | None]]:
+        return self.stack.changes()
+
+    def _freeze(self, descriptors: list[int]) -> str:
+        """The writable layer, for forks to stand on: itself, or a copy if a process works in the tree."""
+        if self.stack.empty():
+            return "empty"
+        if self.shell is not None:  # it gives the work tree up, for a moment
+            self._exec(_LEAVE, LEAVE_SECONDS)
+        try:
+            layer = self.stack.freeze()
+        except OSError as e:  # the box has lost its files
+            box.send(self.connection, {"error": f"a layer could not be frozen: {e}"})
+            os._exit(1)
+        if self.shell is not None:
+            self._exec(_RETURN, LEAVE_SECONDS)
+        if layer is not None:
+            descriptors.append(layer)
+            return "moved"
+        self._signal(signal.SIGSTOP)
+        try:
+            descriptors.append(self.stack.copy())
+        finally:
+            self._signal(signal.SIGCONT)
+        return "copied"
+
+
+def rehearse() -> None:
+    """Serve some commands, in no box.
+
+    Forks of a process whose code has run before find it adapted to what it meets (PEP 659), and write to less.
+    """
+    owner, connection = socket.socketpair()
+    with owner, connection:
+        served = LiveBox(connection, (), None)
+        served.request = {"limits": LIMITS, "environment": {}}
+        for number in range(ROUNDS):
+            _terminals()
+            data = json.dumps({"op": "exec", "seconds": 60.0, "id": number}).encode()
+            line = os.memfd_create("request", os.MFD_CLOEXEC)
+            os.write(line, b":")
+            socket.send_fds(owner, [struct.pack("<I", len(data)) + data], [line])
+            os.close(line)
+            served.serve_one()
+            owner.recv(65536)
+            linux.unmount("/dev/pts")
+        assert served.shell is not None
+        served.shell.close()
+        os.waitpid(served.shell.pid, 0)
+
+
+def _terminals() -> None:
+    linux.mount("devpts", "/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, "newinstance,ptmxmode=0666")

@@ -1,0 +1,361 @@
+"""The template: one process per image that forks a throwaway box for every test run.
+
+It has pytest configured and the pristine sources compiled, and it never runs code of an agent. It never sees one
+either: a request is a descriptor that only the forked child reads. What the child reports travels through a pipe back
+to the owner, who judges it; the template watches deadlines and the pipe.
+
+Wire format in both directions: a 4-byte little-endian length and JSON. A run's request carries one descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import json
+import math
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from . import answers, box, code, linux, root, suite, swap
+
+MAX_REPORT = 1 << 20  # bytes that a run may report
+WATCH_SECONDS = 0.25  # between looks at the memory of a run
+_LIBRARY_SKIP = frozenset({"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "__main__"})
+
+
+@dataclass
+class ForkedRun:
+    """A forked child, seen from the template."""
+
+    id: int
+    pid: int
+    pidfd: int
+    pipe: int
+    deadline: float
+    started: float
+    memory: float  # bytes that its processes may hold together; infinite where a control group sees to it
+    timed_out: bool = False
+
+
+class RunTemplate:
+    """`connection` is the owner; `hidden` the folder of hidden tests inside, if this image is for grading.
+
+    A hot template holds the pristine library and tests imported, a cold one only their compiled code; see `swap.py`.
+    """
+
+    def __init__(
+        self, connection: socket.socket, hot: bool, hidden: str | None, token: str | None, virtual: dict[str, str]
+    ) -> None:
+        self.connection = connection
+        self.hidden = hidden
+        self.cache = code.Cache()
+        workspace = root.WORKSPACE
+        inner = f"{workspace}/src" if os.path.isdir(f"{workspace}/src") else workspace
+        roots = [inner] if inner == workspace else [inner, workspace]
+        self.roots = [*([hidden] if hidden else []), *roots, root.SITE]
+        code.install(self.cache, self.roots)
+        self.config, self.reporter = suite.prepare(hidden or workspace)
+        self.cache.rewrite = suite.rewriter(self.config, token)
+        self.suite = suite.Suite(self.config, self.reporter, self.cache, hidden, workspace)
+        self.suite.virtual = virtual
+        self.questions: answers.Codes = {}
+        self.hot = hot
+        self.ran: swap.Ran = set()
+        self.modules: dict[str, ModuleType] = {}  # imported, by file
+        self.warm: set[str] = set()
+        self.runs: dict[int, ForkedRun] = {}  # by pidfd
+        self.filter = linux.filter_program(os.uname().machine)
+        self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self.buffer = bytearray()
+        self.descriptors: list[int] = []
+
+    def serve(self) -> None:
+        """Until the owner hangs up."""
+        poll = select.poll()
+        self.poll = poll
+        poll.register(self.connection, select.POLLIN)
+        gc.collect()
+        gc.freeze()
+        while True:
+            now = time.monotonic()
+            wait = min((run.deadline - now for run in self.runs.values()), default=60.0)
+            if self.runs:
+                wait = min(wait, WATCH_SECONDS)
+            for fd, _ in poll.poll(max(0.0, wait) * 1000 + 1):
+                if fd != self.connection.fileno():
+                    self._finish(self.runs[fd])
+                elif not self._requests():
+                    return
+            now = time.monotonic()
+            self._watch(now)
+            for run in self.runs.values():
+                if now >= run.deadline:
+                    run.timed_out = True
+                    os.kill(run.pid, signal.SIGKILL)  # it stays ours until it is waited for
+                    run.deadline = now + 60
+
+    def _watch(self, now: float) -> None:
+        """End runs whose processes together hold more memory than a run may: the kernel's limit is for each alone."""
+        watched = (run for run in self.runs.values() if run.memory < math.inf)
+        old = {run.pid: run for run in watched if now - run.started >= WATCH_SECONDS}
+        if not old:
+            return
+        parents, held = memory_of_processes()
+        sums = dict.fromkeys(old, 0)
+        inherited = held.get(os.getpid(), 0)  # forks share what they don't write to
+        for pid, size in held.items():
+            while pid not in sums and pid in parents:  # orphans belong to the first process of their run
+                pid = parents[pid]
+            if pid in sums:
+                sums[pid] += max(0, size - inherited)
+        for pid, size in sums.items():
+            if size > old[pid].memory:
+                os.kill(pid, signal.SIGKILL)
+
+    def _requests(self) -> bool:
+        data, descriptors, _, _ = socket.recv_fds(self.connection, 65536, 16)
+        if not data:
+            return False
+        self.buffer += data
+        self.descriptors += descriptors
+        while len(self.buffer) >= 4:
+            (size,) = struct.unpack_from("<I", self.buffer)
+            if len(self.buffer) < 4 + size:
+                break
+            request = json.loads(self.buffer[4 : 4 + size])
+            del self.buffer[: 4 + size]
+            count = 1 + request.get("groups", 0)
+            payload, *groups = self.descriptors[:count]
+            del self.descriptors[:count]
+            self._start(request, payload, groups)
+        return True
+
+    def _start(self, request: dict[str, Any], payload: int, groups: Sequence[int]) -> None:
+        if "learn" in request:
+            self._teach(request, payload)
+            return
+        cold = [path for path in request["files"] if path not in self.warm]
+        if cold:
+            self._warm_up(cold)
+        started = time.monotonic()
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        # Read once, after the end: every wake-up in between would cost as much as a test.
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, MAX_REPORT)
+        pid = self._fork()
+        if pid == 0:
+            os.close(reader)
+            self._child(payload, writer, request["limits"], None, groups)
+        os.close(writer)
+        for fd in (payload, *groups):
+            os.close(fd)
+        deadline = started + request["limits"]["seconds"]
+        memory = math.inf if groups else request["limits"]["memory"]
+        run = ForkedRun(request["id"], pid, linux.end_of(pid), reader, deadline, started, memory)
+        self.runs[run.pidfd] = run
+        self.poll.register(run.pidfd, select.POLLIN)
+
+    def _teach(self, request: dict[str, Any], payload: int) -> None:
+        """Take the questions of a file (`grading/questions.py`), or collect a test file and name its tests."""
+        path = request["learn"]
+        if sources := json.loads(box.read_all(payload) or b"null"):
+            self.questions[path] = answers.compiled(sources, path)
+        elif path not in self.warm:
+            self._warm_up([path])
+        os.close(payload)
+        box.send(self.connection, {"id": request["id"]}, json.dumps(list(self.suite.items.get(path, ()))).encode())
+
+    def _import(self, entry: str) -> None:
+        path = entry.removeprefix(answers.PREFIX)
+        if path != entry:
+            answers.warm(self.questions, path)
+        else:
+            self.suite.warm(entry)
+
+    def _fork(self) -> int:
+        """Fork pid 1 of a new pid namespace."""
+        linux.unshare(linux.NEWPID)
+        pid = -1
+        try:
+            pid = os.fork()
+        finally:
+            if pid != 0:
+                linux.setns(self.own_pids, linux.NEWPID)
+        return pid
+
+    def _finish(self, run: ForkedRun) -> None:
+        """Pid 1 of a box has ended, and with it everything in the box."""
+        _, status, usage = os.wait4(run.pid, 0)
+        self.poll.unregister(run.pidfd)
+        del self.runs[run.pidfd]
+        os.close(run.pidfd)
+        with open(run.pipe, "rb") as pipe:
+            data = pipe.read(MAX_REPORT)
+        head = {
+            "id": run.id,
+            "status": os.waitstatus_to_exitcode(status),
+            "timed_out": run.timed_out,
+            "seconds": time.monotonic() - run.started,
+            "cpu": usage.ru_utime + usage.ru_stime,
+        }
+        box.send(self.connection, head, data)
+
+    def _warm_up(self, files: Sequence[str]) -> None:
+        """Import test modules in a box of their own, on the pristine image, to learn what to keep compiled."""
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        pid = self._fork()
+        if pid == 0:
+            os.close(reader)
+            limits = {"memory": 4 << 30, "addresses": 4 << 30, "processes": 64, "disk": 64 << 20, "seconds": 60}
+            self._child(-1, writer, limits, list(files))
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            ready, _, _ = select.select([pipe], [], [], 60)
+            data = pipe.read() if ready else b""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        self.warm.update(files)
+        learned = json.loads(data or b"{}")
+        self.cache.tests.update(learned.get("tests", ()))
+        for path in learned.get("sources", ()):
+            with contextlib.suppress(SyntaxError, ValueError, OSError):
+                self.cache.learn(path)
+        for name in learned.get("modules", ()):
+            # Of the pristine image only the standard library and the dependencies; both are read-only.
+            with contextlib.suppress(Exception):
+                __import__(name)
+        for pattern, flags in learned.get("patterns", ()):
+            with contextlib.suppress(re.error):
+                re.compile(pattern, flags)
+        if self.hot:
+            with swap.record(self.ran, root.WORKSPACE):
+                for path in learned.get("loaded", ()):
+                    with contextlib.suppress(Exception):
+                        self._import(path)
+            files = ((getattr(module, "__file__", None), module) for module in list(sys.modules.values()))
+            self.modules = {path: module for path, module in files if path in self.cache.sources}
+        gc.collect()
+        gc.freeze()
+
+    def _child(
+        self, payload: int, writer: int, limits: dict[str, Any], warm: list[str] | None, groups: Sequence[int] = ()
+    ) -> None:
+        """In the fork; never returns."""
+        try:
+            linux.join(groups)
+            request, changes = ({}, {}) if payload < 0 else box.decode(box.read_all(payload))
+            _close_all(keep=writer)
+            self.cache.changed = {f"{root.WORKSPACE}/{path}": data for path, data in changes.items()}
+            self._enter(limits, changes)
+            if warm is not None:
+                self._learn(warm, writer)
+            else:
+                self._run(request, writer)
+        except MemoryError:
+            os._exit(3)
+        except BaseException as e:  # the tested code may raise anything, SystemExit too
+            with contextlib.suppress(BaseException):
+                _write(writer, {"lost": suite.describe(e)})
+            os._exit(2)
+        os._exit(0)
+
+    def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+        """Make this fork a box."""
+        box.enter()
+        box.furnish(limits, changes)
+        linux.become(None, root.BOX_ID, linux.NEWCGROUP)  # processes are counted for this box alone
+        os.setsid()
+        box.confine(limits, self.filter)
+
+    def _run(self, request: dict[str, Any], writer: int) -> None:
+        def report(test: str, outcome: str, message: str) -> None:
+            _write(writer, {"test": test, "outcome": outcome, "message": message})
+
+        if self.hot and not self._swap():
+            _write(writer, {"cold": True})
+            return
+        if "random" in sys.modules:
+            sys.modules["random"].seed(0)  # forks reseed it
+        asked = [test for test in request["tests"] if test.startswith(answers.PREFIX)]
+        answers.run(self.questions, asked, lambda record: _write(writer, record), suite.describe)
+        if len(asked) < len(request["tests"]):
+            self.suite.run(request["tests"], report)
+        _write(writer, {"end": len(request["tests"])})
+
+    def _swap(self) -> bool:
+        """Bring the imported library to the state of this run; False if that takes a fresh import."""
+        for path, data in self.cache.changed.items():
+            source = self.cache.sources.get(path)
+            if source is None or data is None or path not in self.modules:
+                return False
+            try:
+                text = code.decode(data)
+            except SyntaxError:
+                return False
+            if not swap.swap(source, text, self.modules[path], self.ran):
+                return False
+        return True
+
+    def _learn(self, files: list[str], writer: int) -> None:
+        before = set(sys.modules)
+        loaded = []
+        for path in files:
+            with contextlib.suppress(BaseException):
+                self._import(path)
+                loaded.append(path)
+        stable = (sys.base_prefix + "/", root.SITE + "/", root.RUNNER + "/", "/usr/lib/")
+        names = []
+        for name, module in list(sys.modules.items()):
+            origin = getattr(getattr(module, "__spec__", None), "origin", None) or ""
+            known = origin in ("built-in", "frozen") or origin.startswith(stable)
+            if known and name not in before and name.split(".")[0] not in _LIBRARY_SKIP:
+                names.append(name)
+        sources = list(dict.fromkeys(self.cache.loaded))
+        learned = {
+            "sources": sources,
+            "tests": sorted(self.cache.tests),
+            "modules": names,
+            "patterns": [key[1:] for key in getattr(re, "_cache", {}) if key[0] is str],
+            "loaded": loaded if threading.active_count() == 1 else [],
+        }
+        data = json.dumps(learned).encode() + b"\n"
+        while data:
+            data = data[os.write(writer, data) :]
+
+
+def memory_of_processes() -> tuple[dict[int, int], dict[int, int]]:
+    """(parent, bytes of its own) by process, as far as /proc shows them."""
+    parents: dict[int, int] = {}
+    held: dict[int, int] = {}
+    page = resource.getpagesize()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                with open(f"/proc/{name}/stat") as file:
+                    parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+                with open(f"/proc/{name}/statm") as file:
+                    _, resident, shared, *_ = file.read().split()
+                held[int(name)] = (int(resident) - int(shared)) * page
+    return parents, held
+
+
+def _close_all(keep: int) -> None:
+    os.closerange(3, keep)
+    os.closerange(keep + 1, 65536)
+
+
+def _write(fd: int, record: dict[str, Any]) -> None:
+    os.write(fd, json.dumps(record).encode() + b"\n")

@@ -1,0 +1,148 @@
+"""Put a changed function into a module that is imported already.
+
+Importing a library costs more than most of its tests. A hot template has imported the pristine library; a forked run
+then needs only the bodies of the functions that changed. That equals a fresh import if the change touches nothing but
+function bodies, and if none of these functions ran while the library was imported: `record` knows which did.
+Everything else is refused, and the run is made in a cold template, which imports afresh.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType, FunctionType, ModuleType
+
+from . import code
+
+_PLAIN = frozenset({"staticmethod", "classmethod"})
+Ran = set[tuple[str, str]]  # file, qualified name
+
+
+@contextmanager
+def record(ran: Ran, root: str) -> Iterator[None]:
+    """Add the functions of files below `root` that run inside the block."""
+    prefix = root + os.sep
+
+    def hook(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(prefix):
+            ran.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    sys.setprofile(hook)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def swap(source: code.PristineSource, text: str, module: ModuleType, ran: Ran) -> bool:
+    """Make `module`, imported from `source`, what it would be if its file held `text`. False: it can't be done."""
+    cut = source.cut(text)
+    if cut is None:
+        return False
+    old = code.parse(cut.old, cut.begin)
+    found: list[tuple[str, ast.FunctionDef, int]] = []  # qualified name, new definition, pristine line
+    if not _differing(old, cut.new, "", found):
+        return False
+    compiled = code.compile_part(cut.new, source.path, source.flags, first=False) if found else None
+    changes = []
+    for name, node, line in found:
+        function = _function(module, name)
+        new = _find(compiled, name, node.lineno)
+        if function is None or new is None or (source.path, name) in ran:
+            return False
+        present = function.__code__
+        if present.co_filename != source.path or present.co_firstlineno != line:
+            return False
+        if present.co_freevars != new.co_freevars:
+            return False
+        changes.append((function, new, ast.get_docstring(node, clean=False)))
+    if cut.shift:
+        _shift(module, source.path, cut.end, cut.shift)
+    for function, new, docstring in changes:
+        function.__code__ = new
+        function.__doc__ = docstring
+    return True
+
+
+def _differing(
+    old: list[ast.stmt], new: list[ast.stmt], prefix: str, found: list[tuple[str, ast.FunctionDef, int]]
+) -> bool:
+    """Collect functions whose bodies differ; False if anything else does."""
+    if len(old) != len(new):
+        return False
+    for before, after in zip(old, new, strict=True):
+        if type(before) is not type(after):
+            return False
+        if isinstance(before, ast.FunctionDef) and isinstance(after, ast.FunctionDef):
+            bodies = before.body, after.body
+            before.body, after.body = [], []
+            same = ast.dump(before) == ast.dump(after)
+            before.body, after.body = bodies
+            if not same:
+                return False
+            if list(map(ast.dump, before.body)) != list(map(ast.dump, after.body)):
+                if not all(isinstance(d, ast.Name) and d.id in _PLAIN for d in before.decorator_list):
+                    return False
+                line = min([before.lineno, *(d.lineno for d in before.decorator_list)])
+                found.append((prefix + before.name, after, line))
+        elif isinstance(before, ast.ClassDef) and isinstance(after, ast.ClassDef):
+            bodies = before.body, after.body
+            before.body, after.body = [], []
+            same = ast.dump(before) == ast.dump(after)
+            before.body, after.body = bodies
+            if not same or not _differing(before.body, after.body, f"{prefix}{before.name}.", found):
+                return False
+        elif ast.dump(before) != ast.dump(after):
+            return False
+    return True
+
+
+def _function(module: ModuleType, name: str) -> FunctionType | None:
+    space = vars(module)
+    *classes, last = name.split(".")
+    for part in classes:
+        kind = space.get(part)
+        if not isinstance(kind, type):
+            return None
+        space = dict(vars(kind))
+    value = space.get(last)
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    return value if isinstance(value, FunctionType) else None
+
+
+def _find(compiled: CodeType | None, name: str, line: int) -> CodeType | None:
+    """The code of a definition, at its line or at its first decorator's."""
+    if compiled is None:
+        return None
+    for constant in compiled.co_consts:
+        if isinstance(constant, CodeType):
+            if constant.co_qualname == name and constant.co_firstlineno <= line:
+                candidate = constant
+                if line - constant.co_firstlineno < 3:
+                    return candidate
+            elif name.startswith(constant.co_qualname + ".") and (inner := _find(constant, name, line)) is not None:
+                return inner
+    return None
+
+
+def _shift(module: ModuleType, path: str, end: int, lines: int) -> None:
+    """Move the functions that lie below line `end`, as tracebacks and `inspect` see them."""
+    seen: set[int] = set()
+    spaces = [vars(module)]
+    while spaces:
+        for value in list(spaces.pop().values()):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            if isinstance(value, FunctionType):
+                present = value.__code__
+                if present.co_filename == path and present.co_firstlineno > end:
+                    value.__code__ = code.moved(present, lines)
+            elif isinstance(value, type) and value.__module__ == module.__name__:
+                spaces.append(dict(vars(value)))

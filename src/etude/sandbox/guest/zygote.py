@@ -1,0 +1,154 @@
+"""The process that all boxes descend from: single-threaded, standard library only; pytest in the one of test runs.
+
+Started by `etude.sandbox.namespace.sandbox`; argv holds the descriptor of the control socket and a JSON configuration.
+Every message on the control socket asks for one handler and carries the handler's own connection. When the owner ends,
+or hangs up, the zygote ends, and with it (parent-death signals, pid namespaces) everything below.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from . import linux, root
+
+_PRELOADED = (
+    *("asyncio", "collections.abc", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
+    *("functools", "inspect", "io", "itertools", "json", "logging", "math", "operator", "pathlib", "random", "re"),
+    *("statistics", "string", "subprocess", "tempfile", "textwrap", "threading", "typing", "unittest.mock"),
+    *("urllib.parse", "uuid", "warnings"),
+)
+
+
+def main() -> None:
+    """Never returns normally: leaves by os._exit."""
+    owner, config = int(sys.argv[2]), json.loads(sys.argv[3])
+    control = socket.socket(fileno=int(sys.argv[1]))
+    real_root = os.geteuid() == 0
+    try:
+        linux.unshare(linux.NEWNS) if real_root else linux.become(None, root.BOX_ID, linux.NEWNS)
+        linux.die_with_parent(owner)
+        root.build(config["prefix"], config["runner"])
+        joins = _joins(config["groups"], root.BASE_ID if real_root else None)
+    except (OSError, KeyError) as e:
+        control.send(json.dumps({"error": str(e)}).encode())
+        os._exit(1)
+    sys.path[:] = [path for path in sys.path if path.startswith(config["prefix"])] + [root.RUNNER]
+    sys.modules[__package__].__path__ = [f"{root.RUNNER}/guest"]
+    templates = _templates(control)
+    from . import live
+
+    live.rehearse()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # handlers are reaped by the kernel
+    control.send(json.dumps({"ready": os.getpid(), "joins": joins}).encode())
+    serve(control, templates, real_root)
+    os._exit(0)
+
+
+def _joins(groups: list[int], host_id: int | None) -> bool:
+    """Whether a box can move into control groups: tried by a process with the rights of one."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            linux.become(host_id, root.BOX_ID, 0)
+            linux.join(groups)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    for fd in groups:
+        os.close(fd)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _templates(control: socket.socket) -> socket.socket:
+    """Fork the process that templates are forked from: it has imported what tests need, which live boxes don't."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    zygote = os.getpid()
+    if os.fork():
+        theirs.close()
+        return ours
+    try:
+        linux.die_with_parent(zygote)
+        control.close()
+        ours.close()
+        from . import runs  # noqa: F401
+
+        for name in _PRELOADED:
+            __import__(name)
+        assert "torch" not in sys.modules
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        serve(theirs, None, False)
+    finally:
+        os._exit(0)
+
+
+def serve(control: socket.socket, templates: socket.socket | None, real_root: bool) -> None:
+    """Fork a handler for each message, or hand it on if it asks for a template, until the owner hangs up."""
+    from . import stem  # noqa: F401, so that a fork has it
+
+    count = 0
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 65536, 8)
+        if not data:
+            return
+        hello = json.loads(data)
+        if templates is not None:
+            count += 1
+            hello["host_id"] = root.BASE_ID + count % 100_000 if real_root else None
+        if templates is not None and not hello["live"]:
+            message = json.dumps(hello).encode()
+            try:
+                socket.send_fds(templates, [message], descriptors)
+            except OSError:  # it has died, perhaps for want of memory
+                templates = _templates(control)
+                socket.send_fds(templates, [message], descriptors)
+        else:
+            parent = os.getpid()
+            if os.fork() == 0:
+                control.close()
+                if templates is not None:
+                    templates.close()
+                _handle(socket.socket(fileno=descriptors[0]), hello, descriptors[1:], parent)
+        for fd in descriptors:
+            os.close(fd)
+
+
+def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int], parent: int) -> None:
+    """In the fork; never returns. The handler itself only waits: what serves is pid 1 of a namespace below it."""
+    from . import box, stem
+
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):  # what tests print concerns nobody
+            os.dup2(null, fd)
+        os.close(null)
+        root.enter(hello["repository"], hello["site"], hello["host_id"], hello["mounts"])
+        linux.die_with_parent(parent)
+        pid = os.fork()
+        if pid:
+            connection.close()
+            os.waitpid(pid, 0)
+            os._exit(0)
+        linux.die_with_parent(0)
+        linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+        if hello["live"]:
+            stem.start(connection, hello, payloads[0])
+        else:
+            _serve_template(connection, hello)
+    except BaseException as e:
+        box.send(connection, {"error": f"{type(e).__name__}: {e}"})
+    os._exit(0)
+
+
+def _serve_template(connection: socket.socket, hello: dict[str, Any]) -> None:
+    from . import box, runs
+
+    guard = hello["guard"] or {"token": None, "virtual": {}}
+    template = runs.RunTemplate(connection, hello["hot"], hello["hidden"], guard["token"], guard["virtual"])
+    box.send(connection, {"ready": True})
+    template.serve()

@@ -1,0 +1,297 @@
+"""A git history for a box in which no ancestor holds the answer, written without git.
+
+Ancestors are told anew, oldest first: same authors, dates and messages, but of every tree only the files that the box
+has, and other versions where a version holds the answer. Nothing else of the original repository is copied, so there
+is no unreachable object, stash, note or tag. git is only asked to read the original (`read`), which is the user's.
+Formats: gitformat-pack(5), gitformat-index(5).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import subprocess
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etude.errors import UserError
+from etude.grading.leaks import AnswerFingerprint
+
+SECONDS = 300.0
+SILENT = b"Update\n"  # in the place of a message that says too much
+_QUIET = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "gc.auto=0")
+_KINDS = {"commit": 1, "tree": 2, "blob": 3}
+_FILE = "100644"
+
+Tree = Mapping[str, tuple[str, str]]  # path -> mode, blob id
+
+
+@dataclass(frozen=True)
+class Commit:
+    """`people` are the lines of author and committer."""
+
+    people: bytes
+    message: bytes
+    tree: Tree
+
+
+@dataclass(frozen=True)
+class Past:
+    """Commits, oldest first; the tree of the last one stands for the files that a box begins with.
+
+    `entries` are blobs as a pack holds them, by id. `origin` is the URL of a remote, or empty.
+    """
+
+    commits: tuple[Commit, ...]
+    entries: Mapping[str, bytes]
+    branch: str = "main"
+    origin: str = ""
+
+    def text(self, blob: str) -> bytes:
+        """Content of a blob."""
+        entry = self.entries[blob]
+        start = next(i for i, byte in enumerate(entry) if byte < 0x80) + 1
+        return zlib.decompress(entry[start:])
+
+
+Shown = Callable[[str, str], bytes | None]  # path, blob -> what a box may see of it; None: all
+
+
+def read(source: Path, base: str, paths: Iterable[str], depth: int) -> Past:
+    """The last `depth` commits up to `base` on the first-parent line, with what they hold of `paths`.
+
+    Raises UserError if `base` is no commit.
+    """
+    wanted = set(paths)
+    listed = git(source, "rev-list", "--first-parent", "--reverse", f"--max-count={depth}", base, "--")
+    if listed is None:
+        raise UserError(f"{base!r} is no commit of {source}; name one that `git log` shows.")
+    names = listed.decode().split()
+    raw = _batch(source, names)
+    trees = [_tree(source, name, wanted) for name in names]
+    contents = _batch(source, sorted({blob for tree in trees for _, blob in tree.values()}))
+    commits = []
+    for name, tree in zip(names, trees, strict=True):
+        head, _, message = raw[name].partition(b"\n\n")
+        people = [line for line in head.split(b"\n") if line.startswith((b"author ", b"committer "))]
+        commits.append(Commit(b"\n".join(people) + b"\n", message, tree))
+    branch = (git(source, "symbolic-ref", "--short", "HEAD") or b"main").decode().strip()
+    return Past(
+        tuple(commits), {blob: _entry("blob", data) for blob, data in contents.items()}, branch, _origin(source)
+    )
+
+
+def single(people: bytes, message: bytes) -> Past:
+    """Of a release: one commit."""
+    return Past((Commit(people, message, {}),), {})
+
+
+def folder(
+    past: Past, files: Mapping[str, bytes], shown: Shown = lambda *_: None, silent: Iterable[int] = ()
+) -> dict[str, bytes]:
+    """The files of a `.git` folder, by their paths in the box; the work tree is clean if it holds `files`.
+
+    `shown` says what a box sees of versions, `silent` which commits (by place) lose their message. A commit of which
+    nothing is left is left out.
+    """
+    pack = _Pack(past.entries)
+    parent, before = "", ""
+    quiet = set(silent)
+    seen: dict[tuple[str, str], str] = {}  # what stands for a version
+    last = len(past.commits) - 1
+    modes = {path: mode for path, (mode, _) in past.commits[-1].tree.items()}
+    tree: Tree = {}
+    for place, commit in enumerate(past.commits):
+        if place == last:
+            tree = {path: (modes.get(path, _FILE), pack.add("blob", data)) for path, data in files.items()}
+        else:
+            for path, (_, blob) in commit.tree.items():
+                if (path, blob) not in seen:
+                    data = shown(path, blob)
+                    seen[path, blob] = pack.keep(blob) if data is None else pack.add("blob", data)
+            tree = {path: (mode, seen[path, blob]) for path, (mode, blob) in commit.tree.items()}
+        root = pack.tree(tree)
+        if root == before and place != last:
+            continue
+        head = f"tree {root}\n" + (f"parent {parent}\n" if parent else "")
+        message = SILENT if place in quiet else commit.message
+        parent, before = pack.add("commit", head.encode() + commit.people + b"\n" + message), root
+    found = _settings(past, parent) | pack.files() | {"index": _index(tree)}
+    return {f".git/{name}": data for name, data in found.items()}
+
+
+def rewrite(
+    source: Path, base: str, target: Path, files: Mapping[str, bytes], wanted: AnswerFingerprint, depth: int = 50
+) -> str:
+    """Make `target`, a `.git` folder whose last commit holds exactly `files`; the id of that commit.
+
+    Versions that hold the answer become those of `files`, and messages that do become "Update". Raises UserError.
+    """
+    past = read(source, base, files, depth)
+    held = {blob for blob in past.entries if wanted.in_data(past.text(blob))}
+    silent = [place for place, commit in enumerate(past.commits) if wanted.in_data(commit.message)]
+    made = folder(past, files, lambda path, blob: files[path] if blob in held else None, silent)
+    for path, data in made.items():
+        place = target / path.removeprefix(".git/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data)
+    return made[f".git/refs/heads/{past.branch}"].decode().strip()
+
+
+def git(repository: Path, *arguments: str) -> bytes | None:
+    """Output of a plumbing command; None if it fails."""
+    command = ["git", *_QUIET, "-C", str(repository), *arguments]
+    done = subprocess.run(command, capture_output=True, timeout=SECONDS)
+    return done.stdout if done.returncode == 0 else None
+
+
+def blob_id(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def entry_of(data: bytes) -> bytes:
+    """A file as `Past.entries` holds it."""
+    return _entry("blob", data)
+
+
+def _tree(source: Path, commit: str, wanted: set[str]) -> Tree:
+    listing = git(source, "ls-tree", "-r", "-z", commit)
+    assert listing is not None
+    tree = {}
+    for entry in filter(None, listing.split(b"\0")):
+        head, _, name = entry.partition(b"\t")
+        mode, _, blob = head.decode().split()
+        path = name.decode("utf-8", "surrogateescape")
+        if mode.startswith("100") and path in wanted:
+            tree[path] = (mode, blob)
+    return tree
+
+
+def _batch(source: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Contents of objects by id."""
+    command = ["git", *_QUIET, "-C", str(source), "cat-file", "--batch"]
+    done = subprocess.run(command, input="\n".join(names).encode(), capture_output=True, check=True, timeout=SECONDS)
+    found, place = {}, 0
+    while place < len(done.stdout):
+        end = done.stdout.index(b"\n", place)
+        name, _, size = done.stdout[place:end].decode().split()
+        found[name] = done.stdout[end + 1 : end + 1 + int(size)]
+        place = end + int(size) + 2
+    return found
+
+
+def _origin(source: Path) -> str:
+    """The remote's address, without a password in it; folders of this machine are none."""
+    url = (git(source, "config", "--get", "remote.origin.url") or b"").decode("utf-8", "replace").strip()
+    url = re.sub(r"^(\w+://)[^/@]*@", r"\1", url)
+    return url if re.match(r"(?:https?|ssh|git)://|[\w.-]+@[\w.-]+:", url) else ""
+
+
+def _entry(kind: str, data: bytes) -> bytes:
+    """An object as a pack holds it: kind and size, compressed content."""
+    size = len(data)
+    first = _KINDS[kind] << 4 | size & 15
+    size >>= 4
+    head = bytearray()
+    while size:
+        head.append(first | 0x80)
+        first, size = size & 0x7F, size >> 7
+    return bytes([*head, first]) + zlib.compress(data)
+
+
+@dataclass
+class _Pack:
+    """Objects to be packed. `known` are entries of blobs that need not be made again."""
+
+    known: Mapping[str, bytes]
+    objects: dict[str, bytes] = field(default_factory=dict)
+    folders: dict[tuple[tuple[str, str, str], ...], str] = field(default_factory=dict)
+
+    def add(self, kind: str, data: bytes) -> str:
+        name = hashlib.sha1(f"{kind} {len(data)}\0".encode() + data).hexdigest()
+        if name not in self.objects:
+            self.objects[name] = self.known.get(name) or _entry(kind, data)
+        return name
+
+    def keep(self, blob: str) -> str:
+        self.objects[blob] = self.known[blob]
+        return blob
+
+    def tree(self, files: Tree) -> str:
+        """Id of the tree object with `files` below it."""
+        below: dict[str, list[tuple[str, str, str]]] = {"": []}  # folder -> name, mode, id
+        for path, (mode, blob) in files.items():
+            parent, _, name = path.rpartition("/")
+            below.setdefault(parent, []).append((name, mode, blob))
+            while parent and parent.rpartition("/")[0] not in below:
+                parent = parent.rpartition("/")[0]
+                below[parent] = []
+        for place in sorted(below, key=lambda place: -place.count("/") if place else 1):
+            name = self._folder(tuple(sorted(below[place], key=lambda e: e[0] + "/" * (e[1] == "40000"))))
+            if place:
+                parent, _, own = place.rpartition("/")
+                below[parent].append((own, "40000", name))
+        return self._folder(tuple(sorted(below[""], key=lambda e: e[0] + "/" * (e[1] == "40000"))))
+
+    def _folder(self, entries: tuple[tuple[str, str, str], ...]) -> str:
+        if entries not in self.folders:
+            lines = (
+                f"{mode} {name}\0".encode("utf-8", "surrogateescape") + bytes.fromhex(at) for name, mode, at in entries
+            )
+            self.folders[entries] = self.add("tree", b"".join(lines))
+        return self.folders[entries]
+
+    def files(self) -> dict[str, bytes]:
+        """A pack and its index."""
+        names = sorted(self.objects)
+        pack, places = bytearray(struct.pack(">4sII", b"PACK", 2, len(names))), []
+        for name in names:
+            places.append(len(pack))
+            pack += self.objects[name]
+        pack += hashlib.sha1(pack).digest()
+        ids = [bytes.fromhex(name) for name in names]
+        fan = [0] * 256
+        for name in ids:
+            fan[name[0]] += 1
+        for first in range(1, 256):
+            fan[first] += fan[first - 1]
+        sums = [zlib.crc32(self.objects[name]) for name in names]
+        index = b"\xfftOc" + struct.pack(">I256I", 2, *fan) + b"".join(ids)
+        index += struct.pack(f">{2 * len(ids)}I", *sums, *places) + pack[-20:]
+        stem = f"objects/pack/pack-{hashlib.sha1(b''.join(ids)).hexdigest()}"
+        return {f"{stem}.pack": bytes(pack), f"{stem}.idx": index + hashlib.sha1(index).digest()}
+
+
+def _index(tree: Tree) -> bytes:
+    """The staging area of a clean work tree; git looks at each file once to learn its dates."""
+    parts = [struct.pack(">4sII", b"DIRC", 2, len(tree))]
+    for path in sorted(tree, key=lambda path: path.encode("utf-8", "surrogateescape")):
+        mode, blob = tree[path]
+        name = path.encode("utf-8", "surrogateescape")
+        entry = struct.pack(">10I", 0, 0, 0, 0, 0, 0, int(mode, 8), 0, 0, 0) + bytes.fromhex(blob)
+        entry += struct.pack(">H", min(len(name), 0xFFF)) + name
+        parts.append(entry + b"\0" * (8 - len(entry) % 8))
+    data = b"".join(parts)
+    return data + hashlib.sha1(data).digest()
+
+
+def _settings(past: Past, head: str) -> dict[str, bytes]:
+    """What `git clone` writes besides objects; `git init` if there is nothing to have cloned."""
+    branch, line = past.branch, past.commits[-1].people.split(b"\n")[-2].removeprefix(b"committer ").decode()
+    config = "[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n"
+    how = "commit (initial)" if len(past.commits) == 1 else "commit"
+    found = {"HEAD": f"ref: refs/heads/{branch}\n", f"refs/heads/{branch}": f"{head}\n"}
+    if past.origin:
+        how = f"clone: from {past.origin}"
+        config += f'[remote "origin"]\n\turl = {past.origin}\n\tfetch = +refs/heads/*:refs/remotes/origin/*\n'
+        config += f'[branch "{branch}"]\n\tremote = origin\n\tmerge = refs/heads/{branch}\n'
+        found["packed-refs"] = f"# pack-refs with: peeled fully-peeled sorted \n{head} refs/remotes/origin/{branch}\n"
+        found["refs/remotes/origin/HEAD"] = f"ref: refs/remotes/origin/{branch}\n"
+    log = f"{'0' * 40} {head} {line}\t{how}\n"
+    found |= {"config": config, "logs/HEAD": log, f"logs/refs/heads/{branch}": log}
+    found["description"] = "Unnamed repository; edit this file 'description' to name the repository.\n"
+    found["info/exclude"] = "# git ls-files --others --exclude-from=.git/info/exclude\n"
+    return {name: text.encode() for name, text in found.items()}

@@ -1,0 +1,177 @@
+"""The owner's side of a live box: see `guest/shell.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from etude.sandbox import base
+from etude.sandbox.base import BoxDead, BoxError, Busy, EgressRequest, ExecResult, TooLarge
+from etude.sandbox.egress.gate import PORT, Gate
+from etude.sandbox.guest.root import RUNNER, SITE, WORKSPACE
+from etude.sandbox.namespace.connection import Connection, encode
+from etude.sandbox.namespace.templates import ImageTemplate, Layer
+
+FILE_SECONDS = 30.0
+GRACE_SECONDS = 5.0  # a command that is killed at its deadline still has to end
+MAX_LINE = 100_000  # bytes
+
+_ESCAPES = re.compile(
+    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # operating system commands, such as setting the clipboard
+    r"|\x1b[PX^_][^\x1b]*(?:\x1b\\)?"
+    r"|\x1b\[[0-?]*[ -/]*[@-~]?"
+    r"|\x1b[ -/]*[0-~]?"
+)
+
+
+class Shell:
+    """A connection to pid 1 of a live box. One operation at a time."""
+
+    def __init__(
+        self, connection: Connection, stem: ImageTemplate | None, gate: Gate | None, ends: AsyncExitStack
+    ) -> None:
+        self._connection = connection
+        self._stem = stem
+        self._gate = gate
+        self._ends = ends  # of what goes with the box
+        self._lock = asyncio.Lock()
+        self._running = False
+
+    async def start(
+        self,
+        limits: dict[str, float],
+        layers: Mapping[str, bytes | None],
+        prefix: str,
+        variables: Mapping[str, str],
+        door: tuple[str, int] | None,
+        below: Sequence[Layer] = (),
+    ) -> None:
+        """Raises BoxDead or LaunchFailed. `variables` are further ones, such as those that say where the way out is."""
+        persona = None if self._stem is None else self._stem.persona
+        search = [f"{WORKSPACE}/src", WORKSPACE, SITE, RUNNER]
+        if persona is None:
+            environment = {
+                "HOME": "/home/user",
+                "LANG": "C.UTF-8",
+                "LOGNAME": "user",
+                "PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTHONPATH": ":".join(search),
+                "SHELL": "/bin/bash",
+                "TERM": "xterm-256color",
+                "USER": "user",
+            }
+        else:
+            environment = {"HOME": f"/home/{persona.user}", "PATH": _path(f"{prefix}/bin", persona.path)}
+            environment |= persona.environment
+        head = {
+            "limits": limits,
+            "environment": environment | dict(variables),
+            "search": search,
+            "port": PORT if self._gate is not None else 0,
+            "door": door,
+            "below": [layer.name for layer in below],
+        }
+        await self._connection.request(head, encode({}, layers), FILE_SECONDS)
+        if self._gate is not None:
+            await self._gate.open(socket.socket(fileno=self._connection.descriptors.pop()))
+
+    def requests(self) -> Sequence[EgressRequest]:
+        return self._gate.requests if self._gate is not None else []
+
+    async def exec(self, line: str, timeout: float) -> ExecResult:
+        """Run `line`. Raises Busy if a command is running; ends the box if it is cancelled."""
+        data = line.encode("utf-8", "surrogateescape")
+        if b"\0" in data or len(data) > MAX_LINE:
+            raise TooLarge(f"a command line has at most {MAX_LINE} bytes and no NUL")
+        if self._running:
+            raise Busy("a command is still running in this box")
+        self._running = True
+        try:
+            head, body = await self._ask({"op": "exec", "seconds": timeout}, data, timeout + GRACE_SECONDS)
+        except asyncio.CancelledError:
+            await self.close()
+            raise
+        finally:
+            self._running = False
+        first, rest = body[: head["head"]], body[head["head"] :]
+        text = shown(first + rest) if not head["cut"] else f"{shown(first)}\n[{head['cut']} bytes cut]\n{shown(rest)}"
+        return ExecResult(head["rc"], text, head["cut"], head["seconds"], head["timed_out"])
+
+    async def interrupt(self) -> None:
+        """End the command that runs: it is seen at once, though its own answer comes first."""
+        if self._running:
+            await self._connection.request({"op": "interrupt"}, b"", FILE_SECONDS)
+
+    async def read(self, path: str, max_bytes: int) -> bytes:
+        return (await self._ask({"op": "read", "path": path, "max": max_bytes}))[1]
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._ask({"op": "write", "path": path}, data)
+
+    async def list(self, path: str) -> list[str]:
+        return (await self._ask({"op": "list", "path": path}))[0]["names"]
+
+    async def delete(self, path: str) -> None:
+        await self._ask({"op": "delete", "path": path})
+
+    async def changes(self) -> dict[str, bytes | None]:
+        """Files in the upper layer; None is a deletion."""
+        head, body = await self._ask({"op": "changes"})
+        found: dict[str, bytes | None] = {}
+        offset = 0
+        for path, size in head["files"]:
+            found[path] = None if size is None else body[offset : offset + size]
+            offset += size or 0
+        return found
+
+    @property
+    def layered(self) -> bool:
+        """Whether it can be frozen."""
+        return self._stem is not None
+
+    async def freeze(self) -> tuple[Layer | None, bool]:
+        """What the box has written since it was last frozen, if anything, and whether it stands on that itself now."""
+        head, _ = await self._ask({"op": "freeze"})
+        if head["layer"] == "empty":
+            return None, False
+        assert self._stem is not None
+        return self._stem.keep(self._connection.descriptors.pop()), head["layer"] == "moved"
+
+    async def close(self) -> None:
+        """The box ends when its pid 1 loses this connection."""
+        self._connection.close("the box is closed")
+        self._stem = None
+        await self._ends.aclose()
+
+    async def _ask(
+        self, head: dict[str, Any], payload: bytes = b"", seconds: float = FILE_SECONDS
+    ) -> tuple[dict[str, Any], bytes]:
+        async with asyncio.timeout(seconds + FILE_SECONDS), self._lock:
+            if self._connection.dead is not None:
+                raise BoxDead(self._connection.dead)
+            reply, body = await self._connection.request(head, payload, seconds)
+        if "refused" in reply:
+            error: type[BoxError] = getattr(base, reply["refused"])
+            raise error(reply["message"])
+        return reply, body
+
+
+def _path(programs: str, entries: Sequence[str]) -> str:
+    """PATH with the folder of Python in it and no more entries than `entries`, if there is one that others hold too."""
+    if programs in entries:
+        return ":".join(entries)
+    spare = next((entry for entry in ("/sbin", "/usr/local/sbin", "/usr/sbin") if entry in entries), None)
+    return ":".join([programs, *(entry for entry in entries if entry != spare)])
+
+
+def shown(data: bytes) -> str:
+    """What a reader of the terminal sees: no escape sequences, redrawn lines folded, invalid UTF-8 replaced."""
+    text = _ESCAPES.sub("", data.decode("utf-8", "replace")).replace("\r\n", "\n")
+    if "\r" in text:
+        text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    return "".join(c for c in text if c >= " " or c in "\n\t")

@@ -1,0 +1,101 @@
+"""Programs that are broken in more than a function: classes, features and commits, each with the tests that decide."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.code import functions as discover
+from etude.code import mutate
+from etude.code.functions import Function, Unit
+from etude.code.mutate import MutationCandidate
+from etude.tasks import classes, commits, features, split
+from etude.tasks.options import BuildOptions
+
+
+@dataclass(frozen=True)
+class Wide:
+    """`members` are the functions that change, `tests` those that decide, the most telling first."""
+
+    unit: Unit
+    programs: tuple[MutationCandidate, ...]
+    members: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+def find(
+    repository: Path,
+    sources: Mapping[str, str],
+    functions: Sequence[Function],
+    callers: Mapping[str, set[str]],
+    options: BuildOptions,
+) -> list[Wide]:
+    """At most an equal share of `max_tasks` of each kind that `options` asks for, drawn by the seed."""
+    share = max(1, options.max_tasks // len(options.kinds))
+    made = {
+        "class": lambda: _classes(sources, callers, options),
+        "feature": lambda: _features(sources, functions, callers),
+        "commit": lambda: _commits(repository, sources, functions, callers),
+    }
+    found: list[Wide] = []
+    for kind, make in made.items():
+        if kind in options.kinds:
+            all_of_it = list(make())
+            random.Random(f"{options.seed} {kind}").shuffle(all_of_it)
+            found += all_of_it[: 2 * share]
+    return found
+
+
+def _ranked(own: set[str], callers: Mapping[str, set[str]], path: str) -> tuple[str, ...]:
+    """`own`, then as many other tests of the same module as there are: what must keep working."""
+    others = {test for id, tests in callers.items() if id.startswith(f"{path}::") for test in tests} - own
+    return (*sorted(own), *sorted(others))
+
+
+def _classes(sources: Mapping[str, str], callers: Mapping[str, set[str]], options: BuildOptions) -> Iterator[Wide]:
+    for path, text in sources.items():
+        for unit in discover.classes(path, text):
+            members = tuple(id for id in callers if id.startswith(f"{unit.id}."))
+            tests = {test for id in members for test in callers[id]}
+            if not tests or unit.complexity < classes.MIN_COMPLEXITY:
+                continue
+            mutants = mutate.mutants(text, unit, options.seed, classes.OPERATORS)
+            mutants.sort(key=lambda mutant: mutant.operator == "class_shuffle")  # rarely noticed: last
+            allowed = set(options.operators or classes.OPERATORS)
+            programs = tuple(MutationCandidate("class", mutant) for mutant in mutants if mutant.operator in allowed)
+            if programs:
+                yield Wide(unit, programs, members, _ranked(tests, callers, path))
+
+
+def _features(
+    sources: Mapping[str, str], functions: Sequence[Function], callers: Mapping[str, set[str]]
+) -> Iterator[Wide]:
+    for members in features.slices(functions, callers):
+        program = features.deletion(members, sources)
+        if program is not None:
+            entry = members[0]
+            ids = tuple(member.id for member in members)
+            yield Wide(entry, (program,), ids, _ranked(callers[entry.id], callers, entry.path))
+
+
+def _commits(
+    repository: Path, sources: Mapping[str, str], functions: Sequence[Function], callers: Mapping[str, set[str]]
+) -> Iterator[Wide]:
+    by_id = {function.id: function for function in functions}
+    everything = {test for tests in callers.values() for test in tests}
+    for found in commits.reversals(repository, sources, functions):
+        touched = {test for test in everything if test.split("::")[0] in found.tests}
+        own = touched & {test for id in found.members for test in callers.get(id, ())}
+        unit = by_id[found.members[0]]
+        if own:
+            yield Wide(unit, (found.program,), found.members, _ranked(own, callers, unit.path))
+
+
+def side(wide: Wide, heldout: set[str], seed: int, fraction: float) -> str | None:
+    """ "train" or "heldout"; None for what would break functions of both. A class is on a side of its own."""
+    if wide.programs[0].kind == "class":
+        return "heldout" if split.rank(seed, wide.unit.id)[0] < 256 * fraction else "train"
+    inside = [member in heldout for member in wide.members]
+    return None if any(inside) and not all(inside) else "heldout" if all(inside) else "train"

@@ -1,0 +1,228 @@
+"""Configuration of the stages that come before reinforcement learning. No torch here."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from etude.corpus.mutations import WEIGHTS
+from etude.corpus.retrieval import KINDS, RetrievalOptions
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NewModelConfig(_Section):
+    """Shape of a new Qwen3-MoE model; sizes in elements. Every second layer is sparse when `sparse_step` is 2."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 512
+    layers: int = 6
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    expert_size: int = 256
+    experts: int = 8
+    experts_per_token: int = 2
+    sparse_step: int = 2
+    max_positions: int = 4096
+    rope_theta: float = 10_000.0
+
+
+class CorpusConfig(_Section):
+    """Where functions come from. `held_out` packages are never trained on, nor is any function that overlaps them."""
+
+    packages: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
+    evaluation: tuple[str, ...] = ()
+    standard_library: bool = True
+    allow_tests: bool = False
+    per_package: int = Field(4000, gt=0)
+    cache: Path = Path("outputs/corpus")
+
+
+class MixConfig(_Section):
+    """Shares of mid-training tokens; they must sum to 1."""
+
+    code: float = 0.45
+    fim: float = 0.15
+    repair: float = 0.40
+
+    @model_validator(mode="after")
+    def _sums_to_one(self) -> MixConfig:
+        if abs(self.code + self.fim + self.repair - 1) > 1e-6:
+            raise ValueError("the shares in [mix] must sum to 1")
+        return self
+
+
+class ShapesConfig(_Section):
+    """Shares of the episode shapes of supervised fine-tuning; they must sum to 1."""
+
+    blind: float = 0.35
+    tested: float = 0.35
+    recovers: float = 0.20
+    no_match: float = 0.02
+    no_change: float = 0.0
+    gives_up: float = 0.08
+
+    @model_validator(mode="after")
+    def _sums_to_one(self) -> ShapesConfig:
+        if abs(sum(self.model_dump().values()) - 1) > 1e-6:
+            raise ValueError("the shares in [shapes] must sum to 1")
+        return self
+
+
+class DocumentsConfig(_Section):
+    """Prompts with documents instead of repair episodes, for a `share` of the tokens: cross-file retrieval, with from
+    `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them.
+
+    In a share `own` of the samples each document sees itself only, as the engine's documents do; there the loss has, by
+    weight `kl`, the divergence from what the same weights say with all documents visible to each other.
+    """
+
+    least: int = Field(4, ge=2)
+    most: int = Field(10, le=30)
+    chars: int = Field(320, ge=80)
+    questions: int = Field(4, gt=0)
+    kinds: dict[str, float] = Field(dict(KINDS), description="weights of the kinds of questions")
+    own: float = Field(0.5, ge=0, le=1)
+    kl: float = Field(1.0, ge=0)
+    share: float = Field(1.0, gt=0, le=1)
+    seed: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _possible(self) -> DocumentsConfig:
+        if self.least > self.most:
+            raise ValueError(f"documents.least = {self.least} is more than documents.most = {self.most}")
+        if unknown := sorted(self.kinds.keys() - KINDS.keys()):
+            raise ValueError(f"unknown kind of question {unknown[0]!r}; known: {', '.join(KINDS)}")
+        if not sum(self.kinds.values()) > 0 or min(self.kinds.values()) < 0:
+            raise ValueError("the weights in documents.kinds must not be negative, and one of them above 0")
+        return self
+
+    def options(self) -> RetrievalOptions:
+        return RetrievalOptions(self.least, self.most, self.chars, self.questions, self.kinds)
+
+
+class OptimConfig(_Section):
+    """AdamW with decoupled weight decay; the schedule is linear warm-up, a plateau, and a decay to zero.
+
+    The schedule runs on max(tokens / `tokens`, elapsed / `max_minutes`), so a run ends on time with a decayed learning
+    rate however busy the machine is. Without `max_minutes` it depends on tokens alone and the run is reproducible.
+    """
+
+    tokens: int = Field(10_000_000, gt=0)
+    max_minutes: float | None = Field(None, gt=0)
+    batch: int = Field(12, gt=0)
+    length: int = Field(512, gt=8)
+    lr: float = Field(2e-3, gt=0)
+    warmup: float = Field(0.02, ge=0, lt=1)
+    decay: float = Field(0.5, gt=0, le=1)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float = Field(1.0, gt=0)
+    router_aux: float = Field(0.01, ge=0)
+    compile: bool = True
+    threads: int = Field(2, gt=0)
+    checkpoint_minutes: float = Field(10.0, gt=0)
+    log_every: int = Field(10, gt=0)
+
+
+class _Stage(_Section):
+    output: Path
+    seed: int = 0
+    corpus: CorpusConfig = CorpusConfig()
+    optim: OptimConfig = OptimConfig()
+
+
+class MidtrainConfig(_Stage):
+    stage: Literal["midtrain"] = "midtrain"
+    model: NewModelConfig = NewModelConfig()
+    mix: MixConfig = MixConfig()
+
+
+class SftConfig(_Stage):
+    """`model` is the folder of the model to start from; functions of more than `max_lines` lines are left out of
+    episodes. With `documents`, rows of batch * length tokens hold prompts with documents, too."""
+
+    stage: Literal["sft"] = "sft"
+    model: Path
+    shapes: ShapesConfig = ShapesConfig()
+    operators: dict[str, float] = Field(
+        WEIGHTS, description="weights of the mutation operators; absent ones are unused"
+    )
+    max_lines: int = Field(30, ge=3)
+    documents: DocumentsConfig | None = None
+
+    @field_validator("operators")
+    @classmethod
+    def _known(cls, operators: dict[str, float]) -> dict[str, float]:
+        if unknown := sorted(operators.keys() - WEIGHTS.keys()):
+            raise ValueError(f"unknown operator {unknown[0]!r}; known: {', '.join(WEIGHTS)}")
+        return operators
+
+    @model_validator(mode="after")
+    def _eager(self) -> SftConfig:
+        # Every row has a mask of its own, and each would be compiled.
+        if self.documents is not None and self.optim.compile:
+            raise ValueError("prompts with documents are trained without compilation: set optim.compile to false")
+        return self
+
+
+class PhaseConfig(_Section):
+    """A part of a run: its share of the tokens, the most tokens that an example in it may have, and the share of the
+    examples whose names are replaced by others, so that they can't be known by heart."""
+
+    share: float = Field(gt=0, le=1)
+    longest: int = Field(gt=0)
+    renamed: float = Field(0.0, ge=0, le=1)
+
+
+class DistillConfig(_Section):
+    """`teacher` is a model folder of the same vocabulary; `share` of the loss is the divergence from what it says."""
+
+    teacher: Path
+    share: float = Field(0.5, gt=0, le=1)
+
+
+class ApplyConfig(_Section):
+    """Fine-tuning on applied edits. `model` is the folder to start from, or the shape of a new model, which has the
+    teacher's tokenizer; `data` and `held_out` are tables that `etude tasks fast-apply` made; `format` is how edits are
+    answered (edits/formats.py); the phases follow each other, and their shares sum to 1."""
+
+    stage: Literal["apply"] = "apply"
+    output: Path
+    seed: int = 0
+    model: Path | NewModelConfig
+    data: Path
+    held_out: Path
+    format: Literal["rewrite", "search-replace", "udiff"] = "rewrite"
+    distill: DistillConfig | None = None
+    measured: int = Field(64, gt=0, description="held-out edits that are measured with every checkpoint")
+    phases: tuple[PhaseConfig, ...]
+    optim: OptimConfig = OptimConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> ApplyConfig:
+        if abs(sum(phase.share for phase in self.phases) - 1) > 1e-6:
+            raise ValueError("the shares of [[phases]] must sum to 1")
+        if any(phase.longest > self.optim.length for phase in self.phases):
+            raise ValueError("no phase may have longer examples than optim.length")
+        if isinstance(self.model, NewModelConfig) and self.distill is None:
+            raise ValueError("a new model takes its tokenizer from a teacher: give distill.teacher, or a model folder")
+        return self
+
+
+def load(path: Path) -> MidtrainConfig | SftConfig | ApplyConfig:
+    """Read a stage's TOML file. Raises ValueError for an unknown stage, an unknown key or a bad value."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    kinds = {"midtrain": MidtrainConfig, "sft": SftConfig, "apply": ApplyConfig}
+    stage = table.get("stage")
+    if stage not in kinds:
+        raise ValueError(f"{path.name}: stage must be one of {', '.join(kinds)}, not {stage!r}")
+    return kinds[stage].model_validate(table)

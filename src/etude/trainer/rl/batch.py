@@ -1,0 +1,298 @@
+"""Groups of episodes -> rows of tokens with advantages, and what the loss knows of each sampled token.
+
+Suffixes: T tokens of a row, P of its prompt, C of a completion, N sampled (trained) tokens of the batch, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from statistics import pstdev
+from typing import Literal
+
+import numpy as np
+import torch
+
+from etude.errors import RunFailed
+from etude.models.documents import RECIPE
+from etude.models.router_replay import MISSING, UNFED
+from etude.records import Episode, Fork, Group, Outcome, Segment, StopReason, token_digest
+from etude.trainer.rl.plan import TokenRows
+
+Baseline = Literal["group", "turn"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What follows the prompt in one segment: sampled tokens (mask 1) and tool output (mask 0)."""
+
+    ids_C: np.ndarray
+    mask_C: np.ndarray
+    logprobs_C: np.ndarray
+    versions_C: np.ndarray
+    advantages_C: np.ndarray
+    episode: int = 0  # its episode's index among those of the batch
+    before: int = 0  # sampled tokens of the episode in earlier segments
+    length: int = 0  # sampled tokens of the whole episode
+    routes_TLK: np.ndarray | None = None  # experts to replay, of the prompt's tokens too: its members' may differ
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt and the completions of it: as many rows of tokens. The prompt begins with its documents."""
+
+    prompt_P: np.ndarray
+    completions: tuple[Completion, ...]
+    group: int = 0  # its group's index in the batch
+    documents: tuple[int, ...] = ()  # their lengths
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What the loss knows of the sampled tokens, [N] each, in the order of `token_rows`."""
+
+    logprobs_N: torch.Tensor
+    versions_N: torch.Tensor
+    advantages_N: torch.Tensor
+    episode_N: torch.Tensor  # index of the token's episode in the batch
+    order_N: torch.Tensor  # how many tokens its episode sampled before it
+    length_N: torch.Tensor  # how many its episode sampled in all
+
+    def select(self, item_M: torch.Tensor) -> Samples:
+        return Samples(*(getattr(self, f.name)[item_M] for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups of one step, after advantages. Groups without enough reward variance carry no row."""
+
+    groups: tuple[Group, ...]
+    episodes: tuple[tuple[Episode, ...], ...]
+    rows: tuple[PromptRow, ...]
+    zero_variance: int
+    rewards: tuple[float, ...] = ()  # of the episodes that carry rows, by `Completion.episode`
+
+    @property
+    def flat(self) -> list[Episode]:
+        return [episode for members in self.episodes for episode in members]
+
+
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """Reward minus the group's mean: no division by the standard deviation (arXiv:2603.24477, section 4.1)."""
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def turn_advantages(rewards: Sequence[float], turns: Sequence[int]) -> list[np.ndarray]:
+    """Per member its advantage in every turn: reward minus the mean of the members that came as far.
+
+    With one baseline for all turns, whatever is done after a failed try is punished because the try had failed: those
+    turns are seen in bad episodes more often than in good ones. That a turn was reached is decided before it is
+    sampled, so the expected gradient keeps its direction in every turn; a mean that includes the member itself scales
+    it by (n - 1) / n, as in any group. GiGPO (arXiv:2505.10978) compares equal states; here turns stand for them.
+    """
+    means = [
+        sum(r for r, n in zip(rewards, turns, strict=True) if n > turn) / sum(n > turn for n in turns)
+        for turn in range(max(turns, default=0))
+    ]
+    return [np.array([reward - mean for mean in means[:n]]) for reward, n in zip(rewards, turns, strict=True)]
+
+
+def with_trunks(per_turn: Sequence[np.ndarray], members: Sequence[Episode], baseline: Baseline) -> list[np.ndarray]:
+    """Advantages per turn, given those of members as if each had been played alone; forks change a trunk's turns.
+
+    A trunk's turns are in all n siblings, so its value is the mean of what their rewards say: that is the advantage of
+    each. A baseline that is the mean of N members takes 1 / N of the expected gradient of a turn that one member has,
+    and n / N of one that n siblings share, since it depends on all of them. (N - 1) / (N - n) makes up for that, so the
+    expected gradient is what it is without forks, in all turns. A trunk that all N share is compared with nothing: 0.
+    Given the trunk, siblings are independent, so what they do after it needs no change.
+    """
+    families: dict[Fork, list[int]] = {}
+    for i, member in enumerate(members):
+        if member.fork is not None:
+            families.setdefault(member.fork, []).append(i)
+    result = [a.copy() for a in per_turn]
+    for fork, siblings in families.items():
+        n = len(siblings)
+        for turn in range(fork.turns if n > 1 else 0):
+            compared = sum(len(a) > turn for a in per_turn) if baseline == "turn" else len(members)
+            scale = (compared - 1) / (compared - n) if compared > n else 0.0
+            value = scale * np.mean([per_turn[i][turn] for i in siblings])
+            for i in siblings:
+                result[i][turn] = value
+    return result
+
+
+def make_batch(
+    groups: Sequence[Group],
+    episodes: Sequence[Sequence[Episode]],
+    *,
+    baseline: Baseline = "group",
+    min_std: float = 0.0,
+    advantage: Literal["mean", "zscore", "value"] = "mean",
+    routes: tuple[int, int] | None = None,
+) -> Batch:
+    """Rows with advantages, of groups whose rewards have a standard deviation above `min_std`.
+
+    "zscore" divides by the group's standard deviation plus 1e-6 (arXiv:2402.03300, section 4.1.2). Under "value" every
+    group has rows: a value head takes the baseline's place, and the advantages are still 0. Members lost to
+    infrastructure are already absent from `episodes`. `routes`: the model's MoE layers and experts per token, if
+    recorded experts are to be replayed; raises RunFailed for episodes that recorded another model's, that do not hold
+    the tokens which were sampled, or that were lost to infrastructure and scored.
+    """
+    rows: list[PromptRow] = []
+    kept: list[float] = []
+    zero_variance = 0
+    for index, members in enumerate(episodes):
+        for member in members:
+            _check(member)
+        rewards = [e.reward for e in members]
+        flat = not rewards or max(rewards) == min(rewards) or pstdev(rewards) <= min_std
+        zero_variance += flat
+        if not rewards or (flat and advantage != "value"):
+            continue
+        turns = [max(1, sum(len(segment.turn_starts) for segment in e.segments)) for e in members]
+        if advantage == "value":
+            per_turn = [np.zeros(n) for n in turns]
+        elif baseline == "turn":
+            per_turn = turn_advantages(rewards, turns)
+        else:
+            per_turn = [np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]
+        per_turn = with_trunks(per_turn, members, baseline)
+        if advantage == "zscore":
+            per_turn = [a / (pstdev(rewards) + 1e-6) for a in per_turn]
+        rows.extend(_rows(members, per_turn, index, len(kept), routes))
+        kept.extend(rewards)
+    return Batch(tuple(groups), tuple(map(tuple, episodes)), tuple(rows), zero_variance, tuple(kept))
+
+
+def _check(episode: Episode) -> None:
+    assert episode.outcome is not Outcome.INFRA, "infrastructure failures must not reach the loss"
+    if episode.stop_reason is StopReason.ERROR:
+        raise RunFailed(
+            f"episode {episode.id} was lost to infrastructure and scored {episode.reward:g} all the same "
+            f"({episode.detail or 'no reason given'}): such a failure must end as Outcome.INFRA and be played again"
+        )
+    if not all(segment.intact for segment in episode.segments):
+        raise RunFailed(
+            f"episode {episode.id} does not hold the tokens that were sampled: the digest of their ids and positions "
+            "is another; find what rewrites or tokenises episodes again after they are played"
+        )
+
+
+def _rows(
+    members: Sequence[Episode], advantages_G: Sequence[np.ndarray], group: int, first: int,
+    routes: tuple[int, int] | None,
+) -> Iterator[PromptRow]:  # fmt: skip
+    """Segments of one group, merged by equal prompt; a member's advantages are given per turn of its episode.
+
+    `first` is the index in the batch of the group's first episode.
+    """
+    by_prompt: dict[tuple[tuple[int, ...], bytes], tuple[np.ndarray, list[Completion]]] = {}
+    for number, (episode, advantage_of_turn) in enumerate(zip(members, advantages_G, strict=True), first):
+        turns_before, sampled_before = 0, 0
+        length = episode.sampled_tokens
+        for segment in episode.segments:
+            ids_T, mask_T, logprobs_T, versions_T = segment.arrays()
+            assert len(ids_T) == len(mask_T) == len(logprobs_T) == len(versions_T), "token arrays differ in length"
+            p = segment.prompt_length
+            assert not mask_T[:p].any(), "the prompt holds sampled tokens"
+            if not mask_T.any():
+                continue
+            # Tokens after the last sampled one (a final tool result) predict nothing that is trained.
+            end = int(np.flatnonzero(mask_T)[-1]) + 1
+            turn_C = np.searchsorted(segment.turn_starts, np.arange(p, end), side="right") - 1 + turns_before
+            turns_before += len(segment.turn_starts)
+            part = slice(p, end)
+            advantages_C = advantage_of_turn[np.maximum(turn_C, 0)].astype(np.float32)
+            completion = Completion(
+                ids_T[part],
+                mask_T[part],
+                logprobs_T[part],
+                versions_T[part],
+                advantages_C,
+                episode=number,
+                before=sampled_before,
+                length=length,
+                routes_TLK=None if routes is None else recorded_routes(segment, end, routes),
+            )
+            sampled_before += int(mask_T.sum())
+            key = recorded_documents(segment), ids_T[:p].tobytes()
+            by_prompt.setdefault(key, (ids_T[:p], []))[1].append(completion)
+    for (documents, _), (prompt_P, completions) in by_prompt.items():
+        yield PromptRow(prompt_P, tuple(completions), group, documents)
+
+
+def recorded_documents(segment: Segment) -> tuple[int, ...]:
+    """Lengths of the documents that a segment begins with, so that the graph the engine computed can be made again.
+
+    Raises RunFailed if it cannot be.
+    """
+    if wrong := document_fault(segment):
+        raise RunFailed(f"an episode has {wrong}: were its engines of another etude, or its blob damaged?")
+    return tuple(document.length for document in segment.documents)
+
+
+def document_fault(segment: Segment) -> str:
+    """What is wrong with the documents that a segment has recorded; "" if nothing is."""
+    if segment.documents and segment.recipe != RECIPE:
+        return f"documents computed by the recipe {segment.recipe!r}, not {RECIPE!r}"
+    ids_T, *_ = segment.arrays()
+    start = 0
+    for number, document in enumerate(segment.documents):
+        end = start + document.length
+        if not start < end < segment.prompt_length or token_digest(ids_T[start:end]) != document.digest:
+            return f"other tokens in document {number} than it recorded"
+        start = end
+    return ""
+
+
+def recorded_routes(segment: Segment, end: int, shape: tuple[int, int]) -> np.ndarray:
+    """int16 [end, MoE layers, K]: the experts that the engine recorded of the first `end` tokens; see `models.replay`.
+
+    Raises RunFailed if they are of another shape.
+    """
+    out = np.full((end, *shape), MISSING, np.int16)
+    found = segment.routes
+    if found is not None:
+        if (found.layers, found.slots) != shape:
+            raise RunFailed(
+                f"an episode recorded {found.slots} experts in {found.layers} layers, but the model has {shape[1]} in "
+                f"{shape[0]}: were the engines started with another model?"
+            )
+        known = min(found.end, end)
+        out[:known] = found.array()[:known]
+    if end and out[end - 1, 0, 0] == MISSING:
+        out[end - 1] = UNFED
+    return out
+
+
+def token_rows(rows: Sequence[PromptRow]) -> TokenRows:
+    """Every completion behind its prompt; which of them share what is found by the plan."""
+    pairs = [(row.prompt_P, c) for row in rows for c in row.completions]
+    routes = tuple(c.routes_TLK for _, c in pairs if c.routes_TLK is not None)
+    documents = tuple(row.documents for row in rows for _ in row.completions)
+    return TokenRows(
+        tuple(np.concatenate([prompt_P, c.ids_C]) for prompt_P, c in pairs),
+        tuple(len(prompt_P) + np.flatnonzero(c.mask_C) for prompt_P, c in pairs),
+        routes if routes else None,
+        documents if any(documents) else None,
+    )
+
+
+def collate(rows: Sequence[PromptRow], device: str = "cpu") -> Samples:
+    """The sampled tokens of all rows."""
+    completions = [c for row in rows for c in row.completions]
+
+    def tensor(arrays: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        sampled = [array[c.mask_C == 1] for array, c in zip(arrays, completions, strict=True)]
+        return torch.from_numpy(np.concatenate(sampled) if sampled else np.zeros(0)).to(device, dtype)
+
+    return Samples(
+        logprobs_N=tensor([c.logprobs_C for c in completions], torch.float32),
+        versions_N=tensor([c.versions_C for c in completions], torch.long),
+        advantages_N=tensor([c.advantages_C for c in completions], torch.float32),
+        episode_N=tensor([np.full(len(c.ids_C), c.episode) for c in completions], torch.long),
+        order_N=tensor([c.before + np.cumsum(c.mask_C, dtype=np.int64) - 1 for c in completions], torch.long),
+        length_N=tensor([np.full(len(c.ids_C), c.length) for c in completions], torch.float32),
+    )

@@ -1,0 +1,274 @@
+"""Runs the passes of a plan: the same loss, gradients and log-probabilities whichever way they were cut.
+
+    forward of a part ──> loss of the tokens it predicts ──> passes below it, on its detached keys and values
+         └───────────────── backward: that loss, and what the passes below left in the keys' and values' gradients
+
+The gradient of what a trunk is asked for is gathered in float32 and goes through the trunk once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.errors import RunFailed, UserError
+from etude.models import batch_invariant
+from etude.models.attention import KeyValues, SegmentLayout
+from etude.models.documents import PlacedDocuments
+from etude.models.experts import Choices, observe
+from etude.models.router_replay import UNFED, ReplayStatistics, replay
+from etude.trainer.rl.plan import ForwardPass
+
+_ENTROPY_STRIDE = 16  # a mean over some thousand tokens is exact enough, and a tenth of the step's time otherwise
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(log-probabilities [M] with gradient, indices [M] among the batch's sampled tokens) -> scalar.
+
+Called once per pass and added up, which is right for a loss that is a sum over tokens; any other is called once, with
+the tokens of the whole batch (`separable=False`). No token is given to it twice."""
+
+
+@dataclass(frozen=True)
+class ValueHead:
+    """A second prediction at the same positions: hidden states [S, D] to values [S]; `loss` of them is separable."""
+
+    head: Callable[[Tensor], Tensor]
+    loss: Loss | None = None  # in values [M] instead of log-probabilities; None in passes without gradient
+
+
+@dataclass
+class BatchResult:
+    """What a batch gave: value of the loss, log-probabilities [N] without gradient, entropies of some positions.
+
+    `values_N` are the value head's, 0 without one. `counts_LE` are the tokens that went to each expert, over all rows;
+    empty for a dense model. `aux` is the router's balance loss, 0 where it is off; `replayed` is what became of
+    recorded experts.
+    """
+
+    logprobs_N: Tensor
+    values_N: Tensor
+    loss: float = 0.0
+    aux: float = 0.0
+    entropy_sum: float = 0.0
+    entropies: int = 0
+    counts_LE: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.float64))
+    replayed: ReplayStatistics = field(default_factory=ReplayStatistics)
+
+    @property
+    def entropy(self) -> float:
+        return self.entropy_sum / max(self.entropies, 1)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The state of one walk over the parts. `loss` is None when only log-probabilities and counts are wanted."""
+
+    model: torch.nn.Module
+    out: BatchResult
+    temperature: float
+    value: ValueHead | None
+    loss: Loss | None
+    aux: float
+    share_LE: Tensor | None  # of every expert among the batch's tokens; known when `aux` is not 0
+    weight: float  # tokens of all rows
+    replays: bool = True  # the experts that the parts carry
+
+
+def evaluate(
+    model: torch.nn.Module,
+    parts: Sequence[ForwardPass],
+    count: int,
+    *,
+    temperature: float = 1.0,
+    value: ValueHead | None = None,
+    replays: bool = True,
+) -> BatchResult:
+    """Log-probabilities of the `count` sampled tokens, and values if there is a head for them, without gradients.
+
+    `replays` off: the model takes its own experts, whatever the parts carry.
+    """
+    out = _blank(model, count)
+    walk = _Pass(model, out, temperature, value, None, 0.0, None, _weight(parts), replays)
+    with torch.no_grad():
+        for part in parts:
+            _visit(walk, part, ())
+    return out
+
+
+def run(
+    model: torch.nn.Module,
+    parts: Sequence[ForwardPass],
+    count: int,
+    loss: Loss,
+    *,
+    temperature: float = 1.0,
+    value: ValueHead | None = None,
+    separable: bool = True,
+    aux: float = 0.0,
+) -> BatchResult:
+    """Adds the gradients of `loss + value.loss + aux * balance` to the model's parameters.
+
+    The loss sees log-probabilities at `temperature`: of the distribution that the tokens were drawn from. A loss that
+    is not a sum over tokens, and a balance loss, need to know the whole batch before the first backward: then a pass
+    over all parts without gradients comes first. Raises UserError for `aux` on a dense model.
+    """
+    share_LE, whole = None, None
+    if aux or not separable:
+        first = evaluate(model, parts, count, temperature=temperature)
+        if aux:
+            if not first.counts_LE.numel():
+                raise UserError("the model has no experts to balance: set trainer.router_aux to 0")
+            share_LE = first.counts_LE / first.counts_LE.sum(dim=1, keepdim=True)
+        if not separable:
+            loss, whole = _linear(loss, first.logprobs_N)
+    out = _blank(model, count)
+    walk = _Pass(model, out, temperature, value, loss, aux, share_LE, _weight(parts))
+    for part in parts:
+        _visit(walk, part, ())
+    if whole is not None:
+        out.loss = whole
+    return out
+
+
+def _blank(model: torch.nn.Module, count: int) -> BatchResult:
+    return BatchResult(*(torch.zeros(count, device=_device(model)) for _ in range(2)))
+
+
+def _linear(loss: Loss, logprobs_N: Tensor) -> tuple[Loss, float]:
+    """The loss as its first-order term at `logprobs_N`, which has its gradient there; and its value."""
+    leaf_N = logprobs_N.clone().requires_grad_()
+    value = loss(leaf_N, torch.arange(len(leaf_N), device=leaf_N.device))
+    (gradient_N,) = torch.autograd.grad(value, leaf_N)
+    return lambda logprobs_M, item_M: (gradient_N[item_M] * logprobs_M).sum(), value.item()
+
+
+def _visit(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> None:
+    """Forward, the passes below, backward."""
+    learns = walk.loss is not None
+    again = learns and part.recompute
+    with torch.set_grad_enabled(learns and not again):
+        scalar, kept, choices = _forward(walk, part, above)
+    leaves = _detached(kept, learns)
+    for child in part.children:
+        _visit(walk, child, (*above, leaves))
+    if again:
+        first = choices
+        scalar, kept, choices = _forward(walk, part, above, first=False)
+        if not all(torch.equal(a, b) for a, b in zip(first.layers, choices.layers, strict=True)):
+            raise RunFailed("the router chose other experts when a prompt was computed again; use a larger budget")
+    if scalar is not None:
+        roots = [x for layer in kept for x in kept[layer] if part.children]
+        grads = [x.grad for layer in leaves for x in leaves[layer]]
+        wanted = [(root, grad.to(root.dtype)) for root, grad in zip(roots, grads, strict=True) if grad is not None]
+        tensors = [scalar, *(root for root, _ in wanted)]
+        torch.autograd.backward(tensors, [torch.ones_like(scalar), *(grad for _, grad in wanted)])
+
+
+def _detached(kept: KeyValues, learns: bool) -> KeyValues:
+    """Float32 leaves: gradients from many passes below are summed there without rounding to a narrower type."""
+    return {
+        layer: (key.detach().float().requires_grad_(learns), value.detach().float().requires_grad_(learns))
+        for layer, (key, value) in kept.items()
+    }
+
+
+def _forward(
+    walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...], first: bool = True
+) -> tuple[Tensor | None, KeyValues, Choices]:
+    """The part's term of the loss, its keys and values if a pass below needs them, and the experts it went through.
+
+    The loss is asked for in the pass that has a backward, everything else noted in the first one.
+    """
+    device = _device(walk.model)
+    layout, positions_T = None, part.positions_T
+    if part.graph is not None and batch_invariant.is_on():
+        layout = PlacedDocuments(walk.model, part.graph)
+        positions_T = layout.positions_T
+    elif part.graph is not None:
+        layout = SegmentLayout(part.graph, above, keep=bool(part.children))
+    options = {"output_router_logits": True} if walk.aux else {}
+    extra = batch_invariant.padding(len(part.ids_T))
+    ids_T, positions_T, weight_T = (np.pad(x, (0, extra)) for x in (part.ids_T, positions_T, part.weight_T))
+    item_M, weight_T = (torch.from_numpy(x).to(device) for x in (part.item_M, weight_T))
+    routes_TLK = part.routes_TLK if walk.replays else None
+    if routes_TLK is not None and extra:
+        routes_TLK = np.pad(routes_TLK, ((0, extra), (0, 0), (0, 0)), constant_values=UNFED)
+    with observe() as choices, replay(walk.model.get_decoder(), routes_TLK, weight_T) as replayed:
+        output = walk.model.get_decoder()(
+            input_ids=torch.from_numpy(ids_T).to(device)[None],
+            position_ids=torch.from_numpy(positions_T).to(device)[None],
+            layout=layout,
+            use_cache=False,
+            **options,
+        )
+    kept = (layout.kept or {}) if layout is not None else {}
+    logprobs_M, values_M, entropy_E = _predict(walk, output.last_hidden_state[0], part)
+    out = walk.out
+    if first:
+        out.logprobs_N[item_M] = logprobs_M.detach()
+        if values_M is not None:
+            out.values_N[item_M] = values_M.detach()
+        out.entropy_sum += entropy_E.sum().item()
+        out.entropies += len(entropy_E)
+        out.replayed.add(replayed)
+        counts_LE = choices.counts(weight_T)
+        out.counts_LE = counts_LE + out.counts_LE if out.counts_LE.numel() else counts_LE
+    if walk.loss is None or not torch.is_grad_enabled():
+        return None, kept, choices
+    term = walk.loss(logprobs_M, item_M)
+    out.loss += term.item()
+    if values_M is not None and walk.value is not None and walk.value.loss is not None:
+        term = term + walk.value.loss(values_M, item_M)
+    if walk.aux:
+        balance = _balance(output.router_logits, weight_T, walk)
+        out.aux += balance.item()
+        term = term + walk.aux * balance
+    return term, kept, choices
+
+
+def _predict(walk: _Pass, hidden_TD: Tensor, part: ForwardPass) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probability and value [M] of the sampled tokens, and entropy of every 16th source.
+
+    Head and log-softmax in float32, after the division by the temperature, as in the engine.
+    """
+    source_S, of_M, target_M = (
+        torch.from_numpy(x).to(hidden_TD.device) for x in (part.source_S, part.of_M, part.target_M)
+    )
+    hidden_SD = hidden_TD.index_select(0, source_S)
+    logits_SV = batch_invariant.head(hidden_SD, walk.model.get_output_embeddings().weight)
+    if walk.temperature != 1.0:
+        logits_SV = logits_SV / walk.temperature
+    logprobs_SV = batch_invariant.log_probs(logits_SV)
+    chosen_M = logprobs_SV.flatten().index_select(0, of_M * logits_SV.shape[1] + target_M)
+    values_M = None if walk.value is None else walk.value.head(hidden_SD)[of_M]
+    with torch.no_grad():
+        some_EV = logprobs_SV[::_ENTROPY_STRIDE]
+        entropy_E = -(some_EV.exp() * some_EV).sum(-1)
+    return chosen_M, values_M, entropy_E
+
+
+def _balance(router_logits: Sequence[Tensor], weight_T: Tensor, walk: _Pass) -> Tensor:
+    """This pass's share of the balance loss: E * sum over experts of (share of tokens) * (mean probability).
+
+    Switch Transformer (arXiv:2101.03961, equation 4) over the tokens of all rows, mean over layers: a token that stands
+    for w rows weighs w, as if each row had computed it.
+    """
+    terms = []
+    for layer, logits_TE in enumerate(router_logits):
+        probability_TE = torch.softmax(logits_TE.float(), dim=-1)
+        mean_E = (weight_T.float()[:, None] * probability_TE).sum(0) / walk.weight
+        terms.append(logits_TE.shape[1] * (walk.share_LE[layer].float() * mean_E).sum())
+    return torch.stack(terms).mean()
+
+
+def _weight(parts: Sequence[ForwardPass]) -> float:
+    """Tokens of all rows, however they were shared."""
+    return sum(float(part.weight_T.sum()) + _weight(part.children) for part in parts)
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    return next(model.parameters()).device

@@ -1,0 +1,128 @@
+"""The figures of a step (`docs/metrics.md`): sums over its updates, and what the episodes of its batch looked like."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from etude.models.router_replay import ReplayStatistics
+from etude.rollout.audit import charged
+from etude.trainer.rl.batch import Batch, Samples
+from etude.trainer.rl.execution import BatchResult
+from etude.trainer.rl.loss import LossStats, Mismatch
+from etude.trainer.rl.plan import Execution, ExecutionPlan, TokenRows
+
+
+@dataclass
+class Sums:
+    """Running figures of a step."""
+
+    fresh: Mismatch = field(default_factory=Mismatch)  # tokens sampled by the version that trains on them
+    all_lags: Mismatch = field(default_factory=Mismatch)
+    stats: LossStats = field(default_factory=LossStats)
+    dropped: Counter[str] = field(default_factory=Counter)
+    loss: float = 0.0
+    value_loss: float | None = None
+    aux: float = 0.0
+    counts_LE: torch.Tensor | None = None  # tokens of all rows that went to each expert
+    updates: int = 0
+    entropy: float = 0.0
+    entropies: int = 0
+    executions: Counter[Execution] = field(default_factory=Counter)
+    apart: int = 0  # tokens of separate rows
+    computed: int = 0  # of the passes that the updates run
+    held: int = 0  # most at a time
+    split: int = 0  # tokens computed apart only because rows went through other experts
+    replayed: ReplayStatistics = field(default_factory=ReplayStatistics)
+
+    def plan(self, tokens: TokenRows, passes: ExecutionPlan) -> None:
+        self.executions[passes.execution] += 1
+        self.apart += sum(map(len, tokens.rows))
+        self.computed += passes.cost.tokens
+        self.held = max(self.held, passes.cost.held)
+        self.split += passes.split
+
+    def compare(self, proximal_N: torch.Tensor, samples: Samples, version: int) -> None:
+        self.all_lags.add(proximal_N, samples.logprobs_N)
+        on_policy = samples.versions_N == version
+        self.fresh.add(proximal_N[on_policy], samples.logprobs_N[on_policy])
+
+    def add(self, outcome: BatchResult) -> None:
+        self.updates += 1
+        self.loss += outcome.loss
+        self.aux += outcome.aux
+        self.replayed.add(outcome.replayed)
+        self.entropy += outcome.entropy_sum
+        self.entropies += outcome.entropies
+        if outcome.counts_LE.numel():
+            self.counts_LE = outcome.counts_LE if self.counts_LE is None else self.counts_LE + outcome.counts_LE
+
+    def metrics(self) -> dict[str, float]:
+        metrics = {"loss/policy": self.loss, "entropy/mean": self.entropy / max(self.entropies, 1)}
+        if self.value_loss is not None:
+            metrics["loss/value"] = self.value_loss
+        if self.aux:
+            metrics["loss/aux"] = self.aux / self.updates
+        if self.counts_LE is not None:
+            share_LE = self.counts_LE / self.counts_LE.sum(dim=1, keepdim=True)
+            metrics["router/load_max"] = share_LE.max().item() * share_LE.shape[1]
+        if found := self.replayed.metrics():
+            metrics |= found | {"router/split": self.split / max(self.computed, 1)}
+        if self.computed:
+            metrics |= {f"share/{name}": n / self.executions.total() for name, n in self.executions.items()}
+            metrics |= {"share/ratio": self.apart / self.computed, "share/held_tokens": float(self.held)}
+        metrics |= {name: float(count) for name, count in self.dropped.items()}
+        metrics |= self.stats.metrics()
+        return metrics | self.fresh.metrics("mismatch") | self.all_lags.metrics("off_policy")
+
+
+def batch_metrics(batch: Batch, version: int) -> dict[str, float | dict[str, int]]:
+    """What the episodes of a batch looked like, including the groups that carry no gradient."""
+    episodes = batch.flat
+    lag: Counter[int] = Counter()
+    for episode in episodes:
+        for segment in episode.segments:
+            _, mask_T, _, versions_T = segment.arrays()
+            lag.update((version - versions_T[mask_T == 1]).tolist())
+    tokens = sum(lag.values())
+    metrics: dict[str, float | dict[str, int]] = {
+        "reward/all/mean": _mean(e.reward for e in episodes),
+        "reward/all/std": _std([e.reward for e in episodes]),
+        "rollout/pass_rate": _mean(float(e.passed) for e in episodes),
+        "rollout/episodes": float(len(episodes)),
+        "rollout/groups": float(len(batch.episodes)),
+        "rollout/zero_variance": float(batch.zero_variance),
+        "drop/groups/zero_variance": float(batch.zero_variance),
+        "drop/episodes/empty": float(sum(not e.sampled_tokens for e in episodes)),
+        "rollout/length": tokens / max(len(episodes), 1),
+        "off_policy/mean": sum(k * n for k, n in lag.items()) / max(tokens, 1),
+        "off_policy/max": float(max(lag, default=0)),
+        "off_policy/histogram": {str(k): n for k, n in sorted(lag.items())},
+    }
+    if known := [e.metrics["kv_lag"] for e in episodes if "kv_lag" in e.metrics]:
+        metrics["stale/kv_lag"] = max(known)
+    for name, count in sorted(Counter(flag for e in episodes for flag in e.flags).items()):
+        metrics[f"flag/{name}"] = float(count)
+    metrics["flag/charged"] = float(sum(map(charged, episodes)))
+    for name in sorted({key for e in episodes for key in e.metrics if not key.startswith("flag/")}):
+        shown = f"{name}/mean" if name.startswith("reward/") else f"rollout/{name}"
+        metrics[shown] = _mean(e.metrics.get(name, 0.0) for e in episodes)
+    for kind, count in sorted(Counter(e.outcome.value for e in episodes).items()):
+        metrics[f"outcome/{kind}"] = float(count)
+    for reason, count in sorted(Counter(e.stop_reason.value for e in episodes).items()):
+        metrics[f"stop/{reason}"] = float(count)
+    return metrics
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0
+
+
+def _std(values: list[float]) -> float:
+    mean = _mean(values)
+    return math.sqrt(_mean((v - mean) ** 2 for v in values))

@@ -1,0 +1,319 @@
+"""Which forward passes a batch is computed in: four ways to the same gradient, and the cost model that picks one.
+
+    rows         one pass per row, every prompt again: the reference, and what deterministic mode runs
+    packed       the prefix trees of the rows, several in one pass up to a budget of tokens
+    streaming    a tree's trunk once, kept; then what hangs below it, in passes up to the budget; the trunk's backward
+                 last
+    recompute    the same, but of the trunk only keys and values are kept: its forward is run again for its backward
+
+Suffixes: T tokens of a pass, N sampled tokens of the batch (row by row), M those predicted in a pass, S their sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from etude.models.segments import Graph, Trie, row_graph, trie
+
+Execution = Literal["rows", "packed", "streaming", "recompute"]
+PASS_TOKENS = 48  # what a pass costs besides its tokens, in tokens: launching kernels, small products
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The rows of a batch, and in each the offsets (>= 1) of its sampled tokens, increasing; the last token is one.
+
+    `routes` are experts to replay, int16 [tokens, MoE layers, K] per row (`etude.models.router_replay`), `documents`
+    the lengths of those that each row begins with. Raises ValueError for rows of another kind: what follows the last
+    sampled token would be computed for nothing.
+    """
+
+    rows: tuple[np.ndarray, ...]
+    sampled: tuple[np.ndarray, ...]
+    routes: tuple[np.ndarray, ...] | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        every = self.documents or ((),) * len(self.rows)
+        for ids, sampled, lengths in zip(self.rows, self.sampled, every, strict=True):
+            if not len(sampled) or sampled[0] < 1 or sampled[-1] != len(ids) - 1 or (np.diff(sampled) < 1).any():
+                raise ValueError("a row needs a prompt, and ends with a sampled token")
+            if lengths and (min(lengths) < 1 or sampled[0] <= sum(lengths)):
+                raise ValueError("documents have tokens, and a prompt follows them")
+
+    @property
+    def count(self) -> int:
+        """N: sampled tokens of all rows."""
+        return sum(map(len, self.sampled))
+
+    def tree(self) -> Trie:
+        """What the rows share. A token that two rows route to other experts is two tokens: the tree splits there."""
+        return trie(self.rows, marks=self.routes, documents=self.documents)
+
+    def some(self, chosen: Sequence[int]) -> TokenRows:
+        """The chosen rows, in this order."""
+        of = [None if x is None else tuple(x[i] for i in chosen) for x in (self.routes, self.documents)]
+        return TokenRows(tuple(self.rows[i] for i in chosen), tuple(self.sampled[i] for i in chosen), *of)
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """One forward pass, the passes that need its keys and values, and what is predicted from its hidden states.
+
+    `graph` is None for a plain causal row. Sampled token `item_M[m]` is predicted from `source_S[of_M[m]]`.
+    `routes_TLK` are experts to replay, or None.
+    """
+
+    graph: Graph | None
+    ids_T: np.ndarray
+    positions_T: np.ndarray
+    weight_T: np.ndarray  # rows that a token stands for
+    item_M: np.ndarray
+    source_S: np.ndarray
+    of_M: np.ndarray
+    target_M: np.ndarray
+    children: tuple[ForwardPass, ...] = ()
+    recompute: bool = False
+    routes_TLK: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the cost model knows of a model, both relative to the linear work of one token in all layers."""
+
+    pair: float  # of one query and one key
+    head: float  # of the logits of one position
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`work` in tokens' worth of linear layers, both ways; `held`: most tokens whose activations are kept at a time."""
+
+    work: float
+    held: int
+    tokens: int
+
+
+def shape_of(model: torch.nn.Module) -> Shape:
+    """From the sizes of the model's parameters; of a layer's experts only those that a token goes through count."""
+    config = model.config
+    active = 0.0
+    for name, p in model.get_decoder().layers.named_parameters():
+        expert = p.ndim == 3 and "experts" in name
+        active += p.numel() * (config.num_experts_per_tok / p.shape[0] if expert else 1.0)
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return Shape(2 * width * config.num_hidden_layers / active, config.vocab_size * config.hidden_size / active)
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """An execution, its passes, what they are expected to cost, and how many tokens only other routes keep apart."""
+
+    execution: Execution
+    parts: tuple[ForwardPass, ...]
+    cost: Cost
+    split: int = 0
+
+
+def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int, shape: Shape) -> ExecutionPlan:
+    """The passes of a batch. `auto` takes the cheapest execution that holds at most `budget` tokens at a time.
+
+    Where none does, the one that holds the fewest. Any other execution is obeyed whatever it holds.
+    """
+    tree = tokens.tree()
+    build: dict[Execution, Callable[[], tuple[ForwardPass, ...]]] = {
+        "packed": lambda: packed(tokens, tree, budget),
+        "streaming": lambda: streaming(tokens, tree, budget),
+        "recompute": lambda: streaming(tokens, tree, budget, recompute=True),
+        "rows": lambda: rows(tokens),
+    }
+    names = list(build) if execution == "auto" else [execution]
+    split = 0
+    if tokens.routes is not None:
+        split = tree.graph.length - trie(tokens.rows, documents=tokens.documents).graph.length
+    candidates = [
+        ExecutionPlan(name, parts, cost(parts, shape), split) for name, parts in ((n, build[n]()) for n in names)
+    ]
+    fitting = [c for c in candidates if c.cost.held <= budget]
+    if fitting:
+        return min(fitting, key=lambda c: c.cost.work)
+    return min(candidates, key=lambda c: (c.cost.held, c.cost.work))
+
+
+def cost(parts: Sequence[ForwardPass], shape: Shape) -> Cost:
+    """The cost of passes run one after another."""
+    work, held, tokens = 0.0, 0, 0
+
+    def add(part: ForwardPass, above: int, kept: int) -> None:
+        nonlocal work, held, tokens
+        size = len(part.ids_T)
+        pairs = size * (size + 1) // 2 if part.graph is None else part.graph.pairs + above * size
+        once = PASS_TOKENS + size + shape.pair * pairs + shape.head * len(part.source_S)
+        work += once * (4 / 3 if part.recompute else 1.0)
+        tokens += size
+        held = max(held, kept + size)
+        for child in part.children:
+            add(child, above + size, kept + (0 if part.recompute else size))
+
+    for part in parts:
+        add(part, 0, 0)
+    return Cost(work, held, tokens)
+
+
+def rows(tokens: TokenRows) -> tuple[ForwardPass, ...]:
+    """One pass per row."""
+    parts = []
+    before = 0
+    none = [None] * len(tokens.rows)
+    for ids, sampled, routes, lengths in zip(
+        tokens.rows, tokens.sampled, tokens.routes or none, tokens.documents or none, strict=True
+    ):
+        row = ids.astype(np.int64)
+        graph = row_graph(row, lengths) if lengths else None
+        items = np.arange(before, before + len(sampled))
+        every, once = np.arange(len(sampled)), np.ones(len(row))
+        parts.append(
+            ForwardPass(
+                graph, row, np.arange(len(row)), once, items, sampled - 1, every, row[sampled], routes_TLK=routes
+            )
+        )
+        before += len(sampled)
+    return tuple(parts)
+
+
+def packed(tokens: TokenRows, tree: Trie, budget: int) -> tuple[ForwardPass, ...]:
+    """Whole trees, several in one pass while they hold at most `budget` tokens; a larger one gets a pass of its own."""
+    make = _Maker(tokens, tree)
+    return tuple(make.pass_of(heads) for heads in make.packs(make.roots, budget))
+
+
+def streaming(tokens: TokenRows, tree: Trie, budget: int, *, recompute: bool = False) -> tuple[ForwardPass, ...]:
+    """Trees that branch: the trunk, then the passes below it. A branch that fits no pass is streamed in turn.
+
+    Documents are part of the trunk of the one tree that sees them, or a trunk of their own over several.
+    """
+    make = _Maker(tokens, tree)
+    families: dict[tuple[int, ...], list[int]] = {}
+    for root in make.roots:
+        families.setdefault(tree.graph.nodes[root].sees, []).append(root)
+    trunks: list[ForwardPass] = []
+    single: list[int] = []
+    for documents, roots in families.items():
+        if documents and len(roots) > 1:
+            trunks.append(make.trunk(documents, roots, budget, recompute))
+            continue
+        for root in roots:
+            if tree.ends[root] > root + 1:
+                trunks.append(make.trunk((*documents, root), make.below(root), budget, recompute))
+            else:
+                single.append(root)
+    return (*trunks, *(make.pass_of(heads) for heads in make.packs(single, budget)))
+
+
+class _Maker:
+    """Parts of one trie; knows for every sampled token where its source stands."""
+
+    def __init__(self, tokens: TokenRows, tree: Trie) -> None:
+        self.tree = tree
+        self.roots = [i for i, n in enumerate(tree.graph.nodes) if i >= tree.documents > max(n.sees, default=-1)]
+        where = [tree.where(i) for i in range(len(tokens.rows))]
+        self.routes_TLK = None if tokens.routes is None else _laid_out(tree.graph.length, where, tokens.routes)
+        pairs = list(zip(where, tokens.sampled, strict=True))
+        self.source_N = _join([at[sampled - 1] for at, sampled in pairs])
+        self.target_N = _join([ids[s] for ids, s in zip(tokens.rows, tokens.sampled, strict=True)])
+        node_N = tree.graph.node_T[self.source_N]
+        self.order_N = node_N.argsort(kind="stable")  # sampled tokens by the node that predicts them
+        self.cuts = np.searchsorted(node_N[self.order_N], np.arange(len(tree.graph.nodes) + 1))
+
+    def below(self, node: int) -> list[int]:
+        """The children of a node of the tree."""
+        nodes = self.tree.graph.nodes
+        return [i for i in range(node + 1, self.tree.ends[node]) if nodes[i].sees == (*nodes[node].sees, node)]
+
+    def documents(self, head: int) -> set[int]:
+        return {j for j in self.tree.graph.nodes[head].sees if j < self.tree.documents}
+
+    def size(self, nodes: Iterable[int]) -> int:
+        """Tokens of the nodes."""
+        return sum(len(self.tree.graph.nodes[n]) for n in nodes)
+
+    def subtree(self, node: int) -> range:
+        return range(node, self.tree.ends[node])
+
+    def packs(self, heads: Sequence[int], budget: int, *, alone: bool = True) -> list[list[int]]:
+        """Heads whose subtrees are computed in one pass, put together in order up to the budget; `alone`: with the
+        documents that they see, each once per pass, else those are in a pass above."""
+        packs: list[list[int]] = []
+        held, inside = 0, set[int]()
+        for head in heads:
+            seen = self.documents(head) if alone else set[int]()
+            size = self.size(self.subtree(head))
+            if not packs or held + size + self.size(seen - inside) > budget:
+                packs.append([])
+                held, inside = 0, set()
+            held += size + self.size(seen - inside)
+            inside |= seen
+            packs[-1].append(head)
+        return packs
+
+    def trunk(self, nodes: Sequence[int], below: Sequence[int], budget: int, recompute: bool) -> ForwardPass:
+        """The pass of `nodes`, which all of `below` see, and those of what begins with these."""
+        room = max(1, budget - (0 if recompute else self.size(nodes)))
+        large = [h for h in below if self.size(self.subtree(h)) > room and self.tree.ends[h] > h + 1]
+        small = [h for h in below if h not in large]
+        parts = [self.trunk([h], self.below(h), room, recompute) for h in large]
+        parts += [self.pass_of(heads, alone=False) for heads in self.packs(small, room, alone=False)]
+        heads = [n for n in nodes if n >= self.tree.documents] or below
+        return self.part(sorted(nodes), heads, tuple(parts), recompute)
+
+    def pass_of(self, heads: Sequence[int], *, alone: bool = True) -> ForwardPass:
+        """The pass of whole subtrees, with the documents that they see if it stands alone."""
+        chosen = {n for head in heads for n in self.subtree(head)}
+        if alone:
+            chosen |= {j for head in heads for j in self.documents(head)}
+        return self.part(sorted(chosen), heads)
+
+    def part(
+        self,
+        chosen: Sequence[int],
+        heads: Sequence[int],
+        children: tuple[ForwardPass, ...] = (),
+        recompute: bool = False,
+    ) -> ForwardPass:
+        """`chosen` in one pass; a document among them stands for the rows of those `heads` that see it."""
+        tree = self.tree
+        graph = tree.graph.part(chosen)
+        items = _join([self.order_N[self.cuts[n] : self.cuts[n + 1]] for n in chosen])
+        items.sort()
+        shift = tree.graph.offsets[list(chosen)] - graph.offsets[:-1]
+        local = self.source_N[items] - shift[np.searchsorted(list(chosen), tree.graph.node_T[self.source_N[items]])]
+        source, of = np.unique(local, return_inverse=True)
+        weights = tree.weights.copy()
+        for j in range(tree.documents):
+            weights[j] = sum(tree.weights[head] for head in heads if j in tree.graph.nodes[head].sees)
+        weight = np.repeat(weights[list(chosen)], np.diff(graph.offsets)).astype(float)
+        routes = self.routes_TLK
+        if routes is not None:
+            routes = routes[_join([np.arange(tree.graph.offsets[n], tree.graph.offsets[n + 1]) for n in chosen])]
+        return ForwardPass(
+            graph, graph.ids_T, graph.positions_T, weight, items, source, of, self.target_N[items], children, recompute,
+            routes,
+        )  # fmt: skip
+
+
+def _laid_out(length: int, where: Sequence[np.ndarray], routes: Sequence[np.ndarray]) -> np.ndarray:
+    """[length, L, K]: the rows' routes by place in the layout; rows that share a place agree there."""
+    out = np.zeros((length, *routes[0].shape[1:]) if routes else (0, 0, 0), np.int16)
+    for at, row in zip(where, routes, strict=True):
+        out[at] = row
+    return out
+
+
+def _join(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays).astype(np.int64) if arrays else np.zeros(0, np.int64)

@@ -1,0 +1,104 @@
+"""The value head of the ppo preset: one linear layer on the policy's last hidden state, which shares its trunk.
+
+PPO with shared parameters (arXiv:1707.06347, equation 9) and generalised advantage estimation (arXiv:1506.02438,
+equation 16). A state is what the policy has before it samples a token; a tool's answer belongs to the transition
+between two states. The head is never published: engines have no use for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from etude.trainer.rl.batch import Samples
+
+PREFIX = "value/"
+
+
+def gae(values_T: Sequence[float], reward: float, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and value targets of an episode whose reward comes with its last token; float64 [T] both.
+
+    delta_t = r_t + gamma * V_(t+1) - V_t with V = 0 after the end; A_t = delta_t + gamma * lam * A_(t+1); the target is
+    A_t + V_t.
+    """
+    values = np.asarray(values_T, dtype=np.float64)
+    advantages = np.zeros_like(values)
+    ahead, following = 0.0, 0.0
+    for t in range(len(values) - 1, -1, -1):
+        delta = (reward if t == len(values) - 1 else 0.0) + gamma * following - values[t]
+        ahead = delta + gamma * lam * ahead
+        advantages[t] = ahead
+        following = values[t]
+    return advantages, advantages + values
+
+
+class Critic:
+    """The head and its optimizer."""
+
+    def __init__(self, model: PreTrainedModel, lr: float):
+        weight = model.get_output_embeddings().weight
+        self.head = torch.nn.Linear(weight.shape[1], 1).to(weight.device)
+        torch.nn.init.zeros_(self.head.weight)  # a value of 0 everywhere: the first advantages are the returns
+        torch.nn.init.zeros_(self.head.bias)
+        self._adam = torch.optim.Adam(self.head.parameters(), lr=lr)
+
+    def values(self, hidden_SD: Tensor) -> Tensor:
+        """The value [S] of the states whose last hidden states these are."""
+        return self.head(hidden_SD.float()).squeeze(-1)
+
+    def loss(self, values_M: Tensor, targets_M: Tensor, divisor: float) -> Tensor:
+        """Half the mean squared error over `divisor` tokens."""
+        return (values_M - targets_M).square().sum() / (2 * divisor)
+
+    def apply(self) -> None:
+        """Updates the head from the collected gradients."""
+        self._adam.step()
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets the collected gradients go."""
+        self._adam.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """What exact resume needs, for the checkpoint of the step."""
+        tensors = {f"{PREFIX}{name}": p.detach() for name, p in self.head.named_parameters()}
+        for name, parameter in self.head.named_parameters():
+            for key, value in self._adam.state.get(parameter, {}).items():
+                tensors[f"{PREFIX}{key}/{name}"] = value
+        return tensors
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `state`."""
+        self._adam.state.clear()
+        for name, parameter in self.head.named_parameters():
+            parameter.copy_(tensors[f"{PREFIX}{name}"])
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{PREFIX}{key}/{name}" in tensors]
+            if keys:
+                self._adam.state[parameter] = {key: tensors[f"{PREFIX}{key}/{name}"].clone() for key in keys}
+
+
+def estimate(
+    samples: Sequence[Samples], values: Sequence[Tensor], rewards_E: Sequence[float], gamma: float, lam: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Per part of a batch the advantages and value targets of its tokens, [N] each, by GAE over whole episodes."""
+    of_episode: dict[int, np.ndarray] = {}
+    for some, value_N in zip(samples, values, strict=True):
+        for e, at, length, value in zip(
+            some.episode_N.tolist(), some.order_N.tolist(), some.length_N.tolist(), value_N.tolist(), strict=True
+        ):
+            of_episode.setdefault(e, np.zeros(int(length)))[at] = value
+    found = {e: gae(v.tolist(), rewards_E[e], gamma, lam) for e, v in of_episode.items()}
+    out = []
+    for some in samples:
+        at = list(zip(some.episode_N.tolist(), some.order_N.tolist(), strict=True))
+        pair = [
+            torch.tensor([found[e][part][i] for e, i in at], dtype=torch.float32, device=some.episode_N.device)
+            for part in (0, 1)
+        ]
+        out.append((pair[0], pair[1]))
+    return out

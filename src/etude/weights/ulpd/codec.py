@@ -1,0 +1,492 @@
+"""ULPD/1: lossless deltas of weights, chunk by chunk (docs/weights.md).
+
+An object is a head, records and an index. A record says how one chunk gets from the content with the base digest to the
+content with the target digest; a chunk without changes has none. Digests are sums over elements, so a chunk's follows
+from its changes, and a model's is the sum of its chunks'.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import zstandard
+
+from etude.weights.ulpd import kernels as _typed_kernels
+from etude.weights.ulpd import profiles as _typed_profiles
+from etude.weights.ulpd.changes import Changes, Moves, fold, inverse, move_bits, ordered
+from etude.weights.ulpd.profiles import ABS, RAW, A, B
+from etude.weights.ulpd.schema import Bits, Chunk, Format, Schema, Spec
+
+kernels, profiles = cast(Any, _typed_kernels), cast(Any, _typed_profiles)  # compiled functions have no signatures
+PLANES = 5
+MODULUS = 1 << 64
+_HEAD = struct.Struct("<4sHHQ")
+_RECORD = struct.Struct("<IIIIQQ")
+_TAIL = struct.Struct("<QI4s")
+_MAGIC, _END, _VERSION = b"ULPD", b"DPLU", 1
+_PLANE_LEVEL = 3
+CLASSES = 16
+_SPAN = 16  # chunks: a call from Python costs as much as a few thousand elements
+
+KINDS = {"delta": 0, "anchor": 1, "skip": 2}
+Digests = npt.NDArray[np.uint64]
+
+
+class Damaged(ValueError):
+    """Bytes that are not what their producer wrote."""
+
+
+@dataclass(frozen=True)
+class ChunkRecord:
+    """How one chunk changes. `target` is 2^64-modular like all digests."""
+
+    chunk: int
+    code: int
+    changes: int
+    base: int
+    target: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What a producer may choose from. `lowest` is the least exponent class of profile B, per element format."""
+
+    allowed: tuple[int, ...] = (A, B, ABS)
+    learning_rate: float = 1e-6
+
+    @property
+    def mask(self) -> int:
+        return sum(1 << code for code in self.allowed)
+
+    def lowest(self, form: Format) -> int:
+        """The exponent at which a typical Adam step is one unit in the last place: below it nearly all bits change."""
+        if not form.exponent_mask:
+            return 0
+        crossing = form.bias + form.mantissa + math.log2(0.18 * self.learning_rate)
+        return min(max(math.floor(crossing), 0), max(form.exponent_mask - CLASSES + 1, 0))
+
+
+def chunk_bits(schema: Schema, tensors: Mapping[str, Bits], chunk: Chunk) -> Bits:
+    """The elements of a chunk; shares memory with the tensor's."""
+    return tensors[schema.tensors[chunk.tensor].name][chunk.start : chunk.stop]
+
+
+def digests(
+    schema: Schema, tensors: Mapping[str, Bits], threads: int | None = None, chunks: range | None = None
+) -> Digests:
+    """The digest of every chunk, from the bytes; with `chunks` of those alone, and 0 for the others."""
+
+    def one(index: int) -> int:
+        if chunks is not None and index not in chunks:
+            return 0
+        chunk = schema.chunks[index]
+        spec = schema.tensors[chunk.tensor]
+        part = chunk_bits(schema, tensors, chunk)
+        return int(kernels.digest(part, np.uint64(spec.seed), chunk.start, spec.format.width))
+
+    return np.array(_map(one, range(len(schema.chunks)), threads), dtype=np.uint64)
+
+
+def model_digest(chunk_digests: Digests) -> int:
+    """The digest of a model from those of its chunks."""
+    return int(chunk_digests.sum(dtype=np.uint64))
+
+
+def encode(
+    schema: Schema,
+    old: Mapping[str, Bits],
+    new: Mapping[str, Bits],
+    base: Digests,
+    codec: Codec,
+    threads: int | None = None,
+) -> list[ChunkRecord]:
+    """Records for the chunks that differ, in order. `base` holds the digests of `old`."""
+    return encode_changes(schema, old, new, base, codec, threads)[0]
+
+
+def encode_changes(
+    schema: Schema,
+    old: Mapping[str, Bits],
+    new: Mapping[str, Bits],
+    base: Digests,
+    codec: Codec,
+    threads: int | None = None,
+    chunks: range | None = None,
+) -> tuple[list[ChunkRecord], Changes]:
+    """The same records, and the changes that they hold, for folds and for taking them back; of `chunks` or of all."""
+
+    def one(span: range) -> list[tuple[ChunkRecord, Moves]]:
+        name, part = _extent(schema, span)
+        return _encode_span(schema, span, old[name][part], new[name][part], base, codec)
+
+    found = [pair for pairs in _map(one, _spans(schema, chunks), threads) for pair in pairs]
+    return [record for record, _ in found], {record.chunk: moves for record, moves in found}
+
+
+def encode_fold(
+    schema: Schema,
+    now: Mapping[str, Bits],
+    target: Digests,
+    steps: Sequence[Changes],
+    codec: Codec,
+    threads: int | None = None,
+) -> list[ChunkRecord]:
+    """Records of one delta over several versions: from what `now` was before `steps`, the last of which led to `now`.
+
+    `target` holds the digests of `now`. The bytes are those of `encode` between the two contents. Raises ValueError if
+    a step is absolute, so that what was there before cannot be known.
+    """
+    back = inverse(fold(schema, steps))
+
+    def one(span: range) -> list[tuple[ChunkRecord, Moves]]:
+        touched = [index for index in span if index in back]
+        if not touched:
+            return []
+        name, extent = _extent(schema, span)
+        before, base = now[name][extent].copy(), target.copy()
+        for index in touched:
+            chunk = schema.chunks[index]
+            part = before[chunk.start - extent.start : chunk.stop - extent.start]
+            grown = move_bits(schema.tensors[chunk.tensor], part, chunk.start, back[index])
+            base[index] = (int(target[index]) + grown) % MODULUS
+        return _encode_span(schema, span, before, now[name][extent], base, codec)
+
+    return [pair[0] for pairs in _map(one, _spans(schema), threads) for pair in pairs]
+
+
+def _encode_span(
+    schema: Schema, span: range, before: Bits, after: Bits, base: Digests, codec: Codec
+) -> list[tuple[ChunkRecord, Moves]]:
+    """The chunks of a span that differ, between contents of the span alone."""
+    chunks = schema.chunks[span[0] : span[-1] + 1]
+    spec = schema.tensors[chunks[0].tensor]
+    form = spec.format
+    first = chunks[0].start
+    starts = np.array([chunk.start - first for chunk in chunks] + [after.size], np.int64)
+    words = sum(((chunk.stop - chunk.start) * form.width + 31) // 32 for chunk in chunks)
+    stream = np.empty(words + 2, np.uint32)
+    positions, steps = np.empty(after.size + 2, np.int32), np.empty(after.size, form.integer)
+    found = np.empty((len(chunks), 4), np.uint64)
+    profiles.encode_chunks(
+        before, after, np.uint64(spec.seed), first, starts, form.width, form.signed, form.mantissa, form.exponent_mask,
+        codec.lowest(form), CLASSES if form.exponent_mask else 1, codec.mask, positions, steps, stream, found,
+    )  # fmt: skip
+    pairs: list[tuple[ChunkRecord, Moves]] = []
+    total = int(found[:, 2].sum())
+    positions, values = positions[:total].copy(), steps[:total].view(form.unsigned).copy()
+    at = done = 0
+    for c, (code, size, changes, grown) in enumerate(found.tolist()):
+        if code:
+            payload = _padded(after[starts[c] : starts[c + 1]].tobytes()) if code == RAW else stream[at : at + size]
+            held = int(base[span[c]])
+            record = ChunkRecord(span[c], code, changes, held, (held + grown) % MODULUS, bytes(payload))
+            pairs.append((record, Moves(positions[done : done + changes], values[done : done + changes])))
+        at += size
+        done += changes
+    return pairs
+
+
+def encode_anchor(
+    schema: Schema, new: Mapping[str, Bits], target: Digests, threads: int | None = None, chunks: range | None = None
+) -> list[ChunkRecord]:
+    """Records that hold every element of `chunks`, or of all; `target` are the digests."""
+
+    def one(index: int) -> ChunkRecord:
+        chunk = schema.chunks[index]
+        form = schema.tensors[chunk.tensor].format
+        part = chunk_bits(schema, new, chunk)
+        planes = _planes(part, form) if form.width >= 16 else None
+        raw = _padded(part.tobytes())
+        code, payload = (PLANES, planes) if planes is not None and len(planes) < len(raw) else (RAW, raw)
+        return ChunkRecord(index, code, part.size, 0, int(target[index]), payload)
+
+    return _map(one, range(len(schema.chunks)) if chunks is None else chunks, threads)
+
+
+def apply(
+    schema: Schema,
+    tensors: Mapping[str, Bits],
+    held: Digests,
+    records: Sequence[ChunkRecord],
+    threads: int | None = None,
+) -> Digests:
+    """Bring `tensors` forward in place; the digests they have then. Raises Damaged if a record does not fit.
+
+    `held` are the digests of `tensors`. A record whose target is held already is skipped, so a replay is harmless; one
+    that builds on another content is refused. Every record is read before the first element is written.
+    """
+    after = held.copy()
+    fresh = [record for record in records if int(held[record.chunk]) != record.target]
+    for record in fresh:
+        if record.code in (A, B) and int(held[record.chunk]) != record.base:
+            raise Damaged(f"chunk {record.chunk} does not hold the content that the delta builds on")
+    whole = [record for record in fresh if record.code in (RAW, PLANES)]
+    contents = _map(lambda record: _content(schema, record), whole, threads)
+    sparse = [record for record in fresh if record.code not in (RAW, PLANES)]
+    read = partial(_read_records, schema, tensors)
+    spans = _map(read, _by_tensor(schema, sparse), threads)
+
+    def replace(pair: tuple[ChunkRecord, Bits]) -> None:
+        record, content = pair
+        chunk = schema.chunks[record.chunk]
+        spec = schema.tensors[chunk.tensor]
+        part = chunk_bits(schema, tensors, chunk)
+        part[:] = content
+        after[record.chunk] = kernels.digest(part, np.uint64(spec.seed), chunk.start, spec.format.width)
+
+    def move(span: _TensorRecords) -> None:
+        spec = span.spec
+        grown = np.empty(len(span.records), np.uint64)
+        place = (tensors[spec.name], span.starts, span.bounds, span.positions, span.steps)
+        kernels.add_chunks(*place, np.uint64(spec.seed), 0, spec.format.width, spec.format.signed, grown)
+        after[[record.chunk for record in span.records]] += grown
+
+    _map(replace, list(zip(whole, contents, strict=True)), threads)
+    _map(move, spans, threads)
+    for record in fresh:
+        if int(after[record.chunk]) != record.target:
+            raise Damaged(f"chunk {record.chunk} did not become what the delta says")
+    return after
+
+
+def read_changes(
+    schema: Schema,
+    records: Sequence[ChunkRecord],
+    tensors: Mapping[str, Bits] | None = None,
+    threads: int | None = None,
+) -> Changes:
+    """The changes in records. Raises Damaged, also for profile B without the `tensors` that it builds on.
+
+    With `tensors` all changes are steps on them, and can be taken back; without, ABS and RAW are absolute.
+    """
+    if tensors is None:
+        return {record.chunk: _moves_alone(schema, record) for record in records}
+    found: dict[int, Moves] = {}
+    for record in (record for record in records if record.code in (RAW, PLANES)):
+        chunk = schema.chunks[record.chunk]
+        form = schema.tensors[chunk.tensor].format
+        steps = ordered(_content(schema, record), form) - ordered(chunk_bits(schema, tensors, chunk), form)
+        positions = np.flatnonzero(steps).astype(np.int32)
+        found[record.chunk] = Moves(positions, steps[positions])
+    sparse = [record for record in records if record.code not in (RAW, PLANES)]
+    read = partial(_read_records, schema, tensors)
+    for span in _map(read, _by_tensor(schema, sparse), threads):
+        for r, record in enumerate(span.records):
+            mine = slice(span.bounds[r], span.bounds[r + 1])
+            moves = Moves(span.positions[mine], span.steps[mine].view(span.spec.format.unsigned))
+            found[record.chunk] = _ascending(moves) if record.code == B else moves
+    return found
+
+
+def _ascending(moves: Moves) -> Moves:
+    order = np.argsort(moves.positions)
+    return Moves(moves.positions[order], moves.values[order])
+
+
+def _moves_alone(schema: Schema, record: ChunkRecord) -> Moves:
+    """The changes of a record without the content that it builds on."""
+    if record.code == B:
+        raise Damaged(f"the record of chunk {record.chunk} cannot be read without the content that it builds on")
+    chunk = schema.chunks[record.chunk]
+    spec = schema.tensors[chunk.tensor]
+    size = chunk.stop - chunk.start
+    if record.code in (RAW, PLANES):
+        codes = ordered(_content(schema, record), spec.format)
+        return Moves(np.arange(size, dtype=np.int32), codes, np.ones(size, np.bool_))
+    zeros = np.zeros(size, spec.format.unsigned)  # ordered codes of 0: a step from there is a code
+    span = _read_span(schema, zeros, [record], first=chunk.start)
+    absolute = np.ones(span.positions.size, np.bool_) if record.code == ABS else None
+    return Moves(span.positions, span.steps.view(spec.format.unsigned), absolute)
+
+
+@dataclass(frozen=True)
+class _TensorRecords:
+    """Records of one tensor, read: record r moves elements of its chunk, which begins at starts[r], by these steps."""
+
+    spec: Spec
+    records: Sequence[ChunkRecord]
+    starts: npt.NDArray[np.int64]
+    bounds: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int32]
+    steps: npt.NDArray[np.signedinteger]
+
+
+def _read_records(schema: Schema, tensors: Mapping[str, Bits], records: Sequence[ChunkRecord]) -> _TensorRecords:
+    name = schema.tensors[schema.chunks[records[0].chunk].tensor].name
+    return _read_span(schema, tensors[name], records)
+
+
+def _read_span(schema: Schema, content: Bits, records: Sequence[ChunkRecord], first: int = 0) -> _TensorRecords:
+    """Records in A, B or ABS of one tensor, whose elements from `first` on are `content`. Raises Damaged."""
+    chunks = [schema.chunks[record.chunk] for record in records]
+    spec = schema.tensors[chunks[0].tensor]
+    form = spec.format
+    for record, chunk in zip(records, chunks, strict=True):
+        odd = len(record.payload) < 4 or len(record.payload) % 4
+        if record.code not in (A, B, ABS) or odd or not 1 <= record.changes <= chunk.stop - chunk.start:
+            raise Damaged(f"the record of chunk {record.chunk} cannot be read")
+    codes = np.array([record.code for record in records], np.int64)
+    words = np.frombuffer(b"".join(record.payload for record in records), np.uint32)
+    ends = np.cumsum([len(record.payload) // 4 for record in records])
+    starts, stops = np.array([[chunk.start - first, chunk.stop - first] for chunk in chunks], np.int64).T.copy()
+    bounds = np.cumsum([0] + [record.changes for record in records])
+    positions, steps = np.empty(bounds[-1], np.int32), np.empty(bounds[-1], form.integer)
+    bad = profiles.decode_chunks(
+        codes, words, ends, content, starts, stops, form.width, form.signed, form.mantissa,
+        form.exponent_mask, bounds, positions, steps,
+    )  # fmt: skip
+    if bad >= 0:
+        raise Damaged(f"the record of chunk {records[int(bad)].chunk} cannot be read")
+    return _TensorRecords(spec, records, starts, bounds, positions, steps)
+
+
+def _content(schema: Schema, record: ChunkRecord) -> Bits:
+    chunk = schema.chunks[record.chunk]
+    return _whole(record, chunk.stop - chunk.start, schema.tensors[chunk.tensor].format)
+
+
+def _whole(record: ChunkRecord, elements: int, form: Format) -> Bits:
+    nbytes = elements * form.width // 8
+    if record.code == RAW:
+        if len(record.payload) != -(-nbytes // 4) * 4:
+            raise Damaged(f"the record of chunk {record.chunk} has {len(record.payload)} bytes")
+        return np.frombuffer(record.payload, form.unsigned, elements)
+    try:
+        (size,) = struct.unpack_from("<I", record.payload)
+        plane = zstandard.ZstdDecompressor().decompress(record.payload[4 : 4 + size], max_output_size=elements)
+        rest = np.frombuffer(record.payload[4 + size :], "<u4")
+    except (struct.error, zstandard.ZstdError, ValueError) as e:
+        raise Damaged(f"the record of chunk {record.chunk} cannot be read: {e}") from None
+    out = np.empty(elements, form.unsigned)
+    fields = np.frombuffer(plane, np.uint8)
+    if fields.size != elements or not profiles.join_planes(fields, rest, form.width, form.mantissa, out):
+        raise Damaged(f"the record of chunk {record.chunk} cannot be read")
+    return out
+
+
+def _planes(part: Bits, form: Format) -> bytes:
+    """The exponents, compressed, then sign and mantissa of every element: exponents alone are far from random."""
+    fields = np.empty(part.size, np.uint8)
+    rest = np.empty((part.size * (form.mantissa + 1) + 31) // 32, np.uint32)
+    profiles.split_planes(part, form.width, form.mantissa, form.exponent_mask, fields, rest)
+    plane = zstandard.ZstdCompressor(level=_PLANE_LEVEL).compress(fields.tobytes())
+    plane += bytes(-len(plane) % 4)
+    return struct.pack("<I", len(plane)) + plane + rest.tobytes()
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % 4)
+
+
+# --- objects --------------------------------------------------------------------------------------------------------
+
+
+def pack(kind: str, version: int, records: Iterable[ChunkRecord]) -> bytes:
+    """The bytes of an object."""
+    parts = [_HEAD.pack(_MAGIC, _VERSION, KINDS[kind], version)]
+    index: list[tuple[int, int]] = []
+    offset = _HEAD.size
+    for record in records:
+        head = _record_head(record, 0)
+        check = xxhash.xxh3_64_intdigest(head + record.payload) & 0xFFFFFFFF
+        parts += [_record_head(record, check), record.payload]
+        size = _RECORD.size + len(record.payload)
+        index.append((record.chunk, size))
+        offset += size
+    parts += [struct.pack("<II", *entry) for entry in index]
+    parts.append(_TAIL.pack(offset, len(index), _END))
+    return b"".join(parts)
+
+
+def _record_head(record: ChunkRecord, check: int) -> bytes:
+    return _RECORD.pack(
+        record.chunk, len(record.payload), record.changes | record.code << 24, check, record.base, record.target
+    )
+
+
+def unpack(data: bytes, chunks: int) -> tuple[str, int, list[ChunkRecord]]:
+    """(kind, version, records) of an object on a grid of so many chunks. Raises Damaged."""
+    try:
+        magic, form, kind, version = _HEAD.unpack_from(data)
+        offset, count, end = _TAIL.unpack_from(data, len(data) - _TAIL.size)
+    except struct.error:
+        raise Damaged("the object is too short to be one") from None
+    names = {number: name for name, number in KINDS.items()}
+    if magic != _MAGIC or end != _END or form != _VERSION or kind not in names:
+        raise Damaged("the object is not a ULPD/1 delta")
+    if offset + 8 * count + _TAIL.size != len(data):
+        raise Damaged("the object's index is not where it should be")
+    records: list[ChunkRecord] = []
+    at, previous = _HEAD.size, -1
+    for chunk, size in struct.iter_unpack("<II", data[offset : offset + 8 * count]):
+        if at + size > offset or size < _RECORD.size or not previous < chunk < chunks:
+            raise Damaged(f"the object's index is wrong at chunk {chunk}")
+        records.append(_record(data[at : at + size], chunk))
+        at, previous = at + size, chunk
+    if at != offset:
+        raise Damaged("the object holds bytes that its index does not name")
+    return names[kind], version, records
+
+
+def _record(data: bytes, chunk: int) -> ChunkRecord:
+    number, size, packed, check, base, target = _RECORD.unpack_from(data)
+    payload = data[_RECORD.size :]
+    record = ChunkRecord(number, packed >> 24, packed & 0xFFFFFF, base, target, payload)
+    if number != chunk or size != len(payload) or size % 4:
+        raise Damaged(f"the record of chunk {chunk} is not what its index says")
+    if xxhash.xxh3_64_intdigest(_record_head(record, 0) + payload) & 0xFFFFFFFF != check:
+        raise Damaged(f"the record of chunk {chunk} was altered")
+    return record
+
+
+# --- cores ----------------------------------------------------------------------------------------------------------
+
+
+def _spans(schema: Schema, chunks: range | None = None) -> list[range]:
+    """Chunks, or all, in runs of one tensor: what a core does at a time."""
+    spans: list[range] = []
+    for index in range(len(schema.chunks)) if chunks is None else chunks:
+        last = spans[-1] if spans else range(0)
+        if last and len(last) < _SPAN and schema.chunks[last[0]].tensor == schema.chunks[index].tensor:
+            spans[-1] = range(last[0], index + 1)
+        else:
+            spans.append(range(index, index + 1))
+    return spans
+
+
+def _by_tensor(schema: Schema, records: Sequence[ChunkRecord]) -> list[list[ChunkRecord]]:
+    """Records in runs of one tensor."""
+    runs: list[list[ChunkRecord]] = []
+    for record in records:
+        tensor = schema.chunks[record.chunk].tensor
+        if runs and len(runs[-1]) < _SPAN and schema.chunks[runs[-1][0].chunk].tensor == tensor:
+            runs[-1].append(record)
+        else:
+            runs.append([record])
+    return runs
+
+
+def _extent(schema: Schema, span: range) -> tuple[str, slice]:
+    """The tensor of a span, and its elements in it."""
+    first, last = schema.chunks[span[0]], schema.chunks[span[-1]]
+    return schema.tensors[first.tensor].name, slice(first.start, last.stop)
+
+
+def _map(work: Callable[[Any], Any], items: Sequence[Any], threads: int | None) -> list[Any]:
+    """`work` on every item, in order, on so many threads, or one per core: kernels and compressors leave the lock."""
+    workers = min(threads or len(os.sched_getaffinity(0)), len(items))
+    if workers < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(work, items))

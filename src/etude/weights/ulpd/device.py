@@ -1,0 +1,43 @@
+"""Where the codec's passes over whole tensors run: compiled loops on the host, Triton kernels on a CUDA device.
+
+This is the one place that decides it, by the tensor's device, and the only one that imports Triton, when the first such
+tensor arrives: a machine without a GPU needs none. Both give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from etude.errors import UserError
+from etude.weights.ulpd import kernels as _typed_kernels
+from etude.weights.ulpd.schema import Spec, bits, unsigned
+
+kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether Triton's kernels reach the tensor."""
+    return tensor.device.type == "cuda"
+
+
+def gpu_kernels() -> Any:
+    """The module `triton_kernels`. Raises UserError without Triton."""
+    try:
+        from etude.weights.ulpd import triton_kernels
+    except ModuleNotFoundError as e:
+        if e.name != "triton":
+            raise
+        raise UserError(
+            "weights on a GPU are compared and digested by Triton, which is not installed; pip install triton"
+        ) from None
+    return triton_kernels
+
+
+def digest(spec: Spec, part: torch.Tensor, first: int = 0) -> int:
+    """The digest of a tensor, or of a run of its elements from number `first` on, modulo 2^64, computed where it is."""
+    if on_gpu(part):
+        return int(gpu_kernels().digest(unsigned(part), spec.seed, first, spec.format.width))
+    return int(kernels.digest(bits(part), np.uint64(spec.seed), first, spec.format.width))

@@ -1,0 +1,56 @@
+"""One digest for a set of tensors, the same for the trainer that published them and the engine that serves them.
+
+The sum over all elements of a hash of (name, type, shape, position, bits), modulo 2^64. A sum does not depend on order,
+on how tensors are cut into chunks or spread over ranks, and follows a delta at the price of its changes. It finds
+accidents, not adversaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from etude.weights.ulpd import device
+from etude.weights.ulpd.schema import schema_of
+
+
+def digest(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> str:
+    """16 hexadecimal digits. Each tensor is digested where it is.
+
+    Tensors of a wider type are digested as `dtype`, after proving that they hold exactly such values: an engine that
+    computes in float32 has the digest of the bfloat16 weights it was given. Raises ValueError, naming the tensor, if
+    one does not.
+    """
+    narrowed = {name: narrow(name, tensor, dtype) for name, tensor in tensors.items()}
+    total = 0
+    for spec in schema_of(narrowed).tensors:
+        total += device.digest(spec, narrowed[spec.name])
+    return written(total)
+
+
+def written(total: int) -> str:
+    """A digest as manifests hold it."""
+    return f"{total % (1 << 64):016x}"
+
+
+def narrow(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` in `dtype` if that is narrower, without losing a bit. Raises ValueError if that is impossible."""
+    tensor = tensor.detach()
+    if not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
+        return tensor
+    if tensor.dtype == torch.float32 and dtype == torch.bfloat16:
+        # A bfloat16 is the upper half of a float32. Cutting it off keeps the payload of a NaN, which a cast may not.
+        halves_N2 = tensor.contiguous().view(-1).view(torch.int16).view(-1, 2)
+        if halves_N2[:, 0].any():
+            raise _altered(name, dtype)
+        return halves_N2[:, 1].contiguous().view(dtype).view(tensor.shape)
+    narrowed = tensor.to(dtype)
+    back, given = (t.reshape(-1).view(torch.uint8) for t in (narrowed.to(tensor.dtype), tensor))
+    if not torch.equal(back, given):
+        raise _altered(name, dtype)
+    return narrowed
+
+
+def _altered(name: str, dtype: torch.dtype) -> ValueError:
+    return ValueError(f"{name} holds values that {str(dtype).removeprefix('torch.')} cannot: its weights were altered")

@@ -1,0 +1,93 @@
+"""The attack suite and the benchmark as a user runs them, and boxes by the hundred."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etude.audit.attacks import fingerprints, suite
+from etude.audit.attacks.boxes import CHECKS
+from etude.audit.attacks.probes import PROBES, script
+from etude.audit.attacks.submissions import SUBMISSIONS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_item_is_attacked_or_skipped_with_a_reason() -> None:
+    checked = set(CHECKS) | set(suite.LIBRARY_CHECKS) | set(suite.GRADED_CHECKS)
+    attacked = {s.item for s in SUBMISSIONS} | set(PROBES) | checked | {"F1"}  # F1: the flags of B1 to B3
+    assert set(suite.ITEMS) == (attacked & set(suite.ITEMS)) | set(fingerprints.REASONS)
+    assert set(fingerprints.REASONS) == {f"E{n}" for n in range(1, 10)}
+    assert not attacked & set(fingerprints.REASONS)
+    assert all("--against" in reason for reason in fingerprints.REASONS.values())
+    for item in PROBES:
+        text = script(item, "quartz-lantern", "velvet-anchor", 1)
+        compile(text, item, "exec")
+        assert "quartz-lantern" not in text  # a probe must not find itself
+
+
+def test_the_summary_counts_what_was_missed_on_the_default_backend() -> None:
+    stopped = [
+        suite.Result("B1", "x", suite.DEFAULT, "fail"),
+        suite.Result("B2", "x", "subprocess", "pass", "rewarded"),
+    ]
+    report = suite.AttackReport(
+        [*stopped, suite.Result("B3", "x", suite.TOGETHER, "pass", "rewarded", "mounts")], dict(fingerprints.REASONS)
+    )
+    summary = report.summary
+    assert (summary["missed"], summary["host_effects"]) == (1, 1)
+    assert summary["stopped"] == 1
+    report.absent["bwrap"] = "it is not installed"
+    shown = suite.table(report)
+    assert "1 of 1 missed: x" in shown
+    assert "bwrap: skipped, it is not installed" in shown
+
+
+def test_what_was_missed_is_named_beside_the_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def found(**_: object) -> suite.AttackReport:
+        return suite.AttackReport([suite.Result("A7", "probe", "box", "missed", "/run/x")], dict(fingerprints.REASONS))
+
+    monkeypatch.setattr(suite, "run", found)
+    assert suite.show(as_json=True, quick=True) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["missed"] == 1
+    assert "A7 probe (box): /run/x" in shown.err
+
+
+@pytest.mark.slow
+def test_no_attack_succeeds_on_this_machine() -> None:
+    command = [sys.executable, "-m", "etude.cli.main", "doctor", "sandbox", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    (line,) = done.stdout.splitlines()
+    found = json.loads(line)
+    assert (found["missed"], found["host_effects"]) == (0, 0), done.stderr
+    assert found["stopped"] + len(found["skipped"]) == found["items"]
+    assert done.returncode == 0
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs() -> None:
+    command = [sys.executable, "-m", "etude.cli.main", "bench", "sandbox", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    cases = {row["case"] for row in result["rows"]}
+    assert cases >= {"create-python/p50-ms", "create-python/p95-ms", "create-run-destroy/per-s", "fork-50mb/ms"}
+    assert cases >= {"live-500/mib-each", "destroy-500/ms", "create-python/p50-ms plain"}
+    assert all(row["value"] > 0 for row in result["rows"])
+
+
+@pytest.mark.slow
+def test_boxes_and_a_killed_owner_leave_nothing_behind() -> None:
+    """Shorter than what is measured: `python -m benchmarks.soak_boxes --boxes 10000`."""
+    command = [sys.executable, "-m", "benchmarks.soak_boxes", "--boxes", "200"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert (found["boxes"], found["leaked"], found["left by a killed owner"]) == (200, {}, {})

@@ -1,0 +1,82 @@
+"""Benchmarks run, and what they compute is right; their speeds are nobody's to assert."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def bench(name: str) -> tuple[dict[str, Any], dict[str, float]]:
+    """What a benchmark prints as its last line, and the values of its rows by case."""
+    command = [sys.executable, "-m", "etude.cli.main", "bench", name, "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode in (0, 1), done.stderr  # 1: a check failed, maybe one of speed
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["bench"] == name
+    assert {"case", "value", "unit", "baseline"} == set(result["rows"][0])
+    return result, {row["case"]: row["value"] for row in result["rows"]}
+
+
+@pytest.mark.slow
+def test_weights() -> None:
+    result, values = bench("weights")
+    assert result["checks"]["every decoded bit equals the encoded one"]
+    assert {"ratio/real-1pct", "ratio/real-2.6pct", "ratio/iid-1pct", "ratio/iid-0.3pct", "ratio/iid-2pct"} <= set(
+        values
+    )
+    assert {"encode-A/memcpy", "decode-A/memcpy", "encode-B/memcpy", "decode-B/memcpy"} <= set(values)
+    assert {"vs-xor-zstd/real-1pct", "threads-2/threads-1"} <= set(values)
+    assert values["ratio/iid-1pct"] > 0.95 * 174, "the size does not depend on the machine"
+
+
+@pytest.mark.slow
+def test_documents() -> None:
+    result, values = bench("documents")
+    assert {name: ok for name, ok in result["checks"].items() if "ttft" not in name} == {
+        "logits are those of one masked pass": True,
+        "the first token is that of one masked pass": True,
+        "a new order computes no document again": True,
+    }
+    assert {"ttft/10", "ttft/20", "ttft/30", "tail/10", "reorder/hit-rate", "logits/max-abs"} <= set(values)
+    assert values["reorder/hit-rate"] == 1.0
+
+
+@pytest.mark.slow
+def test_mismatch() -> None:
+    result, values = bench("mismatch")
+    assert result["checks"]["deterministic: trainer and engine agree in every bit"]
+    assert result["checks"]["replay: every token ran the experts that the engine recorded"]
+    assert values["deterministic/max-abs-dlogp"] == 0.0
+    assert values["replay/k3-gain"] > 1
+    assert values["replay/flips"] == 0.0
+    assert values["replay/flips-without"] > 0, "nothing flips: the gain is of nothing"
+    assert {"deterministic/cost", "replay/cost", "record/cost"} <= set(values)
+
+
+@pytest.mark.slow
+def test_shared_prompt() -> None:
+    result, values = bench("shared-prompt")
+    assert {name: ok for name, ok in result["checks"].items() if "gradients" in name} == {
+        "gradients of packed execution are those of rows": True,
+        "gradients of streaming execution are those of rows": True,
+    }
+    assert {"P1024-C64-G8/of-ideal", "P1024-C64-G16/speedup", "turns-12/speedup-per-turn-rows"} <= set(values)
+
+
+@pytest.mark.slow
+def test_async() -> None:
+    result, values = bench("async")
+    assert {name: ok for name, ok in result["checks"].items() if "speed" not in name and "busy" not in name} == {
+        "long-tail: no token is staler than 4 versions": True,
+        "long-tail: the synchronous run is on-policy": True,
+        "long-tail: every episode is trained on once": True,
+    }
+    assert {"long-tail/speedup", "long-tail/engine-busy", "long-tail/early-tools"} <= set(values)
+    assert 1 <= values["long-tail/max-staleness"] <= 4, "episodes of later versions are played meanwhile"

@@ -1,0 +1,320 @@
+"""What a vLLM server needs of etude, as far as it needs no vLLM: its layout, its worker's methods, and who calls them.
+
+The routes below are those of vLLM 0.32's development mode; behind them are the worker's real methods, a real receiver
+and real versions. `test_vllm.py` has the real server.
+"""
+
+import time
+
+import pytest
+import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from etude.errors import UserError
+from etude.inference.vllm.feed import NotLive, VllmServer, bring, feed, follow
+from etude.inference.vllm.layout import check_plain, live_tensors
+from etude.inference.vllm.worker import Following, WorkerExtension
+from etude.store import open_store
+from etude.weights.publisher import Publisher
+from etude.weights.receiver import Receiver
+from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.schema import schema_of
+from tests.helpers.http_apps import answering
+from tests.helpers.small_tensors import copies, nudged
+from tests.helpers.stacked_model import EXPERTS, WORDS, Stacked, checkpoint, files
+
+PUBLISHED = schema_of(checkpoint(0))
+
+
+# --- layout ---------------------------------------------------------------------------------------------------------
+
+
+def test_stacked_weights_are_found_under_their_published_names():
+    model = Stacked(seed=3)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    live = live_tensors(model, PUBLISHED)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert digest(live) == digest(checkpoint(3))
+    assert live["experts.gate_up"].data_ptr() == model.w13.data_ptr()
+    live["v"].fill_(7)
+    assert (model.qkv[9:] == 7).all()
+    assert torch.equal(model.qkv[:9], before["qkv"][:9])
+
+
+def test_a_receiver_writes_single_elements_into_stacked_weights(tmp_path):
+    store, model = open_store(str(tmp_path / "weights")), Stacked(seed=1)
+    receiver, publisher, current = Receiver(store, live_tensors(model, PUBLISHED)), Publisher(store), checkpoint(2)
+    for version in range(4):
+        publisher.publish(version, current, (), {})
+        update = receiver.poll()
+        assert update is not None
+        update.apply()
+        loaded = Stacked()
+        loaded.load_weights(current.items())
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(dict(model.named_parameters())[name], parameter), name
+        current = nudged(current, version)
+
+
+def test_a_parameter_that_no_version_fills_is_refused():
+    rest = {name: tensor for name, tensor in checkpoint(0).items() if name != "norm"}
+    with pytest.raises(UserError, match=r"no published tensor fills norm; serve the model"):
+        live_tensors(Stacked(), schema_of(rest))
+
+
+def test_a_name_that_the_model_does_not_know_is_refused():
+    more = checkpoint(0) | {"bias": torch.zeros(3, dtype=torch.bfloat16)}
+    with pytest.raises(UserError, match=r"does not load these weights \(KeyError: 'bias'\)"):
+        live_tensors(Stacked(), schema_of(more))
+
+
+class Halved(Stacked):
+    """One of two GPUs: it has half of the words."""
+
+    def _places(self, name, tensor):
+        if name == "words":
+            yield self.words.data[: WORDS // 2], tensor[: WORDS // 2]
+        else:
+            yield from super()._places(name, tensor)
+
+
+class Turned(Stacked):
+    """It keeps queries, keys and values transposed."""
+
+    def _places(self, name, tensor):
+        for there, part in super()._places(name, tensor):
+            if name in ("q", "k", "v"):
+                there = self.qkv.data.view(-1)[: part.numel()].view(part.shape[1], part.shape[0]).T
+            yield there, part
+
+
+class Swapped(Stacked):
+    """Ups before gates, as some kernels want them."""
+
+    def _places(self, name, tensor):
+        if name == "experts.gate_up":
+            for e in range(EXPERTS):
+                half = tensor.shape[1] // 2
+                yield self.w13.data[e, half:], tensor[e, :half]
+                yield self.w13.data[e, :half], tensor[e, half:]
+        else:
+            yield from super()._places(name, tensor)
+
+
+class Cast(Stacked):
+    """Its loader makes another tensor first, so that nobody can say where an element came from."""
+
+    def load_weights(self, weights):
+        return super().load_weights((name, tensor * 1) for name, tensor in weights)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Halved, "has 30 of 60 elements of words"),
+        (Turned, "transposed"),
+        (Swapped, "experts.gate_up lies in several places"),
+        (Cast, "does not copy weights as they are"),
+    ],
+)
+def test_a_layout_that_is_not_that_of_the_versions_is_refused(model, why):
+    served = model()
+    with pytest.raises(UserError, match=why):
+        live_tensors(served, PUBLISHED)
+    assert not any(parameter.any() for parameter in served.parameters())
+
+
+def test_weights_that_a_kernel_rearranged_are_noticed():
+    model = Stacked(seed=5)
+    check_plain(model, files(5).items())
+    model.w13.data.copy_(model.w13.data.flip(1))
+    with pytest.raises(UserError, match="rearranged its weights"):
+        check_plain(model, files(5).items())
+
+
+# --- the worker's methods behind vLLM's routes ----------------------------------------------------------------------
+
+
+class Vllm:
+    """The routes, and what was asked for in order."""
+
+    def __init__(self, store, seed: int = 1):
+        self.model = Stacked(seed)
+        live = live_tensors(self.model, PUBLISHED)
+        self.worker = WorkerExtension()
+        self.worker._etude = Following((store.url, "", ""), self.model, live, Receiver(store, live))
+        self.asked: list[str] = []
+        self.paused = False
+        self.weight_version = "default"
+
+    async def rpc(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        self.asked.append(body["method"])
+        return JSONResponse({"results": [getattr(self.worker, body["method"])(*body["args"])]})
+
+    async def pause(self, request: Request) -> JSONResponse:
+        assert request.query_params["mode"] == "keep"
+        self.paused = True
+        return self._done("pause")
+
+    async def resume(self, request: Request) -> JSONResponse:
+        self.paused = False
+        return self._done("resume")
+
+    async def reset(self, request: Request) -> JSONResponse:
+        assert request.query_params["reset_running_requests"] == "true"
+        return self._done("reset")
+
+    async def named(self, request: Request) -> JSONResponse:
+        self.weight_version = (await request.json())["new_version"]
+        return self._done("named")
+
+    async def is_paused(self, request: Request) -> JSONResponse:
+        return JSONResponse({"is_paused": self.paused})
+
+    def _done(self, what: str) -> JSONResponse:
+        self.asked.append(what)
+        return JSONResponse({})
+
+    def app(self) -> Starlette:
+        posts = {
+            "/collective_rpc": self.rpc,
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/reset_prefix_cache": self.reset,
+            "/update_weight_version": self.named,
+        }
+        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+        return Starlette(routes=[*routes, Route("/is_paused", self.is_paused)])
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store(str(tmp_path / "weights"))
+
+
+def publish(store, count: int):
+    """Manifests and tensors of versions 0 to count - 1."""
+    publisher, made, manifests = Publisher(store), [checkpoint(2)], []
+    for version in range(count):
+        manifests.append(publisher.publish(version, made[-1], (), {}))
+        made.append(nudged(made[-1], version))
+    return manifests, made
+
+
+def test_feed_brings_a_server_to_the_newest_version(store):
+    vllm, said = Vllm(store), []
+    manifests, _ = publish(store, 3)
+    with answering(vllm.app()) as url:
+        assert feed(VllmServer(url), store, once=True, deadline=60, say=said.append) == 2
+    assert digest(vllm.worker._etude.live) == manifests[2].digest
+    assert said[0] == f"{url} serves no version of this store yet"
+    assert f"version 2 is live, digest {manifests[2].digest}, pause" in said[1]
+    assert [asked for asked in vllm.asked if asked != "etude_status"] == [
+        "etude_open", "etude_stage", "pause", "etude_flip", "reset", "named", "resume"
+    ]  # fmt: skip
+    assert (vllm.paused, vllm.weight_version) == (False, "2")
+
+
+def test_staging_touches_no_live_weight_and_needs_no_pause(store):
+    vllm = Vllm(store)
+    publish(store, 1)
+    before = copies(vllm.worker._etude.live)
+    with answering(vllm.app()) as url:
+        server = VllmServer(url)
+        server.ask("etude_stage", "0")
+        end = time.monotonic() + 30
+        while server.ask("etude_status")["staging"]:
+            assert time.monotonic() < end
+        assert server.ask("etude_status")["staged"] == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in vllm.worker._etude.live.items())
+    assert "pause" not in vllm.asked
+
+
+def test_live_weights_that_are_not_the_manifests_are_an_error_and_the_old_ones_come_back(store):
+    vllm = Vllm(store)
+    manifests, made = publish(store, 2)
+    with answering(vllm.app()) as url:
+        server = VllmServer(url)
+        follow(server, store.url)
+        bring(server, 0, 60)
+        touched = vllm.worker._etude.live["norm"]
+        assert torch.equal(made[0]["norm"][:1], made[1]["norm"][:1])  # the next version does not write there
+        touched[0] += 1
+        with pytest.raises(NotLive, match=f"their digest is [0-9a-f]*, published was {manifests[1].digest[:12]}"):
+            bring(server, 1, 60)
+        assert vllm.worker._etude.receiver.version == 0
+        assert (vllm.paused, vllm.weight_version) == (False, "0")
+        touched[0] = made[0]["norm"][0]
+        assert digest(vllm.worker._etude.live) == manifests[0].digest
+        assert bring(server, 1, 60).digest == manifests[1].digest
+
+
+def test_a_swap_that_was_cut_off_is_finished(store):
+    vllm = Vllm(store)
+    publish(store, 1)
+    with answering(vllm.app()) as url:
+        server = VllmServer(url)
+        bring(server, 0, 60)
+        vllm.paused, vllm.weight_version = True, "default"  # killed after the flip
+        vllm.asked.clear()
+        assert follow(server, store.url) == 0
+    assert vllm.asked == ["etude_open", "etude_digest", "reset", "named", "resume"]
+    assert (vllm.paused, vllm.weight_version) == (False, "0")
+
+
+def test_a_server_that_holds_a_mixture_stays_paused(store):
+    vllm = Vllm(store)
+    publish(store, 1)
+    with answering(vllm.app()) as url:
+        server = VllmServer(url)
+        bring(server, 0, 60)
+        vllm.worker._etude.live["norm"][0] += 1
+        vllm.paused = True
+        with pytest.raises(
+            UserError, match=r"cannot follow .*: the digest of the live tensors is .*; start this server"
+        ):
+            follow(server, store.url)
+    assert vllm.paused
+
+
+def test_a_damaged_version_leaves_the_server_where_it_is(store):
+    vllm = Vllm(store)
+    manifests, _ = publish(store, 1)
+    key = manifests[0].payload[0].key
+    store.put(key, store.get(key)[:-1])
+    with answering(vllm.app()) as url:
+        with pytest.raises(NotLive, match="version 0: its payload"):
+            bring(VllmServer(url), 0, 60)
+        with pytest.raises(UserError, match="stays at version -1: version 0"):
+            feed(VllmServer(url), store, once=True, deadline=0.0)
+    assert "pause" not in vllm.asked
+
+
+def test_a_server_that_loaded_its_weights_anew_is_not_written_to(store):
+    vllm = Vllm(store)
+    publish(store, 1)
+    with answering(vllm.app()) as url:
+        vllm.model.qkv = torch.nn.Parameter(vllm.model.qkv.data.clone(), False)
+        with pytest.raises(NotLive, match="loaded its weights anew"):
+            bring(VllmServer(url), 0, 60)
+    assert not vllm.paused
+
+
+def test_a_server_that_follows_another_store_says_so(store):
+    vllm = Vllm(store)
+    with answering(vllm.app()) as url, pytest.raises(UserError, match=r"follows .* already; start it again"):
+        follow(VllmServer(url), "s3://elsewhere/weights")
+
+
+def test_a_server_without_development_mode_says_what_to_do(store):
+    with answering(Starlette()) as url, pytest.raises(UserError, match="start vLLM with VLLM_SERVER_DEV_MODE=1"):
+        follow(VllmServer(url), store.url)
+
+
+def test_no_server_is_one_sentence(store):
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9 does not answer"):
+        follow(VllmServer("http://127.0.0.1:9"), store.url)

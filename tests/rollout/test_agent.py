@@ -1,0 +1,209 @@
+"""Outside agents in the real sandbox: one of our own on a real engine, and mini-swe-agent as it is published."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etude import processes
+from etude.config import AgentConfig
+from etude.errors import UserError
+from etude.harness.loop import Sampling
+from etude.protocol.client import EngineClient
+from etude.records import Budget, Episode, Generation, Outcome, StopReason
+from etude.renderers import Renderer
+from etude.rollout.agent import open_agent
+from etude.rollout.episode import EpisodeId, RolloutContext, play
+from etude.sandbox.namespace.sandbox import open_sandbox
+from etude.tasks.dataset import Dataset
+from tests.helpers.speakers import PATH, Speaker, a_task
+from tests.helpers.tiny_models import save_random_model
+
+MINI = os.environ.get("ETUDE_MINI_SWE_AGENT")
+SECONDS = 240.0
+BUDGET = Budget(turns=20, tokens=4000, context=8192, seconds=120.0)
+FIX = f"sed -i 's/- 3/* 3/' {PATH}"
+# Talks plainly, without a library: one question per line of its input, each a turn of the same conversation.
+TALKER = """
+import json, os, subprocess, urllib.request
+messages = [{"role": "user", "content": os.environ["TASK"]}]
+for line in range(3):
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        message = json.load(answer)["choices"][0]["message"]
+    done = subprocess.run(message["content"] or "", shell=True, capture_output=True, text=True)
+    messages += [message, {"role": "user", "content": done.stdout + done.stderr}]
+"""
+TALK = f"python3 -c {shlex.quote(TALKER)}"
+
+
+@pytest.fixture(scope="module")
+def engine(hermes_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an inference server with a small random model that has the tokenizer of the hermes tests."""
+    folder = tmp_path_factory.mktemp("engine")
+    save_random_model(hermes_folder, "qwen3", vocab_size=1280, max_position_embeddings=8192, eos_token_id=1)
+    ready = folder / "ready.json"
+    argv = ["etude.inference.server.server", "--model", str(hermes_folder), "--port", "0", "--ready-file", str(ready)]
+    child = processes.start("engine", [*argv, "--parent-death", "--cache-mb", "64"], folder / "log")
+    yield json.loads(processes.wait_for_file(ready, child, SECONDS))["url"]
+    child.stop(20)
+
+
+class Forced:
+    """The engine's client with chosen answers: their log-probabilities and versions are the engine's own."""
+
+    def __init__(self, client: EngineClient, url: str, turns: Sequence[list[int]]) -> None:
+        self.client, self.url, self.turns = client, url, list(turns)
+        self.said: list[list[int]] = []
+
+    async def generate(self, ids: list[int], **_: Any) -> Generation:
+        said = self.turns[len(self.said)]
+        self.said.append(said)
+        scored = await self.client.score(self.url, [ids + said], 60.0)
+        assert scored is not None
+        logprobs = scored.logprobs[0][len(ids) - 1 :]
+        return Generation(ids=said, logprobs=logprobs, versions=[scored.version] * len(said), finish_reason="stop")
+
+
+@asynccontextmanager
+async def parts(url: str, config: AgentConfig) -> AsyncIterator[tuple[Any, EngineClient, Any]]:
+    async with open_sandbox(workers=1) as sandbox, EngineClient([url]) as client, open_agent(config) as agent:
+        yield sandbox, client, agent
+
+
+def played(
+    dataset: Dataset, renderer: Renderer, url: str, config: AgentConfig, budget: Budget = BUDGET,
+    policy: Callable[[EngineClient], Any] | None = None, max_tokens: int = 40,
+) -> Episode:  # fmt: skip
+    """One episode; its segments are scored by the engine, as whole sequences, and must be what was recorded."""
+
+    async def run() -> Episode:
+        async with parts(url, config) as (sandbox, client, agent):
+            sampler = policy(client) if policy else client
+            setting = RolloutContext(
+                dataset, sandbox, sampler, renderer, budget, Sampling(max_tokens=max_tokens), agent
+            )
+            episode = await play(setting, a_task(), EpisodeId(group_id=3, member=1, attempt=0, seed=5))
+            for segment in episode.segments:
+                ids, mask, logprobs, _ = segment.arrays()
+                scored = await client.score(url, [ids.tolist()], 60.0)
+                assert scored is not None
+                # Cached keys and other sizes of batches: the last bits of float32 differ.
+                found = np.array(scored.logprobs[0])[mask[1:] == 1]
+                np.testing.assert_allclose(found, logprobs[mask == 1], atol=2e-4)
+            return episode
+
+    return asyncio.run(run())
+
+
+def test_a_real_engine_is_sampled_through_the_door_of_a_box(
+    dataset: Dataset,
+    hermes: Renderer,
+    engine: str,
+) -> None:
+    """What a random model says is nonsense, and all of it is in the ledger as it was sampled."""
+    episode = played(dataset, hermes, engine, AgentConfig(command=TALK))
+    assert (episode.outcome, episode.reward, episode.stop_reason) == (Outcome.SCORED, 0.0, StopReason.FINISHED)
+    assert episode.metrics["turns"] == episode.metrics["requests"] == 3
+    assert len(episode.segments) == 1, episode.metrics
+    assert 3 <= episode.sampled_tokens <= 120
+    assert episode.segments[0].turn_starts[0] == episode.segments[0].prompt_length
+
+
+def test_the_tree_that_an_agent_leaves_is_graded(
+    dataset: Dataset,
+    hermes: Renderer,
+    hermes_folder: Path,
+    engine: str,
+) -> None:
+    speaker = Speaker(hermes_folder)
+    script = [speaker.turn(text=text) for text in ("ls", FIX, "true")]
+    episode = played(dataset, hermes, engine, AgentConfig(command=TALK), policy=lambda c: Forced(c, engine, script))
+    assert (episode.outcome, episode.reward, episode.passed) == (Outcome.SCORED, 1.0, True), episode.detail
+    assert [turn.text for turn in episode.turns] == [f"{text}<|im_end|>" for text in ("ls", FIX, "true")]
+    assert "src" in episode.turns[0].results[0]
+
+
+def test_a_spent_budget_and_the_clock_end_the_command(
+    dataset: Dataset,
+    hermes: Renderer,
+    hermes_folder: Path,
+    engine: str,
+) -> None:
+    """The tree is graded as it stands; a command that would go on for ever is ended at once."""
+    speaker = Speaker(hermes_folder)
+    forever = AgentConfig(command=f"{TALK}; sleep 1000")
+    two = Budget(turns=2, tokens=4000, context=8192, seconds=100.0)
+    script = [speaker.turn(text=FIX), speaker.turn(text="true")]
+    spent = played(dataset, hermes, engine, forever, two, lambda c: Forced(c, engine, script))
+    assert (spent.stop_reason, spent.passed) == (StopReason.TURNS, True), spent.detail
+    assert sum(turn.seconds_tools for turn in spent.turns) < 60
+    short = Budget(turns=9, tokens=4000, context=8192, seconds=1.0)
+    late = played(dataset, hermes, engine, AgentConfig(command=f"{FIX}; sleep 1000"), short)
+    assert (late.stop_reason, late.passed, late.segments) == (StopReason.SECONDS, True, ())
+    assert "the agent's command was ended" in late.detail
+
+
+def test_an_agent_that_cannot_start_is_the_users_to_repair(
+    dataset: Dataset,
+    hermes: Renderer,
+    engine: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UserError, match=r"before its first request: .*exit code 127.*no-such-agent"):
+        played(dataset, hermes, engine, AgentConfig(command="no-such-agent --yes"))
+    with pytest.raises(UserError, match="is not a folder"):
+        played(dataset, hermes, engine, AgentConfig(command="x", folder=str(tmp_path / "none")))
+    (tmp_path / "hello").write_text("echo from the folder >&2; exit 3\n")
+    with pytest.raises(UserError, match=r"exit code 3.* from the folder"):
+        played(dataset, hermes, engine, AgentConfig(command="sh /opt/agent/hello", folder=str(tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MINI, reason="ETUDE_MINI_SWE_AGENT names no environment that has it: run make agents")
+@pytest.mark.parametrize("dialect", ["openai", "anthropic", "responses"])
+def test_mini_swe_agent_as_published_repairs_the_task(
+    dataset: Dataset,
+    hermes: Renderer,
+    hermes_folder: Path,
+    engine: str,
+    dialect: str,
+) -> None:
+    """Unmodified, in all three dialects: its prompts, its tool, its way of ending, and exact tokens."""
+    speaker = Speaker(hermes_folder)
+    steps = ["ls src && cat src/shop.py", FIX, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"]
+    script = [speaker.turn(("bash", {"command": step}), text="I go on.") for step in steps]
+    model = {"openai": "openai/etude", "anthropic": "anthropic/etude", "responses": "openai/etude"}[dialect]
+    kind = "litellm_response" if dialect == "responses" else "litellm"
+    command = (
+        f"/opt/agent/bin/python -m minisweagent.run.mini -m {model} --model-class {kind} -y --exit-immediately "
+        '-t "$TASK" -o /tmp/trajectory.json < /dev/null'
+    )
+    environment = {
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_CONFIGURED": "true",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    config = AgentConfig(command=command, folder=MINI, environment=environment)
+    budget = Budget(turns=20, tokens=4000, context=8192, seconds=SECONDS)
+    episode = played(dataset, hermes, engine, config, budget, lambda c: Forced(c, engine, script))
+    assert (episode.outcome, episode.passed, episode.stop_reason) == (Outcome.SCORED, True, StopReason.FINISHED)
+    assert [turn.calls[0].arguments for turn in episode.turns] == [{"command": step} for step in steps]
+    assert "total = amount - 3" in episode.turns[0].results[0]
+    (segment,) = episode.segments
+    ids, mask, _, _ = segment.arrays()
+    assert ids[mask == 1].tolist() == [token for turn in script for token in turn]
+    prompt = hermes.text(ids[: segment.prompt_length].tolist())
+    assert "You are a helpful assistant that can interact with a computer." in prompt
+    assert episode.metrics["forks"] == 0
