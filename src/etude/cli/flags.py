@@ -1,0 +1,58 @@
+"""Command-line flags made from the typed options, so that a name, a default and a help text are written once."""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+from pydantic.fields import FieldInfo
+
+from etude.config import Section, validate
+
+S = TypeVar("S", bound=Section)
+
+
+def add_flags(parser: argparse._ActionsContainer, options: type[Section], names: Sequence[str] = ()) -> None:
+    """A flag `--a-b` for each field `a_b` of `options`, or for the named fields alone. Only given flags are set."""
+    for name in names or options.model_fields:
+        field = options.model_fields[name]
+        text = field.description or ""
+        default = (
+            "" if field.is_required() or field.default in (None, "", ()) else f" (default: {_shown(field.default)})"
+        )
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", dest=name, default=argparse.SUPPRESS, help=text + default, **_kind(field)
+        )
+
+
+def given(arguments: argparse.Namespace, options: type[Section]) -> dict[str, Any]:
+    """The values of the flags that the user gave, by field name."""
+    return {name: getattr(arguments, name) for name in options.model_fields if hasattr(arguments, name)}
+
+
+def from_flags(arguments: argparse.Namespace, options: type[S], **fixed: Any) -> S:
+    """`options` from the given flags and `fixed` values. Raises UserError that names the first wrong flag."""
+    return validate(options, given(arguments, options) | fixed, f"etude {arguments.command}")
+
+
+def _shown(default: Any) -> str:
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def _kind(field: FieldInfo) -> dict[str, Any]:
+    """What argparse needs to know of a field's type. Numbers stay text: the options' own validation judges them."""
+    annotation = field.annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        annotation = next(kind for kind in typing.get_args(annotation) if kind is not type(None))
+    many = typing.get_origin(annotation) is tuple
+    inner = typing.get_args(annotation)[0] if many else annotation
+    if inner is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    kind: dict[str, Any] = {"nargs": "+"} if many else {}
+    if typing.get_origin(inner) is Literal:
+        return kind | {"choices": typing.get_args(inner)}
+    metavar = {int: "N", float: "X"}.get(inner) if isinstance(inner, type) else None
+    return kind | {"metavar": metavar or "VALUE"}
