@@ -15,7 +15,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from . import box, linux, live, persona, root
+from . import box, linux, live, machine_profile, root
 
 DESCRIPTORS = 16  # of one message, at most
 
@@ -30,11 +30,11 @@ def start(connection: socket.socket, hello: dict[str, Any], payload: int) -> Non
         os.mkdir(root.TASK)
         box.write(root.TASK, changes, [root.WORKSPACE])
     if request["persona"] is not None:
-        persona.prepare(request["persona"])
+        machine_profile.prepare(request["persona"])
     os.chmod(root.SHARED, 0)  # for boxes: a stem has the rights to pass
     linux.filter_program(os.uname().machine)  # kept for boxes
     if hello["door"]:
-        from . import door  # noqa: F401, so that boxes need not
+        from . import host_socket  # noqa: F401, so that boxes need not
     box.send(connection, {"ready": True})
     _serve(connection, request["persona"])
 

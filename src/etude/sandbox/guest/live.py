@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import box, layers, linux, persona, shell
+from . import box, layers, linux, machine_profile, shell
 
 LEAVE_SECONDS = 2.0  # for the shell to change its folder
 ROUNDS = 20  # of a rehearsal
@@ -45,7 +45,7 @@ class LiveBox(shell.ShellServer):
         box.enter()
         _terminals()
         if self.persona is not None:
-            persona.count_from(self.persona["pids"])
+            machine_profile.count_from(self.persona["pids"])
         linux.hide()
         self.shared = layers.shared()
         ready, done = os.pipe()
@@ -67,7 +67,7 @@ class LiveBox(shell.ShellServer):
             box.furnish(self.request["limits"], changes, layers.lowers(self.request["below"]))
             linux.loopback_up()
             if self.persona is not None:
-                persona.settle(self.persona, self.request["search"])
+                machine_profile.settle(self.persona, self.request["search"])
             layers.hide()
             if self.request["door"] is not None:
                 self._open_door()
@@ -82,11 +82,11 @@ class LiveBox(shell.ShellServer):
 
     def _open_door(self) -> None:
         """By a child that ends, so that pid 1 is the parent of who serves it."""
-        from . import door  # it takes long to import, and few boxes have one
+        from . import host_socket  # it takes long to import, and few boxes have one
 
         pid = os.fork()
         if pid == 0:
-            door.start(*self.request["door"], linux.filter_program(os.uname().machine))
+            host_socket.start(*self.request["door"], linux.filter_program(os.uname().machine))
             os._exit(0)
         if os.waitpid(pid, 0)[1]:
             raise OSError("the way out could not be opened")

@@ -23,7 +23,7 @@ from _pytest.assertion.rewrite import rewrite_asserts
 from _pytest.config import Config, _prepareconfig
 from _pytest.reports import TestReport
 
-from . import code, mirrors
+from . import code, negative_controls
 
 MESSAGE = 160  # characters
 _OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
@@ -330,7 +330,7 @@ def rewriter(config: Config, token: str | None) -> Callable[[str, str], CodeType
     def rewrite(path: str, text: str) -> CodeType:
         tree = ast.parse(text, path)
         if token is not None:
-            mirrors.add(tree, token)
+            negative_controls.add(tree, token)
         rewrite_asserts(tree, text.encode(), path, config)
         return compile(tree, path, "exec", dont_inherit=True)
 

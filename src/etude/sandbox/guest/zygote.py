@@ -88,7 +88,7 @@ def _templates(control: socket.socket) -> socket.socket:
 
 def serve(control: socket.socket, templates: socket.socket | None, real_root: bool) -> None:
     """Fork a handler for each message, or hand it on if it asks for a template, until the owner hangs up."""
-    from . import stem  # noqa: F401, so that a fork has it
+    from . import image_template  # noqa: F401, so that a fork has it
 
     count = 0
     while True:
@@ -119,7 +119,7 @@ def serve(control: socket.socket, templates: socket.socket | None, real_root: bo
 
 def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int], parent: int) -> None:
     """In the fork; never returns. The handler itself only waits: what serves is pid 1 of a namespace below it."""
-    from . import box, stem
+    from . import box, image_template
 
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -137,7 +137,7 @@ def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int
         linux.die_with_parent(0)
         linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
         if hello["live"]:
-            stem.start(connection, hello, payloads[0])
+            image_template.start(connection, hello, payloads[0])
         else:
             _serve_template(connection, hello)
     except BaseException as e:
