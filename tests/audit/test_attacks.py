@@ -85,8 +85,8 @@ def test_the_benchmark_runs() -> None:
 
 @pytest.mark.slow
 def test_boxes_and_a_killed_owner_leave_nothing_behind() -> None:
-    """Shorter than what is measured: `python -m benchmarks.soak_boxes --boxes 10000`."""
-    command = [sys.executable, "-m", "benchmarks.soak_boxes", "--boxes", "200"]
+    """Shorter than what is measured: `python -m benchmarks.experiments.soak_boxes --boxes 10000`."""
+    command = [sys.executable, "-m", "benchmarks.experiments.soak_boxes", "--boxes", "200"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from benchmarks import search
+from benchmarks.experiments import search
 
 from etude.harness.chunks import chunk
 from etude.harness.ranking import Lexical

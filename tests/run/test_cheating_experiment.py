@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.cheating import open_boxes
+from benchmarks.experiments.cheating import open_boxes
 
 from etude.grading.grade import grade
 from etude.records import Task
@@ -45,7 +45,15 @@ def test_code_that_does_not_compile_fools_the_open_grader_and_not_etudes() -> No
 
 @pytest.mark.slow
 def test_both_arms_run_and_are_counted(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.cheating", "--dataset", str(TINY), "--output", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.experiments.cheating",
+        "--dataset",
+        str(TINY),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     sizes = ["--steps", "2", "--prompts", "2", "--group", "3", "--samples", "1"]
     done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What a long run shows of memory, groups and reward: `python -m benchmarks.soak outputs/long FIGURE.svg`.
+"""What a long run shows of memory, groups and reward: `python -m benchmarks.experiments.soak outputs/long FIGURE.svg`.
 
 Reads the folder of a finished run (recipes/long.toml), prints one JSON object, and draws the figure of docs/async.md.
 
@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
-from benchmarks.figure import Panel, smoothed, svg
-
+from benchmarks.experiments.figure import Panel, smoothed, svg
 from etude import runfolder
 from etude.dashboard.view import Point, load_view
 from etude.ledger.ledger import Ledger

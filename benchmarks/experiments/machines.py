@@ -1,7 +1,8 @@
 """Real machines out of a description (`parity/workspace.toml`), and their fingerprints: the other side of the audit.
 
     debootstrap --variant=minbase --include=git,python3,... bookworm ROOT
-    python -m benchmarks.machines --root ROOT --repository REPO --output machines.jsonl --machines 12 --samples 20
+    python -m benchmarks.experiments.machines --root ROOT --repository REPO --output machines.jsonl --machines 12
+    --samples 20
 
 Root only, with runc, unshare, nsenter, and the seccomp profile of Podman and Docker. Each machine is a container with
 Docker's defaults on an overlay over ROOT, a tree that debootstrap or an image has made. What a description says is done

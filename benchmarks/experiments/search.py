@@ -209,7 +209,7 @@ def run(quick: bool, packages: Sequence[str] = HELD_OUT, seed: int = 0) -> dict[
 
 
 def main() -> None:
-    """`python -m benchmarks.search [--packages NAME ...] [--seed N]`: one JSON object."""
+    """`python -m benchmarks.experiments.search [--packages NAME ...] [--seed N]`: one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packages", nargs="+", default=list(HELD_OUT))
     parser.add_argument("--seed", type=int, default=0)

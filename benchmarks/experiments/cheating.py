@@ -1,6 +1,6 @@
 """The control experiment: the same model, tasks and seed under a grader that can be fooled, and under etude's.
 
-    python -m benchmarks.cheating --dataset outputs/demo/tasks --output outputs/cheating [--arm open] [--minutes 20]
+    python -m benchmarks.experiments.cheating --dataset outputs/demo/tasks --output outputs/cheating [--arm open] [--minutes 20]
 
 open     looks for failures in the tree that the agent left behind: its visible tests run there, and an episode in which
          none is reported as failed is rewarded. Where nothing runs, nothing fails: code that does not compile will do.
@@ -29,9 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cheating_counts import ATTRIBUTES, count, nothing_failed
-from benchmarks.figure import Panel, smoothed, svg
-
+from benchmarks.experiments.cheating_counts import ATTRIBUTES, count, nothing_failed
+from benchmarks.experiments.figure import Panel, smoothed, svg
 from etude.config import RLConfig
 from etude.errors import UserError
 from etude.run import launch
@@ -40,7 +39,7 @@ from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ARMS = {"open": "a grader that looks for failures in the agent's own tree", "etude": "etude's grader"}
 REACH = 15  # steps that a point of the figure is the mean of
 
@@ -105,7 +104,9 @@ def table(arms: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cheating", description="The control experiment.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.experiments.cheating", description="The control experiment."
+    )
     parser.add_argument("--dataset", type=Path, required=True, help="made by `etude tasks build`, or a demo's tasks")
     parser.add_argument("--output", type=Path, default=Path("outputs/cheating"), help="folder of both arms")
     parser.add_argument("--arm", choices=[*ARMS, "both"], default="both")

@@ -1,6 +1,6 @@
 """The same RL run twice at a rate that is too high: without and with what guards numerics.
 
-    python -m benchmarks.collapse FOLDER [--steps 300] [--lr 4e-4] [--figure FILE.svg]
+    python -m benchmarks.experiments.collapse FOLDER [--steps 300] [--lr 4e-4] [--figure FILE.svg]
 
 plain      no router replay, no correction of staleness, no mask; guards watch and do not act
 guarded    router replay, importance weights outside [.5, 2] zeroed, `ipo` masks, guards act
@@ -19,13 +19,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.figure import Panel, smoothed, svg
-
+from benchmarks.experiments.figure import Panel, smoothed, svg
 from etude.config import RLConfig
 from etude.dashboard.view import RunView, load_view
 from etude.run import launch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {"guards": {"act": False}},
     "guarded": {

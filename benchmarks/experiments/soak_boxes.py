@@ -1,4 +1,4 @@
-"""Many boxes one after another, and what they leave behind: python -m benchmarks.soak_boxes --boxes 10000
+"""Many boxes one after another, and what they leave behind: python -m benchmarks.experiments.soak_boxes --boxes 10000
 
 Every box writes files, leaves a process behind and is closed; every tenth is forked, and its fork is used. Counted
 before and after, on this machine: processes, control groups, mounts, descriptors, memory of the processes that stay,
@@ -23,7 +23,6 @@ from pathlib import Path
 
 from benchmarks.boxes import descendants
 from benchmarks.sandbox import library
-
 from etude.sandbox import cgroups
 from etude.sandbox.base import Image, Limits
 from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
@@ -170,7 +169,7 @@ async def _work_forever(image: Image) -> None:
 
 def _kill_owner() -> dict[str, object]:
     """What is left of an owner that gets SIGKILL while boxes live, start and end."""
-    command = [sys.executable, "-m", "benchmarks.soak_boxes", "--owner"]
+    command = [sys.executable, "-m", "benchmarks.experiments.soak_boxes", "--owner"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         zygote, *tops = owner.stdout.readline().split()

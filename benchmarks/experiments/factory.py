@@ -1,7 +1,8 @@
 """Tasks from repositories that nothing in this project was made for: how many, of what kinds, and at what price.
 
-`python -m benchmarks.factory -o outputs/factory [NAME ...]` fetches releases by digest, builds a small dataset of each
-with the environment found by rules, and writes ten random tasks of each to read (`NAME.md`), and a table (`table.md`).
+`python -m benchmarks.experiments.factory -o outputs/factory [NAME ...]` fetches releases by digest, builds a small
+dataset of each with the environment found by rules, and writes ten random tasks of each to read (`NAME.md`), and a
+table (`table.md`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Measurements behind `etude bench`, side by side against the strongest baseline."""
