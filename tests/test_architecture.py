@@ -1,10 +1,15 @@
-"""The import rules of AGENTS.md: read from the source, and checked by importing."""
+"""The house, read from the source: rooms in an order, no circles, one meaning for a class name, sizes, docstrings.
+
+Every import counts: at the top of a file, inside a function, and below `TYPE_CHECKING`.
+"""
 
 import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,104 +17,229 @@ import pytest
 import etude
 
 ROOT = Path(etude.__file__).parent
-TORCH_FREE = (
-    "tasks",
-    "environments",
-    "harness",
-    "rollout",
-    "live",
-    "config",
-    "records",
-    "evals",
-    "dashboard",
-    "edits",
-    "errors",
-)
-HEAVY = {"torch", "transformers"}
+# From top to bottom. A file imports its own room and rooms further to the right, never one to the left.
+ROOMS = (
+    "cli", "audit", "run", "dashboard", "evals", "trainer", "inference", "rollout", "harness", "tasks", "grading",
+    "sandbox", "corpus", "edits", "protocol", "ledger", "weights", "renderers", "models", "code",
+)  # fmt: skip
+FOUNDATIONS = ("runfolder", "config", "records", "processes", "store", "failpoints", "errors")
+ORDER = (*ROOMS, *FOUNDATIONS)
+# Rooms and foundations that never name torch, not even inside a function: what `pip install etude` brings.
+LIGHT = (
+    "dashboard", "evals", "rollout", "harness", "tasks", "grading", "sandbox", "corpus", "edits", "protocol", "ledger",
+    "renderers", "code", *FOUNDATIONS,
+)  # fmt: skip
+HEAVY = {"torch", "transformers", "numba"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-# the command and the stages that it starts
-MAIN = {"cli", "controller", "evaluate", "monitor", "replay", "rl", "run_report", "train"}
+FILE_LINES, FUNCTION_LINES, ROOT_FILES = 600, 80, 8
 
 
-def modules(*parts: str) -> list[str]:
-    """The modules of etude below the named packages, or all; as in "harness.loop"."""
-    names = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in ROOT.rglob("*.py")]
-    names = sorted(name.removesuffix(".__init__") for name in names)
-    return [name for name in names if not parts or name.split(".")[0] in parts]
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    """Module name below the package, as in "harness.loop" -> its file."""
+    names = {path.relative_to(root).with_suffix("").as_posix().replace("/", "."): path for path in root.rglob("*.py")}
+    return {name.removesuffix("__init__").removesuffix("."): path for name, path in sorted(names.items())}
 
 
-def source(module: str) -> Path:
-    path = ROOT.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
-def imports(module: str) -> Iterator[str]:
-    """Every name that the module imports, also inside functions; "a.b.c" for `from a.b import c`.
-
-    Relative imports (the files that run inside boxes, outside the package) stay within their folder and are left out.
-    """
-    for node in ast.walk(ast.parse(source(module).read_text())):
+def imports(name: str, path: Path) -> Iterator[str]:
+    """Every absolute name that a module imports; "etude.b.c" for `from etude.b import c`, relative imports resolved."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = ["etude", *package][: len(package) + 2 - node.level]
+                base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def offenders(module: str, forbidden: tuple[str, ...]) -> list[str]:
-    return [name for name in imports(module) if any(name == f or name.startswith(f"{f}.") for f in forbidden)]
+def edges(files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports."""
+    out: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        for target in imports(name, path):
+            if not target.startswith("etude."):
+                continue
+            inner = target.removeprefix("etude.")
+            while inner and inner not in files:
+                inner = inner.rpartition(".")[0]
+            if inner and inner != name:
+                out[name].add(inner)
+    return out
 
 
-@pytest.mark.parametrize("module", modules(*TORCH_FREE))
-def test_torch_free_packages_do_not_name_torch(module):
-    assert offenders(module, tuple(HEAVY)) == []
-    assert offenders(module, ("etude.models", "etude.trainer", "etude.run.loop")) == []
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    out: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in sorted(graph.get(node, ())):
+            if target not in index:
+                visit(target)
+            if target in stack:
+                low[node] = min(low[node], low[target])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            if len(component := stack[at:]) > 1:
+                out.append(sorted(component))
+            del stack[at:]
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return out
 
 
-@pytest.mark.parametrize("module", modules("models"))
-def test_models_lie_below_trainer_and_inference(module):
-    assert offenders(module, ("etude.trainer", "etude.inference", "etude.run.loop")) == []
+def upward(graph: Mapping[str, set[str]], order: Sequence[str] = ORDER) -> list[str]:
+    """Imports that do not go down, as "a.b -> c.d"; a room or root file that the order does not name is one, too."""
+    place = {name: i for i, name in enumerate(order)}
+    out: list[str] = []
+    for name, targets in graph.items():
+        room = name.partition(".")[0]
+        for target in sorted(targets):
+            other = target.partition(".")[0]
+            if room and room != other and not place.get(room, len(order)) < place.get(other, -1):
+                out.append(f"{name} -> {target}")
+    return out
 
 
-@pytest.mark.parametrize("module", modules("trainer"))
-def test_the_trainer_does_not_import_the_engine(module):
-    assert offenders(module, ("etude.inference", "etude.run.loop")) == []
+def repeated_classes(files: Mapping[str, Path]) -> dict[str, list[str]]:
+    """Class names, private and nested ones without their underscore, that more than one file or scope defines."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, path in files.items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{name}:{node.lineno}")
+    return {name: where for name, where in places.items() if len(where) > 1}
 
 
-@pytest.mark.parametrize("module", modules("inference"))
-def test_the_engine_does_not_import_the_trainer(module):
-    assert offenders(module, ("etude.trainer", "etude.run.loop")) == []
+def long_functions(files: Mapping[str, Path], most: int = FUNCTION_LINES) -> list[str]:
+    out: list[str] = []
+    for name, path in files.items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                if node.end_lineno - first + 1 > most:
+                    out.append(f"{name}:{node.name} {node.end_lineno - first + 1}")
+    return out
+
+
+def undocumented(files: Mapping[str, Path]) -> list[str]:
+    """Public modules, classes, functions and methods without a docstring; overrides and protocol bodies count."""
+    out: list[str] = []
+
+    def look(node: ast.AST, where: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                if child.name.startswith("_"):
+                    continue
+                if ast.get_docstring(child) is None and not overrides(child):
+                    out.append(f"{where}:{child.name}")
+                if isinstance(child, ast.ClassDef):
+                    look(child, f"{where}:{child.name}")
+
+    for name, path in files.items():
+        if not any(part.startswith("_") for part in name.split(".")):
+            if ast.get_docstring(tree(path)) is None and tree(path).body:
+                out.append(name)
+            look(tree(path), name)
+    return out
+
+
+def overrides(node: ast.AST) -> bool:
+    """Whether a method says by `@override` or `@overload` that its text stands elsewhere."""
+    decorators = getattr(node, "decorator_list", [])
+    return any(isinstance(d, ast.Name) and d.id in {"override", "overload"} for d in decorators)
+
+
+FILES = modules()
+GRAPH = edges(FILES)
+
+
+def test_rooms_have_an_order():
+    assert upward(GRAPH) == []
+
+
+def test_no_circle_of_files():
+    assert circles(GRAPH) == []
+
+
+def test_the_root_holds_the_foundations_alone():
+    assert {path.stem for path in ROOT.glob("*.py")} - {"__init__"} == set(FOUNDATIONS)
+    assert len(list(ROOT.glob("*.py"))) <= ROOT_FILES
+    rooms = {path.name for path in ROOT.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert rooms == set(ROOMS)
+
+
+def test_every_room_says_what_it_is_for():
+    for room in ROOMS:
+        text = ast.get_docstring(tree(ROOT / room / "__init__.py")) or ""
+        assert len(text.split()) >= 25, f"{room}/__init__.py: what it is for, what it may import, what is public"
+
+
+def test_trainer_and_inference_do_not_import_each_other():
+    pairs = {(name.partition(".")[0], target.partition(".")[0]) for name in GRAPH for target in GRAPH[name]}
+    assert not pairs & {("trainer", "inference"), ("inference", "trainer")}
+
+
+def test_a_class_name_has_one_meaning():
+    assert repeated_classes(FILES) == {}
+
+
+def test_files_and_functions_are_short():
+    assert {name: n for name, path in FILES.items() if (n := len(path.read_text().splitlines())) > FILE_LINES} == {}
+    assert long_functions(FILES) == []
+
+
+def test_what_is_public_has_a_docstring():
+    assert undocumented(FILES) == []
+
+
+@pytest.mark.parametrize("room", LIGHT)
+def test_torch_free_rooms_do_not_name_torch(room):
+    for name, path in FILES.items():
+        if name.partition(".")[0] == room:
+            assert [i for i in imports(name, path) if i.partition(".")[0] in HEAVY] == [], name
 
 
 def test_triton_is_imported_by_one_module_when_a_gpu_needs_it():
-    assert [module for module in modules() if offenders(module, ("triton",))] == ["weights.triton_kernels"]
-    assert [m for m in modules() if offenders(m, ("etude.weights.ulpd.triton_kernels",))] == ["weights.device"]
-    at_import = [node for node in ast.parse(source("weights.device").read_text()).body if isinstance(node, ast.stmt)]
-    named = [alias.name for node in at_import if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
-    assert "kernels" in named
-    assert "triton_kernels" not in named
+    kernels = "weights.ulpd.triton_kernels"
+    importers = [n for n, path in FILES.items() if any(i.partition(".")[0] == "triton" for i in imports(n, path))]
+    assert importers == [kernels]
+    assert [name for name in GRAPH if kernels in GRAPH[name]] == ["weights.ulpd.device"]
+    at_import = [n for n in tree(FILES["weights.ulpd.device"]).body if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert "triton_kernels" not in [alias.name for node in at_import for alias in node.names]
 
 
-def test_nothing_below_the_command_imports_the_controller():
-    importers = {module for module in modules() if offenders(module, ("etude.run.loop",))}
-    assert importers <= MAIN
+def test_the_delta_codec_stands_alone():
+    inside = {name for name in GRAPH if name.startswith("weights.ulpd")}
+    assert {target for name in inside for target in GRAPH[name]} <= inside | {"weights"}
 
 
-@pytest.mark.parametrize("module", modules())
-def test_no_pickle(module):
-    assert offenders(module, tuple(PICKLES)) == []
-    calls = [node for node in ast.walk(ast.parse(source(module).read_text())) if isinstance(node, ast.Attribute)]
-    assert not [
-        c
-        for c in calls
-        if isinstance(c.value, ast.Name) and (c.value.id, c.attr) in {("torch", "load"), ("torch", "save")}
-    ]
+def test_no_pickle():
+    for name, path in FILES.items():
+        assert [i for i in imports(name, path) if i.partition(".")[0] in PICKLES] == [], name
+        calls = [(n.value.id, n.attr) for n in ast.walk(tree(path))
+                 if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]  # fmt: skip
+        assert not {("torch", "load"), ("torch", "save")} & set(calls), name
 
 
-def loaded_by(names: list[str]) -> set[str]:
+def loaded_by(names: Sequence[str]) -> set[str]:
     """The heavy packages that a fresh interpreter holds after importing the modules."""
     code = (
         "import importlib, json, sys\n"
-        f"for name in {names!r}: importlib.import_module(name)\n"
+        f"for name in {list(names)!r}: importlib.import_module(name)\n"
         f"print(json.dumps(sorted({HEAVY!r} & set(sys.modules))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -117,12 +247,50 @@ def loaded_by(names: list[str]) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_importing_the_torch_free_packages_loads_no_torch():
-    runnable = [
-        m for m in modules(*TORCH_FREE) if not m.startswith("environments.inside") and not m.endswith("__main__")
-    ]
-    assert loaded_by([f"etude.{module}" for module in runnable]) == set()
+def test_importing_the_torch_free_rooms_loads_no_torch():
+    light = [n for n in FILES if n.partition(".")[0] in {*LIGHT, "cli"} and not n.startswith("sandbox.guest.")]
+    assert loaded_by([f"etude.{name}" for name in light]) == set()
 
 
-def test_the_command_line_starts_without_torch():
-    assert loaded_by(["etude.cli.main"]) == set()
+# Each rule fails where it is broken -----------------------------------------------------------------------------------
+
+
+def broken(folder: Path, **texts: str) -> dict[str, Path]:
+    """A small package with these files; "a__b" stands for a/b.py."""
+    for name, text in texts.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return modules(folder)
+
+
+@pytest.mark.parametrize("text", [
+    "from etude.run import loop",
+    "def f():\n    from etude.run import loop",
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import etude.run.loop",
+    "from ..run import loop",
+])  # fmt: skip
+def test_an_import_that_goes_up_is_seen(tmp_path, text):
+    files = broken(tmp_path, run__loop="", tasks__build=text)
+    assert upward(edges(files)) == ["tasks.build -> run.loop"]
+
+
+def test_a_room_without_a_place_is_seen(tmp_path):
+    files = broken(tmp_path, attic__box="", tasks__build="import etude.attic.box")
+    assert upward(edges(files)) == ["tasks.build -> attic.box"]
+
+
+def test_a_circle_of_files_is_seen(tmp_path):
+    files = broken(tmp_path, code__a="from etude.code import b", code__b="def f():\n    from etude.code.a import x")
+    assert circles(edges(files)) == [["code.a", "code.b"]]
+
+
+def test_a_class_name_with_two_meanings_is_seen(tmp_path):
+    files = broken(tmp_path, code__a="class Row: ...", code__b="class Other:\n    class _Row: ...")
+    assert list(repeated_classes(files)) == ["Row"]
+
+
+def test_a_long_function_and_a_missing_docstring_are_seen(tmp_path):
+    files = broken(tmp_path, code__a='"""A."""\ndef f():\n' + "    x = 1\n" * 80)
+    assert long_functions(files) == ["code.a:f 81"]
+    assert undocumented(files) == ["code.a:f"]

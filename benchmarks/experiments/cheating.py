@@ -1,6 +1,6 @@
 """The control experiment: the same model, tasks and seed under a grader that can be fooled, and under etude's.
 
-    python -m benchmarks.experiments.cheating --dataset outputs/demo/tasks --output outputs/cheating [--arm open] [--minutes 20]
+    python -m benchmarks.experiments.cheating --dataset outputs/demo/tasks --output outputs/cheating [--minutes 20]
 
 open     looks for failures in the tree that the agent left behind: its visible tests run there, and an episode in which
          none is reported as failed is rewarded. Where nothing runs, nothing fails: code that does not compile will do.
