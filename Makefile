@@ -1,33 +1,79 @@
 PYTHON ?= python3
 SEED ?= 1
 BIN = .venv/bin
+# Pinned apart from requirements/dev.txt, since its CPU and CUDA wheels differ: pip takes the wheel at hand or its index's.
+# To use a GPU, install a CUDA build into .venv first.
+TORCH = torch==2.13.0
+PIP = $(BIN)/python -m pip install --quiet
+# One thread of OpenMP for each of two test processes, as many as there are cores.
+PYTEST = $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-slow test-triton agents lint bench
+.PHONY: setup demo check test test-slow lint format bench lock matrix core wheel release agents test-triton
 
 setup: .venv/installed
 
-# pip takes this torch from wheels at hand or from its index; install a CUDA build into .venv first to use a GPU.
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --editable .
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable ".[train]"
 	touch $@
 
-.venv/installed-dev: .venv/installed
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	touch $@
+# What tests and lint need, at the versions and with the digests of requirements/dev.txt.
+.venv/installed-dev: pyproject.toml requirements/dev.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) "$(TORCH)"
+	$(PIP) --require-hashes --no-deps --requirement requirements/dev.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	touch $@ .venv/installed
 
 demo: .venv/installed
 	$(BIN)/etude demo --seed $(SEED)
 
+check: lint test
+
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: .venv/installed-dev
-	ETUDE_MINI_SWE_AGENT=$(patsubst %/installed,%,$(wildcard $(CURDIR)/.venv/agents/installed)) \
-	  $(BIN)/python -m pytest -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu and not release"
 
-# An outside agent as it is published, for the slow suite; its model library imports mcp and does not ask for it.
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: .venv/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/installed-dev
+	for name in async documents edits engine mismatch sandbox shared-prompt weights; do \
+	  $(BIN)/etude bench $$name --json || exit 1; done
+
+# Writes requirements/dev.txt anew: the newest versions that pyproject.toml allows, with digests, without index addresses.
+lock:
+	$(PYTHON) -m venv .venv/lock
+	.venv/lock/bin/python -m pip install --quiet uv
+	.venv/lock/bin/uv pip compile --quiet --upgrade --generate-hashes --universal --python-version 3.11 --no-header \
+	  --no-emit-index-url --override requirements/without-torch.txt --extra dev -o requirements/dev.txt pyproject.toml
+
+# For a release; the results stand in docs/results.md ------------------------------------------------------------------
+
+release: matrix core wheel agents test-triton
+	ETUDE_MINI_SWE_AGENT=$(CURDIR)/.venv/agents $(PYTEST) -m "release and not gpu"
+
+matrix:
+	$(PYTHON) requirements/matrix.py
+
+# The core from a wheel in an empty environment: its size, and that it works without torch.
+core: .venv/installed-dev
+	$(BIN)/python requirements/installed.py core
+
+# The wheel with [train] in an empty environment and folder: demo, doctor, bench, eval.
+wheel: .venv/installed-dev
+	$(BIN)/python requirements/installed.py train
+
+# An outside agent as it is published; its model library imports mcp and does not ask for it.
 agents: .venv/agents/installed
 
 .venv/agents/installed: .venv/installed
@@ -37,20 +83,5 @@ agents: .venv/agents/installed
 
 # The GPU kernels in Triton's interpreter, on the host; an installed Triton of a CUDA build of torch is kept.
 test-triton: .venv/installed-dev
-	$(BIN)/python -m pip install --quiet triton
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/weights/test_triton_kernels.py
-
-lint: .venv/installed-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/pyright
-
-bench: .venv/installed
-	$(BIN)/etude bench async --json
-	$(BIN)/etude bench documents --json
-	$(BIN)/etude bench edits --json
-	$(BIN)/etude bench engine --json
-	$(BIN)/etude bench mismatch --json
-	$(BIN)/etude bench sandbox --json
-	$(BIN)/etude bench shared-prompt --json
-	$(BIN)/etude bench weights --json
+	$(PIP) triton
+	TRITON_INTERPRET=1 $(PYTEST) tests/weights/test_triton_kernels.py
