@@ -1,0 +1,76 @@
+"""The wheel: what it holds, and that it works in an empty folder, without the repository beside it."""
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The folder that the wheel of this checkout was unpacked into."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    subprocess.run([*command, str(ROOT)], check=True, timeout=300, capture_output=True)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        wheel.extractall(folder / "site")
+    return folder / "site"
+
+
+def run(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "etude.cli.main", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_wheel_brings_what_the_demo_needs(installed):
+    bundled = installed / "etude/bundled"
+    assert {path.name for path in bundled.iterdir()} == {"benchmarks", "models", "recipes"}
+    assert (bundled / "models/nano/model.safetensors").stat().st_size > 1e6
+    assert not list(bundled.rglob("__pycache__"))
+    assert not list(installed.glob("tests"))
+
+
+def test_the_demo_finds_its_recipe_and_its_model_from_any_folder(installed, tmp_path):
+    done = run(installed, tmp_path, "train", str(installed / "etude/bundled/recipes/demo.toml"), "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert str(installed / "etude/bundled/models/nano") in done.stdout
+
+
+def test_an_evaluation_finds_the_bundled_model_by_name(installed, tmp_path):
+    done = run(installed, tmp_path, "eval", "nano", "--suite", "missing")
+    assert done.returncode == 2
+    assert "missing" in done.stderr
+    assert "nano" not in done.stderr
+
+
+def test_benchmarks_run_from_any_folder(installed, tmp_path):
+    done = run(installed, tmp_path, "bench", "--help")
+    assert done.returncode == 0, done.stderr
+    code = "from etude.cli import bench; print(bench.module('async').__file__)"
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == str(installed / "etude/bundled/benchmarks/asynchrony.py"), done.stderr
+
+
+def test_the_lock_holds_every_direct_dependency_with_digests_and_no_address():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = project["optional-dependencies"]
+    named = [
+        *project["dependencies"],
+        *(line for extra in ("play", "serve", "apply", "postgres", "dev") for line in groups[extra]),
+    ]
+    lock = (ROOT / "requirements/dev.txt").read_text()
+    for line in named:
+        name = line.split(">=")[0].split("[")[0]
+        if name not in ("etude", "torch"):
+            assert f"\n{name}==" in f"\n{lock}" or f"\n{name.replace('_', '-')}==" in f"\n{lock}", name
+    assert "://" not in lock
+    assert all("--hash=sha256:" in block for block in lock.split("\n    # via")[0:1])
+    assert "\ntorch==" not in lock
