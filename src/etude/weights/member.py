@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from etude.errors import UserError
-from etude.failpoints import visit
+from etude.failpoints import failpoint
 from etude.weights.coordinator import Ballot
 from etude.weights.receiver import DamagedVersion, Receiver, WeightsMismatch, WeightUpdate
 
@@ -47,7 +47,7 @@ class ReplicaMember:
         self._limit = None
         if update is None:
             return False
-        visit("receiver.staged")
+        failpoint("receiver.staged")
         self._vote(update, between_steps)
         return True
 
@@ -57,7 +57,7 @@ class ReplicaMember:
         if not decision.go:
             self._limit = decision.target
             raise NotTogether(f"version {version} waits: {decision.why}")
-        visit("receiver.ready")
+        failpoint("receiver.ready")
 
         def flip() -> None:
             try:
@@ -65,7 +65,7 @@ class ReplicaMember:
             except WeightsMismatch:
                 self._ballot.applied(decision, False)
                 raise
-            visit("receiver.flipped")
+            failpoint("receiver.flipped")
             if not self._ballot.applied(decision, True):
                 update.undo()
                 raise NotTogether(f"version {version} was taken back: not all members have flipped")

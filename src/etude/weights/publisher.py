@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import blake3
+import msgspec
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from etude.errors import RunFailed, UserError
-from etude.failpoints import visit
-from etude.records import Anchor, PayloadPart, PolicyVersion, Skip
+from etude.failpoints import failpoint
+from etude.records import Anchor, PayloadPart, PolicyVersion, Skip, StepRecord
 from etude.store import Store
 from etude.weights import ranks as peers
 from etude.weights.manifest import create, manifests, read, schema_key
@@ -169,10 +170,12 @@ class Publisher:
         groups: tuple[int, ...],
         metrics: dict[str, float],
         *,
+        lr: float | None = None,
+        step: StepRecord | None = None,
         last: bool = False,
     ) -> PolicyVersion:
         """`start`, and waits for the manifest."""
-        return self.start(version, tensors, groups, metrics, last=last).result()
+        return self.start(version, tensors, groups, metrics, lr=lr, step=step, last=last).result()
 
     def start(
         self,
@@ -181,19 +184,24 @@ class Publisher:
         groups: tuple[int, ...],
         metrics: dict[str, float],
         *,
+        lr: float | None = None,
+        step: StepRecord | None = None,
         last: bool = False,
     ) -> Publication:
         """Begins to publish a copy of the tensors; those of chunks that other ranks own may be on the meta device.
 
-        After the `last` one no anchor is begun, since no later version would name it.
+        `lr` is the learning rate that led here: it tells the codec how large changes are, and decides no bit of the
+        weights. `metrics` and `step` go into the manifest, metrics that are not finite left out. After the `last`
+        version no anchor is begun, since no later version would name it.
 
-        Waits for the publication before it, and raises its error if nobody has seen it. The result raises
+        Waits for the publication before, and raises its error if nobody has seen it. The result raises
         AlreadyPublished, or UserError if a weight is not finite or the store refuses; `start` may then be repeated.
         """
         self.close()
         schema = schema_of(tensors)
         taken = self._take(schema, tensors)
-        about = _About(version, schema, groups, last, {k: float(v) for k, v in metrics.items() if math.isfinite(v)})
+        finite = {k: float(v) for k, v in metrics.items() if math.isfinite(v)}  # a manifest is JSON, which has no NaN
+        about = _About(version, schema, groups, finite, lr or Codec.learning_rate, step, last)
         self._flight = Publication(version, lambda deadline: self._publish(about, taken(), deadline))
         return self._flight
 
@@ -232,7 +240,7 @@ class Publisher:
         if last is None and self._ranks.rank == 0:
             self._store.put(schema_key(schema.id), schema.encode())
         own, changes, digests = self._write(about, new, last)
-        visit("publisher.payload")
+        failpoint("publisher.payload")
         if self._ranks.rank == 0:
             shares = peers.gather(self._store, self._ranks, about.version, own, deadline)
             manifest = self._commit(self._manifest(about, last, shares))
@@ -241,7 +249,7 @@ class Publisher:
         else:
             peers.announce(self._store, self._ranks, about.version, own)
             manifest = self._follow(about.version, deadline)
-        visit("publisher.manifest")
+        failpoint("publisher.manifest")
         self._remember(Published(manifest, schema, new, digests), changes, about.last)
         return manifest
 
@@ -256,7 +264,7 @@ class Publisher:
             total = codec.model_digest(digests)
             share = Share(delta=(), skips={}, own_anchor=whole, anchor=None, base=total, target=total, changed=elements)
             return share, {}, digests
-        rules = Codec(learning_rate=about.metrics.get("optim/lr") or Codec.learning_rate)
+        rules = Codec(learning_rate=about.lr)
         records, changes = codec.encode_changes(schema, last.bits, new, last.digests, rules, chunks=chunks)
         digests = last.digests.copy()
         for record in records:
@@ -317,6 +325,7 @@ class Publisher:
             groups=about.groups,
             created=time.time(),
             metrics=about.metrics,
+            step=about.step or msgspec.UNSET,
         )
         return manifest if self._key is None else sign(manifest, self._key)
 
@@ -398,7 +407,7 @@ class Publisher:
                 chunks = self._owned(schema)
                 records = codec.encode_anchor(schema, of.bits, of.digests, chunks=chunks)
                 future.set_result(self._put("anchor", version, records, chunks))
-                visit("publisher.anchor")
+                failpoint("publisher.anchor")
             except BaseException as e:
                 future.set_exception(e)  # the next version raises it
 
@@ -412,7 +421,7 @@ class Publisher:
         digest = blake3.blake3(payload).hexdigest()
         key = f"payloads/{version:08d}-{kind}-{digest[:32]}-{self._ranks.session[:16]}"
         self._store.put(key, payload)
-        visit("publisher.part")
+        failpoint("publisher.part")
         return (PayloadPart(key=key, bytes=len(payload), digest=digest, first=chunks.start, stop=chunks.stop),)
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -428,11 +437,15 @@ class Publisher:
 
 @dataclass(frozen=True)
 class _About:
+    """What `start` was given of a version besides its tensors."""
+
     version: int
     schema: Schema
     groups: tuple[int, ...]
-    last: bool
     metrics: dict[str, float]
+    lr: float
+    step: StepRecord | None
+    last: bool
 
 
 def _joined(parts: Any) -> tuple[PayloadPart, ...]:

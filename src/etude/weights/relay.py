@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from etude.errors import UserError
-from etude.failpoints import visit
+from etude.failpoints import failpoint
 from etude.store import Store, open_store
 from etude.weights.service import answer
 from etude.weights.source import intact
@@ -85,7 +85,7 @@ class Relay:
             return Response(status_code=416, headers={"content-range": f"bytes */{len(data)}"})
         self.served_bytes += stop - start
         headers = {"content-range": f"bytes {start}-{stop - 1}/{len(data)}"}
-        visit("relay.range")
+        failpoint("relay.range")
         return Response(data[start:stop], 206, headers, "application/octet-stream")
 
     async def _get(self, key: str, digest: str) -> bytes:
