@@ -169,8 +169,6 @@ Habit = Literal[
 
 
 class RewardConfig(Section):
-    """Costs that are taken off an episode's grade."""
-
     refused_edits: float = Field(
         default=0.0, ge=0, le=1, description="cost of edits that change nothing, times their share of all edits"
     )
@@ -521,14 +519,20 @@ def _toml_value(text: str) -> Any:
 
 
 def import_object(path: str, what: str) -> Any:
-    """The object that `path`, MODULE:NAME, names; modules in the working directory count. `what` is its setting.
+    """The object at the import path "module:name", for the option `what`. Raises UserError.
 
-    Raises UserError if the module or the name in it does not exist, or fails to be imported.
+    Modules are looked for in the current folder, too.
     """
-    module, _, name = path.partition(":")
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise UserError(f'{what}: {path!r} is no import path; write "module:name"')
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+        sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), name)
+    except AttributeError:
+        raise UserError(f"{what}: the module {module} has no {name}") from None
+    except ModuleNotFoundError as e:
+        raise UserError(f"{what}: {path}: {e}; run etude in the folder of the module, or install it") from None
     except Exception as e:
-        raise UserError(f"{what} = {path!r} cannot be imported ({type(e).__name__}: {e}); write MODULE:NAME") from e
+        raise UserError(f"{what}: importing {module} raised {type(e).__name__}: {e}") from e

@@ -27,7 +27,7 @@ from etude.rollout.engines import complaints
 from etude.store import open_store
 from etude.trainer.rl.process import Trainer
 from etude.trainer.rl.rescoring import set_weights
-from etude.weights.receiver import load
+from etude.weights.content import load
 from tests.helpers.trainer_runs import admit, answer, begin_probes, edited, engine_of, flip, new_run, play, step
 
 PROMPTS = 2  # groups per step

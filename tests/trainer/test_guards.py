@@ -20,8 +20,9 @@ from etude.trainer.rl.figures import StepSums
 from etude.trainer.rl.guards import Guards, ProbeComparison, StepFigures
 from etude.trainer.rl.mismatch import MismatchMeans
 from etude.trainer.rl.process import Trainer
+from etude.weights.content import load
 from etude.weights.manifest import manifests, newest
-from etude.weights.receiver import Receiver, load
+from etude.weights.receiver import Receiver
 from tests.helpers import trainer_runs
 from tests.helpers.trainer_runs import admit, answer, begin_probes, edited, engine_of, new_run, play, step
 
@@ -296,7 +297,7 @@ def test_guards_are_silent_on_two_hundred_steps_of_a_healthy_run(tmp_path, dtype
     receiver = Receiver(store, named_tensors(model))
     for version in range(200):
         update = receiver.poll()
-        update.apply()
+        receiver.apply(update)
         engine.version = receiver.version
         assert engine.version == version
         answer(folder, engine)

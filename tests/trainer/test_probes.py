@@ -28,8 +28,9 @@ from etude.tasks import dataset
 from etude.trainer.rl.probes import TrainerProbes
 from etude.trainer.rl.process import Trainer
 from etude.trainer.rl.rescoring import set_weights
+from etude.weights.content import load
 from etude.weights.manifest import manifests
-from etude.weights.receiver import Receiver, load
+from etude.weights.receiver import Receiver
 from tests.helpers.trainer_runs import admit, answer, begin_probes, engine_of, new_run, play, prompt, sampled, step
 
 ROOT = Path(__file__).parents[2]
@@ -295,7 +296,7 @@ def test_versions_at_a_learning_rate_of_zero_are_one(tmp_path):
     engine = Engine(load_model(config.model.path), version=-1)
     receiver = Receiver(store, named_tensors(engine.model))
     for version in range(3):
-        receiver.poll().apply()
+        receiver.apply(receiver.poll())
         engine.version = receiver.version
         answer(run, engine)
         admit(run, config, version, version, play(engine, version))

@@ -19,8 +19,8 @@ from etude.records import PolicyVersion
 from etude.store import Store, open_store
 from etude.weights import export, retention, signature
 from etude.weights.audit import audit
+from etude.weights.content import load_content
 from etude.weights.manifest import manifests, versions
-from etude.weights.receiver import load_content
 from etude.weights.signature import Trust
 
 SHOWN_PROBLEMS = 10

@@ -9,10 +9,10 @@ from etude.errors import UserError
 from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
 from etude.weights import retention
+from etude.weights.content import load
 from etude.weights.manifest import read, schema_key, versions
-from etude.weights.receiver import load
+from etude.weights.payloads import intact
 from etude.weights.signature import Trust
-from etude.weights.source import intact
 from etude.weights.ulpd import codec
 from etude.weights.ulpd.schema import decode
 

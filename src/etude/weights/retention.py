@@ -14,7 +14,7 @@ from etude.errors import UserError
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.manifest import manifests
-from etude.weights.plan import NoPath, plan
+from etude.weights.payloads import NoPath, plan
 
 GRACE_SECONDS = 3600.0
 """Younger objects are never taken: a version that is being published has objects before it has a manifest."""

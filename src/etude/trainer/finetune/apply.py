@@ -27,7 +27,7 @@ from etude.corpus.edits import rename_augmentation
 from etude.edits import data, formats
 from etude.edits.data import Example
 from etude.errors import UserError
-from etude.trainer.finetune import distillation, pretrain
+from etude.trainer.finetune import distillation, packed, pretrain
 from etude.trainer.finetune.config import ApplyConfig
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | Non
     compute = None
     if teacher is not None and config.distill is not None:
         compute = distillation.loss_function(model, teacher, config.distill.share)
-    pretrain.train(
+    packed.train(
         model, rows, None, optim, output, folder, resume=resume, stop_after=stop_after, compute=compute,
         measure=lambda current: summary(likelihoods(current, tests)),
     )  # fmt: skip

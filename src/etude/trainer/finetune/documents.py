@@ -34,7 +34,7 @@ from etude.models.attention import SegmentLayout
 from etude.models.experts import few_shapes
 from etude.models.segments import Graph, Node
 from etude.renderers.text import document_text
-from etude.trainer.rl.routers import Routers
+from etude.trainer.finetune.routers import Routers
 
 _WIDTH = 64  # labelled positions are padded to a multiple of it: oneDNN compiles for each shape
 _TEACHER = 256  # and the tokens of a pass without gradient
@@ -152,7 +152,7 @@ class DocumentBatch:
 
 
 @dataclass(frozen=True)
-class DocumentBatches:
+class DocumentBatches(Sequence[tuple[DocumentBatch]]):
     """Rows of `length` tokens, each filled with whole samples; which of them see themselves only follows `seed`."""
 
     samples: Sequence[DocumentSample]

@@ -23,7 +23,7 @@ import zstandard
 
 from etude.weights.ulpd import kernels as _typed_kernels
 from etude.weights.ulpd import profiles as _typed_profiles
-from etude.weights.ulpd.changes import Changes, Moves, fold, inverse, move_bits, ordered
+from etude.weights.ulpd.changes import Changes, Moves, fold, inverse, move_bits
 from etude.weights.ulpd.profiles import ABS, RAW, A, B
 from etude.weights.ulpd.schema import Bits, Chunk, Format, Schema, Spec
 
@@ -144,8 +144,7 @@ def encode_fold(
 ) -> list[ChunkRecord]:
     """Records of one delta over several versions: from what `now` was before `steps`, the last of which led to `now`.
 
-    `target` holds the digests of `now`. The bytes are those of `encode` between the two contents. Raises ValueError if
-    a step is absolute, so that what was there before cannot be known.
+    `target` holds the digests of `now`. The bytes are those of `encode` between the two contents.
     """
     back = inverse(fold(schema, steps))
 
@@ -258,56 +257,6 @@ def apply(
         if int(after[record.chunk]) != record.target:
             raise Damaged(f"chunk {record.chunk} did not become what the delta says")
     return after
-
-
-def read_changes(
-    schema: Schema,
-    records: Sequence[ChunkRecord],
-    tensors: Mapping[str, Bits] | None = None,
-    threads: int | None = None,
-) -> Changes:
-    """The changes in records. Raises Damaged, also for profile B without the `tensors` that it builds on.
-
-    With `tensors` all changes are steps on them, and can be taken back; without, ABS and RAW are absolute.
-    """
-    if tensors is None:
-        return {record.chunk: _moves_alone(schema, record) for record in records}
-    found: dict[int, Moves] = {}
-    for record in (record for record in records if record.code in (RAW, PLANES)):
-        chunk = schema.chunks[record.chunk]
-        form = schema.tensors[chunk.tensor].format
-        steps = ordered(_content(schema, record), form) - ordered(chunk_bits(schema, tensors, chunk), form)
-        positions = np.flatnonzero(steps).astype(np.int32)
-        found[record.chunk] = Moves(positions, steps[positions])
-    sparse = [record for record in records if record.code not in (RAW, PLANES)]
-    read = partial(_read_records, schema, tensors)
-    for span in _map(read, _by_tensor(schema, sparse), threads):
-        for r, record in enumerate(span.records):
-            mine = slice(span.bounds[r], span.bounds[r + 1])
-            moves = Moves(span.positions[mine], span.steps[mine].view(span.spec.format.unsigned))
-            found[record.chunk] = _ascending(moves) if record.code == B else moves
-    return found
-
-
-def _ascending(moves: Moves) -> Moves:
-    order = np.argsort(moves.positions)
-    return Moves(moves.positions[order], moves.values[order])
-
-
-def _moves_alone(schema: Schema, record: ChunkRecord) -> Moves:
-    """The changes of a record without the content that it builds on."""
-    if record.code == B:
-        raise Damaged(f"the record of chunk {record.chunk} cannot be read without the content that it builds on")
-    chunk = schema.chunks[record.chunk]
-    spec = schema.tensors[chunk.tensor]
-    size = chunk.stop - chunk.start
-    if record.code in (RAW, PLANES):
-        codes = ordered(_content(schema, record), spec.format)
-        return Moves(np.arange(size, dtype=np.int32), codes, np.ones(size, np.bool_))
-    zeros = np.zeros(size, spec.format.unsigned)  # ordered codes of 0: a step from there is a code
-    span = _read_span(schema, zeros, [record], first=chunk.start)
-    absolute = np.ones(span.positions.size, np.bool_) if record.code == ABS else None
-    return Moves(span.positions, span.steps.view(spec.format.unsigned), absolute)
 
 
 @dataclass(frozen=True)
