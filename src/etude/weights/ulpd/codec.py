@@ -24,7 +24,7 @@ import zstandard
 from etude.weights.ulpd import kernels as _typed_kernels
 from etude.weights.ulpd import profiles as _typed_profiles
 from etude.weights.ulpd.changes import Changes, Moves, fold, inverse, move_bits
-from etude.weights.ulpd.profiles import ABS, RAW, A, B
+from etude.weights.ulpd.profiles import ABS, RAW, A, B, Form
 from etude.weights.ulpd.schema import Bits, Chunk, Format, Schema, Spec
 
 kernels, profiles = cast(Any, _typed_kernels), cast(Any, _typed_profiles)  # compiled functions have no signatures
@@ -65,9 +65,11 @@ class Codec:
     allowed: tuple[int, ...] = (A, B, ABS)
     learning_rate: float = 1e-6
 
-    @property
-    def mask(self) -> int:
-        return sum(1 << code for code in self.allowed)
+    def form(self, form: Format) -> Form:
+        """What compiled functions need to know to encode elements of a format."""
+        classes = CLASSES if form.exponent_mask else 1
+        allowed = sum(1 << code for code in self.allowed)
+        return Form(form.width, form.signed, form.mantissa, form.exponent_mask, self.lowest(form), classes, allowed)
 
     def lowest(self, form: Format) -> int:
         """The exponent at which a typical Adam step is one unit in the last place: below it nearly all bits change."""
@@ -130,8 +132,8 @@ def encode_changes(
         name, part = _extent(schema, span)
         return _encode_span(schema, span, old[name][part], new[name][part], base, codec)
 
-    found = [pair for pairs in _map(one, _spans(schema, chunks), threads) for pair in pairs]
-    return [record for record, _ in found], {record.chunk: moves for record, moves in found}
+    made = [pair for pairs in _map(one, _spans(schema, chunks), threads) for pair in pairs]
+    return [record for record, _ in made], {record.chunk: moves for record, moves in made}
 
 
 def encode_fold(
@@ -176,16 +178,15 @@ def _encode_span(
     words = sum(((chunk.stop - chunk.start) * form.width + 31) // 32 for chunk in chunks)
     stream = np.empty(words + 2, np.uint32)
     positions, steps = np.empty(after.size + 2, np.int32), np.empty(after.size, form.integer)
-    found = np.empty((len(chunks), 4), np.uint64)
+    results = np.empty((len(chunks), 4), np.uint64)
     profiles.encode_chunks(
-        before, after, np.uint64(spec.seed), first, starts, form.width, form.signed, form.mantissa, form.exponent_mask,
-        codec.lowest(form), CLASSES if form.exponent_mask else 1, codec.mask, positions, steps, stream, found,
-    )  # fmt: skip
+        before, after, np.uint64(spec.seed), first, starts, codec.form(form), positions, steps, stream, results
+    )
     pairs: list[tuple[ChunkRecord, Moves]] = []
-    total = int(found[:, 2].sum())
+    total = int(results[:, 2].sum())
     positions, values = positions[:total].copy(), steps[:total].view(form.unsigned).copy()
     at = done = 0
-    for c, (code, size, changes, grown) in enumerate(found.tolist()):
+    for c, (code, size, changes, grown) in enumerate(results.tolist()):
         if code:
             payload = _padded(after[starts[c] : starts[c + 1]].tobytes()) if code == RAW else stream[at : at + size]
             held = int(base[span[c]])
@@ -291,10 +292,8 @@ def _read_span(schema: Schema, content: Bits, records: Sequence[ChunkRecord], fi
     starts, stops = np.array([[chunk.start - first, chunk.stop - first] for chunk in chunks], np.int64).T.copy()
     bounds = np.cumsum([0] + [record.changes for record in records])
     positions, steps = np.empty(bounds[-1], np.int32), np.empty(bounds[-1], form.integer)
-    bad = profiles.decode_chunks(
-        codes, words, ends, content, starts, stops, form.width, form.signed, form.mantissa,
-        form.exponent_mask, bounds, positions, steps,
-    )  # fmt: skip
+    stored = Form(form.width, form.signed, form.mantissa, form.exponent_mask)
+    bad = profiles.decode_chunks(codes, words, ends, content, starts, stops, stored, bounds, positions, steps)
     if bad >= 0:
         raise Damaged(f"the record of chunk {records[int(bad)].chunk} cannot be read")
     return _TensorRecords(spec, records, starts, bounds, positions, steps)
