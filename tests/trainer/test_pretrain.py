@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks import restoration
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
@@ -17,7 +18,7 @@ from etude.corpus.filters import Function, functions
 from etude.corpus.sources import File
 from etude.errors import UserError
 from etude.trainer.finetune import config as pretrain_config
-from etude.trainer.finetune import loop, packed, pretrain, restoration
+from etude.trainer.finetune import loop, packed, pretrain
 from etude.trainer.finetune.config import CorpusConfig, MidtrainConfig, NewModelConfig, OptimConfig, SftConfig
 
 CODE = "\n\n\n".join(

@@ -48,8 +48,8 @@ def flag(c: sa.Connection, episode: Episode) -> None:
         "metrics": msgspec.json.encode(episode.metrics).decode(),
         "reward": episode.reward,
     }
-    mine = (_e.group_id == episode.group_id, _e.member == episode.member)
-    c.execute(sa.update(episodes).where(*mine).values(values))
+    same = (_e.group_id == episode.group_id, _e.member == episode.member)
+    c.execute(sa.update(episodes).where(*same).values(values))
 
 
 def flagged(c: sa.Connection) -> list[FlaggedEpisode]:

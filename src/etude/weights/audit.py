@@ -103,7 +103,7 @@ def _fault(data: bytes, kind: str, version: int, part: PayloadPart, chunks: int)
     if len(data) != part.bytes or not intact(data, part.digest):
         return "was altered"
     try:
-        found, number, _ = codec.unpack(data, chunks)
+        unpacked, number, _ = codec.unpack(data, chunks)
     except codec.Damaged as e:
         return f"is damaged: {e}"
-    return "" if (found, number) == (kind, version) else f"is the {found} of version {number}"
+    return "" if (unpacked, number) == (kind, version) else f"is the {unpacked} of version {number}"

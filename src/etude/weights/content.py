@@ -48,8 +48,8 @@ class Content:
         """Whether `part` has the digest of the chunk with this number."""
         chunk = self.schema.chunks[number]
         spec = self.schema.tensors[chunk.tensor]
-        found = int(kernels.digest(part, np.uint64(spec.seed), chunk.start, spec.format.width))
-        return found == int(self.digests[number])
+        actual = int(kernels.digest(part, np.uint64(spec.seed), chunk.start, spec.format.width))
+        return actual == int(self.digests[number])
 
 
 def load(store: Store, version: int) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:
@@ -130,9 +130,9 @@ def load_schema(store: Store, manifest: PolicyVersion) -> Schema:
 
 def _blank(store: Store, manifest: PolicyVersion) -> Content:
     """Zeros, for an anchor to write over."""
-    found = load_schema(store, manifest)
-    zeros = {spec.name: np.zeros(spec.elements, spec.format.unsigned) for spec in found.tensors}
-    return Content(found, zeros, codec.digests(found, zeros))
+    grid = load_schema(store, manifest)
+    zeros = {spec.name: np.zeros(spec.elements, spec.format.unsigned) for spec in grid.tensors}
+    return Content(grid, zeros, codec.digests(grid, zeros))
 
 
 def _applied(content: Content, payload: Payload, objects: list[bytes]) -> Content:
@@ -140,12 +140,12 @@ def _applied(content: Content, payload: Payload, objects: list[bytes]) -> Conten
     grid = content.schema
     records: list[codec.ChunkRecord] = []
     for part, data in zip(payload.parts, objects, strict=True):
-        kind, version, found = codec.unpack(data, len(grid.chunks))
+        kind, version, of_part = codec.unpack(data, len(grid.chunks))
         if (kind, version) != (payload.kind, payload.version):
             raise ValueError(f"its payload is the {kind} of version {version}")
-        if any(not part.first <= record.chunk < part.stop for record in found):
+        if any(not part.first <= record.chunk < part.stop for record in of_part):
             raise ValueError(f"{part.key} holds chunks of another part")
-        records += found
+        records += of_part
     if len({record.chunk for record in records}) < len(records):
         raise ValueError("two parts of its payload hold the same chunk")
     touched = {grid.tensors[grid.chunks[record.chunk].tensor].name for record in records}
@@ -168,8 +168,8 @@ def replay_chunk(source: PayloadSource, version: int, held: Content, number: int
         try:
             for data in objects:
                 _, _, records = codec.unpack(data, len(held.schema.chunks))
-                found = [record for record in records if record.chunk == number]
-                digests = codec.apply(held.schema, arrays, digests, found)
+                of_chunk = [record for record in records if record.chunk == number]
+                digests = codec.apply(held.schema, arrays, digests, of_chunk)
         except ValueError as e:
             raise DamagedVersion(f"version {payload.version}: {e}") from None
     return codec.chunk_bits(held.schema, arrays, chunk)

@@ -74,8 +74,8 @@ def versions(store: Store, after: int = -1) -> list[int]:
 
 def manifests(store: Store, after: int = -1) -> list[PolicyVersion]:
     """The manifests of `versions`. Raises ValueError if one is damaged."""
-    found = [read(store, version) for version in versions(store, after)]
-    return [manifest for manifest in found if manifest is not None]
+    read_in_order = [read(store, version) for version in versions(store, after)]
+    return [manifest for manifest in read_in_order if manifest is not None]
 
 
 def newest(store: Store) -> PolicyVersion | None:

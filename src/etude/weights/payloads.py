@@ -68,8 +68,8 @@ def plan(
     def from_anchor(version: int) -> None:
         nonlocal whole
         if version in anchors and version in best:
-            found = (best[version][0] + anchors[version].bytes, best[version][1] + 1, version)
-            whole = found if whole is None else min(whole, found)
+            cost = (best[version][0] + anchors[version].bytes, best[version][1] + 1, version)
+            whole = cost if whole is None else min(whole, cost)
 
     while queue:
         spent, count, version = heapq.heappop(queue)
@@ -96,10 +96,10 @@ def plan(
                     anchors[payload.version] = payload
                     from_anchor(payload.version)
             else:
-                found = (spent + payload.bytes, count + 1)
-                if payload.base not in best or found < best[payload.base][:2]:
-                    best[payload.base] = (*found, payload)
-                    heapq.heappush(queue, (*found, payload.base))
+                cost = (spent + payload.bytes, count + 1)
+                if payload.base not in best or cost < best[payload.base][:2]:
+                    best[payload.base] = (*cost, payload)
+                    heapq.heappush(queue, (*cost, payload.base))
                     from_anchor(payload.base)
     if whole is None:
         raise NoPath(f"no whole chain leads to version {target}: {faults[0] if faults else 'there is no anchor'}")
@@ -108,11 +108,11 @@ def plan(
 
 def _payloads(manifest: PolicyVersion) -> list[Payload]:
     """What a manifest offers; its anchor may be that of an earlier version."""
-    found = [Payload("anchor", None, manifest.anchor.version, manifest.anchor.parts)]
+    payloads = [Payload("anchor", None, manifest.anchor.version, manifest.anchor.parts)]
     if manifest.parent is not None:
-        found.append(Payload("delta", manifest.parent, manifest.version, manifest.delta))
-    found += [Payload("skip", skip.base, manifest.version, skip.parts) for skip in manifest.skips]
-    return found
+        payloads.append(Payload("delta", manifest.parent, manifest.version, manifest.delta))
+    payloads += [Payload("skip", skip.base, manifest.version, skip.parts) for skip in manifest.skips]
+    return payloads
 
 
 def _path(best: dict[int, tuple[int, int, Payload | None]], start: int) -> list[Payload]:

@@ -285,7 +285,7 @@ class Publisher:
         self, about: _About, new: Mapping[str, Bits], digests: Digests, changes: Changes, rules: Codec
     ) -> dict[int, tuple[PayloadPart, ...]]:
         """The folded deltas that are due, from the changes before this version and those that led to it."""
-        found: dict[int, tuple[PayloadPart, ...]] = {}
+        skips: dict[int, tuple[PayloadPart, ...]] = {}
         pending = [changes]
         for span in SPANS:
             pending = [self._folds[span].changes, *pending]
@@ -293,10 +293,10 @@ class Publisher:
                 break
             if self._folds[span].base == about.version - span:
                 records = codec.encode_fold(about.schema, new, digests, pending, rules)
-                found[about.version - span] = self._put(
+                skips[about.version - span] = self._put(
                     f"skip-{span}", about.version, records, self._owned(about.schema)
                 )
-        return found
+        return skips
 
     def _manifest(self, about: _About, last: Published | None, shares: list[Share]) -> PolicyVersion:
         if last is not None and sum(share.base for share in shares) % codec.MODULUS != int(last.manifest.digest, 16):
@@ -340,13 +340,13 @@ class Publisher:
             except UserError as error:
                 lost = error
             try:
-                found = read(self._store, manifest.version)
+                stored = read(self._store, manifest.version)
             except (UserError, ValueError) as error:
                 raise lost or error from None
-            if found == manifest:
+            if stored == manifest:
                 return manifest
-            if found is not None:
-                raise AlreadyPublished(self._store, found)
+            if stored is not None:
+                raise AlreadyPublished(self._store, stored)
         raise lost or AlreadyPublished(self._store, manifest)
 
     def _follow(self, version: int, deadline: float) -> PolicyVersion:
@@ -372,11 +372,11 @@ class Publisher:
             self._anchor = None
         pending = changes
         for span in SPANS:  # a longer fold takes a shorter one in when that is complete
-            mine = self._folds[span]
-            mine.changes = fold(schema, [mine.changes, pending])
+            own = self._folds[span]
+            own.changes = fold(schema, [own.changes, pending])
             if manifest.version % span:
                 break
-            pending, self._folds[span] = mine.changes, Fold(manifest.version)
+            pending, self._folds[span] = own.changes, Fold(manifest.version)
         self._since += manifest.payload_bytes
         if not last:
             self._begin_anchor_if_due(published)

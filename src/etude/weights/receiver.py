@@ -287,9 +287,9 @@ def _check_fit(version: int, published: Schema, live: Tensors) -> None:
 def _difference(live: Tensors, manifest: PolicyVersion) -> str | None:
     """Why the live tensors are not the manifest's; None if they are."""
     try:
-        found = digest(live)
+        actual = digest(live)
     except ValueError as e:
         return str(e)
-    if found == manifest.digest:
+    if actual == manifest.digest:
         return None
-    return f"their digest is {found[:12]}, published was {manifest.digest[:12]}"
+    return f"their digest is {actual[:12]}, published was {manifest.digest[:12]}"

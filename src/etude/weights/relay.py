@@ -79,8 +79,8 @@ class Relay:
         if wanted is None:
             self.served_bytes += len(data)
             return Response(data, media_type="application/octet-stream")
-        found = _RANGE.fullmatch(wanted)
-        start, stop = (int(found[1]), min(int(found[2]) + 1, len(data))) if found else (0, 0)
+        match = _RANGE.fullmatch(wanted)
+        start, stop = (int(match[1]), min(int(match[2]) + 1, len(data))) if match else (0, 0)
         if not start < stop:
             return Response(status_code=416, headers={"content-range": f"bytes */{len(data)}"})
         self.served_bytes += stop - start
