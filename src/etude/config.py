@@ -212,18 +212,21 @@ class LossConfig(Section):
     value_lr: float = Field(default=1e-3, gt=0, description="ppo: learning rate of the value head")
 
 
+GuardAction = Literal["warn", "skip", "rollback", "halt"]
+
+
 class Guard(Section):
     """Two thresholds on a figure; beyond `stop` the run does `action`. An absent threshold is never crossed."""
 
     warn: float | None = Field(default=None, description="threshold beyond which the step is reported")
     stop: float | None = Field(default=None, description="threshold beyond which the action is done")
-    action: Literal["warn", "skip", "rollback", "halt"] = Field(
+    action: GuardAction = Field(
         default="skip", description="report, drop the gradients, go back to the last good version, or end the run"
     )
 
 
-def _guard(warn: float | None, stop: float | None, action: Literal["warn", "skip", "rollback", "halt"] = "skip") -> Any:
-    return Field(default=Guard(warn=warn, stop=stop, action=action))
+def _guard(text: str, warn: float | None, stop: float | None, action: GuardAction = "skip") -> Any:
+    return Field(default=Guard(warn=warn, stop=stop, action=action), description=text)
 
 
 class GuardsConfig(Section):
@@ -240,23 +243,30 @@ class GuardsConfig(Section):
         ge=0,
         description="logprob probes: sequences that engines and trainer score under every version; 0: none",
     )
-    lag: Guard = _guard(None, None, "halt")  # stop: the staleness bound, unless given
-    kv_lag: Guard = _guard(None, None, "warn")  # warn: the staleness bound, unless given
-    probe_growth: Guard = _guard(3.0, 10.0)
-    mismatch_k2: Guard = _guard(5e-4, 5e-3)
-    mismatch_growth: Guard = _guard(10.0, None, "warn")
-    tail_ln2: Guard = _guard(1e-3, 1e-2)
-    tail_dp: Guard = _guard(5e-3, 5e-2)
-    correlation: Guard = _guard(0.995, 0.97)
-    ess: Guard = _guard(0.9, 0.3)
-    weight_cut: Guard = _guard(0.02, 0.2)
-    grad_norm: Guard = _guard(5.0, 50.0, "rollback")
-    zero_variance: Guard = _guard(0.5, 0.9, "warn")
-    empty: Guard = _guard(0.0, None, "warn")
-    non_finite: Guard = _guard(None, 0.0)
-    routes_missing: Guard = _guard(None, 0.0)
-    routes_refused: Guard = _guard(0.01, 0.1)
-    numerics: Guard = _guard(0.0, None, "warn")
+    lag: Guard = _guard(
+        "versions that a trained token lags; stop: the staleness bound, unless given", None, None, "halt"
+    )
+    kv_lag: Guard = _guard(
+        "versions between a token and the oldest keys that it saw; warn: the staleness bound, unless given",
+        None,
+        None,
+        "warn",
+    )
+    probe_growth: Guard = _guard("an engine's k2 on the logprob probes, over the usual", 3.0, 10.0)
+    mismatch_k2: Guard = _guard("k2 between trainer and engine on tokens of one version", 5e-4, 5e-3)
+    mismatch_growth: Guard = _guard("that k2 over the median of the first steps", 10.0, None, "warn")
+    tail_ln2: Guard = _guard("share of tokens that differ by more than a factor of 2", 1e-3, 1e-2)
+    tail_dp: Guard = _guard("share of tokens that differ by more than .1 in probability", 5e-3, 5e-2)
+    correlation: Guard = _guard("of the probabilities of trainer and engine", 0.995, 0.97)
+    ess: Guard = _guard("effective share of tokens under the importance weights", 0.9, 0.3)
+    weight_cut: Guard = _guard("share of importance weights that the loss cut", 0.02, 0.2)
+    grad_norm: Guard = _guard("gradient norm over its median", 5.0, 50.0, "rollback")
+    zero_variance: Guard = _guard("share of groups that teach nothing", 0.5, 0.9, "warn")
+    empty: Guard = _guard("share of episodes that sampled no token", 0.0, None, "warn")
+    non_finite: Guard = _guard("1 if the gradient is not finite", None, 0.0)
+    routes_missing: Guard = _guard("share of tokens without recorded experts to replay", None, 0.0)
+    routes_refused: Guard = _guard("share of recorded experts that are implausible to the trainer", 0.01, 0.1)
+    numerics: Guard = _guard("largest difference of a log-probability in deterministic mode", 0.0, None, "warn")
 
     @pydantic.model_validator(mode="before")
     @classmethod

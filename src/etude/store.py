@@ -77,7 +77,7 @@ class Store:
         return True
 
     def get(self, key: str) -> bytes:
-        """The bytes of `key`. Raises NotFound."""
+        """The bytes of `key`. Raises ObjectMissing."""
         with self._errors("read", key):
             try:
                 return bytes(obstore.get(self._backend, key).bytes())

@@ -36,7 +36,7 @@ def create(store: Store, manifest: PolicyVersion) -> bool:
 def read(store: Store, version: int, trust: Trust | None = None) -> PolicyVersion | None:
     """The manifest of a version, None if it is not published.
 
-    Raises ValueError if it is damaged, of another format or of another version, and Refused if it is not trusted.
+    Raises ValueError if it is damaged, of another format or of another version; ManifestRefused if it is not trusted.
     """
     try:
         data = store.get(key(version))

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from etude.errors import UserError
 from etude.trainer.finetune.config import OptimConfig
-from etude.trainer.optimizer import MasterAdamW, Settings
+from etude.trainer.optimizer import AdamWSettings, MasterAdamW
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,9 @@ class TrainingWork:
 def optimizer_of(model: PreTrainedModel, config: OptimConfig) -> MasterAdamW:
     """AdamW over float32 masters of the trained parameters. Matrices decay, vectors (norms) do not."""
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return MasterAdamW(live, Settings(config.betas, config.weight_decay, config.clip, "paper", decay_vectors=False))
+    return MasterAdamW(
+        live, AdamWSettings(config.betas, config.weight_decay, config.clip, "paper", decay_vectors=False)
+    )
 
 
 def learning_rate(config: OptimConfig, progress: float) -> float:

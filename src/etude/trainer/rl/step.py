@@ -38,12 +38,6 @@ class Learner:
     reference: torch.nn.Module | None = None  # scores the KL term; None: the loss has none
     critic: Critic | None = None  # the value head of the ppo preset
 
-    def update(self, lr: float) -> None:
-        """Updates weights and value head from the collected gradients."""
-        self.optimizer.apply(lr)
-        if self.critic is not None:
-            self.critic.apply()
-
     def drop(self) -> None:
         """Lets the collected gradients go without an update."""
         self.optimizer.drop()
@@ -119,7 +113,9 @@ def train_step(
             if not verdict.trains or not math.isfinite(norm):
                 learner.drop()
                 break
-            learner.update(lr)
+            learner.optimizer.apply(lr)
+            if learner.critic is not None:
+                learner.critic.apply()
             applied += 1
         if verdict is None:
             return StepResult(sums.metrics(), judge(figures), figures)
