@@ -35,7 +35,7 @@ from etude.models.router_replay import UNFED
 from etude.records import Generation
 from etude.trainer.rl.execution import BatchResult, evaluate
 from etude.trainer.rl.execution import run as execute
-from etude.trainer.rl.loss import Mismatch
+from etude.trainer.rl.mismatch import Mismatch
 from etude.trainer.rl.plan import ForwardPass, TokenRows, plan, shape_of
 
 NANO = Path(__file__).parent.parent / "models" / "nano"

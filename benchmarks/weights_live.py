@@ -31,9 +31,9 @@ from etude import processes
 from etude.errors import UserError
 from etude.models.loading import load_model, named_tensors
 from etude.store import ENDPOINTS, Store, open_store
+from etude.weights.payloads import PayloadSource
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
-from etude.weights.source import PayloadSource
 
 NANO = Path("models/nano")
 CLUSTERS, LINK_BYTES, LINK_SECONDS = 4, 25_000_000, 0.04  # 200 Mbit/s, Europe to the east of North America
@@ -177,7 +177,7 @@ def _four_clusters(folder: Path, versions: int) -> list[dict[str, Any]]:
 def _take(receiver: Receiver) -> None:
     update = receiver.poll()
     assert update is not None
-    update.apply()
+    receiver.apply(update)
 
 
 def _at(endpoint: str) -> Store:

@@ -71,7 +71,7 @@ async def count(folder: Path, dataset: Dataset) -> dict[str, Any]:
     ledger = Ledger.open(f"sqlite:///{folder}/ledger.db")
     try:
         places = {f"{r.index:08d}": ("training", r.mark) for r in ledger.results(0, consumed_only=True)}
-        twins, _ = ledger.twins()
+        twins = ledger.impossible()
     finally:
         ledger.close()
     places |= {f"eval-{stage}": (stage, 0) for stage in ("before", "after")}

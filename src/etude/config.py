@@ -5,6 +5,9 @@ etude train recipes/demo.toml --trainer.lr 2e-4 --rollout.group 8
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 import tomllib
 from collections.abc import Sequence
 from datetime import date
@@ -181,11 +184,16 @@ Mask = Literal["ipo", "dppo", "geo_rs", "opsm", "veto"]
 
 
 class LossConfig(Section):
-    """A preset, and what of it is replaced; see docs/losses.md."""
+    """The loss: a preset, and what is replaced in it. See docs/losses.md."""
 
     preset: Literal[
         "composer2", "fireworks", "grpo", "dr_grpo", "dapo", "tis", "icepop", "cispo", "gspo", "ppo"
-    ] = "composer2"  # fmt: skip
+    ] = Field(default="composer2", description="row of the table of losses")  # fmt: skip
+    custom: str | None = Field(
+        default=None,
+        description="MODULE:FUNCTION of a loss of your own, a function of trainer.rl.loss.LossTokens that returns the "
+        "loss of every token; advantages, KL term, masks and divisor stay the preset's",
+    )
     kl: Literal["none", "k1", "k2", "k3"] | None = Field(default=None, description="estimator of the KL to version 0")
     kl_beta: float | None = Field(default=None, ge=0, description="its weight; 0 saves the reference model's pass")
     clip_low: float | None = Field(default=None, ge=0, description="least ratio to the proximal policy")
@@ -194,30 +202,35 @@ class LossConfig(Section):
     correction: Literal["none", "truncate", "band"] | None = Field(
         default=None, description="weight of proximal against rollout policy: none, cut at the cap, or 0 outside a band"
     )
-    cap_low: float | None = Field(default=None, ge=0)
-    cap_high: float | None = Field(default=None, ge=1)
+    cap_low: float | None = Field(default=None, ge=0, description="least importance weight of the correction")
+    cap_high: float | None = Field(default=None, ge=1, description="greatest importance weight of the correction")
     masks: tuple[Mask, ...] = Field(default=(), description="tokens and episodes to leave out; combine with any preset")
     updates: int = Field(default=1, ge=1, description="optimizer updates per batch, each on a share of its groups")
     gamma: float = Field(default=1.0, gt=0, le=1, description="ppo: discount per token")
     lam: float = Field(default=0.95, ge=0, le=1, description="ppo: lambda of generalised advantage estimation")
-    value_weight: float = Field(default=0.5, ge=0, description="ppo: weight of the value error, shared trunk included")
+    value_weight: float = Field(default=0.5, ge=0, description="ppo: weight of the value error in the loss")
     value_lr: float = Field(default=1e-3, gt=0, description="ppo: learning rate of the value head")
 
 
+GuardAction = Literal["warn", "skip", "rollback", "halt"]
+
+
 class Guard(Section):
-    """Two thresholds; beyond `stop` the run does `action`. A threshold that is absent is never crossed."""
+    """Two thresholds on a figure; beyond `stop` the run does `action`. An absent threshold is never crossed."""
 
-    warn: float | None = None
-    stop: float | None = None
-    action: Literal["warn", "skip", "rollback", "halt"] = "skip"
+    warn: float | None = Field(default=None, description="threshold beyond which the step is reported")
+    stop: float | None = Field(default=None, description="threshold beyond which the action is done")
+    action: GuardAction = Field(
+        default="skip", description="report, drop the gradients, go back to the last good version, or end the run"
+    )
 
 
-def _guard(warn: float | None, stop: float | None, action: Literal["warn", "skip", "rollback", "halt"] = "skip") -> Any:
-    return Field(default=Guard(warn=warn, stop=stop, action=action))
+def _guard(text: str, warn: float | None, stop: float | None, action: GuardAction = "skip") -> Any:
+    return Field(default=Guard(warn=warn, stop=stop, action=action), description=text)
 
 
 class GuardsConfig(Section):
-    """Thresholds per step. `correlation` and `ess` must not fall below theirs, all others must not rise above."""
+    """Thresholds per step. `correlation` and `ess` must not fall below theirs, no other figure may rise above its."""
 
     act: bool = Field(default=True, description="false: report what would have been done")
     rollback_after: int = Field(default=3, ge=1, description="skipped steps in a row that lead to a rollback")
@@ -225,28 +238,35 @@ class GuardsConfig(Section):
     window: int = Field(default=50, ge=5, description="steps of the gradient norm's median")
     baseline: int = Field(default=20, ge=5, description="first steps of the mismatch's median")
     min_tokens: int = Field(default=256, ge=1, description="tokens below which a mean over tokens is not judged")
-    canary: int = Field(
+    probes: int = Field(
         default=8,
         ge=0,
-        description="sequences that engines and trainer score under every version; 0: none (docs/losses.md)",
+        description="logprob probes: sequences that engines and trainer score under every version; 0: none",
     )
-    lag: Guard = _guard(None, None, "halt")  # stop: the staleness bound, unless given
-    kv_lag: Guard = _guard(None, None, "warn")  # warn: the staleness bound, unless given
-    canary_growth: Guard = _guard(3.0, 10.0)
-    mismatch_k2: Guard = _guard(5e-4, 5e-3)
-    mismatch_growth: Guard = _guard(10.0, None, "warn")
-    tail_ln2: Guard = _guard(1e-3, 1e-2)
-    tail_dp: Guard = _guard(5e-3, 5e-2)
-    correlation: Guard = _guard(0.995, 0.97)
-    ess: Guard = _guard(0.9, 0.3)
-    weight_cut: Guard = _guard(0.02, 0.2)
-    grad_norm: Guard = _guard(5.0, 50.0, "rollback")
-    zero_variance: Guard = _guard(0.5, 0.9, "warn")
-    empty: Guard = _guard(0.0, None, "warn")
-    non_finite: Guard = _guard(None, 0.0)
-    routes_missing: Guard = _guard(None, 0.0)
-    routes_refused: Guard = _guard(0.01, 0.1)
-    parity: Guard = _guard(0.0, None, "warn")
+    lag: Guard = _guard(
+        "versions that a trained token lags; stop: the staleness bound, unless given", None, None, "halt"
+    )
+    kv_lag: Guard = _guard(
+        "versions between a token and the oldest keys that it saw; warn: the staleness bound, unless given",
+        None,
+        None,
+        "warn",
+    )
+    probe_growth: Guard = _guard("an engine's k2 on the logprob probes, over the usual", 3.0, 10.0)
+    mismatch_k2: Guard = _guard("k2 between trainer and engine on tokens of one version", 5e-4, 5e-3)
+    mismatch_growth: Guard = _guard("that k2 over the median of the first steps", 10.0, None, "warn")
+    tail_ln2: Guard = _guard("share of tokens that differ by more than a factor of 2", 1e-3, 1e-2)
+    tail_dp: Guard = _guard("share of tokens that differ by more than .1 in probability", 5e-3, 5e-2)
+    correlation: Guard = _guard("of the probabilities of trainer and engine", 0.995, 0.97)
+    ess: Guard = _guard("effective share of tokens under the importance weights", 0.9, 0.3)
+    weight_cut: Guard = _guard("share of importance weights that the loss cut", 0.02, 0.2)
+    grad_norm: Guard = _guard("gradient norm over its median", 5.0, 50.0, "rollback")
+    zero_variance: Guard = _guard("share of groups that teach nothing", 0.5, 0.9, "warn")
+    empty: Guard = _guard("share of episodes that sampled no token", 0.0, None, "warn")
+    non_finite: Guard = _guard("1 if the gradient is not finite", None, 0.0)
+    routes_missing: Guard = _guard("share of tokens without recorded experts to replay", None, 0.0)
+    routes_refused: Guard = _guard("share of recorded experts that are implausible to the trainer", 0.01, 0.1)
+    numerics: Guard = _guard("largest difference of a log-probability in deterministic mode", 0.0, None, "warn")
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -265,22 +285,24 @@ class GuardsConfig(Section):
 
 
 class TrainerConfig(Section):
+    """The optimizer, and how a batch is computed."""
+
     steps: int = Field(default=100, ge=1, description="optimizer steps; the run ends here at the latest")
     minutes: float | None = Field(default=None, gt=0, description="no step starts after this much training time")
     lr: float = Field(default=1e-4, ge=0, description="0 publishes the same weights again: a check of the sync")
-    warmup_steps: int = Field(default=2, ge=0)
+    warmup_steps: int = Field(default=2, ge=0, description="steps over which the learning rate rises linearly")
     decay: float = Field(
         default=0.0, ge=0, le=1, description="last share of the run in which the learning rate falls linearly to zero"
     )
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip: float = Field(default=1.0, gt=0)
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="decay of AdamW's two moments per step")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's, times the learning rate")
+    grad_clip: float = Field(default=1.0, gt=0, description="norm to which longer gradients are scaled")
     baseline: Literal["group", "turn"] = Field(
         default="group", description="what a reward is compared with: the group, or its members that came as far"
     )
     min_reward_std: float = Field(default=0.0, ge=0, description="groups whose rewards differ less are not trained on")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="compute; master weights are float32")
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, description="processor threads of the trainer")
     execution: Literal["auto", "rows", "packed", "streaming", "recompute"] = Field(
         default="auto", description="how rows that share tokens are computed; auto: as the cost model says"
     )
@@ -290,12 +312,10 @@ class TrainerConfig(Section):
     )
     router_aux: float = Field(default=0.0, ge=0, description="weight of the balance loss of a mixture of experts")
     router_replay: bool = Field(
-        default=False, description="record the experts that the engine takes, and train with them (docs/parity.md)"
+        default=False, description="record the experts that the engine takes, and train with them (docs/numerics.md)"
     )
-    keep_checkpoints: int = Field(
-        default=2, ge=2, description="the published version's and that of the one on its way are both needed"
-    )
-    device: str = "cpu"
+    keep_checkpoints: int = Field(default=2, ge=2, description="newest checkpoints that stay on the disk")
+    device: str = Field(default="cpu", description="torch device of the trainer, e.g. cuda")
 
 
 class InferenceConfig(Section):
@@ -312,12 +332,16 @@ class InferenceConfig(Section):
 
 
 class WeightsConfig(Section):
+    """How versions of the weights are published; see docs/weights.md."""
+
     anchor_share: float = Field(
         default=0.5, gt=0, description="a full copy is written when deltas since the last exceed this share of it"
     )
-    anchor_versions: int = Field(default=200, ge=1, description="and at the latest after so many versions")
+    anchor_versions: int = Field(
+        default=200, ge=1, description="versions after which a full copy is written at the latest"
+    )
     signing_key: str | None = Field(default=None, description="file made by `etude weights keygen`; signs manifests")
-    relay: str | None = Field(default=None, description="URL of a relay that the engines take payloads from")
+    relay: str | None = Field(default=None, description="URL of a relay that the engines fetch weights from")
 
 
 class EvalConfig(Section):
@@ -502,3 +526,23 @@ def _toml_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def import_object(path: str, what: str) -> Any:
+    """The object at the import path "module:name", for the option `what`. Raises UserError.
+
+    Modules are looked for in the current folder, too.
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise UserError(f'{what}: {path!r} is no import path; write "module:name"')
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError:
+        raise UserError(f"{what}: the module {module} has no {name}") from None
+    except ModuleNotFoundError as e:
+        raise UserError(f"{what}: {path}: {e}; run etude in the folder of the module, or install it") from None
+    except Exception as e:
+        raise UserError(f"{what}: importing {module} raised {type(e).__name__}: {e}") from e

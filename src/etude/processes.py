@@ -44,6 +44,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
+        """None while the process runs; negative: the signal that killed it."""
         return self.popen.poll()
 
     def failure(self) -> str | None:

@@ -1,6 +1,6 @@
-"""Every record that crosses a boundary between two parts of etude; one per arrow of the loop. No torch here.
+"""The records that cross a boundary between two parts of etude, one per arrow of the loop. No torch here.
 
-    Task -> Episode (Segments of tokens) -> Group -> Batch -> PolicyVersion -> WeightDelta -> Generation -> Task
+    Task -> Generation -> Episode (Segments of tokens) -> Group -> PolicyVersion (the manifest of new weights) -> ...
 
 Records are frozen msgspec structs: they encode to MessagePack (wire, blobs) and JSON (manifests) without pickle.
 Token arrays are little-endian bytes, so a 100k-token episode decodes without building Python lists.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import pairwise
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import blake3
 import msgspec
@@ -174,6 +174,11 @@ class Segment(Record, frozen=True, kw_only=True):
         return [(a, a + int(mask_T[a:b].sum())) for a, b in bounds]
 
     @property
+    def sampled_tokens(self) -> int:
+        """How many tokens the policy sampled."""
+        return int(np.frombuffer(self.mask, "u1").sum())
+
+    @property
     def intact(self) -> bool:
         """Whether ids and sampled positions are those that were appended."""
         return self.digest == segment_digest(blake3.blake3(self.ids), blake3.blake3(self.mask))
@@ -231,7 +236,8 @@ class Episode(Record, frozen=True, kw_only=True):
     passed: bool
     segments: tuple[Segment, ...]
     turns: tuple[Turn, ...]
-    metrics: dict[str, float]  # e.g. {"turns": 3, "tests_run": 2, "malformed": 0, "edits": 2}
+    metrics: dict[str, float]  # for display, e.g. {"turns": 3, "tests_run": 2, "malformed": 0, "edits": 2}
+    flags: tuple[str, ...] = ()  # what the detectors of cheating found, sorted; see grading/cheats
     detail: str = ""  # one sentence: why it failed, or what was tampered with
     fork: Fork | None = None  # None: it was played alone
 
@@ -245,12 +251,8 @@ class Episode(Record, frozen=True, kw_only=True):
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(int(np.frombuffer(s.mask, "u1").sum()) for s in self.segments)
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """What detectors have found, see sandbox/cheats; kept as `flag/NAME` in the metrics."""
-        return tuple(sorted(n.removeprefix("flag/") for n, v in self.metrics.items() if n.startswith("flag/") and v))
+        """How many tokens the policy sampled in all segments."""
+        return sum(segment.sampled_tokens for segment in self.segments)
 
     @property
     def min_version(self) -> int:
@@ -305,6 +307,20 @@ class Anchor(Record, frozen=True, kw_only=True):
     parts: tuple[PayloadPart, ...]
 
 
+StepAction = Literal["go", "skip", "rollback", "halt"]
+"""What the guards make of a training step; see trainer/rl/guards.py."""
+
+
+class StepRecord(Record, frozen=True, kw_only=True):
+    """What the guards must remember of the step that made a version. None: not measured."""
+
+    action: StepAction
+    good: int  # the newest version that the guards have nothing against: where a rollback goes
+    grad_norm: float | None = None  # of the last update, before clipping
+    mismatch_k2: float | None = None  # of tokens that the trained version sampled; None also if they are too few
+    probe_k2: float | None = None  # the largest of the engines' that arrived during the step
+
+
 MANIFEST_FORMAT = 2
 
 
@@ -329,7 +345,8 @@ class PolicyVersion(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     elements: int
     groups: tuple[int, ...]
     created: float  # seconds since the epoch
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # for display
+    step: StepRecord | msgspec.UnsetType = msgspec.UNSET  # absent where no step of reinforcement learning led here
     signature: str = ""  # Ed25519 over the rest, hexadecimal, see weights/signature.py; empty: unsigned
 
     @property

@@ -9,7 +9,7 @@ outputs/NAME/
   ledger.db                    or a PostgreSQL URL in config.json
   twins/                       hidden tests of impossible tasks
   tasks/                       the task dataset, unless config.json names another
-  weights/  rollouts/  canary/ versions, token blobs and engines' scores, unless config.json names a store
+  weights/  rollouts/  probes/ versions, token blobs and engines' scores, unless config.json names a store
   checkpoints/step_N/          complete ones only
   logs/attempt_N/*.log         one per process; logs/latest points to the last attempt
   eval-before.json  eval-after.json

@@ -77,7 +77,7 @@ class Store:
         return True
 
     def get(self, key: str) -> bytes:
-        """The bytes of `key`. Raises NotFound."""
+        """The bytes of `key`. Raises ObjectMissing."""
         with self._errors("read", key):
             try:
                 return bytes(obstore.get(self._backend, key).bytes())
@@ -95,12 +95,12 @@ class Store:
     def entries(self, folder: str = "") -> tuple[Entry, ...]:
         """What lies in `folder` and below it, by key."""
         with self._errors("list", folder):
-            found = [
+            listed = [
                 Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
                 for page in obstore.list(self._backend, folder or None)
                 for meta in page
             ]
-        return tuple(sorted(found, key=lambda entry: entry.key))
+        return tuple(sorted(listed, key=lambda entry: entry.key))
 
     def delete(self, key: str) -> None:
         """Removes `key`; nothing happens if it is not there."""

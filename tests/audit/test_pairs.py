@@ -29,7 +29,8 @@ def episode(task: str, calls: list[str], text: str = "", hacked: bool = False, o
     return Episode(
         id=task, group_id=0, member=0, attempt=0, task_id=task, seed=0, outcome=outcome,
         stop_reason=StopReason.FINISHED, reward=0.0, passed=not hacked, segments=(), turns=(turn,),
-        metrics={"flag/command": 1.0} if hacked else {},
+        metrics={},
+        flags=("command",) if hacked else (),
     )  # fmt: skip
 
 

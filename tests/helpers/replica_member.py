@@ -14,10 +14,10 @@ import numpy as np
 
 from etude.errors import UserError
 from etude.store import open_store
-from etude.weights.coordinator import Remote
 from etude.weights.live import LiveTensors
-from etude.weights.member import NotTogether, ReplicaMember
-from etude.weights.receiver import DamagedVersion, Receiver, WeightsMismatch
+from etude.weights.payloads import DamagedVersion
+from etude.weights.receiver import Receiver, WeightsMismatch
+from etude.weights.replica import CoordinatorVote, NotTogether, ReplicaMember
 from etude.weights.ulpd import codec
 from etude.weights.ulpd.digest import digest
 from etude.weights.ulpd.schema import bits, schema_of
@@ -29,8 +29,8 @@ def play(connection: socket.socket) -> None:
         arguments = json.loads(file.readline())
         os.environ["ETUDE_FAILPOINT"] = arguments["failpoint"]
         live = widened(tensors(9))
-        ballot = Remote(arguments["coordinator"], arguments["name"])
-        member = ReplicaMember(Receiver(open_store(arguments["store"]), live), ballot)
+        votes = CoordinatorVote(arguments["coordinator"], arguments["name"])
+        member = ReplicaMember(Receiver(open_store(arguments["store"]), live), votes)
         print("ready", file=file, flush=True)
         for _ in file:
             error = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import blake3
@@ -21,7 +22,9 @@ from etude.protocol.client import Scored
 from etude.records import Episode, Generation, Outcome, StopReason, encode, segment_digest
 from etude.rollout import probes
 from etude.store import open_store
+from etude.trainer.rl.process import Trainer
 from etude.trainer.rl.rescoring import set_weights
+from etude.trainer.rl.step import train_step
 from etude.weights.publisher import Publisher
 from tests.helpers.tiny_models import save_random_model
 
@@ -137,8 +140,19 @@ def admit(run: Path, config: RLConfig, index: int, version: int, episodes: list[
             tokens=e.sampled_tokens,
             min_version=e.min_version,
             metrics=e.metrics,
+            flags=e.flags,
         )
     ledger.close()
+
+
+def step(trainer: Trainer, prompts: int = 1) -> None:
+    """One step of the trainer on the groups that are ready, up to the durable manifest."""
+    trainer.clock.begin()
+    loaded = trainer.load(trainer.ledger.ready_groups(prompts, in_order=True))
+    judge = partial(trainer.guards.judge, probes=loaded.probes)
+    result = train_step(trainer.learner, loaded.batch, trainer.config, trainer.version, 0.0, judge=judge)
+    trainer.commit(loaded, result)
+    trainer.settle(wait=True)
 
 
 def engine_of(config: RLConfig, tensors: dict[str, torch.Tensor], version: int) -> Engine:
@@ -166,16 +180,16 @@ def flip(model: torch.nn.Module) -> None:
         router.register_forward_hook(other)
 
 
-def canaries(run: Path, count: int = 8, tokens: int = 64) -> list[list[int]]:
-    """Begins the run's canaries with random sequences."""
+def begin_probes(run: Path, count: int = 8, tokens: int = 64) -> list[list[int]]:
+    """Begins the run's logprob probes with random sequences."""
     sequences = probes.Sequences(ids=tuple(prompt(1000 + i, tokens) for i in range(count)))
-    probes.begin(open_store(str(run / "canary")), sequences)
+    probes.begin(open_store(str(run / "probes")), sequences)
     return list(sequences.ids)
 
 
 def answer(run: Path, engine: Engine, number: int = 0, digest: str = "") -> None:
-    """What this engine says of the canaries of the run, stored as the controller does."""
-    store = open_store(str(run / "canary"))
+    """The scores that this engine gives the probes of the run, stored as the controller does."""
+    store = open_store(str(run / "probes"))
     futures = [engine.score(ids) for ids in probes.read_sequences(store)]
     for _ in futures:
         engine.step()

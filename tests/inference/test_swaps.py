@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from etude import processes
-from etude.inference.engine.engine import Engine, Request, SwapUndone
+from etude.errors import SwapUndone
+from etude.inference.engine.engine import Engine, Request
 from etude.inference.server.weights import WeightSource, WeightWatcher
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.client import EngineClient
@@ -70,12 +71,12 @@ def test_tags_reproduce_every_token_of_a_generation_over_swaps(versions, at):
     engine = Engine(model, deterministic=True)
     follower = WeightWatcher(engine, model, WeightSource(store=versions.url))
     receiver = follower._member.receiver
-    receiver.poll(0).apply()
+    receiver.apply(receiver.poll(0))
     request = Request(ids=prompt(40), max_tokens=30, seed=3)
     row = engine.submit(request)
     for step in range(30):
         for version in [number for number, place in enumerate(at, 1) if place == step]:
-            done = engine.swap(version, lambda v=version: receiver.poll(v).apply())
+            done = engine.swap(version, lambda v=version: receiver.apply(receiver.poll(v)))
             engine._apply_swaps()
             done.result(0)
         engine.step()
@@ -101,7 +102,7 @@ def test_a_swap_that_does_not_take_is_undone_and_the_engine_goes_on(versions, mo
     engine = Engine(model)
     follower = WeightWatcher(engine, model, WeightSource(store=versions.url))
     receiver = follower._member.receiver
-    receiver.poll(0).apply()
+    receiver.apply(receiver.poll(0))
     before = follower.live_digest()
     engine.start()
     try:

@@ -51,7 +51,7 @@ def test_a_receiver_writes_single_elements_into_stacked_weights(tmp_path):
         publisher.publish(version, current, (), {})
         update = receiver.poll()
         assert update is not None
-        update.apply()
+        receiver.apply(update)
         loaded = Stacked()
         loaded.load_weights(current.items())
         for name, parameter in loaded.named_parameters():

@@ -1,4 +1,4 @@
-"""Flags and impossible twins in the ledger, on both databases."""
+"""Flags and impossible episodes in the ledger, on both databases."""
 
 import msgspec
 
@@ -10,15 +10,16 @@ from tests.rollout.test_audit import member
 def test_flags_of_episodes_are_found_again(ledger: Ledger) -> None:
     ledger.admit(0, "task", 3, 0)
     for lease in ledger.lease("me", 3, 60.0):
-        metrics = {"edits": 1.0} | ({"flag/canary": 1.0, "flag/gap": 1.0} if lease.member == 1 else {"flag/gap": 0.0})
+        flags = ("canary", "gap") if lease.member == 1 else ()
         ledger.finish(
             lease, outcome=Outcome.SCORED, reward=1.0, passed=True, blob=f"b{lease.member}", tokens=5, min_version=0,
-            metrics=metrics,
+            metrics={"edits": 1.0}, flags=flags,
         )  # fmt: skip
     (found,) = ledger.flagged()
     assert (found.group, found.member, found.task, found.flags, found.blob) == (0, 1, "task", ("canary", "gap"), "b1")
-    ledger.flag(0, 2, {"edits": 1.0, "flag/contrast": 1.0}, -0.2)
-    ledger.flag(0, 2, {"edits": 1.0, "flag/contrast": 1.0}, -0.2)
+    audited = msgspec.structs.replace(member(2, True), flags=("contrast",), reward=-0.2)
+    ledger.flag(audited)
+    ledger.flag(audited)
     assert [(s.member, s.flags, s.reward) for s in ledger.flagged()] == [
         (1, ("canary", "gap"), 1.0),
         (2, ("contrast",), -0.2),
@@ -26,14 +27,14 @@ def test_flags_of_episodes_are_found_again(ledger: Ledger) -> None:
     assert ledger.conservation([]).ok
 
 
-def test_twins_are_counted_and_belong_to_no_group(ledger: Ledger) -> None:
-    assert ledger.twins()[1] == 0
+def test_impossible_episodes_are_counted_and_belong_to_no_group(ledger: Ledger) -> None:
+    assert ledger.next_impossible() == 0
     honest = member(0, False)
-    ledger.add_twin(0, honest, "t0")
-    ledger.add_twin(0, member(0, True), "again")
-    ledger.add_twin(1, member(1, True), "t1")
-    ledger.add_twin(4, msgspec.structs.replace(honest, outcome=Outcome.TAMPERED), "t4")
-    counts, after = ledger.twins()
+    ledger.add_impossible(0, honest, "t0")
+    ledger.add_impossible(0, member(0, True), "again")
+    ledger.add_impossible(1, member(1, True), "t1")
+    ledger.add_impossible(4, msgspec.structs.replace(honest, outcome=Outcome.TAMPERED), "t4")
+    counts, after = ledger.impossible(), ledger.next_impossible()
     assert (counts.played, counts.passed, counts.tampered, after) == (3, 1, 1, 5)
     assert ledger.figures().groups == 0
     assert ledger.ready_groups(5, in_order=False) == []

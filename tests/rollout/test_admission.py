@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.rollout.admission import capacity, groups_to_admit, leaves_in_time
+from etude.ledger.staleness import leaves_in_time
+from etude.rollout.admission import capacity, groups_to_admit
 
 
 def test_the_published_formula():

@@ -66,7 +66,7 @@ def test_a_charge_takes_the_grade_and_leaves_the_costs() -> None:
 def test_no_charged_episode_is_rewarded_or_better_than_failing(flag: str) -> None:
     config = RewardConfig(refused_edits=0.2, habits={"edit_errors": 0.1}, overlong=50)
     budget = Budget(turns=4, tokens=100)
-    accused = msgspec.structs.replace(member(0, True, edits=3.0), metrics={"edits": 3.0, f"flag/{flag}": 1.0})
+    accused = msgspec.structs.replace(member(0, True, edits=3.0), metrics={"edits": 3.0}, flags=(flag,))
     worst = with_reward(member(1, False, edit_errors=9.0), config, budget)
     found = with_reward(accused, config, budget)
     assert found.reward <= min(0.0, worst.reward)
@@ -76,7 +76,7 @@ def test_no_charged_episode_is_rewarded_or_better_than_failing(flag: str) -> Non
 
 @pytest.mark.parametrize("flag", ["tests-touched", "outside-roots", "gap", "effort"])
 def test_notes_cost_nothing(flag: str) -> None:
-    noted = msgspec.structs.replace(member(0, True), metrics={"edits": 1.0, f"flag/{flag}": 1.0})
+    noted = msgspec.structs.replace(member(0, True), metrics={"edits": 1.0}, flags=(flag,))
     assert with_reward(noted, RewardConfig(), Budget()).reward == 1.0
     assert noted.flags == (flag,)
     assert not charged(noted)

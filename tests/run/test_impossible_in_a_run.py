@@ -61,7 +61,7 @@ def test_a_twin_that_is_passed_is_an_alarm_and_belongs_to_no_group(tmp_path: Pat
             run.progress.accepted = 4
             player.play()
             await asyncio.gather(*player.live)
-            honest, _ = run.ledger.twins()
+            honest = run.ledger.impossible()
             assert (honest.played, honest.passed, honest.tampered) == (1, 0, 0)
             assert "cheating" not in capsys.readouterr().err
             sandbox.run_tests = all_passed  # type: ignore[method-assign]
@@ -74,7 +74,7 @@ def test_a_twin_that_is_passed_is_an_alarm_and_belongs_to_no_group(tmp_path: Pat
             return run.ledger
 
     ledger = asyncio.run(scenario())
-    counts, following = ledger.twins()
+    counts, following = ledger.impossible(), ledger.next_impossible()
     assert (counts.played, counts.passed, following) == (2, 1, 2)
     assert "cheating: impossible twin 1 of task" in capsys.readouterr().err
     assert ledger.figures().groups == 0

@@ -390,6 +390,6 @@ window = 3
     assert report["episodes"]["scored"] == 18, "twins are no part of the groups"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(line["flag/charged"] == 0 for line in lines)
-    assert "twins/played" in lines[-1]
+    assert "impossible/played" in lines[-1]
     assert sum(m[2] for m in versions(tmp_path)) == 6, "no version was trained on a twin"
     assert "Cheat detection" in (run / "report.html").read_text()

@@ -8,7 +8,7 @@ import torch
 
 from etude.errors import RunFailed
 from etude.records import Episode, Fork, Group, Outcome, Segment, StopReason, segment_digest
-from etude.trainer.rl.batch import advantages, collate, make_batch, token_rows, turn_advantages, with_trunks
+from etude.trainer.rl.batch import advantages, collate, make_batch, token_rows, turn_advantages, with_shared_prefixes
 
 
 def segment(
@@ -145,7 +145,7 @@ def test_forks_leave_the_expected_gradient_as_it_is(sizes, baseline):
         alone = turn_advantages(rewards, turns) if baseline == "turn" else [
             np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]  # fmt: skip
         weight = float(np.prod([p for _, p in families])) / len(members)
-        for path, advantage_of_turn in zip(paths, with_trunks(alone, members, baseline), strict=True):
+        for path, advantage_of_turn in zip(paths, with_shared_prefixes(alone, members, baseline), strict=True):
             found += weight * np.array([*advantage_of_turn, 0.0])[:2] * score(path)
     first = 0.0 if sizes == (4,) else 0.75 * true[0]
     assert found[0] == pytest.approx(first, abs=1e-12)

@@ -13,7 +13,7 @@ from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.execution import evaluate
 from etude.trainer.rl.plan import TokenRows, rows
 from etude.trainer.rl.rescoring import set_weights
-from etude.trainer.rl.step import train_step
+from etude.trainer.rl.step import Learner, train_step
 from tests.helpers.tiny_models import save_random_model
 from tests.helpers.trainer_runs import new_run, play, prompt
 
@@ -79,7 +79,7 @@ def test_a_deterministic_step_measures_no_mismatch(tmp_path):
     groups = [play(engine, 1, routes=True), play(engine, 2, routes=True)]
     trained = load_model(config.model.path)
     batch = make_batch((), groups, routes=(2, 2))
-    metrics, _ = train_step(trained, None, for_policy(trained, config.trainer), batch, config, 0, 0.0)
+    metrics = train_step(Learner(trained, for_policy(trained, config.trainer)), batch, config, 0, 0.0).metrics
     assert metrics["mismatch/tokens"] == 240
     assert metrics["mismatch/max_abs"] == 0.0
     assert metrics["router/flip_token"] == metrics["router/refused"] == 0.0

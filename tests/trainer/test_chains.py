@@ -27,7 +27,7 @@ from etude.tasks.dataset import FORMAT, Dataset, Manifest
 from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.rescoring import set_weights
-from etude.trainer.rl.step import train_step
+from etude.trainer.rl.step import Learner, train_step
 from tests.helpers.speakers import PATH, Speaker, a_task
 from tests.helpers.trainer_runs import engine_of, new_run, prompt, sampled
 
@@ -92,7 +92,7 @@ def test_every_segment_of_a_chain_is_trained_on_with_its_episodes_advantage(play
     config = config.model_copy(update={"loss": LossConfig.model_validate({"preset": preset}), "trainer": trainer})
     batch = make_batch((), [episodes], advantage="zscore" if preset == "grpo" else "mean")
     model = load_model(config.model.path)
-    metrics, _ = train_step(model, None, for_policy(model, config.trainer), batch, config, 0, 0.0)
+    metrics = train_step(Learner(model, for_policy(model, config.trainer)), batch, config, 0, 0.0).metrics
     lengths = [e.sampled_tokens for e in episodes]
     assert lengths == [19 * n for n in SEGMENTS]
     centred = np.array(REWARDS) - 0.5
@@ -249,8 +249,9 @@ def trains(episodes: list[Episode]) -> None:
             assert np.allclose(c.advantages_C[c.mask_C == 1], expected)
     model = load_model(NANO)
     before = [p.detach().clone() for p in model.parameters()]
-    metrics, verdict = train_step(model, None, for_policy(model, config.trainer), batch, config, 0, 0.0)
-    assert verdict.trains
+    result = train_step(Learner(model, for_policy(model, config.trainer)), batch, config, 0, 0.0)
+    assert result.verdict.trains
+    metrics = result.metrics
     assert metrics["mismatch/tokens"] == total
     assert metrics["mismatch/max_abs"] < 1e-2, "float32 on both sides; calls that no model would make are improbable"
     assert metrics["mismatch/k2"] < 1e-7

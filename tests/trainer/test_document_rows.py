@@ -29,7 +29,7 @@ from etude.trainer.rl.batch import make_batch, token_rows
 from etude.trainer.rl.execution import evaluate, run
 from etude.trainer.rl.plan import TokenRows, cost, packed, rows, shape_of, streaming
 from etude.trainer.rl.rescoring import set_weights
-from etude.trainer.rl.step import train_step
+from etude.trainer.rl.step import Learner, train_step
 from tests.helpers.tiny_models import save_random_model
 from tests.helpers.trainer_runs import flip, new_run, sampled
 
@@ -307,7 +307,7 @@ def test_a_step_replays_the_experts_of_document_tokens(tmp_path, execution):
     for routes in ((2, 2), None):
         trained = load_model(config.model.path)
         batch = make_batch((), groups, routes=routes)
-        found[routes], _ = train_step(trained, None, for_policy(trained, config.trainer), batch, config, 0, 0.0)
+        found[routes] = train_step(Learner(trained, for_policy(trained, config.trainer)), batch, config, 0, 0.0).metrics
     with_, without = found[2, 2], found[None]
     assert without["mismatch/k2"] > 1e-4
     assert with_["mismatch/k2"] < 1e-9
@@ -355,7 +355,7 @@ def test_a_deterministic_step_measures_no_mismatch(tmp_path):
     groups = [play(engine, 1, DOCUMENTS, routes=True), play(engine, 2, DOCUMENTS[1:], routes=True)]
     trained = load_model(config.model.path)
     batch = make_batch((), groups, routes=(2, 2))
-    metrics, _ = train_step(trained, None, for_policy(trained, config.trainer), batch, config, 0, 0.0)
+    metrics = train_step(Learner(trained, for_policy(trained, config.trainer)), batch, config, 0, 0.0).metrics
     assert metrics["mismatch/tokens"] > 200
     assert metrics["mismatch/max_abs"] == 0.0
     assert metrics["router/flip_token"] == metrics["router/refused"] == 0.0

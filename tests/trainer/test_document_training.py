@@ -35,6 +35,7 @@ from etude.renderers import renderer_for
 from etude.renderers.text import document_text
 from etude.trainer.finetune import documents, pretrain
 from etude.trainer.finetune.config import CorpusConfig, DocumentsConfig, NewModelConfig, OptimConfig, SftConfig
+from etude.trainer.finetune.config import load as load_stage
 from etude.trainer.finetune.documents import (
     DocumentBatch,
     DocumentBatches,
@@ -297,7 +298,7 @@ def test_compilation_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_recipe_loads() -> None:
-    recipe = pretrain.load(Path(__file__).parents[2] / "recipes" / "nano-documents.toml")
+    recipe = load_stage(Path(__file__).parents[2] / "recipes" / "nano-documents.toml")
     assert isinstance(recipe, SftConfig)
     assert recipe.documents is not None
     assert recipe.documents.own == 0.5

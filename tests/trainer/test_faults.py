@@ -27,8 +27,8 @@ from etude.rollout.engines import complaints
 from etude.store import open_store
 from etude.trainer.rl.process import Trainer
 from etude.trainer.rl.rescoring import set_weights
-from etude.weights.receiver import load
-from tests.helpers.trainer_runs import admit, answer, canaries, edited, engine_of, flip, new_run, play
+from etude.weights.content import load
+from tests.helpers.trainer_runs import admit, answer, begin_probes, edited, engine_of, flip, new_run, play, step
 
 PROMPTS = 2  # groups per step
 VERSION = 2  # that the faulty episodes are sampled by
@@ -59,7 +59,7 @@ class Case:
         return engine_of(self.config, self.tensors(version) if tensors is None else tensors, version)
 
     def step(self, episodes: list[Episode], engine: Engine | None) -> Found:
-        """One step on these episodes; `engine` is what the canaries are asked of."""
+        """One step on these episodes; `engine` is what the probes are asked of."""
         version = self.trainer.version
         for i in range(PROMPTS):
             index = PROMPTS * version + i
@@ -76,8 +76,7 @@ class Case:
             )
         halted = ""
         try:
-            self.trainer.step(self.trainer.ledger.ready_groups(PROMPTS, in_order=True), 0.0, 0.0, 0.0)
-            self.trainer.settle(wait=True)
+            step(self.trainer, PROMPTS)
         except RunFailed as e:
             halted = str(e)
         line = {} if halted else runfolder.read_jsonl(self.run / "metrics.jsonl")[-1]
@@ -106,14 +105,14 @@ def bases(tmp_path_factory):
                 guards={"min_tokens": 16},
                 trainer={"lr": 5e-3, "warmup_steps": 0, "router_replay": kind == "moe"},
             )
-            canaries(run)
+            begin_probes(run)
             case = Case(run, config, Trainer(run))
             for version in range(VERSION):
                 engine = case.engine(version=version)
                 found = case.step(groups(engine, version, routes=kind == "moe"), engine)
                 assert (found.halted, found.complaints) == ("", [])
                 assert set(found.events) <= {"grad_norm"}, "the steps before are healthy"
-                assert found.metrics["canary/k2"] < 1e-9
+                assert found.metrics["probe/k2"] < 1e-9
             made[kind] = run
         return made[kind]
 
@@ -245,9 +244,9 @@ def scored_silence(case, monkeypatch):
 
 
 FAULTS = {
-    "stale weights": Fault(stale_weights, ("canary_growth", "mismatch_k2"), verdict="weights"),
+    "stale weights": Fault(stale_weights, ("probe_growth", "mismatch_k2"), verdict="weights"),
     "stale prefix cache": Fault(stale_prefix_cache, ("kv_lag", "mismatch_k2"), verdict="cache"),
-    "one wrong tensor": Fault(one_wrong_tensor, ("canary_growth", "mismatch_k2"), verdict="weights"),
+    "one wrong tensor": Fault(one_wrong_tensor, ("probe_growth", "mismatch_k2"), verdict="weights"),
     "tokenised again, harness": Fault(
         tokenised_again_in_the_harness, ("mismatch_k2", "tail_ln2", "tail_dp"), verdict="tokens"
     ),
@@ -276,9 +275,9 @@ def test_a_fault_is_caught_at_its_first_step_and_named(start, monkeypatch, name)
     said = found.complaints
     assert all(fault.complains in sentence for sentence in said) if fault.complains else not said
     assert bool(said) == bool(fault.complains)
-    if "canary_growth" in fault.guards:
-        sentence = found.events["canary_growth"]["sentence"]
-        assert "the engine at http://engine-1 scores the canaries of version 2" in sentence
+    if "probe_growth" in fault.guards:
+        sentence = found.events["probe_growth"]["sentence"]
+        assert "the engine at http://engine-1 scores the probes of version 2" in sentence
     assert case.verdict() == fault.verdict
 
 

@@ -16,9 +16,10 @@ import torch
 
 from etude.config import LossConfig, RolloutConfig
 from etude.errors import UserError
-from etude.trainer.rl.loss import LossStats, Mismatch, Tokens, policy_loss
+from etude.trainer.rl.loss import LossStats, LossTokens, policy_loss
+from etude.trainer.rl.mismatch import Mismatch
 from etude.trainer.rl.policies import PolicyDrift, drift, keep, shares
-from etude.trainer.rl.presets import PRESETS, divisor, recipe
+from etude.trainer.rl.presets import PRESETS, divisor, loss_preset
 from etude.trainer.rl.value import gae
 
 P, G, L = 3, 2, 12  # groups, members, token budget
@@ -192,7 +193,7 @@ def tensors(episodes, current, name):
         advantage_N = torch.tensor(scalar_gae(episodes), dtype=torch.double)
     o_N, index_N = column(lambda i, t: t.o), torch.tensor([i for i, _ in flat])
     mean_E = torch.stack([(l_N.detach() - o_N)[index_N == i].mean() for i in range(len(episodes))])
-    return Tokens(
+    return LossTokens(
         current=l_N,
         proximal=o_N,
         rollout=column(lambda i, t: t.mu),
@@ -253,7 +254,9 @@ def test_equal_rewards_masked_tokens_and_no_tokens_give_no_gradient(name):
     loss.backward()
     assert loss.item() == 0.0
     assert none.current.grad.abs().max() == 0.0
-    empty = Tokens(*(torch.zeros(0, dtype=torch.double, requires_grad=i == 0) for i in range(4)), None, torch.zeros(0))
+    empty = LossTokens(
+        *(torch.zeros(0, dtype=torch.double, requires_grad=i == 0) for i in range(4)), None, torch.zeros(0)
+    )
     loss = policy_loss(empty, chosen, 1.0)
     loss.backward()
     assert loss.item() == 0.0
@@ -278,7 +281,7 @@ def test_extreme_ratios_stay_finite(name):
     values = torch.tensor([-1e4, -700.0, -0.0, -1.0], dtype=torch.double, requires_grad=True)
     other = torch.tensor([-0.5, -1e4, -800.0, -1.0], dtype=torch.double)
     one = torch.ones(4, dtype=torch.double)
-    tokens = Tokens(values, other, other.flip(0), one * -1, other, one, drift=torch.tensor([1e5, -1e5, 0.0, 1.0]))
+    tokens = LossTokens(values, other, other.flip(0), one * -1, other, one, drift=torch.tensor([1e5, -1e5, 0.0, 1.0]))
     loss = policy_loss(tokens, replace(PRESETS[name], kl_beta=0.1), 4.0, LossStats())
     loss.backward()
     assert math.isfinite(loss.item())
@@ -291,8 +294,8 @@ def test_composer2_has_the_bits_it_always_had():
     l_N = (-torch.rand(1001)).requires_grad_()
     a_N, ref_N, one_N = torch.randn(1001), -torch.rand(1001), torch.ones(1001)
     for beta, reference in ((0.0, None), (0.1, ref_N)):
-        chosen = recipe(LossConfig(kl_beta=beta))
-        found = policy_loss(Tokens(l_N, l_N.detach(), ref_N, a_N, reference, one_N), chosen, 1234.0, LossStats())
+        chosen = loss_preset(LossConfig(kl_beta=beta))
+        found = policy_loss(LossTokens(l_N, l_N.detach(), ref_N, a_N, reference, one_N), chosen, 1234.0, LossStats())
         weights = a_N if reference is None else a_N - beta * (l_N.detach() - reference)
         expected = -(weights * l_N).sum() / 1234.0
         assert torch.equal(found, expected)
@@ -307,7 +310,7 @@ def expected_gradient(kind, logits, reference):
     losses = []
     for i in range(len(logits)):
         now = policy[i : i + 1]
-        tokens = Tokens(now, now.detach(), now.detach(), 0 * one, reference[i : i + 1], one)
+        tokens = LossTokens(now, now.detach(), now.detach(), 0 * one, reference[i : i + 1], one)
         chosen = replace(PRESETS["composer2"], kl=kind, kl_beta=1.0)
         losses.append(policy[i].detach().exp() * policy_loss(tokens, chosen, 1.0))
     return torch.autograd.grad(sum(losses), logits)[0]
@@ -392,15 +395,17 @@ def test_statistics_of_weights_and_clipping():
 
 
 def test_what_a_configuration_replaces():
-    chosen = recipe(LossConfig(preset="dapo", correction="truncate", cap_high=3.0, kl="k2", kl_beta=0.5, clip_high=1.5))
+    chosen = loss_preset(
+        LossConfig(preset="dapo", correction="truncate", cap_high=3.0, kl="k2", kl_beta=0.5, clip_high=1.5)
+    )
     assert (chosen.correction, chosen.cap, chosen.kl, chosen.kl_beta) == ("truncate", (0.0, 3.0), "k2", 0.5)
     assert chosen.clip == (0.8, 1.5)
-    assert recipe(LossConfig()) == PRESETS["composer2"]
-    assert recipe(LossConfig(kl_beta=0.1)).kl == "k1"
+    assert loss_preset(LossConfig()) == PRESETS["composer2"]
+    assert loss_preset(LossConfig(kl_beta=0.1)).kl == "k1"
     with pytest.raises(UserError, match="needs an estimator"):
-        recipe(LossConfig(preset="dapo", kl_beta=0.1))
+        loss_preset(LossConfig(preset="dapo", kl_beta=0.1))
     with pytest.raises(UserError, match="ratio of 1"):
-        recipe(LossConfig(preset="dapo", clip_low=1.2))
+        loss_preset(LossConfig(preset="dapo", clip_low=1.2))
 
 
 def test_shares_hold_whole_groups():

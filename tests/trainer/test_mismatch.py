@@ -19,7 +19,7 @@ from etude.models.loading import load_model
 from etude.records import Outcome, StopReason
 from etude.store import open_store
 from etude.trainer.rl.rescoring import chosen, logits, set_weights
-from etude.weights.receiver import load
+from etude.weights.content import load
 from tests.helpers.trainer_runs import edited, engine_of, flip, keep, new_run, play, publish_versions
 
 STALE_GROUP = 90  # trained on by version 3, from the weights of version 2

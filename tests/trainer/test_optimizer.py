@@ -6,7 +6,7 @@ import torch
 from etude.config import TrainerConfig
 from etude.errors import UserError
 from etude.trainer import checkpoint
-from etude.trainer.optimizer import MasterAdamW, Settings, for_policy, learning_rate
+from etude.trainer.optimizer import AdamWSettings, MasterAdamW, for_policy, learning_rate
 
 
 class Tiny(torch.nn.Module):
@@ -77,7 +77,7 @@ def test_updates_of_the_earlier_stages_are_those_of_the_papers_formula_in_every_
     torch.manual_seed(0)
     model = Tiny().bfloat16()
     named = dict(model.named_parameters())
-    optimizer = MasterAdamW(named, Settings((0.9, 0.95), 0.1, 0.5, "paper", decay_vectors=False))
+    optimizer = MasterAdamW(named, AdamWSettings((0.9, 0.95), 0.1, 0.5, "paper", decay_vectors=False))
     masters = {n: p.detach().float() for n, p in named.items()}
     first, second = ({n: torch.zeros_like(m) for n, m in masters.items()} for _ in range(2))
     for t in range(1, 6):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks import restoration
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
@@ -15,8 +16,9 @@ from etude.corpus import build, packing
 from etude.corpus.dialect import IDS, Call, encode, message, prompt, turn
 from etude.corpus.filters import Function, functions
 from etude.corpus.sources import File
+from etude.errors import UserError
 from etude.trainer.finetune import config as pretrain_config
-from etude.trainer.finetune import pretrain, restoration
+from etude.trainer.finetune import loop, packed, pretrain
 from etude.trainer.finetune.config import CorpusConfig, MidtrainConfig, NewModelConfig, OptimConfig, SftConfig
 
 CODE = "\n\n\n".join(
@@ -107,15 +109,23 @@ def test_likelihood_is_that_of_greedy_decoding() -> None:
         restoration.likelihoods(model, tokenizer, found, temperature=0)
 
 
-def test_interrupted_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["midtrain", "sft"])
+def test_interrupted_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path, stage: str) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    pretrain.midtrain(_midtrain(whole, tokens=6_000))
-    pretrain.midtrain(_midtrain(parts, tokens=6_000), stop_after=4)
-    pretrain.midtrain(_midtrain(parts, tokens=6_000), resume=True)
+    if stage == "midtrain":
+        run, configs = pretrain.midtrain, [_midtrain(output, tokens=6_000) for output in (whole, parts)]
+    else:
+        model = pretrain.midtrain(_midtrain(tmp_path / "mid", tokens=1_000))
+        optim = _optim(tokens=6_000)
+        run, configs = pretrain.sft, [SftConfig(output=output, model=model, optim=optim) for output in (whole, parts)]
+    run(configs[0])
+    run(configs[1], stop_after=4)
+    run(configs[1], resume=True)
     one, two = load_file(whole / "state.safetensors"), load_file(parts / "state.safetensors")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[key], two[key]) for key in one)
     assert _losses(whole) == _losses(parts)
+    assert len(_losses(whole)) > 4
 
 
 def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
@@ -124,12 +134,12 @@ def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
 
 
 def test_run_folder_is_not_reused_and_resume_needs_a_state(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no saved state"):
+    with pytest.raises(UserError, match="no saved state"):
         pretrain.midtrain(_midtrain(tmp_path / "run"), resume=True)
     pretrain.midtrain(_midtrain(tmp_path / "run", tokens=2_000), stop_after=1)
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(UserError, match="already holds a run"):
         pretrain.midtrain(_midtrain(tmp_path / "run"))
-    with pytest.raises(ValueError, match="not a model folder"):
+    with pytest.raises(UserError, match="not a model folder"):
         pretrain.sft(SftConfig(output=tmp_path / "sft", model=tmp_path / "nothing"))
 
 
@@ -140,8 +150,8 @@ def test_loss_counts_only_labelled_targets(tmp_path: Path) -> None:
     rows = packing.Rows(
         generator.integers(32, 320, (4, 24)).astype(np.uint16), generator.integers(0, 2, (4, 24)).astype(np.uint8)
     )
-    batch = pretrain._PackedBatches.of(rows, 4)[0]
-    loss, balance, load_LE, _ = pretrain.loss_function(model)(*batch)
+    batch = packed.PackedBatches.of(rows, 4)[0]
+    loss, balance, load_LE, _ = packed.loss_function(model)(*batch)
     ids_BT = torch.from_numpy(rows.ids.astype(np.int64))
     targets_BT = torch.where(torch.from_numpy(rows.mask) > 0, ids_BT, -100)[:, 1:]
     logits_BTV = model(input_ids=ids_BT).logits[:, :-1]
@@ -155,13 +165,13 @@ def test_loss_counts_only_labelled_targets(tmp_path: Path) -> None:
 
 def test_schedule_warms_up_stays_and_decays_to_zero() -> None:
     config = _optim(lr=1.0, warmup=0.1, decay=0.5)
-    rates = [pretrain.learning_rate(config, p) for p in (0.0, 0.05, 0.1, 0.4, 0.75, 1.0)]
+    rates = [loop.learning_rate(config, p) for p in (0.0, 0.05, 0.1, 0.4, 0.75, 1.0)]
     assert rates == pytest.approx([0.02, 0.5, 1.0, 1.0, 0.5, 0.0])
 
 
 def test_master_weights_keep_updates_smaller_than_bfloat16_can_hold() -> None:
     model = pretrain.new_model(MODEL, 0)
-    optimizer = pretrain.optimizer_of(model, _optim(weight_decay=0.0))
+    optimizer = loop.optimizer_of(model, _optim(weight_decay=0.0))
     name, live = next(iter(model.named_parameters()))
     before = optimizer.state()[f"master/{name}"].clone()
     for _ in range(3):

@@ -25,12 +25,13 @@ from etude.rollout import probes
 from etude.run import loop
 from etude.store import open_store
 from etude.tasks import dataset
-from etude.trainer.rl.probes import Canaries
+from etude.trainer.rl.probes import TrainerProbes
 from etude.trainer.rl.process import Trainer
 from etude.trainer.rl.rescoring import set_weights
+from etude.weights.content import load
 from etude.weights.manifest import manifests
-from etude.weights.receiver import Receiver, load
-from tests.helpers.trainer_runs import admit, answer, canaries, engine_of, new_run, play, prompt, sampled
+from etude.weights.receiver import Receiver
+from tests.helpers.trainer_runs import admit, answer, begin_probes, engine_of, new_run, play, prompt, sampled, step
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60.0
@@ -51,12 +52,12 @@ def test_sequences_follow_from_tasks_and_tokenizer():
 @pytest.mark.parametrize("kind", ["qwen3", "moe"])
 def test_an_engine_scores_as_the_trainer_does(tmp_path, kind):
     run, config = new_run(tmp_path, kind)
-    sequences = canaries(run)
+    sequences = begin_probes(run)
     model = load_model(config.model.path)
-    store = open_store(str(run / "canary"))
+    store = open_store(str(run / "probes"))
     for deterministic in (False, True):
         probes.begin(store, probes.Sequences(ids=tuple(sequences)))
-        trainer = Canaries(store, model, exactly=deterministic)
+        trainer = TrainerProbes(store, model, exactly=deterministic)
         trainer.score(7)
         answer(run, Engine(model, version=7, deterministic=deterministic), number=3)
         (found,) = trainer.arrived()
@@ -122,7 +123,7 @@ def serving(config, tensors, version, **limits):
 
 def asked(run, engines, version):
     """Asks every engine once, as the controller does when it sees a version, and waits for the answers."""
-    store = open_store(str(run / "canary"))
+    store = open_store(str(run / "probes"))
 
     async def ask():
         async with asyncio.timeout(SECONDS), EngineClient(engines) as client:
@@ -138,7 +139,7 @@ def asked(run, engines, version):
 def test_a_wrong_server_is_named_and_the_run_goes_on_without_answers(tmp_path, capsys):
     """Two servers over HTTP, one with a damaged tensor that it does not know of."""
     run, config = new_run(tmp_path, guards={"min_tokens": 16})
-    canaries(run)
+    begin_probes(run)
     trainer = Trainer(run)
     right = load(open_store(str(run / "weights")), 0)[1]
     name = "model.layers.1.self_attn.o_proj.weight"
@@ -151,26 +152,25 @@ def test_a_wrong_server_is_named_and_the_run_goes_on_without_answers(tmp_path, c
         asked(run, [url, other], 0)
     for version in (0, 1):
         admit(run, config, version, version, play(engine_of(config, right, 0), version))
-        trainer.step(trainer.ledger.ready_groups(1, in_order=True), 0.0, 0.0, 0.0)
-        trainer.settle(wait=True)
+        step(trainer)
     first, second = runfolder.read_jsonl(run / "metrics.jsonl")
-    found = {a["engine"]: a for a in first["canary/answers"]}
+    found = {a["engine"]: a for a in first["probe/answers"]}
     assert found[url]["k2"] < 1e-9
-    assert found[other]["k2"] == first["canary/k2"] > 1e-2
-    (event,) = [e for e in first["guard/events"] if e["guard"] == "canary_growth"]
+    assert found[other]["k2"] == first["probe/k2"] > 1e-2
+    (event,) = [e for e in first["guard/events"] if e["guard"] == "probe_growth"]
     assert (event["level"], event["action"]) == ("stop", "skip")
-    assert f"the engine at {other} scores the canaries of version 0 otherwise" in event["sentence"]
+    assert f"the engine at {other} scores the probes of version 0 otherwise" in event["sentence"]
     assert event["sentence"] in capsys.readouterr().err
-    assert first["time/canary"] > 0
-    assert "canary/answers" not in second, "nothing has arrived: nothing is judged, and nothing waits"
+    assert first["time/probes"] > 0
+    assert "probe/answers" not in second, "nothing has arrived: nothing is judged, and nothing waits"
 
 
 def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_path, capsys):
     """One look of the watch loop at two servers: one of them has fewer rows, and then says it has other tensors."""
     run, config = new_run(tmp_path)
-    sequences = canaries(run)
+    sequences = begin_probes(run)
     Trainer(run)
-    weights, answers = open_store(str(run / "weights")), open_store(str(run / "canary"))
+    weights, answers = open_store(str(run / "weights")), open_store(str(run / "probes"))
     tensors = load(weights, 0)[1]
 
     async def look(engines, follower):
@@ -181,7 +181,7 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
         ):
             parts = dict.fromkeys(("dataset", "ledger", "rollouts", "sandbox", "renderer", "concurrency"))
             watched = loop.Run(
-                folder=run, config=config, weights=weights, canaries=asker, client=client, engines=engines, children=[],
+                folder=run, config=config, weights=weights, probes=asker, client=client, engines=engines, children=[],
                 **parts,
             )  # fmt: skip
             for _ in range(3):
@@ -227,7 +227,7 @@ def test_a_version_that_comes_while_a_server_scores_and_a_bad_question(tmp_path)
 
 
 def test_an_unreachable_engine_is_one_sentence(tmp_path, capsys, monkeypatch):
-    store = open_store(str(tmp_path / "canary"))
+    store = open_store(str(tmp_path / "probes"))
     monkeypatch.setattr(probes, "SECONDS", 0.3)
 
     async def ask():
@@ -245,25 +245,25 @@ def test_an_unreachable_engine_is_one_sentence(tmp_path, capsys, monkeypatch):
 
 def test_a_continued_run_forgets_the_answers_of_engines_that_are_gone(tmp_path):
     run, config = new_run(tmp_path)
-    sequences = canaries(run)
+    sequences = begin_probes(run)
     model = load_model(config.model.path)
     answer(run, Engine(model, version=2))
-    store = open_store(str(run / "canary"))
+    store = open_store(str(run / "probes"))
     assert store.list() == ["00000002/0000.msgpack", "sequences.msgpack"]
-    canaries(run)
+    begin_probes(run)
     assert store.list() == ["sequences.msgpack"]
     assert [list(ids) for ids in probes.read_sequences(store)] == sequences
     probes.begin(store, probes.Sequences(ids=()))
-    trainer = Canaries(store, model, exactly=False)
+    trainer = TrainerProbes(store, model, exactly=False)
     trainer.score(2)
     assert (trainer.arrived(), trainer.seconds()) == ([], 0.0)
 
 
 def test_an_answer_that_is_no_number_is_as_wrong_as_can_be(tmp_path):
     run, config = new_run(tmp_path)
-    canaries(run, count=1, tokens=3)
-    store = open_store(str(run / "canary"))
-    trainer = Canaries(store, load_model(config.model.path), exactly=False)
+    begin_probes(run, count=1, tokens=3)
+    store = open_store(str(run / "probes"))
+    trainer = TrainerProbes(store, load_model(config.model.path), exactly=False)
     trainer.score(0)
     scored = probes.Scored(version=0, digest="", logprobs=([float("nan"), -1.0],))
     probes.write_answer(store, 0, probes.ProbeResult(engine="http://e", scored=scored))
@@ -291,22 +291,21 @@ def test_limits_of_an_engine_are_in_its_configuration(tmp_path):
 def test_versions_at_a_learning_rate_of_zero_are_one(tmp_path):
     """G10: three steps with real gradients, each published, received by an engine over deltas and measured there."""
     run, config = new_run(tmp_path, trainer={"lr": 0.0, "warmup_steps": 0}, guards={"min_tokens": 16})
-    canaries(run)
+    begin_probes(run)
     trainer, store = Trainer(run), open_store(str(run / "weights"))
     engine = Engine(load_model(config.model.path), version=-1)
     receiver = Receiver(store, named_tensors(engine.model))
     for version in range(3):
-        receiver.poll().apply()
+        receiver.apply(receiver.poll())
         engine.version = receiver.version
         answer(run, engine)
         admit(run, config, version, version, play(engine, version))
-        trainer.step(trainer.ledger.ready_groups(1, in_order=True), 0.0, 0.0, 0.0)
-        trainer.settle(wait=True)
+        step(trainer)
     assert len({m.digest for m in manifests(store)}) == 1
     lines = runfolder.read_jsonl(run / "metrics.jsonl")
     assert all(line["optim/grad_norm"] > 0 and line["optim/updates"] == 1 for line in lines), "else nothing was tried"
-    assert [a["version"] for line in lines for a in line["canary/answers"]] == [0, 1, 2]
+    assert [a["version"] for line in lines for a in line["probe/answers"]] == [0, 1, 2]
     # The same sequences, weights and passes: the same rounding of float32, to the bit.
-    assert len({line["canary/k2"] for line in lines}) == 1
+    assert len({line["probe/k2"] for line in lines}) == 1
     assert max(line["mismatch/k2"] for line in lines) < 1e-9
     assert not any("guard/events" in line for line in lines)

@@ -18,9 +18,9 @@ from etude.models.segments import trie
 from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch, recorded_routes, token_rows
 from etude.trainer.rl.execution import evaluate, run
-from etude.trainer.rl.loss import Mismatch
+from etude.trainer.rl.mismatch import Mismatch
 from etude.trainer.rl.plan import TokenRows, packed, plan, rows, shape_of, streaming
-from etude.trainer.rl.step import train_step
+from etude.trainer.rl.step import Learner, train_step
 from tests.helpers.tiny_models import random_model, save_random_model
 from tests.helpers.trainer_runs import engine_of, flip, new_run, play
 
@@ -49,7 +49,7 @@ def stepped(config, groups, **trainer):
     optimizer = for_policy(model, config.trainer)
     routes = SHAPE if config.trainer.router_replay else None
     batch = make_batch((), groups, routes=routes)
-    return train_step(model, None, optimizer, batch, config, 0, 0.0)[0]
+    return train_step(Learner(model, optimizer), batch, config, 0, 0.0).metrics
 
 
 @pytest.mark.parametrize("execution", ["auto", "rows", "streaming", "recompute"])

@@ -12,7 +12,7 @@ from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import Batch, Completion, PromptRow, collate, token_rows
 from etude.trainer.rl.execution import run
 from etude.trainer.rl.plan import rows as separate
-from etude.trainer.rl.step import train_step
+from etude.trainer.rl.step import Learner, train_step
 from tests.helpers.tiny_models import save_random_model
 
 
@@ -53,10 +53,10 @@ def step(folder, **trainer):
     optimizer = for_policy(model, options.trainer)
     before = {name: t.clone() for name, t in optimizer.state().items() if name.startswith("master/")}
     checked = set() if options.trainer.self_check else None
-    metrics, verdict = train_step(model, None, optimizer, a_batch(), options, 0, 0.0, checked=checked)
-    assert verdict.trains
+    result = train_step(Learner(model, optimizer), a_batch(), options, 0, 0.0, checked=checked)
+    assert result.verdict.trains
     after = optimizer.state()
-    return metrics, torch.cat([(after[name] - t).flatten() for name, t in before.items()])
+    return result.metrics, torch.cat([(after[name] - t).flatten() for name, t in before.items()])
 
 
 def test_a_step_moves_the_weights_as_separate_rows_do(folder):
@@ -124,7 +124,7 @@ def test_the_balance_loss_is_trained_and_reported(folder):
 def test_a_batch_without_rows_changes_nothing(folder):
     options, model = config(self_check=True), load_model(folder)
     optimizer, batch = for_policy(model, options.trainer), Batch((), (), (), 2)
-    metrics, _ = train_step(model, None, optimizer, batch, options, 0, 0.0, checked=set())
+    metrics = train_step(Learner(model, optimizer), batch, options, 0, 0.0, checked=set()).metrics
     assert metrics["loss/policy"] == 0.0
     assert "optim/grad_norm" not in metrics
 

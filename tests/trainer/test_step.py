@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from etude.config import LossConfig, RLConfig
+from etude.errors import UserError
 from etude.models.loading import load_model
 from etude.store import open_store
 from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch
-from etude.trainer.rl.presets import PRESETS, recipe
+from etude.trainer.rl.presets import PRESETS, loss_preset
 from etude.trainer.rl.rescoring import set_weights
-from etude.trainer.rl.step import train_step
+from etude.trainer.rl.step import Learner, train_step
 from etude.trainer.rl.value import Critic
-from etude.weights.receiver import load
+from etude.weights.content import load
 from tests.helpers.trainer_runs import engine_of, new_run, play, publish_versions
 
 
@@ -40,13 +41,13 @@ def stepped(played, config, **options):
     model = load_model(config.model.path)
     set_weights(model, tensors)
     optimizer = for_policy(model, config.trainer)
-    chosen = recipe(config.loss)
+    chosen = loss_preset(config.loss)
     batch = make_batch((), groups, advantage=chosen.advantage)
     reference = load_model(config.model.path) if chosen.kl_beta else None
     critic = Critic(model, 1e-2) if chosen.advantage == "value" else None
-    metrics, verdict = train_step(model, reference, optimizer, batch, config, 1, 0.0, critic=critic, **options)
-    assert verdict.trains
-    return metrics, optimizer, critic
+    result = train_step(Learner(model, optimizer, reference, critic), batch, config, 1, 0.0, **options)
+    assert result.verdict.trains
+    return result.metrics, optimizer, critic
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -86,6 +87,46 @@ def test_corrections_and_masks_are_counted(played):
     assert metrics["drop/tokens/all_masks"] >= metrics["drop/tokens/ipo"]
 
 
+def reinforce(tokens):
+    """The loss of the preset composer2, as a user would write it."""
+    return -tokens.advantage * tokens.current
+
+
+def shapeless(tokens):
+    return tokens.current.sum()
+
+
+NOT_CALLABLE = 3
+
+
+@pytest.mark.parametrize("execution", ["auto", "rows"])
+def test_a_custom_loss_trains_as_the_preset_that_it_repeats(played, execution):
+    """Bit for bit: the same products in the same order. KL term, masks and divisor are the preset's."""
+    options = {"kl": "k3", "kl_beta": 0.1, "masks": ["ipo"]}
+    own, optimizer, _ = stepped(played, with_loss(played[0], execution, custom=f"{__name__}:reinforce", **options))
+    preset, expected, _ = stepped(played, with_loss(played[0], execution, **options))
+    assert own["loss/policy"] == preset["loss/policy"]
+    assert own["loss/kl_ref"] == preset["loss/kl_ref"] > 0
+    assert all(torch.equal(t, expected.state()[name]) for name, t in optimizer.state().items())
+    other, _, _ = stepped(played, with_loss(played[0], execution, custom=f"{__name__}:reinforce", preset="dapo"))
+    assert other["optim/grad_norm"] != own["optim/grad_norm"]
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("no_such_module:loss", "no_such_module"),
+        (f"{__name__}:no_such_loss", "has no no_such_loss"),
+        (f"{__name__}:NOT_CALLABLE", "is not callable"),
+        (f"{__name__}:shapeless", r"must return a tensor of shape \(\d+,\), one loss per token, not a tensor of shape"),
+    ],
+)
+def test_a_custom_loss_that_cannot_be_used_is_refused_in_a_sentence(played, path, why):
+    with pytest.raises(UserError, match=rf"loss\.custom.*{why}") as error:
+        stepped(played, with_loss(played[0], custom=path))
+    assert "\n" not in str(error.value)
+
+
 def test_the_value_head_learns_the_returns(played):
     """Thirty steps on one batch, lambda 1: the error falls towards the variance of the returns, 1.25 of 3.5.
 
@@ -95,11 +136,9 @@ def test_the_value_head_learns_the_returns(played):
     model = load_model(config.model.path)
     set_weights(model, tensors)
     critic, optimizer = Critic(model, 2e-2), for_policy(model, config.trainer.model_copy(update={"lr": 1e-5}))
-    batch = make_batch((), groups, advantage="value")
+    learner, batch = Learner(model, optimizer, critic=critic), make_batch((), groups, advantage="value")
     assert batch.zero_variance == 0
-    errors = [
-        train_step(model, None, optimizer, batch, config, n, 0.0, critic=critic)[0]["loss/value"] for n in range(1, 31)
-    ]
+    errors = [train_step(learner, batch, config, n, 0.0).metrics["loss/value"] for n in range(1, 31)]
     assert errors[-1] < 0.6 * errors[0]
     other = Critic(model, 2e-2)
     other.load(critic.state())
@@ -112,7 +151,7 @@ def test_a_batch_without_rows_changes_nothing(played):
     optimizer = for_policy(model, config.trainer)
     before = {name: t.clone() for name, t in optimizer.state().items()}
     equal = [list(played[2][0][:1])]
-    metrics, verdict = train_step(model, None, optimizer, make_batch((), equal), config, 1, 0.0)
-    assert verdict.trains
-    assert "optim/grad_norm" not in metrics
+    result = train_step(Learner(model, optimizer), make_batch((), equal), config, 1, 0.0)
+    assert result.verdict.trains
+    assert "optim/grad_norm" not in result.metrics
     assert all(torch.equal(t, before[name]) for name, t in optimizer.state().items())

@@ -7,6 +7,7 @@ import torch
 
 import etude.weights
 from etude.errors import UserError
+from etude.weights.snapshots import Snapshots
 from etude.weights.ulpd import device
 from etude.weights.ulpd.schema import Spec
 
@@ -16,8 +17,13 @@ def test_a_gpu_without_triton_is_one_sentence(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, "etude.weights.ulpd.triton_kernels", raising=False)
     monkeypatch.delattr(etude.weights, "triton_kernels", raising=False)
-    with pytest.raises(UserError, match="Triton, which is not installed; pip install triton"):
-        device.digest(Spec("x", "float32", (3,)), torch.zeros(3))
+    spec, sentence = Spec("x", "float32", (3,)), "Triton, which is not installed; pip install triton"
+    with pytest.raises(device.TritonMissing, match=sentence):
+        device.digest(spec, torch.zeros(3))
+    snapshots = Snapshots()
+    snapshots.take([spec], {"x": torch.zeros(3)})()
+    with pytest.raises(UserError, match=sentence):
+        snapshots.take([spec], {"x": torch.ones(3)})
 
 
 def test_a_host_tensor_needs_no_triton(monkeypatch) -> None:

@@ -50,7 +50,7 @@ def test_a_write_that_fails_once_costs_a_retry(faulty, kind, part):
     assert [fault for _, _, fault in link.seen if fault] == [kind]
     live = widened(tensors(9))
     receiver = Receiver(store, live)
-    receiver.poll().apply()
+    receiver.apply(receiver.poll())
     assert digest(live) == manifest.newest(store).digest == digest(new)
 
 
@@ -75,10 +75,10 @@ def test_a_read_that_fails_is_made_again(faulty, kind):
     writer.publish(0, tensors(0), (), {})
     live = widened(tensors(9))
     receiver = Receiver(store, live)
-    receiver.poll().apply()
+    receiver.apply(receiver.poll())
     writer.publish(1, new, (), {})
     link.fault = first(kind, "GET", "payloads/", 1)
-    receiver.poll().apply()
+    receiver.apply(receiver.poll())
     assert [fault for _, _, fault in link.seen if fault] == [kind]
     assert digest(live) == digest(new)
 
@@ -90,12 +90,12 @@ def test_while_nothing_can_be_read_the_old_version_stays(faulty):
     writer.publish(0, old, (), {})
     live = widened(tensors(9))
     receiver = Receiver(store, live)
-    receiver.poll().apply()
+    receiver.apply(receiver.poll())
     writer.publish(1, new, (), {})
     link.fault = lambda method, path: "cut" if method == "GET" and "payloads/" in path else ""
     with pytest.raises((UserError, ValueError)):
         receiver.poll()
     assert digest(live) == digest(old)
     link.fault = lambda method, path: ""
-    receiver.poll().apply()
+    receiver.apply(receiver.poll())
     assert digest(live) == digest(new)

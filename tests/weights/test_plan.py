@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from etude.records import Anchor, PayloadPart, PolicyVersion, Skip
-from etude.weights.plan import NoPath, plan
+from etude.weights.payloads import NoPath, plan
 
 
 def parts(kind: str, version: int, nbytes: int) -> tuple[PayloadPart, ...]:

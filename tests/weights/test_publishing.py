@@ -14,10 +14,11 @@ import torch
 from etude.errors import RunFailed, UserError
 from etude.store import Store, open_store
 from etude.weights import manifest, publisher
-from etude.weights.plan import plan
+from etude.weights.content import load
+from etude.weights.payloads import plan
 from etude.weights.publisher import AlreadyPublished, Publisher
 from etude.weights.ranks import Ranks, owned
-from etude.weights.receiver import Receiver, bring, load
+from etude.weights.receiver import Receiver, update_to
 from etude.weights.ulpd.digest import digest
 from etude.weights.ulpd.schema import schema_of
 from tests.helpers.faulty import Faulty
@@ -179,7 +180,7 @@ def test_a_thousand_versions_are_equal_at_each_and_by_every_path(store):
         current = nudged(current, version) if version else current
         read[version] = writer.publish(version, current, (), {})
         assert read[version].digest == digest(current)
-        receiver.poll().apply()
+        receiver.apply(receiver.poll())
         assert receiver.version == version
         if version % 64 in (0, 3, 8) or version == 1000:
             kept[version] = copies(current)
@@ -190,7 +191,7 @@ def test_a_thousand_versions_are_equal_at_each_and_by_every_path(store):
     for start, target in ((0, 64), (64, 72), (3, 640), (0, 1000), (579, 968), (960, 1000)):
         kinds |= {p.kind for p in plan(read.get, start, target)}
         brought = copies(kept[start])
-        bring(store, start, target, brought)
+        update_to(store, start, target, brought)
         assert equal(brought, kept[target])
         assert equal(held(store, target), kept[target])
     assert {"delta", "skip"} <= kinds
@@ -209,7 +210,7 @@ def test_a_resumed_publisher_writes_no_fold_that_it_cannot_know(store):
     assert {m.version: [s.base for s in m.skips] for m in published if m.skips} == {16: [8]}
     assert {m.run for m in published} == {published[0].run}
     brought = copies(made[8])
-    bring(store, 8, 17, brought)
+    update_to(store, 8, 17, brought)
     assert equal(brought, made[17])
 
 
@@ -246,7 +247,8 @@ def test_a_stale_listing_hides_no_version(store):
         assert manifest.newest(store) == published[3]
         assert manifest.versions(store, after=0) == [1, 2, 3]
     live = widened(tensors(9))
-    Receiver(store, live).poll().apply()
+    receiver = Receiver(store, live)
+    receiver.apply(receiver.poll())
     assert digest(live) == published[3].digest
 
 
@@ -348,7 +350,8 @@ def test_two_ranks_in_two_processes_write_one_chain(store):
     assert manifest.read(store, 9).anchor.version > 0
     assert store.list("shares") == []
     live = widened(wide(9))
-    Receiver(store, live).poll().apply()
+    receiver = Receiver(store, live)
+    receiver.apply(receiver.poll())
     assert digest(live) == digest(made[9])
 
 

@@ -14,14 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import etude.weights.source
+import etude.weights.payloads
 from etude import processes
 from etude.store import Store, open_store
 from etude.weights import manifest
+from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.publisher import Publisher
-from etude.weights.receiver import DamagedVersion, Receiver
+from etude.weights.receiver import Receiver
 from etude.weights.relay import Relay, main
-from etude.weights.source import PayloadSource
 from etude.weights.ulpd.digest import digest
 from tests.helpers.http_apps import answering
 from tests.helpers.small_tensors import nudged, tensors, widened
@@ -66,7 +66,7 @@ def test_three_servers_take_each_payload_once_from_the_store(store):
 
             def go(receiver: Receiver, barrier=barrier) -> None:
                 barrier.wait(SECONDS)
-                receiver.poll().apply()
+                receiver.apply(receiver.poll())
 
             threads = [threading.Thread(target=go, args=(receiver,)) for receiver in receivers]
             for thread in threads:
@@ -124,7 +124,8 @@ def test_a_stale_relay_is_passed_by(store, tmp_path, caplog):
     made = publish(store, 3)
     live = widened(tensors(9))
     with answering(Relay(stale, 2**20).app()) as url, caplog.at_level(logging.WARNING):
-        Receiver(store, live, PayloadSource(store, url)).poll().apply()
+        receiver = Receiver(store, live, PayloadSource(store, url))
+        receiver.apply(receiver.poll())
     assert digest(live) == made[2].digest
     assert "version 2 comes from the store: relay" in caplog.text
     assert f"has no {made[2].payload[0].key}" in caplog.text
@@ -150,7 +151,8 @@ def test_what_a_link_damages_comes_from_the_store(store, damage, caplog):
 
     live = widened(tensors(9))
     with answering(Starlette(routes=[Route("/payloads/{name:path}", wrong)])) as url, caplog.at_level(logging.WARNING):
-        Receiver(store, live, PayloadSource(store, url)).poll().apply()
+        receiver = Receiver(store, live, PayloadSource(store, url))
+        receiver.apply(receiver.poll())
     assert digest(live) == made[1].digest
     assert caplog.text.count("comes from the store") == 2
 
@@ -161,7 +163,7 @@ def test_what_is_damaged_in_the_store_is_served_by_nobody(store, damage):
     live = widened(tensors(9))
     with answering(Relay(store, 2**20).app()) as url:
         receiver = Receiver(store, live, PayloadSource(store, url))
-        receiver.poll(0).apply()
+        receiver.apply(receiver.poll(0))
         payload = store.get(made[1].payload[0].key)
         if damage == "missing":
             store.delete(made[1].payload[0].key)
@@ -171,14 +173,14 @@ def test_what_is_damaged_in_the_store_is_served_by_nobody(store, damage):
             receiver.poll()
         assert (receiver.version, digest(live)) == (0, made[0].digest)
         store.put(made[1].payload[0].key, payload)
-        receiver.poll().apply()
+        receiver.apply(receiver.poll())
     assert digest(live) == made[1].digest
 
 
 def test_a_flip_anywhere_in_a_payload_is_found(store):
     made = publish(store, 2)
     receiver = Receiver(store, widened(tensors(9)))
-    receiver.poll(0).apply()
+    receiver.apply(receiver.poll(0))
     payload = store.get(made[1].payload[0].key)
     for at in range(0, len(payload), 16):  # far finer than the 4 KiB that a disk writes
         store.put(made[1].payload[0].key, payload[:at] + bytes([payload[at] ^ 0x80]) + payload[at + 1 :])
@@ -188,7 +190,7 @@ def test_a_flip_anywhere_in_a_payload_is_found(store):
 
 def test_a_relay_killed_in_mid_transfer(store, tmp_path, monkeypatch, caplog):
     made = publish(store, 1)
-    monkeypatch.setattr(etude.weights.source, "PIECE", 700)
+    monkeypatch.setattr(etude.weights.payloads, "PIECE", 700)
     assert made[0].payload_bytes > 1400, "the third range is asked of a dead relay"
     ready = tmp_path / "relay.json"
     argv = ["etude.weights.relay", "--store", store.url, "--ready-file", str(ready), "--parent-death"]
@@ -196,7 +198,8 @@ def test_a_relay_killed_in_mid_transfer(store, tmp_path, monkeypatch, caplog):
     url = json.loads(processes.wait_for_file(ready, child, SECONDS))["url"]
     live = widened(tensors(9))
     with caplog.at_level(logging.WARNING):
-        Receiver(store, live, PayloadSource(store, url)).poll().apply()
+        receiver = Receiver(store, live, PayloadSource(store, url))
+        receiver.apply(receiver.poll())
     assert child.popen.wait(SECONDS) == -signal.SIGKILL
     assert digest(live) == made[0].digest
     assert "version 0 comes from the store: relay" in caplog.text

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from etude.store import open_store
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
-from etude.weights.repair import TRIES, RepairUnavailable, Rung, Unrepairable, mend
+from etude.weights.repair import TRIES, RepairSource, RepairUnavailable, Unrepairable, repair_chunk
 from etude.weights.ulpd.digest import digest
 from tests.helpers.http_apps import answering
 from tests.helpers.small_tensors import copies, nudged, tensors, widened
@@ -36,12 +36,12 @@ def chain(tmp_path: Path):
 
 def at(store, version, live, **options):
     receiver = Receiver(store, live, **options)
-    receiver.poll(version).apply()
+    receiver.apply(receiver.poll(version))
     return receiver
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_flip_writes_what_changed_and_nothing_else(chain, wide):
+def test_a_swap_writes_what_changed_and_nothing_else(chain, wide):
     store, made = chain
     live = widened(tensors(9)) if wide else tensors(9)
     receiver = at(store, 0, live)
@@ -52,7 +52,7 @@ def test_a_flip_writes_what_changed_and_nothing_else(chain, wide):
     # An element that is the same in both versions keeps whatever is there: nothing is copied whole.
     same = torch.nonzero((made[0]["b"] == made[3]["b"]).flatten())[0].item()
     live["b"].view(-1)[same] = 77.0
-    update.apply()
+    receiver.apply(update)
     assert live["b"].view(-1)[same] == 77.0
     live["b"].view(-1)[same] = made[3]["b"].view(-1)[same].to(live["b"].dtype)
     assert digest(live) == receiver.manifest.digest
@@ -64,26 +64,26 @@ def test_a_type_that_no_loop_reaches_is_written_by_index(chain):
     receiver = at(store, 0, live)
     update = receiver.poll()
     assert all(change.staged is not None for change in update.changes)
-    update.apply()
+    receiver.apply(update)
     assert all(torch.equal(live[name], made[3][name].double()) for name in live)
     live["a"][0] += 1e-9
     assert receiver.scrub(1.0) == [0]
 
 
-def test_a_flip_can_be_taken_back_and_made_again(chain):
+def test_a_swap_can_be_taken_back_and_made_again(chain):
     store, _ = chain
     live = widened(tensors(9))
     receiver = at(store, 0, live)
     before = copies(live)
     update = receiver.poll()
     for _ in range(2):
-        update.flip()
-        update.flip()  # a duplicate: the values are absolute
+        receiver.swap(update)
+        receiver.swap(update)  # a duplicate: the values are absolute
         assert digest(live) == update.manifest.digest
-        update.undo()
+        receiver.undo(update)
         assert all(torch.equal(live[name], before[name]) for name in live)
     assert receiver.version == 0
-    update.apply()
+    receiver.apply(update)
     assert (receiver.version, digest(live)) == (3, update.manifest.digest)
 
 
@@ -93,14 +93,14 @@ def test_an_update_of_another_version_is_refused(chain):
     live = widened(tensors(9))
     receiver = at(store, 0, live)
     first, last = receiver.poll(1), receiver.poll(3)
-    last.apply()
+    receiver.apply(last)
     for late in (first, last):
         with pytest.raises(ValueError, match="was staged for another version"):
-            late.apply()
+            receiver.apply(late)
     assert (receiver.version, digest(live)) == (3, last.manifest.digest)
 
 
-def test_a_flip_torn_anywhere_is_undone(chain):
+def test_a_swap_torn_anywhere_is_undone(chain):
     """As if the device failed after any number of elements."""
     store, _ = chain
     live = widened(tensors(9))
@@ -112,9 +112,9 @@ def test_a_flip_torn_anywhere_is_undone(chain):
         for change in update.changes[:-1]:
             receiver._live.write(change)
         receiver._live.write(replace(last, positions=last.positions[:count], values=last.values[:count]))
-        update.undo()
+        receiver.undo(update)
         assert digest(live) == before
-    update.apply()
+    receiver.apply(update)
     assert digest(live) == update.manifest.digest
 
 
@@ -153,21 +153,21 @@ def rot(receiver: Receiver, live, *, image: bool) -> None:
         receiver._held.bits["b"][100] ^= 1
 
 
-@pytest.mark.parametrize("rung", ["host image", "peer", "anchor chunk and deltas", "whole anchor from the store"])
-def test_every_rung_of_the_ladder_repairs(chain, rung):
+@pytest.mark.parametrize("source", ["host image", "peer", "anchor chunk and deltas", "whole anchor from the store"])
+def test_every_repair_source_repairs(chain, source):
     store, _ = chain
     live, other = widened(tensors(9)), tensors(8)
-    with answering(peer(at(store, 3 if rung == "peer" else 2, other))) as url:
+    with answering(peer(at(store, 3 if source == "peer" else 2, other))) as url:
         receiver = at(store, 3, live, peers=[url])
         good = digest(live)
-        rot(receiver, live, image=rung != "host image")
+        rot(receiver, live, image=source != "host image")
         assert receiver.scrub(1.0) == [1]
-        if rung.startswith("whole"):  # the source (a relay, say) has nothing; the store itself does
+        if source.startswith("whole"):  # the relay, say, has nothing; the store itself does
             receiver._source.get = lambda version, part: (_ for _ in ()).throw(RepairUnavailable("nothing here"))
-        repair = receiver.repair([1])
-        assert digest(live) != good, "a repair is staged, not yet live"
-        repair.apply()
-    assert repair.mended[0].rung.startswith(rung)
+        repaired = receiver.find_repair([1])
+        assert digest(live) != good, "a repair is found, not yet live"
+        receiver.write_repair(repaired)
+    assert repaired[0].source.startswith(source)
     assert digest(live) == good
     assert receiver.scrub(1.0) == []
 
@@ -180,13 +180,13 @@ def test_what_nobody_has_is_not_repaired(chain):
     for name in store.list("payloads"):
         store.put(name, b"damaged")
     with pytest.raises(Unrepairable, match=r"chunk 1 .*host image: its bits .*peer .*ConnectError.*was altered"):
-        receiver.repair([1])
+        receiver.find_repair([1])
     assert receiver.chunk(1, 3) is None, "a damaged chunk is given to no peer"
     assert receiver.chunk(0, 3) is not None
     assert receiver.chunk(0, 2) is None
 
 
-def test_a_rung_is_tried_three_times_and_believed_only_by_digest():
+def test_a_repair_source_is_tried_three_times_and_believed_only_by_digest():
     asked = []
 
     def flaky(number):
@@ -198,7 +198,7 @@ def test_a_rung_is_tried_three_times_and_believed_only_by_digest():
     def wrong(number):
         return np.array([2], np.uint16)
 
-    mended = mend(5, lambda part: part[0] == 1, [Rung("wrong", wrong), Rung("flaky", flaky)])
-    assert (mended.rung, asked) == ("flaky", [5] * TRIES)
+    repaired = repair_chunk(5, lambda part: part[0] == 1, [RepairSource("wrong", wrong), RepairSource("flaky", flaky)])
+    assert (repaired.source, asked) == ("flaky", [5] * TRIES)
     with pytest.raises(Unrepairable, match=r"chunk 5 .*wrong: its bits have another digest"):
-        mend(5, lambda part: part[0] == 1, [Rung("wrong", wrong)])
+        repair_chunk(5, lambda part: part[0] == 1, [RepairSource("wrong", wrong)])

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from etude.store import open_store
-from etude.weights.coordinator import Coordinator, Remote
+from etude.weights.coordinator import Coordinator
 from etude.weights.publisher import Publisher
+from etude.weights.replica import CoordinatorVote
 from tests.helpers.http_apps import answering
 from tests.helpers.small_tensors import nudged, tensors
 
@@ -101,7 +102,7 @@ def test_members_go_together(replica):
     zero = replica.publish(0)
     assert [told["digest"] for told in look(a, b)] == [zero.digest] * 2
 
-    # One cannot stage: none flips.
+    # One cannot stage: none swaps.
     one, store = replica.publish(1), replica.stores["b"]
     payload = store.get(one.payload[0].key)
     store.put(one.payload[0].key, payload[:-1])
@@ -125,8 +126,8 @@ def test_members_go_together(replica):
     assert [t["digest"] for t in look(a, b)] == [three.digest] * 2
 
 
-@pytest.mark.parametrize("failpoint", ["receiver.ready", "receiver.flipped"])
-def test_one_that_dies_before_it_has_flipped_takes_the_others_back(replica, failpoint):
+@pytest.mark.parametrize("failpoint", ["receiver.ready", "receiver.swapped"])
+def test_one_that_dies_before_it_has_swapped_takes_the_others_back(replica, failpoint):
     a, b = replica.start("a"), replica.start("b", f"{failpoint}:2")
     zero = replica.publish(0)
     assert [told["digest"] for told in look(a, b)] == [zero.digest] * 2
@@ -134,17 +135,17 @@ def test_one_that_dies_before_it_has_flipped_takes_the_others_back(replica, fail
     told = look(a, b)
     assert told[1] is None, "it was killed"
     assert (told[0]["version"], told[0]["digest"]) == (0, zero.digest)
-    assert "version 1 was taken back: not all members have flipped" in told[0]["error"]
+    assert "version 1 was taken back: not all members have swapped" in told[0]["error"]
 
     again = replica.start("b")
     assert look(again)[0]["digest"] == zero.digest, "one that comes back goes where the others are, not further"
     assert [t["digest"] for t in look(a, again)] == [one.digest] * 2
 
 
-def test_without_a_coordinator_nobody_flips():
-    remote = Remote("http://127.0.0.1:9", "a")
-    assert remote.committed() == -1
-    decision = remote.ready(1, True)
+def test_without_a_coordinator_nobody_swaps():
+    votes = CoordinatorVote("http://127.0.0.1:9", "a")
+    assert votes.committed() == -1
+    decision = votes.ready(1, True)
     assert not decision.go
     assert decision.why == "the coordinator is silent"
-    assert not remote.applied(decision, True)
+    assert not votes.applied(decision, True)

@@ -10,8 +10,9 @@ from etude.errors import UserError
 from etude.store import open_store
 from etude.weights import manifest, retention
 from etude.weights.audit import audit
+from etude.weights.content import load
 from etude.weights.publisher import Publisher
-from etude.weights.receiver import bring, load
+from etude.weights.receiver import update_to
 from etude.weights.signature import Trust
 from tests.helpers.small_tensors import copies, nudged, tensors
 
@@ -49,7 +50,7 @@ def test_every_version_that_pruning_leaves_is_reachable_from_every_other(chain):
     for held in range(oldest, VERSIONS, 7):
         for target in range(held + 1, VERSIONS, 5):
             brought = copies(made[held])
-            bring(store, held, target, brought)
+            update_to(store, held, target, brought)
             assert same(brought, made[target])
     with pytest.raises(UserError, match="is gone; choose another version"):
         load(store, oldest - 1)
@@ -64,7 +65,7 @@ def test_a_version_in_use_stays_and_can_catch_up(chain):
     retention.collect(store, prune=True, in_use=[3], grace=0)
     assert same(load(store, 3)[1], made[3])
     brought = copies(made[3])
-    bring(store, 3, VERSIONS - 1, brought)
+    update_to(store, 3, VERSIONS - 1, brought)
     assert same(brought, made[VERSIONS - 1])
     retention.collect(store, prune=True, in_use=[3], grace=0)
     assert same(load(store, 3)[1], made[3])

@@ -8,10 +8,10 @@ import pytest
 from etude.errors import UserError
 from etude.store import open_store
 from etude.weights import manifest
+from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.publisher import Publisher
-from etude.weights.receiver import DamagedVersion, Receiver
+from etude.weights.receiver import Receiver
 from etude.weights.signature import ManifestRefused, Trust, keygen, private_key, public_key, sign
-from etude.weights.source import PayloadSource
 from etude.weights.ulpd.digest import digest
 from tests.helpers.small_tensors import nudged, tensors, widened
 
@@ -36,7 +36,8 @@ def store(tmp_path, keys):
 
 def test_a_signed_chain_is_served(store, keys):
     live = widened(tensors(9))
-    Receiver(store, live, PayloadSource(store, trust=Trust(keys[1]))).poll().apply()
+    receiver = Receiver(store, live, PayloadSource(store, trust=Trust(keys[1])))
+    receiver.apply(receiver.poll())
     assert digest(live) == manifest.read(store, 3).digest
 
 
@@ -57,7 +58,7 @@ def test_a_forged_manifest_is_never_served(store, keys, tmp_path, forgery, numbe
         lie = manifest.read(store, number - 1)
     live = widened(tensors(9))
     receiver = Receiver(store, live, PayloadSource(store, trust=Trust(keys[1])))
-    receiver.poll(limit=0).apply()
+    receiver.apply(receiver.poll(limit=0))
     store.put(manifest.key(number), msgspec.json.encode(lie))
     with pytest.raises(DamagedVersion):
         receiver.poll(limit=number)

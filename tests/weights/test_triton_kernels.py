@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from etude.errors import UserError
 from etude.store import open_store
 from etude.weights import snapshots
+from etude.weights.content import load
 from etude.weights.publisher import Publisher
-from etude.weights.receiver import Receiver, load
+from etude.weights.receiver import Receiver
 from etude.weights.snapshots import Snapshots
 from etude.weights.ulpd import device, kernels
 from etude.weights.ulpd.digest import digest
@@ -222,15 +223,15 @@ def test_live_tensors_are_digested_where_they_are(gpu, tmp_path: Path, wide: tor
     expected = [publisher.publish(n, of, (), {}).digest for n, of in enumerate(made)]
     live = {name: torch.zeros_like(t, dtype=wide, device=DEVICE) for name, t in made[0].items()}
     receiver = Receiver(store, live)
-    receiver.poll(0).apply()
+    receiver.apply(receiver.poll(0))
     assert digest(live) == expected[0]
-    receiver.poll(1).apply()
+    receiver.apply(receiver.poll(1))
     assert digest(live) == expected[1]
     assert receiver.scrub(1.0) == []
     live["b"].view(-1)[17] += 1.0
     damaged = receiver.scrub(1.0)
     assert len(damaged) == 1
-    receiver.repair(damaged).apply()
+    receiver.write_repair(receiver.find_repair(damaged))
     assert digest(live) == expected[1]
 
 

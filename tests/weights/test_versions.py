@@ -13,9 +13,11 @@ import torch
 from etude.errors import UserError
 from etude.store import Store, open_store
 from etude.weights import manifest
+from etude.weights.content import load
 from etude.weights.live import LiveTensors
+from etude.weights.payloads import DamagedVersion
 from etude.weights.publisher import AlreadyPublished, Publisher
-from etude.weights.receiver import DamagedVersion, Receiver, WeightsMismatch, load, materialise
+from etude.weights.receiver import Receiver, WeightsMismatch, materialise
 from etude.weights.ulpd.digest import digest
 from tests.helpers.small_tensors import copies, nudged, tensors, widened
 
@@ -58,7 +60,7 @@ def test_an_engine_follows_a_chain_of_versions_exactly(store):
             update = receiver.poll()
             assert all(torch.equal(before[name], live[name]) for name in live), "staging must not touch live tensors"
             assert receiver.version == version - 3 if version else -1
-            update.apply()
+            receiver.apply(update)
             assert digest(live) == published.digest
             assert receiver.version == version
             assert receiver.manifest == published
@@ -76,7 +78,7 @@ def test_an_update_that_was_not_applied_is_offered_again(store):
     receiver.poll()
     update = receiver.poll()
     assert update.manifest == published[1]
-    update.apply()
+    receiver.apply(update)
     assert digest(live) == published[1].digest
 
 
@@ -84,10 +86,10 @@ def test_a_receiver_can_be_held_at_a_version(store):
     published, _ = publish(store, 5, 8)
     live = widened(tensors(9))
     receiver = Receiver(store, live)
-    receiver.poll(limit=2).apply()
+    receiver.apply(receiver.poll(limit=2))
     assert digest(live) == published[2].digest
     assert receiver.poll(limit=2) is None
-    receiver.poll().apply()
+    receiver.apply(receiver.poll())
     assert receiver.version == 4
 
 
@@ -114,7 +116,8 @@ def test_of_two_publishers_of_a_version_one_wins_and_the_other_learns_what_it_pu
     assert lost.manifest == results[winner]
     assert "another trainer has published version 0" in str(lost)
     live = tensors(9)
-    Receiver(store, live).poll().apply()
+    receiver = Receiver(store, live)
+    receiver.apply(receiver.poll())
     assert digest(live) == digest(tensors(winner))
 
 
@@ -123,7 +126,6 @@ import sys
 from tests.helpers.small_tensors import tensors
 from etude.store import open_store
 from etude.weights.manifest import newest
-from etude.weights.live import Live
 from etude.weights.publisher import Publisher
 store = open_store(sys.argv[1])
 publisher = Publisher(store, 8)
@@ -143,7 +145,8 @@ def test_a_trainer_killed_between_payload_and_manifest_leaves_no_version(store):
     resumed.resume(manifest.newest(store), tensors(0))
     resumed.publish(1, tensors(2), (), {})  # not bit-identical to the killed attempt: its payload must not be taken
     live = tensors(9)
-    Receiver(store, live).poll().apply()
+    receiver = Receiver(store, live)
+    receiver.apply(receiver.poll())
     assert digest(live) == digest(tensors(2))
 
 
@@ -157,7 +160,8 @@ def test_a_failed_publish_can_be_repeated(store, monkeypatch):
     published = publisher.publish(1, nudged(tensors(0), 1), (), {})
     assert (published.kind, published.parent) == ("delta", 0)
     live = tensors(9)
-    Receiver(store, live).poll().apply()
+    receiver = Receiver(store, live)
+    receiver.apply(receiver.poll())
     assert digest(live) == published.digest
 
 
@@ -181,7 +185,7 @@ def test_a_damaged_payload_is_never_served_and_a_repaired_one_is(store, damage):
     published, _ = publish(store, 2, 8)
     live = widened(tensors(9))
     receiver = Receiver(store, live)
-    receiver.poll(limit=0).apply()
+    receiver.apply(receiver.poll(limit=0))
     payload = store.get(published[1].payload[0].key)
     if damage == "gone":
         store.delete(published[1].payload[0].key)
@@ -194,7 +198,7 @@ def test_a_damaged_payload_is_never_served_and_a_repaired_one_is(store, damage):
     assert receiver.version == 0
     assert digest(live) == published[0].digest
     store.put(published[1].payload[0].key, payload)
-    receiver.poll().apply()
+    receiver.apply(receiver.poll())
     assert digest(live) == published[1].digest
 
 
@@ -203,7 +207,7 @@ def test_the_next_anchor_bridges_a_hole_in_the_chain(store, part):
     published, made = publish(store, 4, 4)
     live = widened(tensors(9))
     receiver = Receiver(store, live)
-    receiver.poll(limit=1).apply()
+    receiver.apply(receiver.poll(limit=1))
     if part == "payload":
         store.delete(published[2].payload[0].key)
     else:
@@ -217,7 +221,7 @@ def test_the_next_anchor_bridges_a_hole_in_the_chain(store, part):
     anchors_written()
     last = resumed.publish(5, nudged(current, 6), (), {})
     assert last.anchor.version >= 3
-    receiver.poll().apply()
+    receiver.apply(receiver.poll())
     assert digest(live) == last.digest
 
 
@@ -252,7 +256,7 @@ def test_live_tensors_that_did_not_take_the_values_are_put_back(store, applied, 
     live = tensors(9)
     receiver = Receiver(store, live)
     if applied:
-        receiver.poll(limit=0).apply()
+        receiver.apply(receiver.poll(limit=0))
     before = digest(live)
     update = receiver.poll()
     wrong = update.staged.bits["b"].copy()
@@ -266,11 +270,11 @@ def test_live_tensors_that_did_not_take_the_values_are_put_back(store, applied, 
     monkeypatch.setattr(LiveTensors, "write", half)
     object.__setattr__(update, "staged", replace(update.staged, bits=update.staged.bits | {"b": wrong}))
     with pytest.raises(WeightsMismatch, match=f"version {applied} did not arrive in the live tensors:"):
-        update.apply()
+        receiver.apply(update)
     monkeypatch.setattr(LiveTensors, "write", write)
     assert digest(live) == before
     assert receiver.version == applied - 1
-    receiver.poll().apply()
+    receiver.apply(receiver.poll())
     assert receiver.version == applied
 
 

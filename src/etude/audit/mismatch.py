@@ -37,8 +37,8 @@ from etude.records import Episode, Outcome, StopReason, decode
 from etude.store import Store, open_store
 from etude.trainer.rl.batch import document_fault, recorded_routes
 from etude.trainer.rl.rescoring import Keys, VersionPiece, chosen, logits, route_flips, set_weights
+from etude.weights.content import load
 from etude.weights.manifest import manifests
-from etude.weights.receiver import load
 
 FLOOR = {"float32": 1e-9, "bfloat16": 3e-4}
 """k2 that rounding leaves between engine and trainer: 1e-12 and 1e-4 were measured on the bundled model."""

@@ -1,11 +1,14 @@
-"""`etude weights ...`: the versions of a store, for people. Progress and tables go to a terminal, results to stdout."""
+"""`etude weights ACTION`: inspects, verifies, moves and tidies the versions of a weight store.
+
+Results go to stdout; progress is shown on a terminal.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +22,77 @@ from etude.records import PolicyVersion
 from etude.store import Store, open_store
 from etude.weights import export, retention, signature
 from etude.weights.audit import audit
+from etude.weights.content import load_content
 from etude.weights.manifest import manifests, versions
-from etude.weights.receiver import load_content
 from etude.weights.signature import Trust
 
 SHOWN_PROBLEMS = 10
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """One of the commands below, by its name."""
-    command: Callable[[argparse.Namespace], int] = COMMANDS[arguments.action]
+def add(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude weights`, one sub-command per action."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, text: str, *, store: bool = True, json: bool = False) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if store:
+            sub.add_argument("store", help="folder or file://, s3://, gs://, az:// URL, e.g. outputs/RUN/weights")
+        if json:
+            sub.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+        return sub
+
+    def trusting(sub: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        sub.add_argument("--public-key", type=Path, help="refuse manifests that this key did not sign")
+        return sub
+
+    keygen = action("keygen", "make an Ed25519 key to sign manifests with", store=False)
+    keygen.add_argument("path", type=Path, help="file for the private key; the public one gets the ending .pub")
+    inspect = action("inspect", "list versions, their sizes and how they hang together", json=True)
+    inspect.add_argument("version", type=int, nargs="?", help="list this version alone")
+    verify = trusting(action("verify", "read every byte of every version and compare it with the manifests", json=True))
+    verify.add_argument("--version", type=int, help="verify this version alone")
+    diff = action("diff", "show what changed between two versions, tensor by tensor", json=True)
+    diff.add_argument("a", type=int, help="version to compare")
+    diff.add_argument("b", type=int, help="version to compare it with")
+    apply = trusting(action("apply", "bring a model folder that holds one version to another by the fewest bytes"))
+    apply.add_argument("folder", type=Path, help="HF folder")
+    apply.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+    apply.add_argument("--version", type=int, help="default: the newest")
+    publish = action("publish", "publish the weights of a model folder as the next version", json=True)
+    publish.add_argument("folder", type=Path, help="HF folder")
+    publish.add_argument("--key", type=Path, help="private key to sign with")
+    fetch = trusting(action("fetch", "write a version as a model folder"))
+    fetch.add_argument("--base", type=Path, required=True, help="HF folder of the model that the run began with")
+    fetch.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+    fetch.add_argument("--version", type=int, help="default: the newest")
+    feed = action("feed", "bring a vLLM server to every version that is published, until it is interrupted")
+    feed.add_argument("--vllm", required=True, metavar="URL", help="e.g. http://127.0.0.1:8000; see docs/weights.md")
+    feed.add_argument("--relay", help="URL of a relay that the server fetches weights from")
+    feed.add_argument("--public-key", type=Path, help="refuse manifests not signed by this key; read by the server")
+    feed.add_argument("--once", action="store_true", help="stop when the newest version is live")
+    feed.add_argument("--deadline", type=float, default=600.0, help="seconds that a version may take to go live")
+    gc = action("gc", "remove objects that no version names", json=True)
+    gc.add_argument("--prune", action="store_true", help="also all objects older than the two newest anchors need")
+    gc.add_argument("--in-use", type=int, nargs="+", default=[], metavar="V", help="versions that somebody holds")
+    gc.add_argument("--grace", type=float, default=3600.0, help="seconds that objects are safe after they are written")
+    gc.add_argument("--dry-run", action="store_true", help="tell what would be removed, and how many bytes")
+
+
+def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int:
+    """Runs the action that was given; the exit code. Raises UserError."""
+    command: Callable[[argparse.Namespace], int] = ACTIONS[arguments.action]
     return command(arguments)
 
 
 def keygen(arguments: argparse.Namespace) -> int:
+    """Writes a new pair of keys to sign manifests with."""
     public = signature.keygen(arguments.path)
     print(f"private key {arguments.path}, public key {public}")
     return 0
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Every version, one line each."""
+    """Prints every version, one line each."""
     store = _store(arguments.store)
     published = _manifests(store)
     if arguments.version is not None:
@@ -61,29 +114,29 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Reads every byte that the manifests name."""
+    """Reads every byte that the manifests name and compares it with their digests. Raises UserError for damage."""
     store = _store(arguments.store)
     with bar() as progress:
-        found = audit(store, _trust(arguments), arguments.version, progress)
+        report = audit(store, _trust(arguments), arguments.version, progress)
     if arguments.json:
-        figures = {"versions": found.versions, "objects": found.objects, "bytes": found.bytes, "pruned": found.pruned}
-        print(json.dumps({"ok": not found.problems, **figures, "problems": found.problems}))
-    if found.problems:
+        figures = {name: getattr(report, name) for name in ("versions", "objects", "bytes", "pruned")}
+        print(json.dumps({"ok": not report.problems, **figures, "problems": report.problems}))
+    if report.problems:
         if not arguments.json:
-            for problem in found.problems[:SHOWN_PROBLEMS]:
+            for problem in report.problems[:SHOWN_PROBLEMS]:
                 print(problem)
         raise UserError(
-            f"{store.url} is damaged in {len(found.problems)} places, the first: {found.problems[0]}; restore what is "
-            "named from a copy, or publish an anchor anew"
+            f"{store.url} is damaged in {len(report.problems)} places, the first: {report.problems[0]}; restore the "
+            "damaged objects from a copy, or publish an anchor anew"
         )
     if not arguments.json:
-        pruned = f", {found.pruned} pruned" if found.pruned else ""
-        print(f"{found.versions} versions, {found.objects} objects, {found.bytes:,} bytes: all whole{pruned}")
+        pruned = f", {report.pruned} pruned" if report.pruned else ""
+        print(f"{report.versions} versions, {report.objects} objects, {report.bytes:,} bytes: all whole{pruned}")
     return 0
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """What changed between two versions, tensor by tensor."""
+    """Prints what changed between two versions, tensor by tensor."""
     store = _store(arguments.store)
     with bar() as progress:
         progress("load", 0, 2)
@@ -106,7 +159,7 @@ def diff(arguments: argparse.Namespace) -> int:
 
 
 def apply(arguments: argparse.Namespace) -> int:
-    """A folder that holds one version becomes a folder that holds another."""
+    """Writes a model folder of a version from the folder of another version."""
     store = _store(arguments.store)
     version = _version(store, arguments.version)
     trust = _trust(arguments, arguments.folder)
@@ -117,7 +170,7 @@ def apply(arguments: argparse.Namespace) -> int:
 
 
 def publish(arguments: argparse.Namespace) -> int:
-    """The weights of a folder as the next version."""
+    """Publishes the weights of a folder as the next version."""
     key = signature.private_key(arguments.key) if arguments.key else None
     with bar() as progress:
         progress("publish", 0, 1)
@@ -130,7 +183,7 @@ def publish(arguments: argparse.Namespace) -> int:
 
 
 def fetch(arguments: argparse.Namespace) -> int:
-    """A version as a Hugging Face folder."""
+    """Writes a version as a Hugging Face folder."""
     store = _store(arguments.store)
     version = _version(store, arguments.version)
     trust = _trust(arguments, arguments.base)
@@ -142,7 +195,7 @@ def fetch(arguments: argparse.Namespace) -> int:
 
 
 def gc(arguments: argparse.Namespace) -> int:
-    """Takes away what no version needs."""
+    """Removes objects that no version needs."""
     store = _store(arguments.store)
     with bar() as progress:
         done = retention.collect(
@@ -163,7 +216,7 @@ def gc(arguments: argparse.Namespace) -> int:
 
 
 def feed(arguments: argparse.Namespace) -> int:
-    """A vLLM server follows the store."""
+    """Brings a vLLM server to every version of the store."""
     store = _store(arguments.store)
     key = str(arguments.public_key.resolve()) if arguments.public_key else None
     server = following.VllmServer(arguments.vllm)
@@ -179,11 +232,11 @@ def feed(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {f.__name__: f for f in (keygen, inspect, verify, diff, apply, publish, fetch, feed, gc)}
+ACTIONS = {f.__name__: f for f in (keygen, inspect, verify, diff, apply, publish, fetch, feed, gc)}
 
 
 def _store(url: str) -> Store:
-    """A store that is there. A folder is not made by looking at it."""
+    """The store at `url`. A folder must exist: looking at a store does not make one."""
     if "://" not in url and not Path(url).is_dir():
         raise UserError(f"{url} is not a folder; give the store of a run, e.g. outputs/RUN/weights")
     return open_store(url)
@@ -191,12 +244,12 @@ def _store(url: str) -> Store:
 
 def _manifests(store: Store) -> list[PolicyVersion]:
     try:
-        found = manifests(store)
+        published = manifests(store)
     except ValueError as e:
         raise UserError(f"{e}; `etude weights verify` says what else is") from None
-    if not found:
+    if not published:
         raise UserError(f"{store.url} has no version at all; publish one first")
-    return found
+    return published
 
 
 def _version(store: Store, wanted: int | None) -> int:

@@ -60,14 +60,14 @@ def check(c: sa.Connection, manifests: Sequence[PolicyVersion]) -> Conservation:
 def count_outcomes(c: sa.Connection) -> dict[str, int]:
     """Episodes that are done, by outcome."""
     query = sa.select(_e.outcome, sa.func.count()).where(_e.state == "done").group_by(_e.outcome)
-    found = dict(c.execute(query).all())
-    return {outcome.value: found.get(outcome.value, 0) for outcome in Outcome}
+    counts = dict(c.execute(query).all())
+    return {outcome.value: counts.get(outcome.value, 0) for outcome in Outcome}
 
 
 def _episode_problem(admitted: int, done: Mapping[str, int], states: Mapping[str, int]) -> str | None:
-    found = sum(states.values())
-    if admitted != found:
-        return f"{admitted} episodes were admitted but the ledger holds {found}"
+    held = sum(states.values())
+    if admitted != held:
+        return f"{admitted} episodes were admitted but the ledger holds {held}"
     if sum(done.values()) != states.get("done", 0):
         return f"{states.get('done', 0)} episodes are done but only {sum(done.values())} have an outcome"
     return None

@@ -1,6 +1,6 @@
-"""What the ledger keeps about cheating: flags of episodes, and the impossible twins that were played beside the groups.
+"""What the ledger keeps about cheating: the flags of episodes, and the impossible tasks played beside the groups.
 
-Flags lie in the metrics of an episode's row. Twins belong to no group: they are played, graded, and never trained on.
+Episodes of impossible tasks belong to no group: they are played, graded, and never trained on.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import time
 import msgspec
 import sqlalchemy as sa
 
-from etude.ledger.schema import episodes, groups, twins
+from etude.ledger.schema import episodes, groups, impossible
 from etude.records import Episode, Record
 
-_e, _g, _t = episodes.c, groups.c, twins.c
+_e, _g, _i = episodes.c, groups.c, impossible.c
 
 
 class FlaggedEpisode(Record, frozen=True, kw_only=True):
-    """A flagged episode."""
+    """A row of the ledger whose episode has flags."""
 
     group: int
     member: int
@@ -36,36 +36,47 @@ class ImpossibleCounts(Record, frozen=True, kw_only=True):
     tampered: int
 
 
-def flag(c: sa.Connection, group: int, member: int, metrics: dict[str, float], reward: float) -> None:
-    """Replaces an episode's metrics and reward by those of its group's audit; again is fine."""
-    values = {"metrics": msgspec.json.encode(metrics).decode(), "reward": reward}
-    c.execute(sa.update(episodes).where(_e.group_id == group, _e.member == member).values(values))
+def joined(flags: tuple[str, ...]) -> str:
+    """Flags as a column holds them."""
+    return " ".join(flags)
+
+
+def flag(c: sa.Connection, episode: Episode) -> None:
+    """Replaces the flags, metrics and reward of an episode's row by the episode's; again is fine."""
+    values = {
+        "flags": joined(episode.flags),
+        "metrics": msgspec.json.encode(episode.metrics).decode(),
+        "reward": episode.reward,
+    }
+    same = (_e.group_id == episode.group_id, _e.member == episode.member)
+    c.execute(sa.update(episodes).where(*same).values(values))
 
 
 def flagged(c: sa.Connection) -> list[FlaggedEpisode]:
     """Every flagged episode in order; a full scan, for reports."""
     query = (
-        sa.select(_e.group_id, _e.member, _g.task_id, _e.metrics, _e.reward, _e.passed, _e.blob)
+        sa.select(_e.group_id, _e.member, _g.task_id, _e.flags, _e.reward, _e.passed, _e.blob)
         .join_from(episodes, groups, _g.id == _e.group_id)
-        .where(_e.state == "done", _e.metrics.contains('"flag/', autoescape=True))
+        .where(_e.state == "done", _e.flags != "")
         .order_by(_e.group_id, _e.member)
     )
-    found: list[FlaggedEpisode] = []
-    for row in c.execute(query):
-        metrics = msgspec.json.decode(row.metrics, type=dict[str, float])
-        names = tuple(sorted(n.removeprefix("flag/") for n, v in metrics.items() if n.startswith("flag/") and v))
-        if names:
-            suspect = FlaggedEpisode(
-                group=row.group_id, member=row.member, task=row.task_id, flags=names, reward=row.reward,
-                passed=bool(row.passed), blob=row.blob or "",
-            )  # fmt: skip
-            found.append(suspect)
-    return found
+    return [
+        FlaggedEpisode(
+            group=row.group_id,
+            member=row.member,
+            task=row.task_id,
+            flags=tuple(row.flags.split()),
+            reward=row.reward,
+            passed=bool(row.passed),
+            blob=row.blob or "",
+        )
+        for row in c.execute(query)
+    ]
 
 
-def add_twin(c: sa.Connection, number: int, episode: Episode, blob: str) -> None:
-    """Records twin `number`, unless it is there."""
-    if c.execute(sa.select(_t.number).where(_t.number == number)).first() is not None:
+def add_impossible(c: sa.Connection, number: int, episode: Episode, blob: str) -> None:
+    """Records the impossible episode `number`, unless it is there."""
+    if c.execute(sa.select(_i.number).where(_i.number == number)).first() is not None:
         return
     values = {
         "number": number,
@@ -73,16 +84,16 @@ def add_twin(c: sa.Connection, number: int, episode: Episode, blob: str) -> None
         "version": episode.min_version,
         "outcome": episode.outcome.value,
         "passed": episode.passed,
-        "flags": " ".join(episode.flags),
+        "flags": joined(episode.flags),
         "blob": blob,
         "finished": time.time(),
     }
-    c.execute(sa.insert(twins).values(values))
+    c.execute(sa.insert(impossible).values(values))
 
 
-def count_twins(c: sa.Connection) -> ImpossibleCounts:
+def count_impossible(c: sa.Connection) -> ImpossibleCounts:
     """Of all that ended."""
-    rows = c.execute(sa.select(_t.passed, _t.outcome, sa.func.count().label("n")).group_by(_t.passed, _t.outcome)).all()
+    rows = c.execute(sa.select(_i.passed, _i.outcome, sa.func.count().label("n")).group_by(_i.passed, _i.outcome)).all()
     return ImpossibleCounts(
         played=sum(row.n for row in rows),
         passed=sum(row.n for row in rows if row.passed),
@@ -90,7 +101,7 @@ def count_twins(c: sa.Connection) -> ImpossibleCounts:
     )
 
 
-def next_twin(c: sa.Connection) -> int:
+def next_impossible(c: sa.Connection) -> int:
     """The number after the last one."""
-    last = c.execute(sa.select(sa.func.max(_t.number))).scalar()
+    last = c.execute(sa.select(sa.func.max(_i.number))).scalar()
     return 0 if last is None else int(last) + 1

@@ -25,12 +25,13 @@ from sqlalchemy import bindparam
 from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
 
 from etude.errors import UserError
-from etude.ledger import flagged as suspects
+from etude.ledger import flagged as flagged_rows
 from etude.ledger import representation
 from etude.ledger.conservation import Conservation, check, count_outcomes
+from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
 from etude.ledger.schema import connect, counters, episodes, groups, meta, reason
+from etude.ledger.staleness import leaves_in_time
 from etude.records import Episode, Group, Outcome, PolicyVersion, Population
-from etude.rollout.admission import leaves_in_time
 
 MAX_RETRIES = 2
 """Infrastructure failures of one episode before it is recorded as lost and its group goes on without it."""
@@ -253,6 +254,7 @@ class Ledger:
         tokens: int,
         min_version: int,
         metrics: Mapping[str, float],
+        flags: tuple[str, ...] = (),
     ) -> bool:
         """Records how a leased episode ended. False if the result came late and was ignored.
 
@@ -269,6 +271,7 @@ class Ledger:
             "tokens": tokens,
             "min_version": min_version,
             "metrics": msgspec.json.encode(metrics).decode(),
+            "flags": flagged_rows.joined(flags),
             "finished": time.time(),
         }
         with self._write() as c:
@@ -348,31 +351,32 @@ class Ledger:
 
     # Cheating ---------------------------------------------------------------------------------------------------------
 
-    def flag(self, group: int, member: int, metrics: dict[str, float], reward: float) -> None:
-        """What a group's audit makes of one of its episodes."""
+    def flag(self, episode: Episode) -> None:
+        """Replaces the flags, metrics and reward of an episode's row by what the audit of its group found."""
         with self._write() as c:
-            suspects.flag(c, group, member, metrics, reward)
+            flagged_rows.flag(c, episode)
 
-    def flagged(self) -> list[suspects.FlaggedEpisode]:
+    def flagged(self) -> list[FlaggedEpisode]:
         """Every flagged episode; a full scan, for reports."""
         with self._read() as c:
-            return suspects.flagged(c)
+            return flagged_rows.flagged(c)
 
-    def add_twin(self, number: int, episode: Episode, blob: str) -> None:
-        """Records how impossible task `number` ended; again is fine."""
+    def add_impossible(self, number: int, episode: Episode, blob: str) -> None:
+        """Records how impossible episode `number` ended; again is fine."""
         with self._write() as c:
-            suspects.add_twin(c, number, episode, blob)
+            flagged_rows.add_impossible(c, number, episode, blob)
 
-    def twins(self) -> tuple[suspects.ImpossibleCounts, int]:
-        """How the impossible tasks ended, and the number of the next."""
+    def impossible(self) -> ImpossibleCounts:
+        """How the impossible episodes ended."""
         with self._read() as c:
-            return suspects.count_twins(c), suspects.next_twin(c)
+            return flagged_rows.count_impossible(c)
+
+    def next_impossible(self) -> int:
+        """The number of the next impossible episode."""
+        with self._read() as c:
+            return flagged_rows.next_impossible(c)
 
     # Figures ----------------------------------------------------------------------------------------------------------
-
-    def next_index(self) -> int:
-        """The index of the next group to admit."""
-        return self.figures().groups
 
     def figures(self) -> Figures:
         """What admission needs; cheap enough to ask for after every episode."""

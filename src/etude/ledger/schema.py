@@ -11,7 +11,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from etude.errors import UserError
 
-VERSION = "1"
+VERSION = "2"
+"""Of the tables; a ledger of another version is refused."""
 BUSY_SECONDS = 30.0
 """How long a connection waits for another process's write; a write takes well under a millisecond. On PostgreSQL,
 which waits for locks without end by itself, how long any statement may take."""
@@ -56,9 +57,7 @@ episodes = sa.Table(
     metadata,
     sa.Column("group_id", sa.BigInteger, sa.ForeignKey("groups.id"), primary_key=True, autoincrement=False),
     sa.Column("member", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column(
-        "attempt", sa.Integer, nullable=False
-    ),  # counts leases, so each has its own: a fence against late results
+    sa.Column("attempt", sa.Integer, nullable=False),  # counts leases, so that late results are known as such
     sa.Column("failures", sa.Integer, nullable=False),  # of infrastructure
     sa.Column("state", sa.String, nullable=False),  # "pending" | "leased" | "done"
     sa.Column("owner", sa.String),
@@ -70,12 +69,13 @@ episodes = sa.Table(
     sa.Column("tokens", sa.BigInteger),
     sa.Column("min_version", sa.Integer),
     sa.Column("metrics", sa.Text),  # JSON object of numbers
+    sa.Column("flags", sa.String),  # with spaces between them; empty: none
     sa.Column("finished", sa.Double),  # seconds since the epoch
     sa.Index("episodes_state", "state", "group_id", "member"),
 )
 
-twins = sa.Table(
-    "twins",
+impossible = sa.Table(
+    "impossible",
     metadata,
     sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("task_id", sa.String, nullable=False),
@@ -86,7 +86,7 @@ twins = sa.Table(
     sa.Column("blob", sa.String, nullable=False),
     sa.Column("finished", sa.Double, nullable=False),  # seconds since the epoch
 )
-"""Impossible tasks that were played beside the groups; they are never trained on."""
+"""Episodes of impossible tasks, which are played beside the groups and never trained on."""
 
 
 def connect(url: str) -> sa.Engine:

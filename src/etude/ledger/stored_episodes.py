@@ -23,6 +23,7 @@ class Episodes:
     keys: Sequence[str]
 
     def read(self, key: str) -> Episode:
+        """The episode with this key."""
         return decode(self.rollouts.get(key), Episode)
 
 

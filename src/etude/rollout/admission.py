@@ -7,13 +7,11 @@ belong to finished groups (trained on or not yet), reserved ones to groups still
 at a time, so group i (counted from 0) starts only once i < (version + O + 1) * P. If the trainer takes groups in that
 order, group i is trained on by the step that starts from version i // P <= version + O: the bound holds because of what
 was admitted, and nothing has to be dropped. It also holds where younger groups overtake stragglers, if every batch
-leaves behind only what later batches can still take in time (`leaves_in_time`). O = 0 is on-policy: each batch waits
+leaves behind only what later batches can still take in time (`ledger.staleness`). O = 0 is on-policy: each batch waits
 for its version.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 
 def capacity(*, version: int, staleness: int, prompts: int, group: int, accepted: int, reserved: int) -> int:
@@ -42,13 +40,3 @@ def groups_to_admit(
         version=version, staleness=staleness, prompts=prompts, group=group, accepted=accepted, reserved=reserved
     )
     return max(0, min(bound, max_in_flight - in_flight) // group)
-
-
-def leaves_in_time(left_behind: Sequence[int], *, version: int, staleness: int, prompts: int) -> bool:
-    """Whether the step from `version` may leave groups behind that were admitted at these versions, oldest first.
-
-    The next steps take them `prompts` at a time, so the j-th is trained on from version + 1 + j // prompts at the
-    latest, which must not be more than `staleness` above the version that it was admitted at. Admission keeps this true
-    of groups that join later: they fill up the last of those steps and no earlier one.
-    """
-    return all(version + 1 + j // prompts <= admitted + staleness for j, admitted in enumerate(left_behind))

@@ -64,7 +64,7 @@ def strains(member: Episode, others: Sequence[Episode]) -> bool:
 
 def marked(episode: Episode, flag: str) -> Episode:
     """With one flag more."""
-    return msgspec.structs.replace(episode, metrics=episode.metrics | {f"flag/{flag}": 1.0})
+    return msgspec.structs.replace(episode, flags=tuple(sorted({*episode.flags, flag})))
 
 
 def withheld(episode: Episode) -> Episode:

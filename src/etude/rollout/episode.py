@@ -104,7 +104,7 @@ async def play_forks(
         return [_record(task, slot, _settled(e)) for slot in slots]
     tokens = b"".join(segment.ids for segment in trunk.segments)
     digest = blake3.blake3(b"%d/%d/" % (seed, turns) + tokens).hexdigest(length=16)
-    sampled = int(trunk.metrics["sampled_tokens"])
+    sampled = sum(segment.sampled_tokens for segment in trunk.segments)
     fork = Fork(trunk=digest, seed=seed, after=turns, turns=len(trunk.turns), tokens=sampled)
     return [_record(task, slot, way, fork) for slot, way in zip(slots, ways, strict=True)]
 
@@ -160,7 +160,8 @@ async def _record(
         passed=graded.passed,
         segments=() if lost else draft.segments,
         turns=() if lost else draft.turns,
-        metrics={} if lost else draft.metrics | signs | shared,
+        metrics={} if lost else draft.metrics | {n: v for n, v in signs.items() if not n.startswith("flag/")} | shared,
+        flags=() if lost else tuple(sorted(n.removeprefix("flag/") for n in signs if n.startswith("flag/"))),
         detail=graded.detail,
         fork=None if lost else fork,
     )

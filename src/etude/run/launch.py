@@ -68,13 +68,13 @@ def train_rl(
 def _check_inputs(config: RLConfig) -> None:
     """Refuses what can be refused before anything is written."""
     from etude.models.loading import check_folder
-    from etude.trainer.rl.presets import recipe
+    from etude.trainer.rl.presets import loss_preset
 
     check_folder(Path(config.model.path))
     if config.weights.signing_key is not None:
         private_key(Path(config.weights.signing_key))
         public_key(Path(f"{config.weights.signing_key}.pub"))
-    recipe(config.loss)
+    loss_preset(config.loss)
     personas_of(config)
     parse(config.sandbox.egress)
     if config.sandbox.index is not None:
@@ -195,8 +195,8 @@ async def _open(
     root = config.store or str(folder)
     weights = open_store(f"{root}/weights")
     renderer = renderer_of(config)
-    answers, length = open_store(f"{root}/canary"), min(probes.TOKENS, config.rollout.context)
-    sequences = probes.make(dataset.split("train"), renderer, config.guards.canary, length)
+    answers, length = open_store(f"{root}/probes"), min(probes.TOKENS, config.rollout.context)
+    sequences = probes.make(dataset.split("train"), renderer, config.guards.probes, length)
     probes.begin(answers, sequences)  # before the trainer looks for them
     ledger = Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db", config.name)
     ledger.recover(manifests(weights))  # before any process leases or trains
@@ -211,7 +211,7 @@ async def _open(
                 repeatable=config.deterministic,
             ) as sandbox,
             EngineClient(urls) as client,
-            aclosing(probes.ProbeScorer(answers, sequences, client, urls)) as canaries,
+            aclosing(probes.ProbeScorer(answers, sequences, client, urls)) as scorer,
             open_agent(config.rollout.agent) as agent,
         ):
             yield Run(
@@ -223,7 +223,7 @@ async def _open(
                 rollouts=open_store(f"{root}/rollouts"),
                 sandbox=sandbox,
                 renderer=renderer,
-                canaries=canaries,
+                probes=scorer,
                 client=client,
                 engines=urls,
                 children=children,

@@ -12,7 +12,7 @@
 | engine  | inference server | requests; newest manifest   | requests                    | play                      |
 | twins   | controller       | impossible tasks            | a share of the episodes     | nobody: an alarm          |
 | watch   | controller       | exit codes, served digests  | -                           | stops the run, with a why |
-| canary  | controller       | engines at a new version    | -                           | what the trainer judges   |
+| probes  | controller       | engines at a new version    | -                           | what the trainer judges   |
 
 Nothing here is per-token, and nothing is lost when a process dies: the ledger knows every admitted episode, a version's
 manifest names the groups it was trained on, and `--resume` starts again from those two. A step of the trainer and the
@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 from etude import processes
 from etude.config import RLConfig, RolloutConfig
 from etude.errors import RunFailed, UserError
-from etude.failpoints import visit
+from etude.failpoints import failpoint
 from etude.grading.cheats import decoys as canaries
 from etude.grading.cheats.decoys import Decoys
 from etude.harness.loop import Sampling
@@ -97,7 +97,7 @@ class Run:
     rollouts: Store
     sandbox: Backend
     renderer: Renderer
-    canaries: ProbeScorer
+    probes: ProbeScorer
     client: EngineClient
     engines: Sequence[str]  # base URLs
     children: Sequence[processes.Child]
@@ -183,7 +183,7 @@ class _ImpossibleTasks:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._number = run.ledger.twins()[1]
+        self._number = run.ledger.next_impossible()
         self.live: list[asyncio.Task[None]] = []
 
     def play(self) -> None:
@@ -300,7 +300,7 @@ async def _observe_versions(run: Run) -> None:
         told.append(health)
         served.append(version)
         if digest is not None:
-            run.canaries.served(url, version)
+            run.probes.served(url, version)
     configured = {url: health["configuration"] for url, health in zip(run.engines, told, strict=True)}
     for complaint in complaints(configured):
         if complaint not in run.complaints:
@@ -373,7 +373,7 @@ async def _play(run: Run, playing: _LiveEpisodes) -> None:
         record(run, lease, with_reward(episode, config.reward, setting.budget_of(task)))
         playing.leases.remove(lease)
         run.progress.finished += 1
-        visit("controller.finished")
+        failpoint("controller.finished")
 
     members = [asyncio.create_task(note(lease, way)) for lease, way in zip(leases, ways, strict=True)]
     try:
@@ -401,7 +401,7 @@ async def _play_twin(run: Run, twins: Dataset, number: int) -> None:
         return
     key = f"twins/{number:06d}.msgpack"
     run.rollouts.put(key, encode(episode))
-    run.ledger.add_twin(number, episode, key)
+    run.ledger.add_impossible(number, episode, key)
     if episode.passed or episode.outcome is Outcome.TAMPERED:
         how = "passed" if episode.passed else f"tampered with ({episode.detail})"
         print(f"cheating: impossible twin {number} of task {task.id} was {how}", file=sys.stderr, flush=True)
@@ -427,6 +427,7 @@ def record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
         tokens=episode.sampled_tokens,
         min_version=episode.min_version,
         metrics=episode.metrics,
+        flags=episode.flags,
     )
 
 

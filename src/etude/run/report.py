@@ -71,7 +71,7 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
 def _cheating(run: Run, steps: list[dict[str, Any]]) -> Cheating:
     suspects = run.ledger.flagged()
     charged = [s for s in suspects if CHARGES.keys() & set(s.flags)]
-    twins, _ = run.ledger.twins()
+    twins = run.ledger.impossible()
     return Cheating(
         flags=dict(sorted(Counter(flag for s in suspects for flag in s.flags).items())),
         charged=len(charged),

@@ -15,7 +15,7 @@ EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
-class Settings:
+class AdamWSettings:
     """What an update depends on besides the gradients and the learning rate.
 
     `order` says where the second moment's bias is taken out: after the root, as torch.optim.AdamW does, or before it,
@@ -40,7 +40,7 @@ class MasterAdamW:
     def __init__(
         self,
         live: Mapping[str, torch.Tensor],
-        settings: Settings,
+        settings: AdamWSettings,
         fixed: Mapping[str, torch.Tensor] | None = None,
     ):
         self._settings = settings
@@ -131,7 +131,7 @@ def for_policy(model: torch.nn.Module, config: TrainerConfig) -> MasterAdamW:
     """The optimizer of an RL run, over all parameters of the model."""
     live = dict(sorted(model.named_parameters()))
     fixed = {name: t for name, t in named_tensors(model).items() if name not in live}
-    return MasterAdamW(live, Settings(config.betas, config.weight_decay, config.grad_clip), fixed)
+    return MasterAdamW(live, AdamWSettings(config.betas, config.weight_decay, config.grad_clip), fixed)
 
 
 def learning_rate(config: TrainerConfig, number: int, progress: float) -> float:

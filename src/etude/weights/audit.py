@@ -9,10 +9,10 @@ from etude.errors import UserError
 from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
 from etude.weights import retention
+from etude.weights.content import load
 from etude.weights.manifest import read, schema_key, versions
-from etude.weights.receiver import load
+from etude.weights.payloads import intact
 from etude.weights.signature import Trust
-from etude.weights.source import intact
 from etude.weights.ulpd import codec
 from etude.weights.ulpd.schema import decode
 
@@ -103,7 +103,7 @@ def _fault(data: bytes, kind: str, version: int, part: PayloadPart, chunks: int)
     if len(data) != part.bytes or not intact(data, part.digest):
         return "was altered"
     try:
-        found, number, _ = codec.unpack(data, chunks)
+        unpacked, number, _ = codec.unpack(data, chunks)
     except codec.Damaged as e:
         return f"is damaged: {e}"
-    return "" if (found, number) == (kind, version) else f"is the {found} of version {number}"
+    return "" if (unpacked, number) == (kind, version) else f"is the {unpacked} of version {number}"

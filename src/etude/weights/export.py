@@ -15,9 +15,10 @@ from etude.errors import UserError
 from etude.models.loading import load_model, model_id, named_tensors
 from etude.records import PolicyVersion
 from etude.store import Store
+from etude.weights.content import load
 from etude.weights.manifest import newest, read, versions
 from etude.weights.publisher import Publisher
-from etude.weights.receiver import bring, load, materialise
+from etude.weights.receiver import materialise, update_to
 from etude.weights.signature import Trust
 from etude.weights.ulpd.digest import digest
 
@@ -54,7 +55,7 @@ def advance(
     model = load_model(base, dtype=torch.bfloat16)
     tensors = named_tensors(model)
     held = _held(store, digest(tensors), progress)
-    bring(store, held, version, tensors, trust)
+    update_to(store, held, version, tensors, trust)
     _write(model, base, out)
     return held
 

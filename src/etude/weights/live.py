@@ -64,8 +64,8 @@ class LiveTensors:
         if change.staged is None:
             return bool(kernels.holds(*self._on_host(change.spec), change.positions, change.values))
         positions, values = change.staged
-        found = self._flat(change.spec).index_select(0, positions)
-        return torch.equal(found.view(torch.uint8), values.view(torch.uint8))  # as bits: NaN equals itself
+        actual = self._flat(change.spec).index_select(0, positions)
+        return torch.equal(actual.view(torch.uint8), values.view(torch.uint8))  # as bits: NaN equals itself
 
     def digest_run(self, spec: Spec, start: int, stop: int) -> int:
         """The digest of neighbours. Raises ValueError if no published version can have given them their bits."""
@@ -87,9 +87,9 @@ class LiveTensors:
         return bits(tensor), 0 if same else 16
 
     def _on_host(self, spec: Spec) -> tuple[Bits, int]:
-        found = self._host(spec)
-        assert found is not None, "the change was staged for another device"
-        return found
+        host = self._host(spec)
+        assert host is not None, "the change was staged for another device"
+        return host
 
 
 def as_tensor(array: Bits, spec: Spec) -> torch.Tensor:

@@ -36,7 +36,7 @@ def create(store: Store, manifest: PolicyVersion) -> bool:
 def read(store: Store, version: int, trust: Trust | None = None) -> PolicyVersion | None:
     """The manifest of a version, None if it is not published.
 
-    Raises ValueError if it is damaged, of another format or of another version, and Refused if it is not trusted.
+    Raises ValueError if it is damaged, of another format or of another version; ManifestRefused if it is not trusted.
     """
     try:
         data = store.get(key(version))
@@ -74,8 +74,8 @@ def versions(store: Store, after: int = -1) -> list[int]:
 
 def manifests(store: Store, after: int = -1) -> list[PolicyVersion]:
     """The manifests of `versions`. Raises ValueError if one is damaged."""
-    found = [read(store, version) for version in versions(store, after)]
-    return [manifest for manifest in found if manifest is not None]
+    read_in_order = [read(store, version) for version in versions(store, after)]
+    return [manifest for manifest in read_in_order if manifest is not None]
 
 
 def newest(store: Store) -> PolicyVersion | None:

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import blake3
+import msgspec
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from etude.errors import RunFailed, UserError
-from etude.failpoints import visit
-from etude.records import Anchor, PayloadPart, PolicyVersion, Skip
+from etude.failpoints import failpoint
+from etude.records import Anchor, PayloadPart, PolicyVersion, Skip, StepRecord
 from etude.store import Store
 from etude.weights import ranks as peers
 from etude.weights.manifest import create, manifests, read, schema_key
@@ -169,10 +170,12 @@ class Publisher:
         groups: tuple[int, ...],
         metrics: dict[str, float],
         *,
+        lr: float | None = None,
+        step: StepRecord | None = None,
         last: bool = False,
     ) -> PolicyVersion:
         """`start`, and waits for the manifest."""
-        return self.start(version, tensors, groups, metrics, last=last).result()
+        return self.start(version, tensors, groups, metrics, lr=lr, step=step, last=last).result()
 
     def start(
         self,
@@ -181,19 +184,24 @@ class Publisher:
         groups: tuple[int, ...],
         metrics: dict[str, float],
         *,
+        lr: float | None = None,
+        step: StepRecord | None = None,
         last: bool = False,
     ) -> Publication:
         """Begins to publish a copy of the tensors; those of chunks that other ranks own may be on the meta device.
 
-        After the `last` one no anchor is begun, since no later version would name it.
+        `lr` is the learning rate that led here: it tells the codec how large changes are, and decides no bit of the
+        weights. `metrics` and `step` go into the manifest, metrics that are not finite left out. After the `last`
+        version no anchor is begun, since no later version would name it.
 
-        Waits for the publication before it, and raises its error if nobody has seen it. The result raises
+        Waits for the publication before, and raises its error if nobody has seen it. The result raises
         AlreadyPublished, or UserError if a weight is not finite or the store refuses; `start` may then be repeated.
         """
         self.close()
         schema = schema_of(tensors)
         taken = self._take(schema, tensors)
-        about = _About(version, schema, groups, last, {k: float(v) for k, v in metrics.items() if math.isfinite(v)})
+        finite = {k: float(v) for k, v in metrics.items() if math.isfinite(v)}  # a manifest is JSON, which has no NaN
+        about = _About(version, schema, groups, finite, lr or Codec.learning_rate, step, last)
         self._flight = Publication(version, lambda deadline: self._publish(about, taken(), deadline))
         return self._flight
 
@@ -232,7 +240,7 @@ class Publisher:
         if last is None and self._ranks.rank == 0:
             self._store.put(schema_key(schema.id), schema.encode())
         own, changes, digests = self._write(about, new, last)
-        visit("publisher.payload")
+        failpoint("publisher.payload")
         if self._ranks.rank == 0:
             shares = peers.gather(self._store, self._ranks, about.version, own, deadline)
             manifest = self._commit(self._manifest(about, last, shares))
@@ -241,7 +249,7 @@ class Publisher:
         else:
             peers.announce(self._store, self._ranks, about.version, own)
             manifest = self._follow(about.version, deadline)
-        visit("publisher.manifest")
+        failpoint("publisher.manifest")
         self._remember(Published(manifest, schema, new, digests), changes, about.last)
         return manifest
 
@@ -256,7 +264,7 @@ class Publisher:
             total = codec.model_digest(digests)
             share = Share(delta=(), skips={}, own_anchor=whole, anchor=None, base=total, target=total, changed=elements)
             return share, {}, digests
-        rules = Codec(learning_rate=about.metrics.get("optim/lr") or Codec.learning_rate)
+        rules = Codec(learning_rate=about.lr)
         records, changes = codec.encode_changes(schema, last.bits, new, last.digests, rules, chunks=chunks)
         digests = last.digests.copy()
         for record in records:
@@ -277,7 +285,7 @@ class Publisher:
         self, about: _About, new: Mapping[str, Bits], digests: Digests, changes: Changes, rules: Codec
     ) -> dict[int, tuple[PayloadPart, ...]]:
         """The folded deltas that are due, from the changes before this version and those that led to it."""
-        found: dict[int, tuple[PayloadPart, ...]] = {}
+        skips: dict[int, tuple[PayloadPart, ...]] = {}
         pending = [changes]
         for span in SPANS:
             pending = [self._folds[span].changes, *pending]
@@ -285,10 +293,10 @@ class Publisher:
                 break
             if self._folds[span].base == about.version - span:
                 records = codec.encode_fold(about.schema, new, digests, pending, rules)
-                found[about.version - span] = self._put(
+                skips[about.version - span] = self._put(
                     f"skip-{span}", about.version, records, self._owned(about.schema)
                 )
-        return found
+        return skips
 
     def _manifest(self, about: _About, last: Published | None, shares: list[Share]) -> PolicyVersion:
         if last is not None and sum(share.base for share in shares) % codec.MODULUS != int(last.manifest.digest, 16):
@@ -317,6 +325,7 @@ class Publisher:
             groups=about.groups,
             created=time.time(),
             metrics=about.metrics,
+            step=about.step or msgspec.UNSET,
         )
         return manifest if self._key is None else sign(manifest, self._key)
 
@@ -331,13 +340,13 @@ class Publisher:
             except UserError as error:
                 lost = error
             try:
-                found = read(self._store, manifest.version)
+                stored = read(self._store, manifest.version)
             except (UserError, ValueError) as error:
                 raise lost or error from None
-            if found == manifest:
+            if stored == manifest:
                 return manifest
-            if found is not None:
-                raise AlreadyPublished(self._store, found)
+            if stored is not None:
+                raise AlreadyPublished(self._store, stored)
         raise lost or AlreadyPublished(self._store, manifest)
 
     def _follow(self, version: int, deadline: float) -> PolicyVersion:
@@ -363,11 +372,11 @@ class Publisher:
             self._anchor = None
         pending = changes
         for span in SPANS:  # a longer fold takes a shorter one in when that is complete
-            mine = self._folds[span]
-            mine.changes = fold(schema, [mine.changes, pending])
+            own = self._folds[span]
+            own.changes = fold(schema, [own.changes, pending])
             if manifest.version % span:
                 break
-            pending, self._folds[span] = mine.changes, Fold(manifest.version)
+            pending, self._folds[span] = own.changes, Fold(manifest.version)
         self._since += manifest.payload_bytes
         if not last:
             self._begin_anchor_if_due(published)
@@ -398,7 +407,7 @@ class Publisher:
                 chunks = self._owned(schema)
                 records = codec.encode_anchor(schema, of.bits, of.digests, chunks=chunks)
                 future.set_result(self._put("anchor", version, records, chunks))
-                visit("publisher.anchor")
+                failpoint("publisher.anchor")
             except BaseException as e:
                 future.set_exception(e)  # the next version raises it
 
@@ -412,7 +421,7 @@ class Publisher:
         digest = blake3.blake3(payload).hexdigest()
         key = f"payloads/{version:08d}-{kind}-{digest[:32]}-{self._ranks.session[:16]}"
         self._store.put(key, payload)
-        visit("publisher.part")
+        failpoint("publisher.part")
         return (PayloadPart(key=key, bytes=len(payload), digest=digest, first=chunks.start, stop=chunks.stop),)
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -428,11 +437,15 @@ class Publisher:
 
 @dataclass(frozen=True)
 class _About:
+    """What `start` was given of a version besides its tensors."""
+
     version: int
     schema: Schema
     groups: tuple[int, ...]
-    last: bool
     metrics: dict[str, float]
+    lr: float
+    step: StepRecord | None
+    last: bool
 
 
 def _joined(parts: Any) -> tuple[PayloadPart, ...]:

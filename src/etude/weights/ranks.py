@@ -62,19 +62,19 @@ def announce(store: Store, ranks: Ranks, version: int, share: Share) -> None:
 
 def gather(store: Store, ranks: Ranks, version: int, own: Share, deadline: float) -> list[Share]:
     """The shares of all ranks in order; on rank 0. `deadline` is a time of `time.monotonic`. Raises RunFailed."""
-    found: list[Share] = [own]
-    while len(found) < ranks.count:
+    of_ranks: list[Share] = [own]
+    while len(of_ranks) < ranks.count:
         try:
-            data = store.get(_key(ranks.session, len(found), version))
+            data = store.get(_key(ranks.session, len(of_ranks), version))
         except KeyError:
             if time.monotonic() > deadline:
                 raise RunFailed(
-                    f"rank {len(found)} did not write its part of version {version} in time; start the trainer again"
+                    f"rank {len(of_ranks)} did not write its part of version {version} in time; start the trainer again"
                 ) from None
             time.sleep(_POLL_SECONDS)
             continue
-        found.append(msgspec.json.decode(data, type=Share))
-    return found
+        of_ranks.append(msgspec.json.decode(data, type=Share))
+    return of_ranks
 
 
 def clear(store: Store, ranks: Ranks, version: int) -> None:

@@ -1,10 +1,10 @@
-"""One per cluster: pulls each payload once from the store, however many servers ask, and serves it in ranges.
+"""The relay of a cluster: fetches each payload once from the store, however many servers ask, and serves it in ranges.
 
     GET /payloads/KEY?blake3=HEX   bytes, 206 for a Range; 404 if the store has none, 502 if its bytes are wrong
     GET /health                    what it holds and what it has fetched
 
-It keeps payloads in memory up to a budget, the last used ones, and at least the last one. A payload is checked against
-the digest that the server took from the manifest, so a relay needs no manifests and serves nothing that is damaged.
+The last used payloads stay in memory, up to a budget and at least one. A payload is checked against the digest that the
+server took from the manifest, so a relay needs no manifests and serves nothing that is damaged.
 
 python -m etude.weights.relay --store URL [--port N] [--budget-mb N] [--ready-file FILE]
 """
@@ -25,10 +25,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from etude.errors import UserError
-from etude.failpoints import visit
+from etude.failpoints import failpoint
 from etude.store import Store, open_store
-from etude.weights.service import answer
-from etude.weights.source import intact
+from etude.weights.payloads import intact
+from etude.weights.service import serve
 
 _log = logging.getLogger(__name__)
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
@@ -79,17 +79,17 @@ class Relay:
         if wanted is None:
             self.served_bytes += len(data)
             return Response(data, media_type="application/octet-stream")
-        found = _RANGE.fullmatch(wanted)
-        start, stop = (int(found[1]), min(int(found[2]) + 1, len(data))) if found else (0, 0)
+        match = _RANGE.fullmatch(wanted)
+        start, stop = (int(match[1]), min(int(match[2]) + 1, len(data))) if match else (0, 0)
         if not start < stop:
             return Response(status_code=416, headers={"content-range": f"bytes */{len(data)}"})
         self.served_bytes += stop - start
         headers = {"content-range": f"bytes {start}-{stop - 1}/{len(data)}"}
-        visit("relay.range")
+        failpoint("relay.range")
         return Response(data[start:stop], 206, headers, "application/octet-stream")
 
     async def _get(self, key: str, digest: str) -> bytes:
-        """From memory, else from the store; who asks meanwhile waits for the same answer."""
+        """From memory, else from the store; requests for the same payload wait for one answer."""
         name = (key, digest)
         if name in self._held:
             self._held.move_to_end(name)
@@ -118,6 +118,7 @@ class Relay:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs a relay until SIGINT or SIGTERM; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m etude.weights.relay", description="Relay payloads to a cluster.")
     parser.add_argument("--store", required=True, help="URL of the store with the versions")
     parser.add_argument("--host", default="127.0.0.1")
@@ -127,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent-death", action="store_true", help="die with the process that started this one")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    return answer("relay", lambda: Relay(open_store(options.store), options.budget_mb * 2**20).app(), options)
+    return serve("relay", lambda: Relay(open_store(options.store), options.budget_mb * 2**20).app(), options)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The repair ladder: where the right bits of a damaged chunk may still be found, nearest first.
+"""Repair of a damaged chunk: the sources that may still have the right bits, nearest first.
 
-Every rung gives absolute bits, so it does not matter what the damaged chunk holds, and what a rung gives is digested in
-full before it is believed. A rung is tried three times, then the next one is.
+A source gives absolute bits, so it does not matter what the damaged chunk holds, and its bits are digested in full
+before they are believed. A source is tried three times, then the next.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ TRIES = 3
 
 
 class RepairUnavailable(Exception):
-    """A rung that cannot help, in a few words."""
+    """A repair source cannot help; why, in a few words."""
 
 
 class Unrepairable(Exception):
-    """No rung had the right bits."""
+    """No repair source had the right bits."""
 
 
 @dataclass(frozen=True)
-class Rung:
-    """A place that may know a chunk's bits. `fetch` may raise Unavailable."""
+class RepairSource:
+    """A place that may have a chunk's bits. `fetch` takes the chunk's number and may raise RepairUnavailable."""
 
     name: str
     fetch: Callable[[int], Bits]
@@ -32,26 +32,26 @@ class Rung:
 
 @dataclass(frozen=True)
 class Repaired:
-    """The right bits of a chunk, and the rung that had them."""
+    """The right bits of a chunk, and the name of the source that had them."""
 
     chunk: int
     bits: Bits
-    rung: str
+    source: str
 
 
-def mend(chunk: int, right: Callable[[Bits], bool], rungs: Sequence[Rung]) -> Repaired:
-    """The bits of a chunk from the first rung that has them; `right` digests them. Raises Unrepairable."""
+def repair_chunk(chunk: int, right: Callable[[Bits], bool], sources: Sequence[RepairSource]) -> Repaired:
+    """The bits of a chunk from the first source that has them; `right` digests them. Raises Unrepairable."""
     reasons: list[str] = []
-    for rung in rungs:
+    for source in sources:
         reason = ""
         for _ in range(TRIES):
             try:
-                found = rung.fetch(chunk)
+                part = source.fetch(chunk)
             except RepairUnavailable as e:
                 reason = str(e)
                 continue
-            if right(found):
-                return Repaired(chunk, found, rung.name)
+            if right(part):
+                return Repaired(chunk, part, source.name)
             reason = "its bits have another digest"
-        reasons.append(f"{rung.name}: {reason}")
+        reasons.append(f"{source.name}: {reason}")
     raise Unrepairable(f"chunk {chunk} cannot be repaired ({'; '.join(reasons)})")

@@ -14,7 +14,7 @@ from etude.errors import UserError
 from etude.records import PolicyVersion
 from etude.store import Store
 from etude.weights.manifest import manifests
-from etude.weights.plan import NoPath, plan
+from etude.weights.payloads import NoPath, plan
 
 GRACE_SECONDS = 3600.0
 """Younger objects are never taken: a version that is being published has objects before it has a manifest."""
@@ -33,11 +33,11 @@ class Collected:
 
 def referenced(published: Iterable[PolicyVersion]) -> set[str]:
     """Keys of all objects that manifests name."""
-    found: set[str] = set()
+    keys: set[str] = set()
     for manifest in published:
-        found |= {part.key for part in (*manifest.delta, *manifest.anchor.parts)}
-        found |= {part.key for skip in manifest.skips for part in skip.parts}
-    return found
+        keys |= {part.key for part in (*manifest.delta, *manifest.anchor.parts)}
+        keys |= {part.key for skip in manifest.skips for part in skip.parts}
+    return keys
 
 
 def floor(published: Sequence[PolicyVersion]) -> int:
@@ -61,22 +61,22 @@ def needed(published: Sequence[PolicyVersion], in_use: Collection[int] = (), gon
     Raises UserError if a version in use cannot be reached even with all that is there.
     """
     oldest = _oldest_anchor(published)
-    found: set[str] = set()
+    kept: set[str] = set()
     for manifest in published:
         if manifest.anchor.version >= oldest:
-            found |= {part.key for part in manifest.anchor.parts}
+            kept |= {part.key for part in manifest.anchor.parts}
         if manifest.version > oldest:
-            found |= {part.key for part in manifest.delta}
-            found |= {part.key for skip in manifest.skips if skip.base >= oldest for part in skip.parts}
+            kept |= {part.key for part in manifest.delta}
+            kept |= {part.key for skip in manifest.skips if skip.base >= oldest for part in skip.parts}
     by_number = {manifest.version: manifest for manifest in published}
     for held in in_use:
         try:
             for start, target in ((None, held), (held, published[-1].version if published else held)):
                 for payload in plan(by_number.get, start, target, gone):
-                    found |= {part.key for part in payload.parts}
+                    kept |= {part.key for part in payload.parts}
         except NoPath as e:
             raise UserError(f"version {held} is said to be in use, but {e}; leave it out") from None
-    return found
+    return kept
 
 
 def collect(

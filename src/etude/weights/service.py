@@ -1,4 +1,4 @@
-"""How the small HTTP processes beside the engines listen, say where, and end: the relay and the coordinator."""
+"""How the small HTTP processes beside the engines, the relay and the coordinator, start, tell their URL, and end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from etude.errors import UserError
 from etude.processes import die_with_parent
 
 
-def answer(name: str, build: Callable[[], Starlette], options: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM, on options.host and options.port; the exit code. Writes options.ready_file."""
+def serve(name: str, build: Callable[[], Starlette], options: argparse.Namespace) -> int:
+    """Serves until SIGINT or SIGTERM, on options.host and options.port; the exit code. Writes options.ready_file."""
     if options.parent_death:
         die_with_parent()
     try:

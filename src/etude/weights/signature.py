@@ -88,7 +88,7 @@ def _signed(manifest: PolicyVersion) -> bytes:
 
 @dataclass
 class Trust:
-    """What a reader of one store believes: without `key` anyone; with it its owner, one run, and no going back.
+    """Which manifests a reader of one store accepts: all without `key`; with it those signed by it, of one run, in order.
 
     With `model` (`etude.models.loading.model_id`) only versions of that model, or of one that is not named. `run` and
     `version` are those of the newest manifest it accepted; with `memory` they outlive the process.
@@ -108,7 +108,7 @@ class Trust:
                 raise UserError(f"{self.memory} cannot be read; remove it to trust the store anew") from None
 
     def check(self, manifest: PolicyVersion) -> None:
-        """Raises Refused if the manifest is of another model or run, or if the signature is not the key's."""
+        """Raises ManifestRefused if the manifest is of another model or run, or if the signature is not the key's."""
         number = manifest.version
         if self.model and manifest.model not in ("", self.model):
             raise ManifestRefused(
@@ -129,7 +129,7 @@ class Trust:
             )
 
     def accept(self, manifest: PolicyVersion) -> None:
-        """`check`, and remembers the manifest. Raises Refused also if it is older than one accepted before."""
+        """`check`, and remembers the manifest. Raises ManifestRefused also if it is older than one before."""
         self.check(manifest)
         if self.key is None:
             return

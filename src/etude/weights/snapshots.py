@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from etude.errors import UserError
 from etude.weights.ulpd import device
 from etude.weights.ulpd import kernels as _typed_kernels
 from etude.weights.ulpd.schema import Bits, Spec, unsigned
@@ -65,7 +66,10 @@ class Snapshots:
             if not device.on_gpu(tensor):
                 whole[spec.name] = _here(unsigned(tensor))
             elif mirror is not None and mirror.spec == spec and mirror.there.device == tensor.device:
-                moved.append((mirror, _follow(mirror, unsigned(tensor))))
+                try:
+                    moved.append((mirror, _follow(mirror, unsigned(tensor))))
+                except device.TritonMissing as e:
+                    raise UserError(str(e)) from None
             else:
                 there = unsigned(tensor).clone()
                 self._mirrors[spec.name] = _TensorMirror(spec, there, _here(there))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from etude.errors import SwapUndone
 from etude.inference.engine.cache import NO_MATCH, Match, PagedCache
 from etude.inference.engine.documents import Documents
 from etude.inference.engine.forward import cost_curve, logits_of, score
@@ -37,10 +38,6 @@ from etude.records import Generation
 
 _WORTH_WAITING = 16  # prompt tokens saved by waiting for another prompt
 _IDLE_SECONDS = 0.5  # how long the thread sleeps at most before it looks around
-
-
-class SwapUndone(Exception):
-    """A swap that put the old weights back: the engine goes on with them."""
 
 
 class Engine:

@@ -16,16 +16,15 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from etude.errors import UserError
-from etude.inference.engine.engine import Engine, SwapUndone
+from etude.errors import SwapUndone, UserError
+from etude.inference.engine.engine import Engine
 from etude.models.loading import named_tensors
 from etude.store import open_store
-from etude.weights.coordinator import Alone, Ballot, Remote
-from etude.weights.member import NotTogether, ReplicaMember
-from etude.weights.receiver import DamagedVersion, Receiver, WeightsMismatch
+from etude.weights.payloads import DamagedVersion, PayloadSource
+from etude.weights.receiver import Receiver, WeightsMismatch
 from etude.weights.repair import TRIES, Unrepairable
+from etude.weights.replica import CoordinatorVote, NotTogether, ReplicaMember, ReplicaVote, SingleMember
 from etude.weights.signature import Trust, public_key
-from etude.weights.source import PayloadSource
 from etude.weights.ulpd.digest import digest
 
 _POLL_SECONDS = 0.1
@@ -72,8 +71,10 @@ class WeightWatcher:
             key = public_key(origin.public_key) if origin.public_key else None
             trust = Trust(key, memory=origin.accepted, model=origin.model)
             receiver = Receiver(store, self._tensors, PayloadSource(store, origin.relay, trust), origin.peers)
-            ballot: Ballot = Remote(origin.coordinator, origin.member) if origin.coordinator else Alone()
-            self._member = ReplicaMember(receiver, ballot)
+            votes: ReplicaVote = (
+                CoordinatorVote(origin.coordinator, origin.member) if origin.coordinator else SingleMember()
+            )
+            self._member = ReplicaMember(receiver, votes)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="etude-weights", daemon=True)
         self._failures = 0  # in a row
@@ -117,12 +118,12 @@ class WeightWatcher:
                 self._note(receiver)
             self._failures, self.trouble = 0, ""
             return moved
-        except (DamagedVersion, UserError, NotTogether, Unrepairable, SwapUndone) as e:
+        except (DamagedVersion, UserError, Unrepairable, SwapUndone) as e:
             self._failures += not isinstance(e, NotTogether)  # waiting for the others is no failure of this server
             if str(e) != self.trouble:
                 _log.warning("%s", e)
             self.trouble = str(e)
-            if isinstance(e.__cause__, WeightsMismatch):
+            if isinstance(e, WeightsMismatch):
                 self._damaged = receiver.scrub(1.0)
             return False
 
@@ -132,20 +133,7 @@ class WeightWatcher:
             self._thread.join(10)
 
     def _swap(self, version: int, apply: Callable[[], None]) -> None:
-        def guarded() -> None:
-            try:
-                apply()
-            except NotTogether as e:
-                raise SwapUndone(str(e)) from e
-            except WeightsMismatch as e:
-                raise SwapUndone(str(e)) from e
-
-        try:
-            self._engine.swap(version, guarded).result(_SWAP_SECONDS)
-        except SwapUndone as e:
-            if isinstance(e.__cause__, NotTogether):
-                raise e.__cause__ from None
-            raise
+        self._engine.swap(version, apply).result(_SWAP_SECONDS)
 
     def _note(self, receiver: Receiver) -> None:
         """A version went live."""
@@ -163,9 +151,9 @@ class WeightWatcher:
         if not self._engine.is_paused:
             self._engine.pause("keep", clear_cache=False)
             self._froze = True
-        repair = receiver.repair(self._damaged)
-        self._engine.swap(receiver.version, repair.apply).result(_SWAP_SECONDS)
-        _log.warning("repaired chunks %s", ", ".join(f"{item.chunk} from {item.rung}" for item in repair.mended))
+        repaired = receiver.find_repair(self._damaged)
+        self._engine.swap(receiver.version, lambda: receiver.write_repair(repaired)).result(_SWAP_SECONDS)
+        _log.warning("repaired chunks %s", ", ".join(f"{item.chunk} from {item.source}" for item in repaired))
         self.repairs += len(self._damaged)
         self._damaged = []
         if self._froze:

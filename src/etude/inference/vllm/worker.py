@@ -22,10 +22,11 @@ from etude.errors import UserError
 from etude.inference.vllm.layout import Loads, check_plain, live_tensors, memory
 from etude.store import open_store
 from etude.weights import signature
+from etude.weights.content import load_schema
 from etude.weights.manifest import newest
-from etude.weights.receiver import DamagedVersion, Receiver, WeightsMismatch, WeightUpdate, load_schema
+from etude.weights.payloads import DamagedVersion, PayloadSource
+from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
 from etude.weights.signature import Trust
-from etude.weights.source import PayloadSource
 from etude.weights.ulpd.digest import digest
 
 Answer = dict[str, Any]
@@ -111,10 +112,10 @@ class WorkerExtension:
             return {"error": MOVED}
         following.staged = None
         try:
-            update.flip(whole=True)
+            following.receiver.swap(update, whole=True)
         except (WeightsMismatch, ValueError) as e:
             return {"error": str(e)}
-        update.commit()
+        following.receiver.commit(update)
         return {"version": update.manifest.version, "digest": update.manifest.digest}
 
     def etude_digest(self) -> Answer:

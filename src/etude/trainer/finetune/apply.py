@@ -1,9 +1,8 @@
-"""Fine-tuning on applied edits: the model is asked for the new file, or for the edit in another of edits/formats.py's
-ways, and learns the answer only.
+"""Fine-tuning on applied edits: from a file and a sketch of its edit to the new file, or to another format's answer.
 
-The hard part for a small model is to copy without a slip, so short files come first. With every checkpoint some
-held-out edits are measured by their likelihood: an answer is right under greedy decoding exactly if each of its tokens
-is the most likely one after those before it, so one pass decides it.
+Only the answer is learned (formats: `edits/formats.py`). The hard part for a small model is to copy without a slip, so
+short files come first. With every checkpoint the likelihood of some held-out edits is measured: an answer is right
+under greedy decoding exactly if each of its tokens is the most likely one after those before it, so one pass decides.
 """
 
 from __future__ import annotations
@@ -27,14 +26,17 @@ from etude.corpus.edits import rename_augmentation
 from etude.edits import data, formats
 from etude.edits.data import Example
 from etude.errors import UserError
-from etude.trainer.finetune import distillation, pretrain
+from etude.trainer.finetune import distillation, packed, pretrain
 from etude.trainer.finetune.config import ApplyConfig
 
 log = logging.getLogger(__name__)
 
 
 def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
-    """Fine-tune a model on applied edits; returns its Hugging Face folder. Raises UserError for bad input."""
+    """Fine-tunes a model on applied edits; returns its Hugging Face folder. Raises UserError for bad input.
+
+    `resume` continues from the saved state; `stop_after` ends after that many steps in all.
+    """
     output, optim, way = config.output, config.optim, config.format
     folder = distillation.tokenizer_folder(config)
     train, held_out = data.load(config.data), data.load(config.held_out)
@@ -58,7 +60,7 @@ def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | Non
     compute = None
     if teacher is not None and config.distill is not None:
         compute = distillation.loss_function(model, teacher, config.distill.share)
-    pretrain.train(
+    packed.train(
         model, rows, None, optim, output, folder, resume=resume, stop_after=stop_after, compute=compute,
         measure=lambda current: summary(likelihoods(current, tests)),
     )  # fmt: skip
@@ -67,11 +69,11 @@ def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | Non
 
 def document(example: Example, way: str = "rewrite") -> Document:
     """The example as training text; the answer, its closing tag and the end of the turn are labelled."""
-    asked = formats.question(example.file, example.sketch, example.instruction, way)
+    prompt = formats.question(example.file, example.sketch, example.instruction, way)
     answer = formats.answer(example.file, example.result, way)
     return (
-        *message("user", asked.content), special("<|assistant|>", False), TextPiece(asked.opening, False),
-        TextPiece(answer + asked.close), special("<|end|>"),
+        *message("user", prompt.content), special("<|assistant|>", False), TextPiece(prompt.opening, False),
+        TextPiece(answer + prompt.close), special("<|end|>"),
     )  # fmt: skip
 
 
@@ -156,9 +158,9 @@ def measured(
 ) -> list[HeldOutEdit]:
     """Up to `count` of the examples that have at most `longest` tokens, both as `way` says and as a whole file."""
     chosen = random.Random(seed).sample(list(examples), len(examples))
-    found: list[HeldOutEdit] = []
+    tests: list[HeldOutEdit] = []
     for example in chosen:
-        if len(found) == count:
+        if len(tests) == count:
             break
         ((whole, _),), ((ids, mask),) = encode([example], tokenizer), encode([example], tokenizer, way)
         if max(len(whole), len(ids)) > longest:
@@ -170,14 +172,14 @@ def measured(
             same[block.b : block.b + block.size] = True
         changed = np.zeros(len(ids), dtype=bool)
         changed[mask > 0] = ~same
-        found.append(HeldOutEdit(ids.astype(np.int64), mask > 0, changed))
-    return found
+        tests.append(HeldOutEdit(ids.astype(np.int64), mask > 0, changed))
+    return tests
 
 
 @torch.no_grad()
 def likelihoods(model: PreTrainedModel, tests: Sequence[HeldOutEdit]) -> list[AnswerLikelihood]:
     """One pass per edit."""
-    found = []
+    results = []
     for test in tests:
         ids_T = torch.from_numpy(test.ids_T).to(model.device)
         # The token at t is predicted at t - 1.
@@ -188,14 +190,14 @@ def likelihoods(model: PreTrainedModel, tests: Sequence[HeldOutEdit]) -> list[An
         loss_K = torch.nn.functional.cross_entropy(logits_KV, target_K, reduction="none").cpu().numpy()
         right_K = (logits_KV.argmax(-1) == target_K).cpu().numpy()
         changed_K = test.changed_T[test.label_T]
-        found.append(
+        results.append(
             AnswerLikelihood(
                 exact=bool(right_K.all()), right=float(right_K.mean()), loss=float(loss_K.mean()),
                 changed_loss=float(loss_K[changed_K].mean()) if changed_K.any() else 0.0,
                 changed=int(changed_K.sum()), tokens=len(loss_K),
             )
         )  # fmt: skip
-    return found
+    return results
 
 
 def summary(results: Sequence[AnswerLikelihood]) -> dict[str, float]:

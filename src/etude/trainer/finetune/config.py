@@ -106,6 +106,7 @@ class DocumentsConfig(_Section):
         return self
 
     def options(self) -> RetrievalOptions:
+        """What the samples of cross-file retrieval are made by."""
         return RetrievalOptions(self.least, self.most, self.chars, self.questions, self.kinds)
 
 
@@ -141,6 +142,8 @@ class _Stage(_Section):
 
 
 class MidtrainConfig(_Stage):
+    """Mid-training of a new model, with a tokenizer of its own, on code."""
+
     stage: Literal["midtrain"] = "midtrain"
     model: NewModelConfig = NewModelConfig()
     mix: MixConfig = MixConfig()

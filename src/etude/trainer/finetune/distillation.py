@@ -22,7 +22,8 @@ from etude.corpus import tokenizer as bpe
 from etude.errors import UserError
 from etude.trainer.finetune import pretrain
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
-from etude.trainer.rl.routers import Routers
+from etude.trainer.finetune.loop import Loss
+from etude.trainer.finetune.routers import Routers
 
 
 def tokenizer_folder(config: ApplyConfig) -> Path:
@@ -75,11 +76,11 @@ def mixed(
     return (1 - share) * (losses_K * weights_K).sum() / total + share * divergence, divergence
 
 
-def loss_function(model: PreTrainedModel, teacher: PreTrainedModel, share: float) -> Callable[..., pretrain.Loss]:
-    """Like `pretrain.loss_function`, with the teacher's share and the figure `loss/kl`."""
+def loss_function(model: PreTrainedModel, teacher: PreTrainedModel, share: float) -> Callable[..., Loss]:
+    """Like `packed.loss_function`, with the teacher's share and the figure `loss/kl`."""
     routers = Routers.of(model)
 
-    def compute(ids_BT: Tensor, index_K: Tensor, targets_K: Tensor, weights_K: Tensor) -> pretrain.Loss:
+    def compute(ids_BT: Tensor, index_K: Tensor, targets_K: Tensor, weights_K: Tensor) -> Loss:
         routers.clear()
         with torch.no_grad():
             teacher_KV = _logits(teacher, ids_BT, index_K)

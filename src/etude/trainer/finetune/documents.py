@@ -34,7 +34,7 @@ from etude.models.attention import SegmentLayout
 from etude.models.experts import few_shapes
 from etude.models.segments import Graph, Node
 from etude.renderers.text import document_text
-from etude.trainer.rl.routers import Routers
+from etude.trainer.finetune.routers import Routers
 
 _WIDTH = 64  # labelled positions are padded to a multiple of it: oneDNN compiles for each shape
 _TEACHER = 256  # and the tokens of a pass without gradient
@@ -52,10 +52,10 @@ class DocumentSample:
         return sum(map(len, self.documents)) + sum(len(ids) for ids, _ in self.tails)
 
 
-def encode(tokenizer: Tokenizer, found: Sequence[Questions]) -> list[DocumentSample]:
+def encode(tokenizer: Tokenizer, retrieved: Sequence[Questions]) -> list[DocumentSample]:
     """Samples of cross-file retrieval as the engine's chat route renders them, one tail for each question."""
     parts: list[Document] = []
-    for sample in found:
+    for sample in retrieved:
         parts += [(TextPiece(document_text(title, text), False),) for title, text in sample.documents]
         for question in sample.questions:
             answer = special("<|assistant|>", False), TextPiece(question.answer), special("<|end|>")
@@ -66,11 +66,11 @@ def encode(tokenizer: Tokenizer, found: Sequence[Questions]) -> list[DocumentSam
             tuple(next(encoded)[0] for _ in sample.documents),
             tuple(next(encoded) for _ in sample.questions),
         )
-        for sample in found
+        for sample in retrieved
     ]
 
 
-def take(found: Iterator[Questions], tokenizer: Tokenizer, tokens: int, longest: int) -> list[DocumentSample]:
+def take(retrieved: Iterator[Questions], tokenizer: Tokenizer, tokens: int, longest: int) -> list[DocumentSample]:
     """Encoded samples until their tokens reach `tokens`; longer ones than `longest` are left out.
 
     Raises ValueError if hundreds on end are longer.
@@ -78,7 +78,7 @@ def take(found: Iterator[Questions], tokenizer: Tokenizer, tokens: int, longest:
     taken: list[DocumentSample] = []
     total = 0
     while total < tokens:
-        some = [sample for sample in encode(tokenizer, list(islice(found, _CHUNK))) if len(sample) <= longest]
+        some = [sample for sample in encode(tokenizer, list(islice(retrieved, _CHUNK))) if len(sample) <= longest]
         if not some:
             raise ValueError(
                 f"samples are longer than {longest} tokens, a row: raise optim.batch or lower documents.most"
@@ -152,7 +152,7 @@ class DocumentBatch:
 
 
 @dataclass(frozen=True)
-class DocumentBatches:
+class DocumentBatches(Sequence[tuple[DocumentBatch]]):
     """Rows of `length` tokens, each filled with whole samples; which of them see themselves only follows `seed`."""
 
     samples: Sequence[DocumentSample]
@@ -228,9 +228,9 @@ def measure(model: PreTrainedModel, samples: Sequence[DocumentSample], own: bool
         logits_KV = logits_of(model, graph_of(members, [own] * len(members), length), index_K)
         nll += float(F.cross_entropy(logits_KV, targets_K, reduction="sum"))
         tokens += len(targets_K)
-        said = (logits_KV.argmax(-1) == targets_K).split([int(mask.sum()) for s in members for _, mask in s.tails])
-        right += sum(bool(answer.all()) for answer in said)
-        answers += len(said)
+        correct = (logits_KV.argmax(-1) == targets_K).split([int(mask.sum()) for s in members for _, mask in s.tails])
+        right += sum(bool(answer.all()) for answer in correct)
+        answers += len(correct)
     return {"nll": nll / tokens, "exact": right / answers}
 
 

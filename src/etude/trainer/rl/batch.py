@@ -1,4 +1,4 @@
-"""Groups of episodes -> rows of tokens with advantages, and what the loss knows of each sampled token.
+"""Groups of episodes -> rows of tokens with advantages, and what the loss needs of each sampled token.
 
 Suffixes: T tokens of a row, P of its prompt, C of a completion, N sampled (trained) tokens of the batch, row by row.
 """
@@ -49,7 +49,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Samples:
-    """What the loss knows of the sampled tokens, [N] each, in the order of `token_rows`."""
+    """What the loss needs of the sampled tokens, [N] each, in the order of `token_rows`."""
 
     logprobs_N: torch.Tensor
     versions_N: torch.Tensor
@@ -59,6 +59,7 @@ class Samples:
     length_N: torch.Tensor  # how many its episode sampled in all
 
     def select(self, item_M: torch.Tensor) -> Samples:
+        """The tokens with these indices, [M]."""
         return Samples(*(getattr(self, f.name)[item_M] for f in fields(self)))
 
 
@@ -74,6 +75,7 @@ class Batch:
 
     @property
     def flat(self) -> list[Episode]:
+        """All episodes, group after group."""
         return [episode for members in self.episodes for episode in members]
 
 
@@ -98,21 +100,23 @@ def turn_advantages(rewards: Sequence[float], turns: Sequence[int]) -> list[np.n
     return [np.array([reward - mean for mean in means[:n]]) for reward, n in zip(rewards, turns, strict=True)]
 
 
-def with_trunks(per_turn: Sequence[np.ndarray], members: Sequence[Episode], baseline: Baseline) -> list[np.ndarray]:
-    """Advantages per turn, given those of members as if each had been played alone; forks change a trunk's turns.
+def with_shared_prefixes(
+    per_turn: Sequence[np.ndarray], members: Sequence[Episode], baseline: Baseline
+) -> list[np.ndarray]:
+    """Advantages per turn, given those of members as if each had been played alone; forks change shared turns.
 
-    A trunk's turns are in all n siblings, so its value is the mean of what their rewards say: that is the advantage of
-    each. A baseline that is the mean of N members takes 1 / N of the expected gradient of a turn that one member has,
-    and n / N of one that n siblings share, since it depends on all of them. (N - 1) / (N - n) makes up for that, so the
-    expected gradient is what it is without forks, in all turns. A trunk that all N share is compared with nothing: 0.
-    Given the trunk, siblings are independent, so what they do after it needs no change.
+    The turns of a shared prefix are in all n siblings, so the advantage of each is the mean of the siblings'. A
+    baseline that is the mean of N members takes 1 / N of the expected gradient of a turn that one member has, and n / N
+    of one that n siblings share, since it depends on all of them. (N - 1) / (N - n) makes up for that, so the expected
+    gradient is what it is without forks, in all turns. A prefix that all N share is compared with nothing: 0. Given the
+    prefix, siblings are independent, so their turns after it need no change.
     """
-    families: dict[Fork, list[int]] = {}
+    by_fork: dict[Fork, list[int]] = {}
     for i, member in enumerate(members):
         if member.fork is not None:
-            families.setdefault(member.fork, []).append(i)
+            by_fork.setdefault(member.fork, []).append(i)
     result = [a.copy() for a in per_turn]
-    for fork, siblings in families.items():
+    for fork, siblings in by_fork.items():
         n = len(siblings)
         for turn in range(fork.turns if n > 1 else 0):
             compared = sum(len(a) > turn for a in per_turn) if baseline == "turn" else len(members)
@@ -158,7 +162,7 @@ def make_batch(
             per_turn = turn_advantages(rewards, turns)
         else:
             per_turn = [np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]
-        per_turn = with_trunks(per_turn, members, baseline)
+        per_turn = with_shared_prefixes(per_turn, members, baseline)
         if advantage == "zscore":
             per_turn = [a / (pstdev(rewards) + 1e-6) for a in per_turn]
         rows.extend(_rows(members, per_turn, index, len(kept), routes))
@@ -253,22 +257,22 @@ def recorded_routes(segment: Segment, end: int, shape: tuple[int, int]) -> np.nd
     Raises RunFailed if they are of another shape.
     """
     out = np.full((end, *shape), MISSING, np.int16)
-    found = segment.routes
-    if found is not None:
-        if (found.layers, found.slots) != shape:
+    stored = segment.routes
+    if stored is not None:
+        if (stored.layers, stored.slots) != shape:
             raise RunFailed(
-                f"an episode recorded {found.slots} experts in {found.layers} layers, but the model has {shape[1]} in "
-                f"{shape[0]}: were the engines started with another model?"
+                f"an episode recorded {stored.slots} experts in {stored.layers} layers, but the model has {shape[1]} "
+                f"in {shape[0]}: were the engines started with another model?"
             )
-        known = min(found.end, end)
-        out[:known] = found.array()[:known]
+        known = min(stored.end, end)
+        out[:known] = stored.array()[:known]
     if end and out[end - 1, 0, 0] == MISSING:
         out[end - 1] = UNFED
     return out
 
 
 def token_rows(rows: Sequence[PromptRow]) -> TokenRows:
-    """Every completion behind its prompt; which of them share what is found by the plan."""
+    """Every completion behind its prompt. Which of them share a prefix, the plan finds out."""
     pairs = [(row.prompt_P, c) for row in rows for c in row.completions]
     routes = tuple(c.routes_TLK for _, c in pairs if c.routes_TLK is not None)
     documents = tuple(row.documents for row in rows for _ in row.completions)

@@ -3,7 +3,7 @@
     forward of a part ──> loss of the tokens it predicts ──> passes below it, on its detached keys and values
          └───────────────── backward: that loss, and what the passes below left in the keys' and values' gradients
 
-The gradient of what a trunk is asked for is gathered in float32 and goes through the trunk once.
+The gradient of a shared prefix's keys and values is gathered in float32 and goes back through the prefix once.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class BatchResult:
 
     @property
     def entropy(self) -> float:
+        """Mean over the positions."""
         return self.entropy_sum / max(self.entropies, 1)
 
 
@@ -95,7 +96,7 @@ def evaluate(
     walk = _Pass(model, out, temperature, value, None, 0.0, None, _weight(parts), replays)
     with torch.no_grad():
         for part in parts:
-            _visit(walk, part, ())
+            _run_part(walk, part, ())
     return out
 
 
@@ -128,7 +129,7 @@ def run(
     out = _blank(model, count)
     walk = _Pass(model, out, temperature, value, loss, aux, share_LE, _weight(parts))
     for part in parts:
-        _visit(walk, part, ())
+        _run_part(walk, part, ())
     if whole is not None:
         out.loss = whole
     return out
@@ -146,7 +147,7 @@ def _linear(loss: Loss, logprobs_N: Tensor) -> tuple[Loss, float]:
     return lambda logprobs_M, item_M: (gradient_N[item_M] * logprobs_M).sum(), value.item()
 
 
-def _visit(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> None:
+def _run_part(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> None:
     """Forward, the passes below, backward."""
     learns = walk.loss is not None
     again = learns and part.recompute
@@ -154,7 +155,7 @@ def _visit(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> None
         scalar, kept, choices = _forward(walk, part, above)
     leaves = _detached(kept, learns)
     for child in part.children:
-        _visit(walk, child, (*above, leaves))
+        _run_part(walk, child, (*above, leaves))
     if again:
         first = choices
         scalar, kept, choices = _forward(walk, part, above, first=False)
@@ -181,7 +182,7 @@ def _forward(
 ) -> tuple[Tensor | None, KeyValues, Choices]:
     """The part's term of the loss, its keys and values if a pass below needs them, and the experts it went through.
 
-    The loss is asked for in the pass that has a backward, everything else noted in the first one.
+    The loss is computed in the pass that has a backward, everything else is noted in the first one.
     """
     device = _device(walk.model)
     layout, positions_T = None, part.positions_T

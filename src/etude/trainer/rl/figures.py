@@ -1,25 +1,31 @@
-"""The figures of a step (`docs/metrics.md`): sums over its updates, and what the episodes of its batch looked like."""
+"""The figures of a step: sums over its updates, what its episodes looked like, and what the guards judge of both.
+
+`docs/metrics.md` explains each metric. Metrics are for display; what decides anything is a field of `StepFigures`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from etude.models.router_replay import ReplayStatistics
+from etude.records import Episode
 from etude.rollout.audit import charged
 from etude.trainer.rl.batch import Batch, Samples
 from etude.trainer.rl.execution import BatchResult
-from etude.trainer.rl.loss import LossStats, Mismatch
+from etude.trainer.rl.guards import StepFigures
+from etude.trainer.rl.loss import LossStats
+from etude.trainer.rl.mismatch import Mismatch
 from etude.trainer.rl.plan import Execution, ExecutionPlan, TokenRows
 
 
 @dataclass
-class Sums:
-    """Running figures of a step."""
+class StepSums:
+    """Running sums over the updates of a step."""
 
     fresh: Mismatch = field(default_factory=Mismatch)  # tokens sampled by the version that trains on them
     all_lags: Mismatch = field(default_factory=Mismatch)
@@ -40,6 +46,7 @@ class Sums:
     replayed: ReplayStatistics = field(default_factory=ReplayStatistics)
 
     def plan(self, tokens: TokenRows, passes: ExecutionPlan) -> None:
+        """Adds what the passes of an update will compute."""
         self.executions[passes.execution] += 1
         self.apart += sum(map(len, tokens.rows))
         self.computed += passes.cost.tokens
@@ -47,21 +54,37 @@ class Sums:
         self.split += passes.split
 
     def compare(self, proximal_N: torch.Tensor, samples: Samples, version: int) -> None:
+        """Adds log-probabilities under the weights of `version` to the statistics of the mismatch."""
         self.all_lags.add(proximal_N, samples.logprobs_N)
         on_policy = samples.versions_N == version
         self.fresh.add(proximal_N[on_policy], samples.logprobs_N[on_policy])
 
-    def add(self, outcome: BatchResult) -> None:
+    def add(self, result: BatchResult) -> None:
+        """Adds what the passes of an update gave."""
         self.updates += 1
-        self.loss += outcome.loss
-        self.aux += outcome.aux
-        self.replayed.add(outcome.replayed)
-        self.entropy += outcome.entropy_sum
-        self.entropies += outcome.entropies
-        if outcome.counts_LE.numel():
-            self.counts_LE = outcome.counts_LE if self.counts_LE is None else self.counts_LE + outcome.counts_LE
+        self.loss += result.loss
+        self.aux += result.aux
+        self.replayed.add(result.replayed)
+        self.entropy += result.entropy_sum
+        self.entropies += result.entropies
+        if result.counts_LE.numel():
+            self.counts_LE = result.counts_LE if self.counts_LE is None else self.counts_LE + result.counts_LE
+
+    def judged(self, of_batch: StepFigures, grad_norm: float | None) -> StepFigures:
+        """`of_batch` with the figures of the updates until now."""
+        replayed = self.replayed
+        return replace(
+            of_batch,
+            weight_cut=self.stats.weight_cut,
+            weight_ess=self.stats.weight_ess,
+            routes_missing=replayed.missing / replayed.fed if replayed.fed else None,
+            routes_refused=replayed.refused / replayed.slots if replayed.slots else None,
+            mismatch=self.fresh.means(),
+            grad_norm=grad_norm,
+        )
 
     def metrics(self) -> dict[str, float]:
+        """The metrics of all updates until now."""
         metrics = {"loss/policy": self.loss, "entropy/mean": self.entropy / max(self.entropies, 1)}
         if self.value_loss is not None:
             metrics["loss/value"] = self.value_loss
@@ -70,8 +93,8 @@ class Sums:
         if self.counts_LE is not None:
             share_LE = self.counts_LE / self.counts_LE.sum(dim=1, keepdim=True)
             metrics["router/load_max"] = share_LE.max().item() * share_LE.shape[1]
-        if found := self.replayed.metrics():
-            metrics |= found | {"router/split": self.split / max(self.computed, 1)}
+        if replay := self.replayed.metrics():
+            metrics |= replay | {"router/split": self.split / max(self.computed, 1)}
         if self.computed:
             metrics |= {f"share/{name}": n / self.executions.total() for name, n in self.executions.items()}
             metrics |= {"share/ratio": self.apart / self.computed, "share/held_tokens": float(self.held)}
@@ -80,14 +103,21 @@ class Sums:
         return metrics | self.fresh.metrics("mismatch") | self.all_lags.metrics("off_policy")
 
 
+def batch_figures(batch: Batch, version: int) -> StepFigures:
+    """What the guards judge of a batch before it is trained on."""
+    episodes = batch.flat
+    return StepFigures(
+        lag=float(max(token_lags(episodes, version), default=0)),
+        kv_lag=max(_kv_lags(episodes), default=None),
+        empty=_empty(episodes) / len(episodes) if episodes else None,
+        zero_variance=batch.zero_variance / len(batch.episodes) if batch.episodes else None,
+    )
+
+
 def batch_metrics(batch: Batch, version: int) -> dict[str, float | dict[str, int]]:
     """What the episodes of a batch looked like, including the groups that carry no gradient."""
     episodes = batch.flat
-    lag: Counter[int] = Counter()
-    for episode in episodes:
-        for segment in episode.segments:
-            _, mask_T, _, versions_T = segment.arrays()
-            lag.update((version - versions_T[mask_T == 1]).tolist())
+    lag = token_lags(episodes, version)
     tokens = sum(lag.values())
     metrics: dict[str, float | dict[str, int]] = {
         "reward/all/mean": _mean(e.reward for e in episodes),
@@ -97,18 +127,18 @@ def batch_metrics(batch: Batch, version: int) -> dict[str, float | dict[str, int
         "rollout/groups": float(len(batch.episodes)),
         "rollout/zero_variance": float(batch.zero_variance),
         "drop/groups/zero_variance": float(batch.zero_variance),
-        "drop/episodes/empty": float(sum(not e.sampled_tokens for e in episodes)),
+        "drop/episodes/empty": float(_empty(episodes)),
         "rollout/length": tokens / max(len(episodes), 1),
         "off_policy/mean": sum(k * n for k, n in lag.items()) / max(tokens, 1),
         "off_policy/max": float(max(lag, default=0)),
         "off_policy/histogram": {str(k): n for k, n in sorted(lag.items())},
     }
-    if known := [e.metrics["kv_lag"] for e in episodes if "kv_lag" in e.metrics]:
+    if known := _kv_lags(episodes):
         metrics["stale/kv_lag"] = max(known)
     for name, count in sorted(Counter(flag for e in episodes for flag in e.flags).items()):
         metrics[f"flag/{name}"] = float(count)
     metrics["flag/charged"] = float(sum(map(charged, episodes)))
-    for name in sorted({key for e in episodes for key in e.metrics if not key.startswith("flag/")}):
+    for name in sorted({key for e in episodes for key in e.metrics}):
         shown = f"{name}/mean" if name.startswith("reward/") else f"rollout/{name}"
         metrics[shown] = _mean(e.metrics.get(name, 0.0) for e in episodes)
     for kind, count in sorted(Counter(e.outcome.value for e in episodes).items()):
@@ -116,6 +146,24 @@ def batch_metrics(batch: Batch, version: int) -> dict[str, float | dict[str, int
     for reason, count in sorted(Counter(e.stop_reason.value for e in episodes).items()):
         metrics[f"stop/{reason}"] = float(count)
     return metrics
+
+
+def token_lags(episodes: Iterable[Episode], version: int) -> Counter[int]:
+    """How many sampled tokens are so many versions older than `version`."""
+    lags: Counter[int] = Counter()
+    for episode in episodes:
+        for segment in episode.segments:
+            _, mask_T, _, versions_T = segment.arrays()
+            lags.update((version - versions_T[mask_T == 1]).tolist())
+    return lags
+
+
+def _kv_lags(episodes: Iterable[Episode]) -> list[float]:
+    return [e.metrics["kv_lag"] for e in episodes if "kv_lag" in e.metrics]
+
+
+def _empty(episodes: Iterable[Episode]) -> int:
+    return sum(not e.sampled_tokens for e in episodes)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -6,30 +6,33 @@
     halt      nothing is consumed or published: the run stops with its state saved
 
 A version is good once the step from it crossed no `stop` threshold. Skips in a row lead to a rollback, rollbacks in a
-row to a halt, so that no run goes on for ever without learning. All memory comes from the metrics in the manifests of
-the versions, so a resumed run judges as an uninterrupted one. No torch here.
+row to a halt, so that no run goes on for ever without learning. All memory comes from the `StepRecord`s in the
+manifests of the versions, so a resumed run judges as an uninterrupted one. No torch here.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from etude.config import Guard, GuardsConfig
+from etude.records import StepAction, StepRecord
 
-Action = Literal["go", "skip", "rollback", "halt"]
-_ORDER: tuple[Action, ...] = ("go", "skip", "rollback", "halt")
+if TYPE_CHECKING:
+    from etude.trainer.rl.mismatch import MismatchMeans
+
+_ORDER: tuple[StepAction, ...] = ("go", "skip", "rollback", "halt")
 _LOW = frozenset({"correlation", "ess"})  # these must not fall, all others must not rise
 _FLOOR = 5e-5  # k2 at a standard deviation of .01: growth below it is growth of rounding
-_UNKNOWN = 10 * _FLOOR  # k2 of canaries that is taken for usual while fewer than 5 have been seen
+_UNKNOWN = 10 * _FLOOR  # k2 of probes that is taken for usual while fewer than 5 have been seen
 _SENTENCES = {
     "lag": "tokens lag {value:.0f} versions behind the trainer, the bound is {threshold:.0f}",
     "kv_lag": "a token saw keys {value:.0f} versions older than its own, {threshold:.0f} can be: a stale prefix cache?",
-    "canary_growth": "the engine at {engine} scores the canaries of version {version} otherwise than the trainer: "
+    "probe_growth": "the engine at {engine} scores the probes of version {version} otherwise than the trainer: "
     "k2 {k2:.2g} is {value:.1f} times the usual, threshold {threshold:.1f}",
     "mismatch_k2": "trainer and engine disagree on tokens of one version: k2 {value:.2g}, threshold {threshold:.2g}",
     "mismatch_growth": "the mismatch is {value:.1f} times that of the first steps, threshold {threshold:.1f}",
@@ -44,13 +47,29 @@ _SENTENCES = {
     "non_finite": "the gradient is not finite",
     "routes_missing": "{value:.2%} of the tokens have no recorded experts to replay, threshold {threshold:.2%}",
     "routes_refused": "{value:.2%} of the recorded experts are implausible to the trainer, threshold {threshold:.2%}",
-    "parity": "deterministic trainer and engine differ by {value:.2g} in a log-probability: other processors?",
+    "numerics": "deterministic trainer and engine differ by {value:.2g} in a log-probability: other processors?",
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """What the guards judge of a step. None: not measured, so no threshold is crossed."""
+
+    lag: float | None = None  # versions; the largest of any trained token
+    kv_lag: float | None = None  # versions between a token and the oldest keys that it saw; the largest
+    empty: float | None = None  # share of the episodes that sampled no token
+    zero_variance: float | None = None  # share of the groups without enough reward variance
+    weight_cut: float | None = None  # share of the importance weights that the loss cut
+    weight_ess: float | None = None  # effective share of tokens under the importance weights
+    routes_missing: float | None = None  # share of the tokens without recorded experts
+    routes_refused: float | None = None  # share of the recorded experts that are implausible to the trainer
+    mismatch: MismatchMeans | None = None  # of the tokens that the trained version itself sampled
+    grad_norm: float | None = None  # before clipping; may be NaN
+
+
 @dataclass(frozen=True)
-class Canary:
-    """How an engine scored the fixed sequences under a version, against the trainer: k2, and the largest difference."""
+class ProbeComparison:
+    """How an engine scored the logprob probes under a version, against the trainer: k2, and the largest difference."""
 
     engine: str
     version: int
@@ -59,14 +78,14 @@ class Canary:
 
 
 @dataclass(frozen=True)
-class Event:
-    """A threshold that a step crossed. `action` is what it asks for."""
+class GuardEvent:
+    """A threshold that a step crossed. `action` is what the threshold asks for."""
 
     guard: str
     level: Literal["warn", "stop"]
     value: float
     threshold: float
-    action: Action
+    action: StepAction
     sentence: str
 
 
@@ -74,42 +93,47 @@ class Event:
 class GuardVerdict:
     """What happens to a step, and why."""
 
-    action: Action
-    events: tuple[Event, ...]
+    action: StepAction
+    events: tuple[GuardEvent, ...]
 
     @property
     def trains(self) -> bool:
+        """Whether the step updates the weights."""
         return self.action == "go"
+
+    def count(self, level: Literal["warn", "stop"]) -> int:
+        """How many events have this level."""
+        return sum(event.level == level for event in self.events)
 
 
 class Guards:
-    """Judges the steps of a run. `history` is the metrics of every published version, oldest first.
+    """Judges the steps of a run. `history` holds the record of every step that was published, oldest first.
 
     `exact`: trainer and engine promise equal bits.
     """
 
     def __init__(
-        self, config: GuardsConfig, staleness: int, history: Sequence[Mapping[str, float]] = (), *, exact: bool = False
+        self, config: GuardsConfig, staleness: int, history: Sequence[StepRecord] = (), *, exact: bool = False
     ):
         self._config = config
         self._staleness = staleness
         self._exact = exact
         self._norms: deque[float] = deque(maxlen=config.window)
-        self._first: list[float] = []
-        self._canaries: list[float] = []  # k2 of the first steps that had some
+        self._first: list[float] = []  # mismatch k2 of the first steps
+        self._probes: list[float] = []  # k2 of the first steps that had probes
         self.good = 0
         self._skips = self._rollbacks = 0
-        for metrics in history:
-            self._remember(metrics)
+        for record in history:
+            self.remember(record)
 
-    def judge(self, metrics: Mapping[str, float], canaries: Sequence[Canary] = ()) -> GuardVerdict:
-        """What to do with a step that measured this. Figures that were not measured cross nothing.
+    def judge(self, figures: StepFigures, probes: Sequence[ProbeComparison] = ()) -> GuardVerdict:
+        """What to do with a step that measured `figures`.
 
-        `canaries` are those that have arrived since the step before: of versions that may be older than the step's.
+        `probes` are those that have arrived since the step before: of versions that may be older than the step's.
         """
-        events = [event for name, value in self._values(metrics).items() for event in self._crossed(name, value)]
-        usual = max(median(self._canaries), _FLOOR) if len(self._canaries) >= 5 else _UNKNOWN
-        events += [e for c in canaries for e in self._crossed("canary_growth", c.k2 / usual, **vars(c))]
+        events = [event for name, value in self._values(figures).items() for event in self._crossed(name, value)]
+        usual = max(median(self._probes), _FLOOR) if len(self._probes) >= 5 else _UNKNOWN
+        events += [e for p in probes for e in self._crossed("probe_growth", p.k2 / usual, **vars(p))]
         action = max((event.action for event in events), key=_ORDER.index, default="go")
         if not self._config.act:
             action = "go"
@@ -119,67 +143,58 @@ class Guards:
             action = "halt"
         return GuardVerdict(action, tuple(events))
 
-    def settle(self, version: int, verdict: GuardVerdict) -> dict[str, float]:
-        """What the manifest of the version after `version` says of the step, for `history`."""
-        stopped = any(event.level == "stop" for event in verdict.events)
-        return {
-            "guard/warned": float(sum(event.level == "warn" for event in verdict.events)),
-            "guard/stopped": float(sum(event.level == "stop" for event in verdict.events)),
-            "guard/action": float(_ORDER.index(verdict.action)),
-            "guard/good": float(self.good if stopped else version),
-        }
+    def record(
+        self, version: int, verdict: GuardVerdict, figures: StepFigures, probes: Sequence[ProbeComparison] = ()
+    ) -> StepRecord:
+        """The record of the step from `version`, for the manifest of the next one and for `remember`."""
+        norm, mismatch = figures.grad_norm, figures.mismatch
+        return StepRecord(
+            action=verdict.action,
+            good=self.good if verdict.count("stop") else version,
+            grad_norm=norm if norm is not None and math.isfinite(norm) else None,
+            mismatch_k2=mismatch.k2 if mismatch is not None and self._enough(mismatch) else None,
+            probe_k2=max((probe.k2 for probe in probes), default=None),
+        )
 
-    def record(self, metrics: Mapping[str, float]) -> None:
-        """Takes in the metrics of a version that was just published, `settle`'s among them."""
-        self._remember(metrics)
+    def remember(self, record: StepRecord) -> None:
+        """Takes in the record of a step whose version is published."""
+        self.good = record.good
+        self._skips = self._skips + 1 if record.action == "skip" else 0
+        self._rollbacks = 0 if record.action == "go" else self._rollbacks + (record.action == "rollback")
+        if record.action == "go" and record.grad_norm is not None and record.grad_norm > 0:
+            self._norms.append(record.grad_norm)
+        if len(self._first) < self._config.baseline and record.mismatch_k2 is not None:
+            self._first.append(record.mismatch_k2)
+        if len(self._probes) < self._config.baseline and record.probe_k2 is not None:
+            self._probes.append(record.probe_k2)
 
-    def _remember(self, metrics: Mapping[str, float]) -> None:
-        if "guard/action" not in metrics:
-            return
-        action = _ORDER[int(metrics["guard/action"])]
-        self.good = int(metrics["guard/good"])
-        self._skips = self._skips + 1 if action == "skip" else 0
-        self._rollbacks = 0 if action == "go" else self._rollbacks + (action == "rollback")
-        if action == "go" and math.isfinite(norm := metrics.get("optim/grad_norm", math.nan)) and norm > 0:
-            self._norms.append(norm)
-        if len(self._first) < self._config.baseline and self._measured(metrics):
-            self._first.append(metrics["mismatch/k2"])
-        if len(self._canaries) < self._config.baseline and "canary/k2" in metrics:
-            self._canaries.append(metrics["canary/k2"])
+    def _enough(self, mismatch: MismatchMeans) -> bool:
+        return mismatch.tokens >= self._config.min_tokens
 
-    def _measured(self, metrics: Mapping[str, float]) -> bool:
-        return "mismatch/k2" in metrics and metrics.get("mismatch/tokens", 0.0) >= self._config.min_tokens
-
-    def _values(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The guarded figures that this step has."""
-        values: dict[str, float | None] = {
-            "lag": metrics.get("off_policy/max"),
-            "kv_lag": metrics.get("stale/kv_lag"),
-            "empty": _share(metrics.get("drop/episodes/empty"), metrics.get("rollout/episodes")),
-            "weight_cut": metrics.get("loss/W_cut"),
-            "routes_missing": metrics.get("router/missing"),
-            "routes_refused": metrics.get("router/refused"),
-            "parity": metrics.get("mismatch/max_abs") if self._exact else None,
-            "zero_variance": _share(metrics.get("rollout/zero_variance"), metrics.get("rollout/groups")),
-        }
-        norm = metrics.get("optim/grad_norm")
+    def _values(self, figures: StepFigures) -> dict[str, float]:
+        """The guarded figures that this step has, by the name of their guard."""
+        mismatch, norm = figures.mismatch, figures.grad_norm
+        names = ("lag", "kv_lag", "empty", "weight_cut", "routes_missing", "routes_refused", "zero_variance")
+        values: dict[str, float | None] = {name: getattr(figures, name) for name in names}
+        if mismatch is not None and self._exact:
+            values["numerics"] = mismatch.max_abs
         if norm is not None:
             values["non_finite"] = float(not math.isfinite(norm))
             if len(self._norms) >= 5:
-                values["grad_norm"] = _share(norm, median(self._norms))
-        if self._measured(metrics):
+                values["grad_norm"] = norm / median(self._norms)
+        if mismatch is not None and self._enough(mismatch):
             values |= {
-                "mismatch_k2": metrics["mismatch/k2"],
-                "tail_ln2": metrics.get("mismatch/p_ln2"),
-                "tail_dp": metrics.get("mismatch/p_dp"),
-                "correlation": metrics.get("mismatch/corr"),
-                "ess": metrics.get("loss/W_ess", metrics.get("mismatch/ess")),
+                "mismatch_k2": mismatch.k2,
+                "tail_ln2": mismatch.p_ln2,
+                "tail_dp": mismatch.p_dp,
+                "correlation": mismatch.corr,
+                "ess": mismatch.ess if figures.weight_ess is None else figures.weight_ess,
             }
             if len(self._first) >= 5:
-                values["mismatch_growth"] = metrics["mismatch/k2"] / max(median(self._first), _FLOOR)
+                values["mismatch_growth"] = mismatch.k2 / max(median(self._first), _FLOOR)
         return {name: value for name, value in values.items() if value is not None}
 
-    def _crossed(self, name: str, value: float, **details: object) -> list[Event]:
+    def _crossed(self, name: str, value: float, **details: object) -> list[GuardEvent]:
         """One event if a threshold is crossed: the harder one. `details` are for its sentence."""
         guard: Guard = getattr(self._config, name)
         stop = float(self._staleness) if name == "lag" and guard.stop is None else guard.stop
@@ -187,11 +202,7 @@ class Guards:
         warn = float(self._staleness) if name == "kv_lag" and guard.warn is None else guard.warn
         for level, threshold in (("stop", stop), ("warn", warn)):
             if threshold is not None and (value < threshold if name in _LOW else value > threshold):
-                wanted: Action = "go" if level == "warn" or guard.action == "warn" else guard.action
+                action: StepAction = "go" if level == "warn" or guard.action == "warn" else guard.action
                 sentence = _SENTENCES[name].format(value=value, threshold=threshold, **details)
-                return [Event(name, "stop" if level == "stop" else "warn", value, threshold, wanted, sentence)]
+                return [GuardEvent(name, "stop" if level == "stop" else "warn", value, threshold, action, sentence)]
         return []
-
-
-def _share(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None

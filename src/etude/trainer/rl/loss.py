@@ -7,19 +7,22 @@ tokens of a forward pass. r = exp(l - o) is what the step has done, q = exp(o - 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from etude.errors import UserError
+from etude.trainer.rl.mismatch import LOG_RATIO_LIMIT
 from etude.trainer.rl.presets import LossPreset
-
-CLAMP = 20.0  # of log ratios: exp stays finite, and beyond it the ratio carries no information
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """What the loss needs of the sampled tokens of a forward pass, [N] each; only `current` carries a gradient."""
+class LossTokens:
+    """What the loss needs of the sampled tokens of a forward pass, [N] each; only `current` carries a gradient.
+
+    `current`, `proximal`, `rollout` and `reference` are log-probabilities of the tokens under the four policies.
+    """
 
     current: Tensor
     proximal: Tensor
@@ -39,38 +42,51 @@ class LossStats:
     sums: dict[str, float] = field(default_factory=dict)
 
     def add(self, values_N: dict[str, Tensor], tokens: int) -> None:
+        """Adds the sums of the tensors [N], and `tokens` to the count that means are taken over."""
         self.tokens += tokens
         for name, value_N in values_N.items():
             self.sums[name] = self.sums.get(name, 0.0) + value_N.double().sum().item()
 
+    @property
+    def weight_cut(self) -> float | None:
+        """Share of the importance weights W that were cut; None if the loss has no such weights."""
+        return self.sums["W_cut"] / self.tokens if self.tokens and "W_cut" in self.sums else None
+
+    @property
+    def weight_ess(self) -> float | None:
+        """Effective share of tokens under the weights W; None if the loss has no such weights or all are 0."""
+        squared = self.sums.get("W_squared", 0.0)
+        return self.sums["W_mean"] ** 2 / (self.tokens * squared) if self.tokens and squared else None
+
     def metrics(self) -> dict[str, float]:
-        """Means over tokens, and the effective share of tokens under the weights W; empty without tokens."""
+        """Means over tokens, and `weight_ess`; empty without tokens."""
         if self.tokens == 0:
             return {}
         means = {f"loss/{name}": value / self.tokens for name, value in self.sums.items() if name != "W_squared"}
-        squared = self.sums.get("W_squared", 0.0)
-        if squared:
-            means["loss/W_ess"] = self.sums["W_mean"] ** 2 / (self.tokens * squared)
-        return means
+        return means if self.weight_ess is None else means | {"loss/W_ess": self.weight_ess}
 
 
-def policy_loss(t: Tokens, recipe: LossPreset, divisor: float, stats: LossStats | None = None) -> Tensor:
+def policy_loss(t: LossTokens, preset: LossPreset, divisor: float, stats: LossStats | None = None) -> Tensor:
     """-(1/divisor) * sum of keep * W * S, plus the KL term, for the tokens of a forward pass. A scalar.
 
     k1 enters the advantage, A - beta * sg(l - ref): as a term of its own its expected gradient would be zero. k2 and k3
-    (Schulman, "Approximating KL divergence") are terms of the loss, under the same divisor and mask but without W.
+    (Schulman, "Approximating KL divergence") are terms of the loss, under the same divisor and mask but without W. A
+    loss of the user's takes the place of W * S. Raises UserError if that is not one number per token.
     """
-    advantage = t.advantage
-    if recipe.kl == "k1" and t.reference is not None:
-        advantage = advantage - recipe.kl_beta * (t.current.detach() - t.reference)
-    terms = _surrogate(t, recipe, advantage, stats)
-    weight = _weight(t, recipe)
+    if preset.kl == "k1" and t.reference is not None:
+        t = replace(t, advantage=t.advantage - preset.kl_beta * (t.current.detach() - t.reference))
+    weight = None
+    if preset.custom is not None:
+        terms = -_custom(t, preset)
+    else:
+        terms = _surrogate(t, preset, stats)
+        weight = _weight(t, preset)
     if weight is not None:
         terms = terms * weight
-    penalty = _penalty(t, recipe)
+    penalty = _penalty(t, preset)
     if penalty is not None:
-        terms = terms - recipe.kl_beta * penalty
-    if recipe.divisor == "episodes":
+        terms = terms - preset.kl_beta * penalty
+    if preset.divisor == "episodes":
         terms = terms / t.length
     if t.keep is not None:
         # Not a product: what is masked may be infinite, and must be exactly absent.
@@ -81,57 +97,70 @@ def policy_loss(t: Tokens, recipe: LossPreset, divisor: float, stats: LossStats 
 
 
 def _log_ratio(above: Tensor, below: Tensor) -> Tensor:
-    return (above - below).clamp(-CLAMP, CLAMP)
+    return (above - below).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def _surrogate(t: Tokens, recipe: LossPreset, advantage: Tensor, stats: LossStats | None) -> Tensor:
+def _custom(t: LossTokens, preset: LossPreset) -> Tensor:
+    """The user's loss of every token."""
+    assert preset.custom is not None
+    loss_N = preset.custom(t)
+    if not isinstance(loss_N, Tensor) or loss_N.shape != t.current.shape:
+        got = f"a tensor of shape {tuple(loss_N.shape)}" if isinstance(loss_N, Tensor) else type(loss_N).__name__
+        raise UserError(
+            f"loss.custom must return a tensor of shape {tuple(t.current.shape)}, one loss per token, not {got}"
+        )
+    return loss_N
+
+
+def _surrogate(t: LossTokens, preset: LossPreset, stats: LossStats | None) -> Tensor:
     """S of every token."""
-    if recipe.surrogate == "score":
+    advantage = t.advantage
+    if preset.surrogate == "score":
         return advantage * t.current
-    low, high = recipe.clip
-    if recipe.surrogate == "sequence":
+    low, high = preset.clip
+    if preset.surrogate == "sequence":
         # GSPO-token (arXiv:2507.18071, equation 14): value and gradient of the episode's ratio, token by token.
         drift = torch.zeros_like(t.current) if t.drift is None else t.drift
-        ratio = (drift.clamp(-CLAMP, CLAMP) + (t.current - t.current.detach())).exp()
+        ratio = (drift.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) + (t.current - t.current.detach())).exp()
     else:
-        ratio = _log_ratio(t.current, t.rollout if recipe.anchor == "rollout" else t.proximal).exp()
+        ratio = _log_ratio(t.current, t.rollout if preset.anchor == "rollout" else t.proximal).exp()
     clipped = ratio.clamp(low, high)
     if stats is not None:
         value, sign = ratio.detach(), advantage.detach()
         cut = (value < low) | (value > high)
-        if recipe.surrogate != "stopped":
+        if preset.surrogate != "stopped":
             cut = ((value < low) & (sign < 0)) | ((value > high) & (sign > 0))
         stats.add({"r_mean": _kept(value, t), "clip_frac": _kept(cut, t)}, 0)
-    if recipe.surrogate == "stopped":
+    if preset.surrogate == "stopped":
         return clipped.detach() * advantage * t.current
     return torch.minimum(ratio * advantage, clipped * advantage)
 
 
-def _weight(t: Tokens, recipe: LossPreset) -> Tensor | None:
+def _weight(t: LossTokens, preset: LossPreset) -> Tensor | None:
     """W of every token; None where it is 1: without a correction, or when the ratio is against the rollout policy."""
-    if recipe.correction == "none" or recipe.anchor == "rollout":
+    if preset.correction == "none" or preset.anchor == "rollout":
         return None
     q = _log_ratio(t.proximal, t.rollout).exp()
-    low, high = recipe.cap
-    if recipe.correction == "truncate":
+    low, high = preset.cap
+    if preset.correction == "truncate":
         return q.clamp(low, high)
     return torch.where((q >= low) & (q <= high), q, torch.zeros_like(q))
 
 
-def _penalty(t: Tokens, recipe: LossPreset) -> Tensor | None:
-    if t.reference is None or recipe.kl not in ("k2", "k3"):
+def _penalty(t: LossTokens, preset: LossPreset) -> Tensor | None:
+    if t.reference is None or preset.kl not in ("k2", "k3"):
         return None
-    if recipe.kl == "k2":
+    if preset.kl == "k2":
         return _log_ratio(t.current, t.reference).square() / 2
     back = _log_ratio(t.reference, t.current)
     return torch.expm1(back) - back
 
 
-def _kept(values: Tensor, t: Tokens) -> Tensor:
+def _kept(values: Tensor, t: LossTokens) -> Tensor:
     return values if t.keep is None else values[t.keep]
 
 
-def _count(t: Tokens, weight: Tensor | None, stats: LossStats) -> None:
+def _count(t: LossTokens, weight: Tensor | None, stats: LossStats) -> None:
     """Adds the tokens and what was done to them; means are over the tokens that were kept."""
     kept = t.current.numel() if t.keep is None else int(t.keep.sum())
     values: dict[str, Tensor] = {}
@@ -142,58 +171,3 @@ def _count(t: Tokens, weight: Tensor | None, stats: LossStats) -> None:
         back = _log_ratio(t.reference, t.current.detach())
         values["kl_ref"] = _kept(torch.expm1(back) - back, t)
     stats.add(values, kept)
-
-
-@dataclass
-class Mismatch:
-    """Running sums over tokens of d = l - mu: k1 = -d, k2 = d^2/2, k3 = e^d - 1 - d (Schulman, "Approximating KL").
-
-    The tails and the correlation are of probabilities: P(|d| > ln 2), P(|e^l - e^mu| > .1), Pearson of e^l and e^mu.
-    """
-
-    tokens: int = 0
-    max_abs: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict)
-
-    def add(self, logprobs_N: Tensor, recorded_N: Tensor) -> None:
-        d_N = (logprobs_N - recorded_N).double().clamp(-CLAMP, CLAMP)
-        if d_N.numel() == 0:
-            return
-        w_N, p_N, e_N = d_N.exp(), logprobs_N.double().exp(), recorded_N.double().exp()
-        clipped_N = d_N.clamp(-1, 1)
-        low_N = e_N < 0.1
-        values = {
-            "k1": -d_N,
-            "k2": d_N.square() / 2,
-            "k3": torch.expm1(d_N) - d_N,
-            "k3_clip": torch.expm1(clipped_N) - clipped_N,
-            "p_ln2": (d_N.abs() > 0.6931471805599453).double(),
-            "p_dp": ((p_N - e_N).abs() > 0.1).double(),
-            "w": w_N,
-            "ww": w_N.square(),
-            "p": p_N,
-            "e": e_N,
-            "pp": p_N.square(),
-            "ee": e_N.square(),
-            "pe": p_N * e_N,
-            "low": low_N.double(),
-            "k2_low": d_N[low_N].square() / 2,
-        }
-        self.tokens += d_N.numel()
-        self.max_abs = max(self.max_abs, d_N.abs().max().item())
-        for name, value_N in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value_N.sum().item()
-
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """Means over tokens; empty without tokens, so that a reader never mistakes "not measured" for 0."""
-        if self.tokens == 0:
-            return {}
-        n, s = self.tokens, self.sums
-        found = {name: s[name] / n for name in ("k1", "k2", "k3", "k3_clip", "p_ln2", "p_dp")}
-        found |= {"max_abs": self.max_abs, "ess": s["w"] ** 2 / (n * s["ww"]), "chi2": s["ww"] / n - 1}
-        if s["low"]:
-            found["k2_lowp"] = s["k2_low"] / s["low"]
-        spread = (n * s["pp"] - s["p"] ** 2) * (n * s["ee"] - s["e"] ** 2)
-        if spread > (1e-9 * n * n) ** 2:  # constant probabilities have no correlation
-            found["corr"] = (n * s["pe"] - s["p"] * s["e"]) / spread**0.5
-        return {f"{prefix}/{name}": value for name, value in found.items()} | {f"{prefix}/tokens": float(n)}

@@ -33,5 +33,5 @@ def resident_bytes() -> int:
 
 
 def _status(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(rf"{field}:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
+    return int(match[1]) * 1024 if match else 0

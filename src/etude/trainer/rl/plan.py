@@ -2,9 +2,9 @@
 
     rows         one pass per row, every prompt again: the reference, and what deterministic mode runs
     packed       the prefix trees of the rows, several in one pass up to a budget of tokens
-    streaming    a tree's trunk once, kept; then what hangs below it, in passes up to the budget; the trunk's backward
-                 last
-    recompute    the same, but of the trunk only keys and values are kept: its forward is run again for its backward
+    streaming    a tree's shared prefix once, kept; then the branches below it, in passes up to the budget; the
+                 prefix's backward last
+    recompute    the same, but of the prefix only keys and values are kept: its forward is run again for its backward
 
 Suffixes: T tokens of a pass, N sampled tokens of the batch (row by row), M those predicted in a pass, S their sources.
 """
@@ -189,35 +189,35 @@ def rows(tokens: TokenRows) -> tuple[ForwardPass, ...]:
 
 def packed(tokens: TokenRows, tree: Trie, budget: int) -> tuple[ForwardPass, ...]:
     """Whole trees, several in one pass while they hold at most `budget` tokens; a larger one gets a pass of its own."""
-    make = _Maker(tokens, tree)
+    make = _PassBuilder(tokens, tree)
     return tuple(make.pass_of(heads) for heads in make.packs(make.roots, budget))
 
 
 def streaming(tokens: TokenRows, tree: Trie, budget: int, *, recompute: bool = False) -> tuple[ForwardPass, ...]:
-    """Trees that branch: the trunk, then the passes below it. A branch that fits no pass is streamed in turn.
+    """Trees that branch: the shared prefix, then the passes below it. A branch that fits no pass is streamed in turn.
 
-    Documents are part of the trunk of the one tree that sees them, or a trunk of their own over several.
+    Documents are part of the prefix of the one tree that sees them, or a prefix of their own over several trees.
     """
-    make = _Maker(tokens, tree)
-    families: dict[tuple[int, ...], list[int]] = {}
+    make = _PassBuilder(tokens, tree)
+    siblings: dict[tuple[int, ...], list[int]] = {}
     for root in make.roots:
-        families.setdefault(tree.graph.nodes[root].sees, []).append(root)
-    trunks: list[ForwardPass] = []
+        siblings.setdefault(tree.graph.nodes[root].sees, []).append(root)
+    passes: list[ForwardPass] = []
     single: list[int] = []
-    for documents, roots in families.items():
+    for documents, roots in siblings.items():
         if documents and len(roots) > 1:
-            trunks.append(make.trunk(documents, roots, budget, recompute))
+            passes.append(make.prefix(documents, roots, budget, recompute))
             continue
         for root in roots:
             if tree.ends[root] > root + 1:
-                trunks.append(make.trunk((*documents, root), make.below(root), budget, recompute))
+                passes.append(make.prefix((*documents, root), make.below(root), budget, recompute))
             else:
                 single.append(root)
-    return (*trunks, *(make.pass_of(heads) for heads in make.packs(single, budget)))
+    return (*passes, *(make.pass_of(heads) for heads in make.packs(single, budget)))
 
 
-class _Maker:
-    """Parts of one trie; knows for every sampled token where its source stands."""
+class _PassBuilder:
+    """Builds the passes of one prefix tree; has for every sampled token the place of its source."""
 
     def __init__(self, tokens: TokenRows, tree: Trie) -> None:
         self.tree = tree
@@ -237,6 +237,7 @@ class _Maker:
         return [i for i in range(node + 1, self.tree.ends[node]) if nodes[i].sees == (*nodes[node].sees, node)]
 
     def documents(self, head: int) -> set[int]:
+        """The documents that a node sees."""
         return {j for j in self.tree.graph.nodes[head].sees if j < self.tree.documents}
 
     def size(self, nodes: Iterable[int]) -> int:
@@ -244,6 +245,7 @@ class _Maker:
         return sum(len(self.tree.graph.nodes[n]) for n in nodes)
 
     def subtree(self, node: int) -> range:
+        """A node and all nodes below it."""
         return range(node, self.tree.ends[node])
 
     def packs(self, heads: Sequence[int], budget: int, *, alone: bool = True) -> list[list[int]]:
@@ -262,12 +264,12 @@ class _Maker:
             packs[-1].append(head)
         return packs
 
-    def trunk(self, nodes: Sequence[int], below: Sequence[int], budget: int, recompute: bool) -> ForwardPass:
+    def prefix(self, nodes: Sequence[int], below: Sequence[int], budget: int, recompute: bool) -> ForwardPass:
         """The pass of `nodes`, which all of `below` see, and those of what begins with these."""
         room = max(1, budget - (0 if recompute else self.size(nodes)))
         large = [h for h in below if self.size(self.subtree(h)) > room and self.tree.ends[h] > h + 1]
         small = [h for h in below if h not in large]
-        parts = [self.trunk([h], self.below(h), room, recompute) for h in large]
+        parts = [self.prefix([h], self.below(h), room, recompute) for h in large]
         parts += [self.pass_of(heads, alone=False) for heads in self.packs(small, room, alone=False)]
         heads = [n for n in nodes if n >= self.tree.documents] or below
         return self.part(sorted(nodes), heads, tuple(parts), recompute)

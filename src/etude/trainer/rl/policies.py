@@ -37,9 +37,9 @@ class PolicyDrift:
     least_E: Tensor
 
 
-def needs_proximal(config: LossConfig, recipe: LossPreset) -> bool:
+def needs_proximal(config: LossConfig, preset: LossPreset) -> bool:
     """Whether the step needs the proximal log-probabilities of the whole batch before its first update."""
-    return config.updates > 1 or recipe.advantage == "value" or bool(OF_EPISODES & set(config.masks))
+    return config.updates > 1 or preset.advantage == "value" or bool(OF_EPISODES & set(config.masks))
 
 
 def drift(samples: Sequence[Samples], above: Sequence[Tensor], below: Sequence[Tensor], episodes: int) -> PolicyDrift:

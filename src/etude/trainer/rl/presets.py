@@ -1,14 +1,15 @@
-"""What the loss presets are: ten rows of one table. No torch here.
+"""The loss presets: ten rows of one table, or a loss of the user's. No torch here.
 
 Loss = -(1/N) * sum over tokens of m * W * S, plus a KL term; `etude.trainer.rl.loss` computes it from a `LossPreset`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from etude.config import LossConfig, RolloutConfig
+from etude.config import LossConfig, RolloutConfig, import_object
 from etude.errors import UserError
 
 Divisor = Literal["budget", "tokens", "episodes", "one"]
@@ -23,6 +24,7 @@ class LossPreset:
                 stopped: sg(clip(r))*A*l
     divisor     budget: P*G*L with L the token budget; tokens: sampled tokens; one: 1;
                 episodes: P*G, every token weighted by 1 / (sampled tokens of its episode)
+    custom      a function of the user's: `loss.LossTokens` -> the loss of every token [N], in the place of -W*S
     """
 
     advantage: Literal["mean", "zscore", "value"]
@@ -34,6 +36,7 @@ class LossPreset:
     cap: tuple[float, float] = (0.0, 2.0)
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     kl_beta: float = 0.0
+    custom: Callable[[Any], Any] | None = None
 
 
 PRESETS = {
@@ -60,34 +63,45 @@ PRESETS = {
 }
 
 
-def recipe(config: LossConfig) -> LossPreset:
-    """The preset with what the configuration replaces. Raises UserError for what cannot be combined."""
-    chosen = PRESETS[config.preset]
-    chosen = replace(
-        chosen,
-        kl=config.kl or chosen.kl,
-        kl_beta=chosen.kl_beta if config.kl_beta is None else config.kl_beta,
-        anchor=config.anchor or chosen.anchor,
-        correction=config.correction or chosen.correction,
-        clip=_band(chosen.clip, config.clip_low, config.clip_high),
-        cap=_band(chosen.cap, config.cap_low, config.cap_high),
+def loss_preset(config: LossConfig) -> LossPreset:
+    """The preset with what the configuration replaces in it.
+
+    Raises UserError for what cannot be combined, and for a custom loss that cannot be imported or called.
+    """
+    preset = PRESETS[config.preset]
+    preset = replace(
+        preset,
+        kl=config.kl or preset.kl,
+        kl_beta=preset.kl_beta if config.kl_beta is None else config.kl_beta,
+        anchor=config.anchor or preset.anchor,
+        correction=config.correction or preset.correction,
+        clip=_band(preset.clip, config.clip_low, config.clip_high),
+        cap=_band(preset.cap, config.cap_low, config.cap_high),
+        custom=None if config.custom is None else _custom(config.custom),
     )
-    if not chosen.clip[0] <= 1 <= chosen.clip[1] or not chosen.cap[0] <= 1 <= chosen.cap[1]:
+    if not preset.clip[0] <= 1 <= preset.clip[1] or not preset.cap[0] <= 1 <= preset.cap[1]:
         raise UserError("loss: a ratio of 1 must lie between clip_low and clip_high, and between cap_low and cap_high")
-    if chosen.kl_beta and chosen.kl == "none":
+    if preset.kl_beta and preset.kl == "none":
         raise UserError("loss.kl_beta needs an estimator: set loss.kl to k1, k2 or k3")
-    return chosen
+    return preset
+
+
+def _custom(path: str) -> Callable[[Any], Any]:
+    function = import_object(path, "loss.custom")
+    if not callable(function):
+        raise UserError(f"loss.custom = {path!r} is not callable; give a function of the tokens of a forward pass")
+    return function
 
 
 def _band(preset: tuple[float, float], low: float | None, high: float | None) -> tuple[float, float]:
     return preset[0] if low is None else low, preset[1] if high is None else high
 
 
-def divisor(chosen: LossPreset, rollout: RolloutConfig, tokens: int, share: float) -> float:
-    """N of an update on `tokens` sampled tokens, which are a `share` of the batch's groups.
+def divisor(preset: LossPreset, rollout: RolloutConfig, tokens: int, share: float) -> float:
+    """N of the loss, for an update on `tokens` sampled tokens that are a `share` of the batch's groups.
 
     A constant of the run except under "tokens": a batch's own lengths would otherwise change the meaning of a step.
     """
     episodes = rollout.prompts * rollout.group * share
     choices = {"budget": episodes * rollout.tokens, "episodes": episodes, "one": 1.0, "tokens": max(tokens, 1)}
-    return float(choices[chosen.divisor])
+    return float(choices[preset.divisor])

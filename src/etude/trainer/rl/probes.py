@@ -1,4 +1,4 @@
-"""The trainer's half of the canaries (`etude.rollout.probes`): its own scores, and the engines' against them."""
+"""The trainer's half of the logprob probes (`etude.rollout.probes`): its own scores, and the engines' against them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from etude.models.batch_invariant import exact
 from etude.rollout.probes import KEPT, read_sequences, take_answers
 from etude.store import Store
 from etude.trainer.rl.execution import evaluate
-from etude.trainer.rl.guards import Canary
-from etude.trainer.rl.loss import CLAMP
+from etude.trainer.rl.guards import ProbeComparison
+from etude.trainer.rl.mismatch import LOG_RATIO_LIMIT
 from etude.trainer.rl.plan import TokenRows, rows
 
 
-class Canaries:
-    """Scores of the fixed sequences under the trainer's versions. Without sequences nothing is ever scored.
+class TrainerProbes:
+    """Scores of the probe sequences under the trainer's versions; nothing is ever scored without sequences.
 
     `exactly`: in the engine's bits, where both sides promise that.
     """
@@ -35,30 +35,30 @@ class Canaries:
             return
         started = time.perf_counter()
         with exact(self._exactly):
-            found_N = evaluate(self._model, rows(self._tokens), self._tokens.count).logprobs_N
-        self._scores[version] = found_N.double().cpu().numpy()
+            logprobs_N = evaluate(self._model, rows(self._tokens), self._tokens.count).logprobs_N
+        self._scores[version] = logprobs_N.double().cpu().numpy()
         for old in [v for v in self._scores if v <= version - KEPT]:
             del self._scores[old]
         self._seconds += time.perf_counter() - started
 
-    def arrived(self) -> list[Canary]:
-        """What engines have answered since the last call, of the versions that were scored here."""
+    def arrived(self) -> list[ProbeComparison]:
+        """The engines' scores that have arrived since the last call, of versions that were scored here."""
         if not self._tokens.rows:
             return []
         started = time.perf_counter()
-        found: list[Canary] = []
+        comparisons: list[ProbeComparison] = []
         for answer in take_answers(self._store):
             own_N = self._scores.get(answer.scored.version)
             theirs_N = np.concatenate([np.array(part, np.float64) for part in answer.scored.logprobs])
             if own_N is not None and len(own_N) == len(theirs_N):
-                # A score that is no number is as wrong as can be.
-                d_N = np.nan_to_num(own_N - theirs_N, nan=CLAMP).clip(-CLAMP, CLAMP)
+                # A score that is no number counts as the largest difference.
+                d_N = np.nan_to_num(own_N - theirs_N, nan=LOG_RATIO_LIMIT).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
                 k2, largest = float(np.square(d_N).mean() / 2), float(np.abs(d_N).max())
-                found.append(Canary(answer.engine, answer.scored.version, k2, largest))
+                comparisons.append(ProbeComparison(answer.engine, answer.scored.version, k2, largest))
         self._seconds += time.perf_counter() - started
-        return found
+        return comparisons
 
     def seconds(self) -> float:
-        """What canaries have cost since the last call."""
+        """What the probes have cost since the last call."""
         spent, self._seconds = self._seconds, 0.0
         return spent

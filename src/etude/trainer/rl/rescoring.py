@@ -60,6 +60,7 @@ class Keys:
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        """Attention of a layer, [B, H, T, D], over the kept keys and values or over the row's own."""
         if self.under:
             old_key, old_value = self.kept[layer]
             key_BKTD = torch.cat([old_key[:, :, : self.under], key_BKTD[:, :, self.under :]], dim=2)

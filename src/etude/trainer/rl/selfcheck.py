@@ -24,7 +24,7 @@ def check(model: torch.nn.Module, tokens: TokenRows, execution: Execution) -> fl
     there both are compared with rows in float32, on a copy of the model. Leaves the model without gradients.
     """
     sample = _sample(tokens)
-    # A budget below the sample, so that a streamed trunk has several passes below it.
+    # A budget below the sample, so that a streamed prefix has several passes below it.
     budget = max(1, sum(map(len, sample.rows)) // 3)
     chosen = plan(sample, execution, budget, shape_of(model)).parts
     reference = rows(sample)
@@ -46,7 +46,7 @@ def check(model: torch.nn.Module, tokens: TokenRows, execution: Execution) -> fl
 
 
 def _sample(tokens: TokenRows) -> TokenRows:
-    """The shortest rows of the trunk that most rows share."""
+    """The shortest of the rows with the most common beginning."""
     paths = tokens.tree().paths
     (root, _), *_ = Counter(path[0] for path in paths).most_common(1)
     alike = [i for i, path in enumerate(paths) if path[0] == root]

@@ -1,4 +1,4 @@
-"""The value head of the ppo preset: one linear layer on the policy's last hidden state, which shares its trunk.
+"""The value head of the ppo preset: one linear layer on the policy's last hidden state, which shares its layers.
 
 PPO with shared parameters (arXiv:1707.06347, equation 9) and generalised advantage estimation (arXiv:1506.02438,
 equation 16). A state is what the policy has before it samples a token; a tool's answer belongs to the transition
@@ -92,12 +92,12 @@ def estimate(
             some.episode_N.tolist(), some.order_N.tolist(), some.length_N.tolist(), value_N.tolist(), strict=True
         ):
             of_episode.setdefault(e, np.zeros(int(length)))[at] = value
-    found = {e: gae(v.tolist(), rewards_E[e], gamma, lam) for e, v in of_episode.items()}
+    by_episode = {e: gae(v.tolist(), rewards_E[e], gamma, lam) for e, v in of_episode.items()}
     out = []
     for some in samples:
         at = list(zip(some.episode_N.tolist(), some.order_N.tolist(), strict=True))
         pair = [
-            torch.tensor([found[e][part][i] for e, i in at], dtype=torch.float32, device=some.episode_N.device)
+            torch.tensor([by_episode[e][part][i] for e, i in at], dtype=torch.float32, device=some.episode_N.device)
             for part in (0, 1)
         ]
         out.append((pair[0], pair[1]))

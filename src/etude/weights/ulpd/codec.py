@@ -23,8 +23,8 @@ import zstandard
 
 from etude.weights.ulpd import kernels as _typed_kernels
 from etude.weights.ulpd import profiles as _typed_profiles
-from etude.weights.ulpd.changes import Changes, Moves, fold, inverse, move_bits, ordered
-from etude.weights.ulpd.profiles import ABS, RAW, A, B
+from etude.weights.ulpd.changes import Changes, Moves, fold, inverse, move_bits
+from etude.weights.ulpd.profiles import ABS, RAW, A, B, Form
 from etude.weights.ulpd.schema import Bits, Chunk, Format, Schema, Spec
 
 kernels, profiles = cast(Any, _typed_kernels), cast(Any, _typed_profiles)  # compiled functions have no signatures
@@ -65,9 +65,11 @@ class Codec:
     allowed: tuple[int, ...] = (A, B, ABS)
     learning_rate: float = 1e-6
 
-    @property
-    def mask(self) -> int:
-        return sum(1 << code for code in self.allowed)
+    def form(self, form: Format) -> Form:
+        """What compiled functions need to know to encode elements of a format."""
+        classes = CLASSES if form.exponent_mask else 1
+        allowed = sum(1 << code for code in self.allowed)
+        return Form(form.width, form.signed, form.mantissa, form.exponent_mask, self.lowest(form), classes, allowed)
 
     def lowest(self, form: Format) -> int:
         """The exponent at which a typical Adam step is one unit in the last place: below it nearly all bits change."""
@@ -130,8 +132,8 @@ def encode_changes(
         name, part = _extent(schema, span)
         return _encode_span(schema, span, old[name][part], new[name][part], base, codec)
 
-    found = [pair for pairs in _map(one, _spans(schema, chunks), threads) for pair in pairs]
-    return [record for record, _ in found], {record.chunk: moves for record, moves in found}
+    made = [pair for pairs in _map(one, _spans(schema, chunks), threads) for pair in pairs]
+    return [record for record, _ in made], {record.chunk: moves for record, moves in made}
 
 
 def encode_fold(
@@ -144,8 +146,7 @@ def encode_fold(
 ) -> list[ChunkRecord]:
     """Records of one delta over several versions: from what `now` was before `steps`, the last of which led to `now`.
 
-    `target` holds the digests of `now`. The bytes are those of `encode` between the two contents. Raises ValueError if
-    a step is absolute, so that what was there before cannot be known.
+    `target` holds the digests of `now`. The bytes are those of `encode` between the two contents.
     """
     back = inverse(fold(schema, steps))
 
@@ -177,16 +178,15 @@ def _encode_span(
     words = sum(((chunk.stop - chunk.start) * form.width + 31) // 32 for chunk in chunks)
     stream = np.empty(words + 2, np.uint32)
     positions, steps = np.empty(after.size + 2, np.int32), np.empty(after.size, form.integer)
-    found = np.empty((len(chunks), 4), np.uint64)
+    results = np.empty((len(chunks), 4), np.uint64)
     profiles.encode_chunks(
-        before, after, np.uint64(spec.seed), first, starts, form.width, form.signed, form.mantissa, form.exponent_mask,
-        codec.lowest(form), CLASSES if form.exponent_mask else 1, codec.mask, positions, steps, stream, found,
-    )  # fmt: skip
+        before, after, np.uint64(spec.seed), first, starts, codec.form(form), positions, steps, stream, results
+    )
     pairs: list[tuple[ChunkRecord, Moves]] = []
-    total = int(found[:, 2].sum())
+    total = int(results[:, 2].sum())
     positions, values = positions[:total].copy(), steps[:total].view(form.unsigned).copy()
     at = done = 0
-    for c, (code, size, changes, grown) in enumerate(found.tolist()):
+    for c, (code, size, changes, grown) in enumerate(results.tolist()):
         if code:
             payload = _padded(after[starts[c] : starts[c + 1]].tobytes()) if code == RAW else stream[at : at + size]
             held = int(base[span[c]])
@@ -260,56 +260,6 @@ def apply(
     return after
 
 
-def read_changes(
-    schema: Schema,
-    records: Sequence[ChunkRecord],
-    tensors: Mapping[str, Bits] | None = None,
-    threads: int | None = None,
-) -> Changes:
-    """The changes in records. Raises Damaged, also for profile B without the `tensors` that it builds on.
-
-    With `tensors` all changes are steps on them, and can be taken back; without, ABS and RAW are absolute.
-    """
-    if tensors is None:
-        return {record.chunk: _moves_alone(schema, record) for record in records}
-    found: dict[int, Moves] = {}
-    for record in (record for record in records if record.code in (RAW, PLANES)):
-        chunk = schema.chunks[record.chunk]
-        form = schema.tensors[chunk.tensor].format
-        steps = ordered(_content(schema, record), form) - ordered(chunk_bits(schema, tensors, chunk), form)
-        positions = np.flatnonzero(steps).astype(np.int32)
-        found[record.chunk] = Moves(positions, steps[positions])
-    sparse = [record for record in records if record.code not in (RAW, PLANES)]
-    read = partial(_read_records, schema, tensors)
-    for span in _map(read, _by_tensor(schema, sparse), threads):
-        for r, record in enumerate(span.records):
-            mine = slice(span.bounds[r], span.bounds[r + 1])
-            moves = Moves(span.positions[mine], span.steps[mine].view(span.spec.format.unsigned))
-            found[record.chunk] = _ascending(moves) if record.code == B else moves
-    return found
-
-
-def _ascending(moves: Moves) -> Moves:
-    order = np.argsort(moves.positions)
-    return Moves(moves.positions[order], moves.values[order])
-
-
-def _moves_alone(schema: Schema, record: ChunkRecord) -> Moves:
-    """The changes of a record without the content that it builds on."""
-    if record.code == B:
-        raise Damaged(f"the record of chunk {record.chunk} cannot be read without the content that it builds on")
-    chunk = schema.chunks[record.chunk]
-    spec = schema.tensors[chunk.tensor]
-    size = chunk.stop - chunk.start
-    if record.code in (RAW, PLANES):
-        codes = ordered(_content(schema, record), spec.format)
-        return Moves(np.arange(size, dtype=np.int32), codes, np.ones(size, np.bool_))
-    zeros = np.zeros(size, spec.format.unsigned)  # ordered codes of 0: a step from there is a code
-    span = _read_span(schema, zeros, [record], first=chunk.start)
-    absolute = np.ones(span.positions.size, np.bool_) if record.code == ABS else None
-    return Moves(span.positions, span.steps.view(spec.format.unsigned), absolute)
-
-
 @dataclass(frozen=True)
 class _TensorRecords:
     """Records of one tensor, read: record r moves elements of its chunk, which begins at starts[r], by these steps."""
@@ -342,10 +292,8 @@ def _read_span(schema: Schema, content: Bits, records: Sequence[ChunkRecord], fi
     starts, stops = np.array([[chunk.start - first, chunk.stop - first] for chunk in chunks], np.int64).T.copy()
     bounds = np.cumsum([0] + [record.changes for record in records])
     positions, steps = np.empty(bounds[-1], np.int32), np.empty(bounds[-1], form.integer)
-    bad = profiles.decode_chunks(
-        codes, words, ends, content, starts, stops, form.width, form.signed, form.mantissa,
-        form.exponent_mask, bounds, positions, steps,
-    )  # fmt: skip
+    stored = Form(form.width, form.signed, form.mantissa, form.exponent_mask)
+    bad = profiles.decode_chunks(codes, words, ends, content, starts, stops, stored, bounds, positions, steps)
     if bad >= 0:
         raise Damaged(f"the record of chunk {records[int(bad)].chunk} cannot be read")
     return _TensorRecords(spec, records, starts, bounds, positions, steps)

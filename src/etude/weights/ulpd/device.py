@@ -1,7 +1,7 @@
 """Where the codec's passes over whole tensors run: compiled loops on the host, Triton kernels on a CUDA device.
 
-This is the one place that decides it, by the tensor's device, and the only one that imports Triton, when the first such
-tensor arrives: a machine without a GPU needs none. Both give the same bits.
+The tensor's device decides, and both give the same bits. Triton is imported here only, and not before the first tensor
+on a GPU arrives: a machine without a GPU needs none.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from etude.errors import UserError
 from etude.weights.ulpd import kernels as _typed_kernels
 from etude.weights.ulpd.schema import Spec, bits, unsigned
 
 kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
+
+
+class TritonMissing(RuntimeError):
+    """Tensors lie on a GPU, and Triton, which works on them there, is not installed."""
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
@@ -24,13 +27,13 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def gpu_kernels() -> Any:
-    """The module `triton_kernels`. Raises UserError without Triton."""
+    """The module `triton_kernels`. Raises TritonMissing."""
     try:
         from etude.weights.ulpd import triton_kernels
     except ModuleNotFoundError as e:
         if e.name != "triton":
             raise
-        raise UserError(
+        raise TritonMissing(
             "weights on a GPU are compared and digested by Triton, which is not installed; pip install triton"
         ) from None
     return triton_kernels

@@ -114,10 +114,10 @@ def _classify64(typingctx, a, index, shift, field, lowest, top, out):  # type: i
         shift, field, lowest, top = (_splat(builder, vector, value) for value in arguments[2:6])
         field_64 = builder.and_(builder.lshr(values, shift), field)
         above = builder.select(builder.icmp_unsigned(">", field_64, lowest), field_64, lowest)
-        found = builder.sub(above, lowest)
-        found = builder.select(builder.icmp_unsigned("<", found, top), found, top)
+        index = builder.sub(above, lowest)
+        index = builder.select(builder.icmp_unsigned("<", index, top), index, top)
         bytes_64 = ir.VectorType(ir.IntType(8), LANES)
-        narrow = found if vector.element.width == 8 else builder.trunc(found, bytes_64)
+        narrow = index if vector.element.width == 8 else builder.trunc(index, bytes_64)
         data = cgutils.create_struct_proxy(signature.args[6])(context, builder, arguments[6]).data
         builder.store(narrow, builder.bitcast(builder.gep(data, [arguments[1]]), bytes_64.as_pointer()), align=1)
         return context.get_dummy_value()
@@ -319,9 +319,9 @@ def add(bits, positions, steps, seed, first, w, signed):  # type: ignore[no-unty
 def add_chunks(bits, starts_R, bounds, positions, steps, seed, first, w, signed, grown_R):  # type: ignore[no-untyped-def]
     """`add` for chunks that begin at starts_R in `bits`, each with its share positions[bounds[r]:bounds[r + 1]]."""
     for r in range(starts_R.size):
-        mine = slice(bounds[r], bounds[r + 1])
+        own = slice(bounds[r], bounds[r + 1])
         start = starts_R[r]
-        grown_R[r] = add(bits[start:], positions[mine], steps[mine], seed, first + start, w, signed)
+        grown_R[r] = add(bits[start:], positions[own], steps[own], seed, first + start, w, signed)
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")

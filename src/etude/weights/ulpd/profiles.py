@@ -16,6 +16,8 @@ format is ULPD/1, docs/weights.md.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numba
 import numpy as np
 
@@ -38,6 +40,18 @@ A, B, ABS, RAW = 1, 2, 3, 4
 ALL_ONE = 31  # km of a run that is absent because every |d| is 1
 MAX_ELEMENTS = 1 << GAP_BITS
 _u32, _u64 = np.uint32, np.uint64
+
+
+class Form(NamedTuple):
+    """How elements are stored (see `schema.Format`), and what an encoder may choose from, for compiled functions."""
+
+    width: int  # bits of an element
+    signed: bool
+    mantissa: int  # bits below the exponent
+    exponent_mask: int
+    lowest: int = 0  # least exponent class of profile B
+    classes: int = 1  # of profile B
+    allowed: int = 0  # mask of 1 << code
 
 
 @numba.njit(inline="always")
@@ -75,18 +89,16 @@ def _sizes(differences):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def encode(  # type: ignore[no-untyped-def]
-    old, new, seed, first, w, signed, shift, field, lowest, classes, allowed, positions, differences, out
-):
+def encode(old, new, seed, first, form, positions, differences, out):  # type: ignore[no-untyped-def]
     """Write the smallest payload into `out` (uint32); (code, words, changes, what the digest grows by).
 
     The changes themselves are left in `positions` and `differences`.
 
-    Code 0: nothing changed. RAW is chosen but not written. `allowed` is a mask of 1 << code. Among equal sizes the
-    lower code wins, so equal input gives equal bytes everywhere.
+    Code 0: nothing changed. RAW is chosen but not written. Among equal sizes the lower code wins, so equal input gives
+    equal bytes everywhere.
     """
-    n = old.size
-    count, grown = scan(old, new, seed, first, w, signed, positions, differences)
+    n, w, classes = old.size, form.width, form.classes
+    count, grown = scan(old, new, seed, first, w, form.signed, positions, differences)
     raw_words = (n * w + 31) // 32
     if count == 0:
         return 0, 0, 0, grown
@@ -99,22 +111,20 @@ def encode(  # type: ignore[no-untyped-def]
         sizes = _sizes(differences[:count])
         km, size_bits = run_bits(sizes, count, _size_codes(w), w)
     code, words = RAW, np.int64(raw_words)
-    if allowed & (1 << ABS):
+    if form.allowed & (1 << ABS):
         absolute = 1 + (gap_bits + count * w + 31) // 32
         if absolute <= words:
             code, words = ABS, absolute
     rank_N = gaps[:0]
     order_N = rank_N
     plan = np.empty((MAX_CLASSES, 5), np.int64)  # per class: changes, kg, km, inverse, population
-    if allowed & (1 << B):
+    if form.allowed & (1 << B):
         rank_N, order_N = np.empty(count, np.int32), np.empty(count, np.int32)
-        bits = _plan_classes(
-            old, positions, differences, count, w, shift, field, lowest, classes, rank_N, order_N, plan
-        )
+        bits = _plan_classes(old, positions, differences, count, form, rank_N, order_N, plan)
         by_class = 1 + (plan[:classes, 0] > 0).sum() + (bits + 31) // 32
         if by_class <= words:
             code, words = B, by_class
-    if allowed & (1 << A):
+    if form.allowed & (1 << A):
         plain = 1 + (gap_bits + count + size_bits + 31) // 32
         if plain <= words:
             code, words = A, plain
@@ -134,16 +144,15 @@ def encode(  # type: ignore[no-untyped-def]
         at, held, filled = write_plain(values, count, w, out, at, held, filled)
         end_stream(out, at, held, filled)
     elif code == B:
-        _write_classes(differences, rank_N, order_N, plan, lowest, classes, w, out)
+        _write_classes(differences, rank_N, order_N, plan, form, out)
     return code, words, count, grown
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _plan_classes(  # type: ignore[no-untyped-def]
-    old, positions, differences, count, w, shift, field, lowest, classes, rank_N, order_N, plan
-):
+def _plan_classes(old, positions, differences, count, form, rank_N, order_N, plan):  # type: ignore[no-untyped-def]
     """Ranks of the changes (in `rank_N`, by class), which change they are (`order_N`), the plan; bits of the stream."""
-    class_N = classes_of(old, shift, field, lowest, classes)
+    w, classes = form.width, form.classes
+    class_N = classes_of(old, form.mantissa, form.exponent_mask, form.lowest, classes)
     unsorted_N, populations = np.empty(count, np.int32), np.empty(MAX_CLASSES, np.int64)
     ranks(class_N, positions, count, classes, unsorted_N, populations)
     starts = np.zeros(MAX_CLASSES + 1, np.int64)
@@ -199,7 +208,8 @@ def _complement(ranks_R, total):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _write_classes(differences, rank_N, order_N, plan, lowest, classes, w, out):  # type: ignore[no-untyped-def]
+def _write_classes(differences, rank_N, order_N, plan, form, out):  # type: ignore[no-untyped-def]
+    w, classes = form.width, form.classes
     present = np.int64(0)
     at = 1
     for c in range(classes):
@@ -207,7 +217,7 @@ def _write_classes(differences, rank_N, order_N, plan, lowest, classes, w, out):
             present |= np.int64(1) << c
             out[at] = _u32(plan[c, 0] | plan[c, 1] << 19 | plan[c, 2] << 24 | plan[c, 3] << 29)
             at += 1
-    out[0] = _u32(lowest | classes << 8 | present << 16)
+    out[0] = _u32(form.lowest | classes << 8 | present << 16)
     held, filled = _u64(0), _u64(0)
     start = 0
     for c in range(classes):
@@ -221,12 +231,12 @@ def _write_classes(differences, rank_N, order_N, plan, lowest, classes, w, out):
         gaps = np.empty(ranks_R.size, np.int32)
         _gaps(ranks_R, 0, ranks_R.size, gaps)
         at, held, filled = write_run(gaps, gaps.size, plan[c, 1], GAP_BITS, out, at, held, filled)
-        mine = np.empty(changed, differences.dtype)
+        own = np.empty(changed, differences.dtype)
         for j in range(changed):
-            mine[j] = differences[order_N[start + j]]
-        at, held, filled = write_signs(mine, changed, out, at, held, filled)
+            own[j] = differences[order_N[start + j]]
+        at, held, filled = write_signs(own, changed, out, at, held, filled)
         if plan[c, 2] != ALL_ONE:
-            at, held, filled = write_run(_sizes(mine), changed, plan[c, 2], w, out, at, held, filled)
+            at, held, filled = write_run(_sizes(own), changed, plan[c, 2], w, out, at, held, filled)
         start = end
     end_stream(out, at, held, filled)
 
@@ -258,16 +268,17 @@ def _to_positions(gaps, count, limit):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def decode(code, words, count, old, w, signed, shift, field, positions, steps):  # type: ignore[no-untyped-def]
+def decode(code, words, count, old, form, positions, steps):  # type: ignore[no-untyped-def]
     """Positions and steps of a payload; false if it is not one. Writes nothing else.
 
     `old` is what the payload builds on; A does not look at it. Positions of B are not ascending.
     """
     if count < 1 or count > old.size or words.size < 1:
         return False
+    w = form.width
     head = np.int64(words[0])
     if code == B:
-        return _decode_classes(words, head, count, old, w, shift, field, positions, steps)
+        return _decode_classes(words, head, count, old, form, positions, steps)
     kg, km = head & 255, (head >> 8) & 255
     if kg >= GAP_CODES or (code == A and km != ALL_ONE and km >= _size_codes(w)) or head >> 16:
         return False
@@ -280,16 +291,17 @@ def decode(code, words, count, old, w, signed, shift, field, positions, steps): 
         values = np.empty(count, old.dtype)
         at, held, filled = read_plain(words, count, w, at, held, filled, values)
         for j in range(count):
-            steps[j] = ordered(values[j], w, signed) - ordered(old[positions[j]], w, signed)
+            steps[j] = ordered(values[j], w, form.signed) - ordered(old[positions[j]], w, form.signed)
     return whole_stream(words, at, held, filled)
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _decode_classes(words, head, count, old, w, shift, field, positions, steps):  # type: ignore[no-untyped-def]
+def _decode_classes(words, head, count, old, form, positions, steps):  # type: ignore[no-untyped-def]
+    w = form.width
     lowest, classes, present = head & 255, (head >> 8) & 255, head >> 16
     if classes < 1 or classes > MAX_CLASSES or present >> classes:
         return False
-    class_N = classes_of(old, shift, field, lowest, classes)
+    class_N = classes_of(old, form.mantissa, form.exponent_mask, lowest, classes)
     rank_N = np.empty(count, np.int32)
     starts, ends = np.zeros(MAX_CLASSES, np.int64), np.zeros(MAX_CLASSES, np.int64)
     plan = np.zeros((MAX_CLASSES, 4), np.int64)
@@ -342,42 +354,26 @@ def _decode_classes(words, head, count, old, w, shift, field, positions, steps):
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def encode_chunks(  # type: ignore[no-untyped-def]
-    old,
-    new,
-    seed,
-    first,
-    starts,
-    w,
-    signed,
-    shift,
-    field,
-    lowest,
-    classes,
-    allowed,
-    positions,
-    differences,
-    out,
-    found_C4,
+    old, new, seed, first, starts, form, positions, differences, out, result_C4
 ):
     """`encode` for the chunks old[starts[c]:starts[c + 1]], one behind the other in the outputs.
 
-    `found_C4` (uint64): code, words, changes, what the digest grows by.
+    `result_C4` (uint64): code, words, changes, what the digest grows by.
     """
     at, done = 0, 0
     for c in range(starts.size - 1):
         start, end = starts[c], starts[c + 1]
         code, words, count, grown = encode(
-            old[start:end], new[start:end], seed, first + start, w, signed, shift, field, lowest, classes, allowed,
-            positions[done:], differences[done:], out[at:],
-        )  # fmt: skip
-        found_C4[c, 0], found_C4[c, 1], found_C4[c, 2], found_C4[c, 3] = code, words, count, grown
+            old[start:end], new[start:end], seed, first + start, form, positions[done:], differences[done:], out[at:]
+        )
+        result_C4[c, 0], result_C4[c, 1], result_C4[c, 2], result_C4[c, 3] = code, words, count, grown
         at += words
         done += count
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def decode_chunks(  # type: ignore[no-untyped-def]
-    codes_R, words, ends_R, old, starts_R, stops_R, w, signed, shift, field, bounds, positions, steps
+    codes_R, words, ends_R, old, starts_R, stops_R, form, bounds, positions, steps
 ):
     """`decode` for records of one tensor; the number of the first that is not a payload, or -1.
 
@@ -386,12 +382,10 @@ def decode_chunks(  # type: ignore[no-untyped-def]
     """
     begin = np.int64(0)
     for r in range(codes_R.size):
-        mine = slice(bounds[r], bounds[r + 1])
+        own = slice(bounds[r], bounds[r + 1])
         part = old[starts_R[r] : stops_R[r]]
         count = bounds[r + 1] - bounds[r]
-        if not decode(
-            codes_R[r], words[begin : ends_R[r]], count, part, w, signed, shift, field, positions[mine], steps[mine]
-        ):
+        if not decode(codes_R[r], words[begin : ends_R[r]], count, part, form, positions[own], steps[own]):
             return r
         begin = ends_R[r]
     return -1

@@ -35,6 +35,7 @@ class Format:
 
     @property
     def unsigned(self) -> type[np.unsignedinteger]:
+        """The unsigned integer of the same width."""
         return {8: np.uint8, 16: np.uint16, 32: np.uint32}[self.width]
 
     @property
@@ -66,10 +67,12 @@ class Spec:
 
     @property
     def elements(self) -> int:
+        """How many elements the tensor has."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
     def format(self) -> Format:
+        """How its elements are stored."""
         return FORMATS[self.dtype]
 
     @cached_property
@@ -96,6 +99,7 @@ class Schema:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
+        """The grid, in the order of tensors and elements."""
         return tuple(Chunk(i, *piece) for i, spec in enumerate(self.tensors) for piece in _pieces(spec))
 
     @cached_property
@@ -105,9 +109,11 @@ class Schema:
 
     @cached_property
     def nbytes(self) -> int:
+        """Size of all tensors."""
         return sum(spec.elements * spec.format.width // 8 for spec in self.tensors)
 
     def encode(self) -> bytes:
+        """The schema as JSON; see `decode`."""
         return json.dumps([[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors]).encode()
 
 

@@ -1,4 +1,4 @@
-"""The routers of a sparse model during pretraining: what they said in a pass, and how evenly they spread it."""
+"""The routers of a sparse model during training: their logits in a pass, and how evenly they spread the tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ class Routers:
 
     experts: int
     top_k: int
-    said: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Routers:
+        """The routers of a model; from now on every pass leaves their logits here."""
         routers = cls(getattr(model.config, "num_experts", 0), getattr(model.config, "num_experts_per_tok", 0))
         for layer in model.model.layers:
             if hasattr(layer.mlp, "gate"):
-                layer.mlp.gate.register_forward_hook(lambda _module, _args, output: routers.said.append(output[0]))
+                layer.mlp.gate.register_forward_hook(lambda _module, _args, output: routers.logits.append(output[0]))
         return routers
 
     def clear(self) -> None:
-        self.said.clear()
+        """Forgets the last pass."""
+        self.logits.clear()
 
     def balance(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """(balance loss, expert load [L, E]); 0 and empty for a dense model.
@@ -35,10 +37,10 @@ class Routers:
         The loss is Switch Transformers' (Fedus et al. 2021): E times the dot product of the share of tokens an expert
         gets and its mean router probability, averaged over sparse layers.
         """
-        if not self.said:
+        if not self.logits:
             return like.new_zeros(()), like.new_zeros((0, 0))
         balances, loads = [], []
-        for router_TE in self.said:
+        for router_TE in self.logits:
             chosen_TK = router_TE.detach().topk(self.top_k, dim=-1).indices
             load_E = F.one_hot(chosen_TK, self.experts).float().mean(dim=(0, 1))
             balances.append(self.experts * (load_E * router_TE.float().softmax(-1).mean(0)).sum())

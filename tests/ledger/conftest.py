@@ -1,3 +1,5 @@
+"""Ledgers on both databases."""
+
 import os
 import pwd
 import shutil

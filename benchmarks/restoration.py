@@ -1,6 +1,6 @@
 """How likely a model's first edit restores a mutated function exactly: a cheap check of a repair model, without tests.
 
-`python -m etude.trainer.finetune.restoration MODEL --config recipes/nano-sft.toml [--package pydash==8.1.0] [--json
+`python benchmarks/restoration.py MODEL --config recipes/nano-sft.toml [--package pydash==8.1.0] [--json
 PATH]`
 
 Nothing is sampled. The probability of saying the restoring edit is read from one forward pass over it, so the rate at
@@ -54,21 +54,21 @@ class Restoration:
 def mutants(functions: Sequence[Function], count: int, seed: int) -> list[BrokenFunction]:
     """Up to `count` mutants of different functions whose repair needs no name from outside the function."""
     rng = random.Random(seed)
-    found: list[BrokenFunction] = []
+    broken_functions: list[BrokenFunction] = []
     for function in rng.sample(functions, len(functions)):
         broken = break_function(function, rng)
         if broken is not None and inferable(broken) and len(broken.source) < 1000:
-            found.append(broken)
-        if len(found) == count:
+            broken_functions.append(broken)
+        if len(broken_functions) == count:
             break
-    return found
+    return broken_functions
 
 
 @torch.no_grad()
 def likelihoods(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    found: Sequence[BrokenFunction],
+    broken: Sequence[BrokenFunction],
     *,
     temperature: float = 1.0,
     batch: int = 16,
@@ -79,10 +79,10 @@ def likelihoods(
     ends = [IDS["<|call|>"], IDS["<|end|>"]]
     documents = [
         message("user", prompt(b.function.name, b.path, b.source)) + turn([Call("edit", (b.edit.old, b.edit.new))])
-        for b in found
+        for b in broken
     ]
     encoded = dialect.encode(tokenizer, documents)
-    order = sorted(range(len(found)), key=lambda i: len(encoded[i][0]))
+    order = sorted(range(len(broken)), key=lambda i: len(encoded[i][0]))
     out: dict[int, Likelihood] = {}
     for at in range(0, len(order), batch):
         some = order[at : at + batch]
@@ -97,12 +97,12 @@ def likelihoods(
             targets = [t for t, labelled in enumerate(encoded[i][1]) if labelled]
             logp_TV = logits_BTV[row, [t - 1 for t in targets]].log_softmax(-1)
             best_T = logp_TV.argmax(-1)
-            said = ids_BT[row, targets]
-            edit = float(logp_TV[:-1].gather(1, said[:-1, None]).sum())
+            target_ids = ids_BT[row, targets]
+            edit = float(logp_TV[:-1].gather(1, target_ids[:-1, None]).sum())
             stop = float(logp_TV[-1, ends].logsumexp(0))
-            greedy = bool((best_T[:-1] == said[:-1]).all()) and int(best_T[-1]) in ends
-            out[i] = Likelihood(found[i].operator, math.exp(edit + stop), greedy)
-    return [out[i] for i in range(len(found))]
+            greedy = bool((best_T[:-1] == target_ids[:-1]).all()) and int(best_T[-1]) in ends
+            out[i] = Likelihood(broken[i].operator, math.exp(edit + stop), greedy)
+    return [out[i] for i in range(len(broken))]
 
 
 def summary(results: Sequence[Likelihood]) -> Restoration:
@@ -120,7 +120,8 @@ def summary(results: Sequence[Likelihood]) -> Restoration:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m etude.trainer.finetune.restoration")
+    """Prints the restoration rates of a model as JSON."""
+    parser = argparse.ArgumentParser(prog="python benchmarks/restoration.py")
     parser.add_argument("model", type=Path)
     parser.add_argument("--config", type=Path, required=True, help="stage TOML naming the evaluation packages")
     parser.add_argument("--package", help="one pinned package to evaluate on instead, as name==version")
@@ -132,8 +133,8 @@ def main() -> None:
     packages = [arguments.package] if arguments.package else corpus.evaluation
     functions = [f for package in packages for f in build.extract(fetch(package, corpus.cache))]
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).eval()
-    found = mutants(functions, arguments.mutants, seed=0)
-    results = likelihoods(model, bpe.load(arguments.model), found, temperature=arguments.temperature)
+    broken = mutants(functions, arguments.mutants, seed=0)
+    results = likelihoods(model, bpe.load(arguments.model), broken, temperature=arguments.temperature)
     operators = sorted({r.operator for r in results})
     report = {
         "packages": list(packages),

@@ -1,0 +1,81 @@
+"""Where the seconds of a run's training go: into timeline.jsonl, into metrics, and against the limit of minutes."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+from etude import runfolder
+
+
+class TrainingClock:
+    """Counts the seconds of training over all attempts of a run; `minutes` is their limit, None: there is none.
+
+    A step goes `begin` (its groups are there), `loaded`, `trained`, `end`; between steps the trainer waits. Before an
+    attempt's first groups are ready, tasks are built and the model is measured: that is no training.
+    """
+
+    def __init__(self, run: Path, minutes: float | None):
+        self._run = run
+        self._limit = (minutes or math.inf) * 60
+        lines = runfolder.read_jsonl(run / "metrics.jsonl")
+        self._spent: float = lines[-1]["time/spent"] if lines else 0.0
+        self._first = True
+        self._waiting = time.time()  # since
+        self._waited = 0.0
+        self._began = self._loaded = self._trained = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether the minutes are spent."""
+        return self._spent >= self._limit
+
+    def progress(self, published: int, steps: int) -> float:
+        """The share of the run that lies behind, in [0, 1]: of its steps or of its minutes, whichever is more."""
+        return max(published / steps, self._spent / self._limit)
+
+    def begin(self) -> None:
+        """The wait for groups is over."""
+        self._waited = self._note("wait", self._waiting)
+        self._spent += 0.0 if self._first else self._waited
+        self._began = time.time()
+
+    def loaded(self) -> None:
+        """The batch is in memory."""
+        self._loaded = time.time()
+
+    def trained(self) -> None:
+        """The weights are updated, or left as they are."""
+        self._trained = time.time()
+
+    def until_trained(self) -> dict[str, float]:
+        """The metrics of the step up to `trained`, in seconds."""
+        return {
+            "time/load": self._loaded - self._began,
+            "time/train": self._trained - self._loaded,
+            "time/wait_for_batch": self._waited,
+        }
+
+    def end(self) -> dict[str, float]:
+        """The step is over, the next wait begins. The metrics of the whole step."""
+        self._note("train", self._began, self._trained)
+        publishing = self._note("publish", self._trained)
+        now = self._trained + publishing
+        busy = now - self._began
+        self._spent += busy
+        self._first, self._waiting = False, now
+        return {
+            "time": now,
+            "time/publish": publishing,
+            "time/step": busy,
+            "time/spent": self._spent,
+            "perf/trainer_busy": busy / (busy + self._waited),
+        }
+
+    def _note(self, state: str, start: float, end: float | None = None) -> float:
+        """Appends a stretch that ends now, or at `end`, to the timeline. Its seconds."""
+        end = time.time() if end is None else end
+        record = {"process": "trainer", "state": state, "start": start, "end": end}
+        runfolder.append_json(self._run / "timeline.jsonl", record)
+        return end - start

@@ -1,0 +1,175 @@
+"""The bits of a version on the host: read from payloads, proven by digests chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from etude.errors import UserError
+from etude.records import PolicyVersion
+from etude.store import Store
+from etude.weights.live import as_tensor
+from etude.weights.manifest import key, schema_key, versions
+from etude.weights.payloads import BrokenObject, DamagedVersion, NoPath, Payload, PayloadSource, plan
+from etude.weights.signature import Trust
+from etude.weights.ulpd import codec, schema
+from etude.weights.ulpd import kernels as _typed_kernels
+from etude.weights.ulpd.codec import Digests
+from etude.weights.ulpd.digest import written
+from etude.weights.ulpd.schema import Bits, Schema
+
+kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
+
+
+@dataclass(frozen=True)
+class Content:
+    """The bits of a version on the host, with the digest of every chunk.
+
+    Tensors that are the same in two versions share their arrays, so arrays are never written to.
+    """
+
+    schema: Schema
+    bits: Mapping[str, Bits]
+    digests: Digests
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The same memory as tensors."""
+        return {spec.name: as_tensor(self.bits[spec.name], spec).view(spec.shape) for spec in self.schema.tensors}
+
+    def chunk(self, number: int) -> Bits:
+        """The elements of a chunk; shares memory with its tensor's."""
+        return codec.chunk_bits(self.schema, self.bits, self.schema.chunks[number])
+
+    def is_right(self, number: int, part: Bits) -> bool:
+        """Whether `part` has the digest of the chunk with this number."""
+        chunk = self.schema.chunks[number]
+        spec = self.schema.tensors[chunk.tensor]
+        actual = int(kernels.digest(part, np.uint64(spec.seed), chunk.start, spec.format.width))
+        return actual == int(self.digests[number])
+
+
+def load(store: Store, version: int) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:
+    """The manifest and the tensors of a published version, as published. Raises UserError."""
+    manifest, content = load_content(store, version)
+    return manifest, content.tensors()
+
+
+def load_content(store: Store, version: int, trust: Trust | None = None) -> tuple[PolicyVersion, Content]:
+    """The manifest and the bits of a published version. Raises UserError."""
+    return content_of(PayloadSource(store, trust=trust), version, -1, None)
+
+
+def content_of(
+    source: PayloadSource, version: int, held: int, content: Content | None
+) -> tuple[PolicyVersion, Content]:
+    """`read_content`. Raises UserError instead of DamagedVersion, also if the version was never published."""
+    store = source.store
+    if not store.exists(key(version)):
+        raise UserError(f"{store.url} has no version {version}; the newest is {max(versions(store), default=None)}")
+    try:
+        return read_content(source, version, held, content)
+    except DamagedVersion as e:
+        raise UserError(f"{store.url}: {e}; choose another version") from None
+
+
+def read_content(
+    source: PayloadSource, target: int, held: int, content: Content | None
+) -> tuple[PolicyVersion, Content]:
+    """Version `target`, from version `held` with this content or from an anchor, by the fewest bytes.
+
+    A payload that is gone or altered is left out and the next best path is taken. Raises DamagedVersion if no path
+    leads there.
+    """
+    broken: set[str] = set()
+    damage: DamagedVersion | None = None
+    while True:
+        try:
+            path = plan(source.manifest, None if content is None else held, target, broken)
+        except NoPath as e:
+            raise damage or DamagedVersion(str(e)) from None
+        try:
+            return _follow(source, target, path, content)
+        except BrokenObject as e:
+            damage = damage or e
+            broken.add(e.key)
+
+
+def _follow(
+    source: PayloadSource, target: int, path: list[Payload], content: Content | None
+) -> tuple[PolicyVersion, Content]:
+    manifest = source.manifest(target)
+    assert manifest is not None, "the path ends at its manifest"
+    if content is None or (path and path[0].base is None):
+        content = _blank(source.store, manifest)
+    if manifest.schema != content.schema.id:
+        raise DamagedVersion(f"version {target} is of another model than the one before it")
+    for payload in path:
+        objects = [source.get(payload.version, part) for part in payload.parts]
+        try:
+            content = _applied(content, payload, objects)
+        except ValueError as e:
+            raise DamagedVersion(f"version {payload.version}: {e}") from None
+    if written(codec.model_digest(content.digests)) != manifest.digest:
+        raise DamagedVersion(f"version {target}: the tensors do not have the digest that was published")
+    return manifest, content
+
+
+def load_schema(store: Store, manifest: PolicyVersion) -> Schema:
+    """Names, types and shapes of a version's tensors. Raises DamagedVersion."""
+    try:
+        return schema.decode(store.get(schema_key(manifest.schema)))
+    except KeyError:
+        raise DamagedVersion(f"version {manifest.version}: its schema {manifest.schema} is gone") from None
+    except ValueError as e:
+        raise DamagedVersion(f"version {manifest.version}: {e}") from None
+
+
+def _blank(store: Store, manifest: PolicyVersion) -> Content:
+    """Zeros, for an anchor to write over."""
+    grid = load_schema(store, manifest)
+    zeros = {spec.name: np.zeros(spec.elements, spec.format.unsigned) for spec in grid.tensors}
+    return Content(grid, zeros, codec.digests(grid, zeros))
+
+
+def _applied(content: Content, payload: Payload, objects: list[bytes]) -> Content:
+    """The content after a payload. Raises ValueError."""
+    grid = content.schema
+    records: list[codec.ChunkRecord] = []
+    for part, data in zip(payload.parts, objects, strict=True):
+        kind, version, of_part = codec.unpack(data, len(grid.chunks))
+        if (kind, version) != (payload.kind, payload.version):
+            raise ValueError(f"its payload is the {kind} of version {version}")
+        if any(not part.first <= record.chunk < part.stop for record in of_part):
+            raise ValueError(f"{part.key} holds chunks of another part")
+        records += of_part
+    if len({record.chunk for record in records}) < len(records):
+        raise ValueError("two parts of its payload hold the same chunk")
+    touched = {grid.tensors[grid.chunks[record.chunk].tensor].name for record in records}
+    after = {name: array.copy() if name in touched else array for name, array in content.bits.items()}
+    return Content(grid, after, codec.apply(grid, after, content.digests, records))
+
+
+def replay_chunk(source: PayloadSource, version: int, held: Content, number: int) -> Bits:
+    """One chunk of a version from an anchor and what follows it. Raises DamagedVersion."""
+    chunk = held.schema.chunks[number]
+    spec = held.schema.tensors[chunk.tensor]
+    arrays = {spec.name: np.zeros(spec.elements, spec.format.unsigned)}
+    digests = np.zeros(len(held.schema.chunks), np.uint64)
+    try:
+        path = plan(source.manifest, None, version)
+    except NoPath as e:
+        raise DamagedVersion(str(e)) from None
+    for payload in path:
+        objects = [source.get(payload.version, p) for p in payload.parts if p.first <= number < p.stop]
+        try:
+            for data in objects:
+                _, _, records = codec.unpack(data, len(held.schema.chunks))
+                of_chunk = [record for record in records if record.chunk == number]
+                digests = codec.apply(held.schema, arrays, digests, of_chunk)
+        except ValueError as e:
+            raise DamagedVersion(f"version {payload.version}: {e}") from None
+    return codec.chunk_bits(held.schema, arrays, chunk)

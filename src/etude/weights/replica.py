@@ -1,0 +1,174 @@
+"""The servers of one replica go from version to version together, or not at all: the member's side of the votes.
+
+    every member: fetch, stage -> READY(v)? -> all are ready in time -> swap between two steps -> APPLIED? -> all have
+    applied in time -> commit; else undo
+
+A member that hears nothing (the coordinator is gone) undoes its swap. The coordinator's side is `coordinator.py`; a
+replica of one server has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import httpx2
+import msgspec
+
+from etude.errors import SwapUndone, UserError
+from etude.failpoints import failpoint
+from etude.weights.payloads import DamagedVersion
+from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
+
+READY_SECONDS, APPLIED_SECONDS = 10.0, 2.0
+"""How long a round waits for its last vote. Engines stand still during the second round."""
+GRACE_SECONDS = 2.0
+"""A member waits this much longer than the coordinator."""
+
+BetweenSteps = Callable[[int, Callable[[], None]], object]
+"""Calls a function between two steps of the engine, which goes on as the given version; returns when that is done."""
+
+
+class NotTogether(SwapUndone):
+    """The replica did not go to a version; all of its members serve the old one, and will try again."""
+
+
+class Vote(msgspec.Struct, frozen=True):
+    """One member's vote on a version that it could go to. `ticket` names the round, None before there is one."""
+
+    member: str
+    ok: bool
+    version: int
+    ticket: int | None = None
+    why: str = ""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What a round decided. If the members' versions differ, `target` is the lowest: all can go there."""
+
+    go: bool
+    ticket: int
+    target: int
+    why: str = ""
+
+
+class ReplicaVote(Protocol):
+    """How a member votes with the others of its replica."""
+
+    def committed(self) -> int:
+        """The version that the replica serves, -1 if none or unknown."""
+        ...
+
+    def ready(self, version: int, ok: bool, why: str = "") -> Decision:
+        """Whether all members are ready to swap to `version`."""
+        ...
+
+    def applied(self, decision: Decision, ok: bool) -> bool:
+        """Whether all members have swapped; if not, undo."""
+        ...
+
+
+class SingleMember:
+    """The vote in a replica of one server."""
+
+    def committed(self) -> int:
+        """Always -1: nobody is ahead."""
+        return -1
+
+    def ready(self, version: int, ok: bool, why: str = "") -> Decision:
+        """The member's own answer."""
+        return Decision(ok, 0, version, why)
+
+    def applied(self, decision: Decision, ok: bool) -> bool:
+        """The member's own answer."""
+        return ok
+
+
+class CoordinatorVote:
+    """The vote in a replica whose coordinator answers at `url`."""
+
+    def __init__(self, url: str, member: str):
+        self._member = member
+        self._http = httpx2.Client(base_url=url, trust_env=False)
+
+    def committed(self) -> int:
+        """The version that the replica serves, -1 if none or if the coordinator is silent."""
+        try:
+            return int(self._http.get("/health", timeout=GRACE_SECONDS).json()["committed"])
+        except httpx2.HTTPError:
+            return -1
+
+    def ready(self, version: int, ok: bool, why: str = "") -> Decision:
+        """The round's decision; no if the coordinator is silent."""
+        vote = Vote(self._member, ok, version, why=why)
+        return self._cast("/ready", vote, READY_SECONDS) or Decision(False, -1, version, "the coordinator is silent")
+
+    def applied(self, decision: Decision, ok: bool) -> bool:
+        """Whether all members have swapped; false if the coordinator is silent."""
+        vote = Vote(self._member, ok, decision.target, decision.ticket)
+        decided = self._cast("/applied", vote, APPLIED_SECONDS)
+        return decided is not None and decided.go
+
+    def _cast(self, route: str, vote: Vote, seconds: float) -> Decision | None:
+        try:
+            reply = self._http.post(route, content=msgspec.json.encode(vote), timeout=seconds + GRACE_SECONDS)
+            return msgspec.json.decode(reply.content, type=Decision)
+        except (httpx2.HTTPError, msgspec.MsgspecError):
+            return None
+
+
+class ReplicaMember:
+    """Brings a receiver from version to version by the votes of its replica."""
+
+    def __init__(self, receiver: Receiver, votes: ReplicaVote):
+        self.receiver = receiver
+        self._votes = votes
+        self._limit: int | None = None  # the version that all members can reach, after a round that found them apart
+
+    def advance(self, between_steps: BetweenSteps) -> bool:
+        """Looks for a new version once; true if one is live now.
+
+        Raises DamagedVersion, UserError, NotTogether or WeightsMismatch; the old version is live then, whole.
+        """
+        receiver = self.receiver
+        if not receiver.behind():
+            return False
+        committed = self._votes.committed()
+        if receiver.version < committed:  # the others serve it: nothing is left to vote on
+            update = receiver.poll(committed)
+            if update is not None:
+                between_steps(update.manifest.version, lambda: receiver.apply(update))
+            return update is not None
+        try:
+            update = receiver.poll(self._limit)
+        except (DamagedVersion, UserError) as e:
+            self._votes.ready(receiver.version, False, str(e))
+            raise
+        self._limit = None
+        if update is None:
+            return False
+        failpoint("receiver.staged")
+        self._vote(update, between_steps)
+        return True
+
+    def _vote(self, update: WeightUpdate, between_steps: BetweenSteps) -> None:
+        version = update.manifest.version
+        decision = self._votes.ready(version, True)
+        if not decision.go:
+            self._limit = decision.target
+            raise NotTogether(f"version {version} waits: {decision.why}")
+        failpoint("receiver.ready")
+
+        def swap() -> None:
+            try:
+                self.receiver.swap(update)
+            except WeightsMismatch:
+                self._votes.applied(decision, False)
+                raise
+            failpoint("receiver.swapped")
+            if not self._votes.applied(decision, True):
+                self.receiver.undo(update)
+                raise NotTogether(f"version {version} was taken back: not all members have swapped")
+            self.receiver.commit(update)
+
+        between_steps(version, swap)
