@@ -25,7 +25,7 @@ from enum import StrEnum
 
 import httpx2
 
-from etude.edits.data import Example
+from etude.edits.examples import Example
 from etude.errors import UserError
 
 SECONDS = 120.0  # for one answer

@@ -19,12 +19,12 @@ from typing import Any
 
 import httpx2
 
-from etude.code import functions, licence
+from etude.code import functions, packages
 from etude.code.functions import RepositoryLayout
 from etude.errors import UserError
 from etude.sandbox.base import Image, Limits, Sandbox
 from etude.sandbox.namespace.sandbox import open_sandbox
-from etude.tasks import fetch, requirements
+from etude.tasks import requirements
 
 MAX_GOALS = 10
 TRIES = 5
@@ -141,7 +141,7 @@ async def _reach(whole: Path, site: Path, wanted: Sequence[str], goals: Sequence
     """What does not hold with these requirements: (command, end of its output)."""
     site.mkdir(parents=True)
     try:
-        fetch.install(wanted, site, wheels=True)
+        packages.install(wanted, site, wheels=True)
     except UserError as e:
         return (("pip install", str(e)),)
     _leave_metadata(whole, site)
@@ -154,7 +154,7 @@ def _leave_metadata(whole: Path, site: Path) -> None:
     """What an installation of the repository itself leaves behind: code asks it for the version."""
     info = whole / "PKG-INFO"
     if info.is_file():
-        folder = site / f"{licence.find_name(whole).replace('-', '_', 1)}.dist-info"
+        folder = site / f"{packages.find_name(whole).replace('-', '_', 1)}.dist-info"
         folder.mkdir(exist_ok=True)
         (folder / "METADATA").write_bytes(info.read_bytes())
 

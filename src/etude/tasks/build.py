@@ -6,7 +6,6 @@ discover functions -> trace which tests call them -> choose visible and hidden t
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 import shutil
 from collections import Counter
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.code import functions as discover
-from etude.code import licence
+from etude.code import licence, mutate, packages
 from etude.code.functions import Function, Unit
+from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading.javascript import is_script, is_test_file
 from etude.sandbox.base import Image, Limits, Sandbox
@@ -24,9 +24,9 @@ from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import (
     bootstrap,
     card,
+    classes,
     coverage,
     dataset,
-    fetch,
     gates,
     histories,
     javascript,
@@ -40,24 +40,27 @@ from etude.tasks.gates import Bench, Rejected
 from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
 from etude.tasks.multi_function import Wide
-from etude.tasks.options import BuildOptions
 from etude.tasks.search import Progress, Target, search
 
 _TRACE_SECONDS = 600.0
+_RECORDED = BuildConfig.model_fields.keys() - {"write_tests"}  # options that a manifest holds
 _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agent may run
 
 
 def build(
-    repo: Path, out: Path, options: BuildOptions, progress: Progress, writer: synthesis.Writer | None = None
+    repo: Path, out: Path, options: BuildConfig, progress: Progress, writer: synthesis.Writer | None = None
 ) -> dataset.Dataset:
     """Make a dataset of gated tasks from the repository at `repo` in the folder `out`.
 
-    `writer` writes tests for functions that no test calls (`synthesis.py`).
-
+    `writer` writes tests for functions that no test calls (`synthesis.py`); by default `options.write_tests` does.
     Everything is written to `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no
-    Python code, no tests that pass, or nothing to break; if a file does not parse; or if `out` is taken.
+    Python code, no tests that pass, or nothing to break; if a file does not parse; if `out` is taken; or for an unknown
+    operator.
     """
+    check_operators(options)
     _check_paths(repo, out)
+    if writer is None and options.write_tests is not None:
+        writer = synthesis.by_command(options.write_tests)
     script = javascript.is_repository(repo)
     layout = javascript.layout(repo) if script else discover.layout(repo)
     if not any(discover.is_test_module(path) or is_test_file(path) for path in layout.tests):
@@ -81,6 +84,13 @@ def build(
     return dataset.load(out)
 
 
+def check_operators(options: BuildConfig) -> None:
+    """Raises UserError if `options` name a mutation operator that does not exist."""
+    known = {**mutate.OPERATORS, **classes.OPERATORS}
+    if unknown := sorted(set(options.operators) - known.keys()):
+        raise UserError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(known))}")
+
+
 def _check_paths(repo: Path, out: Path) -> None:
     if not repo.is_dir():
         raise UserError(f"{repo} is not a folder; give the root of a Python repository.")
@@ -94,7 +104,7 @@ def _check_paths(repo: Path, out: Path) -> None:
 class _BuildPlan:
     repo: Path
     work: Path
-    options: BuildOptions
+    options: BuildConfig
     progress: Progress
     layout: discover.RepositoryLayout
     sources: Mapping[str, str]  # path -> text
@@ -115,7 +125,7 @@ async def _run(plan: _BuildPlan) -> None:
         recipe, callers = await node.prepare(plan.repo, plan.layout, work, scripts, options)
         requirements = list(recipe.requirements)
     elif options.bootstrap == "declared":
-        requirements = fetch.install_dependencies(plan.repo, work / "site")
+        requirements = packages.install_dependencies(plan.repo, work / "site")
     else:
         recipe = await bootstrap.find(plan.repo, plan.layout, work, options.bootstrap)
         requirements = list(recipe.requirements)
@@ -127,7 +137,7 @@ async def _run(plan: _BuildPlan) -> None:
             callers = await _write_tests(plan, sandbox, callers, plan.writer)
         bench = Bench(
             sandbox=sandbox,
-            name=licence.find_name(plan.repo),
+            name=packages.find_name(plan.repo),
             repository=work / "repository",
             site=work / "site",
             hidden=work / "hidden",
@@ -157,7 +167,7 @@ async def _run(plan: _BuildPlan) -> None:
         python_path=plan.layout.python_path,
         source_roots=plan.layout.source_roots,
         visible=policy,
-        options=dataclasses.asdict(options),
+        options=options.model_dump(mode="json", include=_RECORDED),
         counts={
             "functions": len(targets),
             "candidates": found.tried,
@@ -303,7 +313,7 @@ def _of_files(tests: list[str], count: int) -> list[str]:
     return [test for test in tests if test.split("::")[0] in files]
 
 
-def _drawn(functions: list[Unit], options: BuildOptions) -> list[Unit]:
+def _drawn(functions: list[Unit], options: BuildConfig) -> list[Unit]:
     if options.max_functions is None or len(functions) <= options.max_functions:
         return functions
     return random.Random(options.seed).sample(functions, options.max_functions)

@@ -18,11 +18,11 @@ import blake3
 
 from etude.code.functions import Unit
 from etude.code.mutate import MutationCandidate
+from etude.config import BuildConfig
 from etude.grading.grade import grade
 from etude.grading.javascript import is_script
 from etude.records import Focus, Outcome, Task
 from etude.sandbox.base import Image, Limits, Sandbox, TestReport
-from etude.tasks.options import BuildOptions
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -76,7 +76,7 @@ class Bench:
     hidden: Path
     source_roots: tuple[str, ...]
     licence: str
-    options: BuildOptions
+    options: BuildConfig
 
     @property
     def limits(self) -> Limits:

@@ -17,10 +17,10 @@ from etude.code import functions as discover
 from etude.code import languages
 from etude.code.functions import RepositoryLayout, Unit
 from etude.code.mutate import FLIP, ByteEdit, Mutant, MutationCandidate
+from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import javascript
 from etude.grading.javascript import is_test_file
-from etude.tasks.options import BuildOptions
 
 _FUNCTIONS = ("function_declaration", "function_expression", "arrow_function", "method_definition",
               "generator_function_declaration", "generator_function")  # fmt: skip
@@ -316,7 +316,7 @@ OPERATORS: dict[str, Operator] = {
 }
 
 
-def broken(source: str, function: JsFunction, options: BuildOptions) -> list[MutationCandidate]:
+def broken(source: str, function: JsFunction, options: BuildConfig) -> list[MutationCandidate]:
     """Broken versions of a function in a seeded order in which operators take turns; its removal among them."""
     rng = random.Random(f"{options.seed} {function.id}")
     whole = tree(function.path, source)

@@ -11,8 +11,8 @@ from etude.code import functions as discover
 from etude.code import mutate
 from etude.code.functions import Function, Unit
 from etude.code.mutate import MutationCandidate
+from etude.config import BuildConfig
 from etude.tasks import classes, commits, features, split
-from etude.tasks.options import BuildOptions
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def find(
     sources: Mapping[str, str],
     functions: Sequence[Function],
     callers: Mapping[str, set[str]],
-    options: BuildOptions,
+    options: BuildConfig,
 ) -> list[Wide]:
     """At most an equal share of `max_tasks` of each kind that `options` asks for, drawn by the seed."""
     share = max(1, options.max_tasks // len(options.kinds))
@@ -54,7 +54,7 @@ def _ranked(own: set[str], callers: Mapping[str, set[str]], path: str) -> tuple[
     return (*sorted(own), *sorted(others))
 
 
-def _classes(sources: Mapping[str, str], callers: Mapping[str, set[str]], options: BuildOptions) -> Iterator[Wide]:
+def _classes(sources: Mapping[str, str], callers: Mapping[str, set[str]], options: BuildConfig) -> Iterator[Wide]:
     for path, text in sources.items():
         for unit in discover.classes(path, text):
             members = tuple(id for id in callers if id.startswith(f"{unit.id}."))

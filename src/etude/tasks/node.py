@@ -6,20 +6,21 @@ import json
 import random
 import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from etude.code import functions as discover
 from etude.code.functions import RepositoryLayout
+from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import javascript as scripts
 from etude.sandbox.base import Image
 from etude.sandbox.guest.root import WORKSPACE
 from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
-from etude.tasks import bootstrap, fetch, javascript
+from etude.tasks import bootstrap, javascript
 from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, Missed, Try
 from etude.tasks.javascript import JsFunction
-from etude.tasks.options import BuildOptions
 
 NPM_SECONDS = 900.0  # packages by the hundred, on a machine with other work
 LINK = ("node_modules", "/site/node_modules")  # in the repository: where Node looks for packages, and where they are
@@ -33,8 +34,26 @@ def is_link(path: Path) -> bool:
     return path.name == LINK[0] and path.is_symlink() and str(path.readlink()) == LINK[1]
 
 
+def npm(arguments: list[str], folder: Path, timeout: float) -> None:
+    """Run npm in `folder` for at most `timeout` seconds; the caller forbids scripts.
+
+    Raises UserError with npm's first lines of error.
+    """
+    if shutil.which("npm") is None:
+        raise UserError("npm is not installed; install Node.js, or leave JavaScript repositories out.")
+    command = ["npm", *arguments, "--no-audit", "--no-fund", "--loglevel=error"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"npm {arguments[0]} took over {timeout:.0f} s; check the network.") from None
+    if done.returncode != 0:
+        reason = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["no message"]
+        message = "; ".join(line.strip()[:200] for line in reason[:2])
+        raise UserError(f"npm {arguments[0]} failed ({message}); check the network and the package.")
+
+
 async def prepare(
-    repository: Path, layout: RepositoryLayout, work: Path, functions: Sequence[JsFunction], options: BuildOptions
+    repository: Path, layout: RepositoryLayout, work: Path, functions: Sequence[JsFunction], options: BuildConfig
 ) -> tuple[BootstrapRecipe, dict[str, set[str]]]:
     """(how it was installed into `work`/site, function id -> tests that call it).
 
@@ -147,7 +166,7 @@ def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
     )
     if not pairs:
         return
-    fetch.npm(["install", "--ignore-scripts", "--legacy-peer-deps"], site, NPM_SECONDS)
+    npm(["install", "--ignore-scripts", "--legacy-peer-deps"], site, NPM_SECONDS)
     modules = site / "node_modules"
     for folder in (modules / ".bin", modules / ".cache", *([modules / own] if own else [])):
         shutil.rmtree(folder, ignore_errors=True)  # of .bin: links; nothing in a box calls them

@@ -11,7 +11,7 @@ from configparser import Error as ConfigError
 from pathlib import Path
 from typing import Any
 
-from etude.tasks import fetch
+from etude.code import packages
 
 _EXTRAS = ("test", "tests", "testing", "dev", "develop", "development", "all")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -40,7 +40,7 @@ MISSING = {
 
 def sources(repository: Path) -> Iterator[list[str]]:
     """Requirements by source: declared, extras and groups for tests, tox and requirements files, what CI installs."""
-    yield usable(fetch.dependencies(repository))
+    yield usable(packages.dependencies(repository))
     project, tools = _pyproject(repository)
     yield usable([*_of_extras(project, tools), *_of_setup(repository)])
     yield usable([line for name in _FILES for line in _lines(repository, name)] + _of_tox(repository))

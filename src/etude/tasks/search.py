@@ -13,12 +13,12 @@ from itertools import zip_longest
 from etude.code import mutate
 from etude.code.functions import Function, Unit
 from etude.code.mutate import MutationCandidate
+from etude.config import BuildConfig
 from etude.records import Task
 from etude.tasks import gates, javascript
 from etude.tasks.gates import Bench, Candidate, ProvisionalTask, Rejected
 from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
-from etude.tasks.options import BuildOptions
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 LEAK_SHARE = 0.9  # of a program's lost text found elsewhere, from which on it is dropped; siblings often share half
@@ -113,7 +113,7 @@ async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str]
             progress("proving tasks", len(proved), len(chosen))
 
 
-def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected: Counter[str]) -> Iterator[Candidate]:
+def _programs(target: Target, options: BuildConfig, leaks: LeakIndex, rejected: Counter[str]) -> Iterator[Candidate]:
     """Broken programs of a function in the order to try them; those whose answer can be copied are counted out."""
     for broken in target.programs or _broken(target, options):
         parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
@@ -131,7 +131,7 @@ def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected:
         )
 
 
-def _broken(target: Target, options: BuildOptions) -> list[MutationCandidate]:
+def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:
     """The broken versions of one function, its removal at a seeded place among them."""
     function = target.function
     if isinstance(function, JsFunction):
@@ -179,7 +179,7 @@ def _meaning(snippet: str) -> str:
     return ast.dump(node.args) + "".join(ast.dump(statement) for statement in body)
 
 
-def _select(targets: Sequence[Target], options: BuildOptions) -> list[tuple[Target, ProvisionalTask]]:
+def _select(targets: Sequence[Target], options: BuildConfig) -> list[tuple[Target, ProvisionalTask]]:
     """At most `wanted` of a function and `max_tasks` in all: telling ones first, functions taking turns."""
     chosen: list[tuple[Target, ProvisionalTask]] = []
     used: Counter[str] = Counter()

@@ -8,55 +8,21 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from etude.code.languages import has_syntax
+from etude.config import EditTableConfig
 from etude.corpus import dedup
-from etude.corpus.edits.card import card
+from etude.corpus.edits import make
+from etude.corpus.edits.card import EditBuildLog, card
 from etude.corpus.edits.repositories import FileChange, Repository, Text, read
-from etude.edits import data
-from etude.edits.data import Example
+from etude.edits import examples as tables
+from etude.edits.examples import Example
 from etude.errors import UserError
 
 log = logging.getLogger(__name__)
 HELD_OUT_LINES = 400
 _TRIES = 6  # draws of one file before it is left
-
-
-@dataclass(frozen=True)
-class EditTableOptions:
-    """What `etude tasks fast-apply` can be told. Raises UserError for values that make no sense."""
-
-    seed: int = 1
-    max_lines: int = 400  # of a training example; held-out ones may always have HELD_OUT_LINES
-    per_path: int = 4
-    per_repository: int = 50  # real ones
-    synthetic: float = 4.0  # for each real one
-    no_ops: float = 0.02  # at most this share
-    held_out: int = 450
-
-    def __post_init__(self) -> None:
-        if not 8 <= self.max_lines <= 2500:
-            raise UserError(f"--max-lines must lie between 8 and 2500, got {self.max_lines}")
-        if min(self.per_path, self.per_repository, self.held_out) < 1 or self.synthetic < 0:
-            raise UserError(
-                "--per-path, --per-repository and --held-out-edits must be at least 1, --synthetic not below 0"
-            )
-
-
-@dataclass(frozen=True)
-class EditBuildLog:
-    """How a build went, for the card."""
-
-    repositories: tuple[tuple[str, str, str, str, int, int], ...]  # name, licence, its source, origin, files, changes
-    held_out: tuple[str, ...]
-    without_syntax: dict[str, int]  # files by language that were left out because nothing parses them here
-    near_duplicates: int
-    contaminated: int
-    worst_overlap: float  # largest share of a training example's shingles in the held-out repositories, afterwards
-    tried: int
-    kept: int
 
 
 Progress = Callable[[str, int, int], None]
@@ -66,7 +32,7 @@ def build(
     training: Sequence[str],
     held_out: Sequence[str],
     output: Path,
-    options: EditTableOptions,
+    options: EditTableConfig,
     progress: Progress | None = None,
 ) -> tuple[list[Example], list[Example]]:
     """Write train.parquet, heldout.parquet (if there are held-out repositories) and DATACARD.md.
@@ -88,10 +54,10 @@ def build(
     counter = Counter[str]()
     train = _drawn(unique, options, options.max_lines, None, counter, tell)
     clean, flagged, worst = _decontaminated(train, tests)
-    tested = _drawn(tests, options, HELD_OUT_LINES, options.held_out, counter, tell) if tests else []
+    tested = _drawn(tests, options, HELD_OUT_LINES, options.held_out_edits, counter, tell) if tests else []
     if not clean or (tests and not tested):
         raise UserError("no edit could be made of these repositories: give ones with more code, or a history")
-    clean, tested = data.weighted(clean), data.weighted(tested)
+    clean, tested = tables.weighted(clean), tables.weighted(tested)
     history = EditBuildLog(
         repositories=tuple((r.name, r.licence, r.licence_source, r.origin, len(r.texts), len(r.changes)) for r in
                            [*read_all, *tests]),
@@ -106,9 +72,9 @@ def _write(output: Path, train: Sequence[Example], tested: Sequence[Example], te
     partial = output.with_name(output.name + ".incomplete")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    data.write(train, partial / "train.parquet")
+    tables.write(train, partial / "train.parquet")
     if tested:
-        data.write(tested, partial / "heldout.parquet")
+        tables.write(tested, partial / "heldout.parquet")
     (partial / "DATACARD.md").write_text(text, encoding="utf-8")
     partial.rename(output)
 
@@ -144,7 +110,7 @@ def _without_duplicates(repositories: Sequence[Repository]) -> tuple[list[Reposi
 
 
 def _drawn(
-    repositories: Sequence[Repository], options: EditTableOptions, most: int, wanted: int | None, counter: Counter[str],
+    repositories: Sequence[Repository], options: EditTableConfig, most: int, wanted: int | None, counter: Counter[str],
     tell: Progress,
 ) -> list[Example]:  # fmt: skip
     """Real edits first, then invented ones in their ratio, then sketches that change nothing."""
@@ -176,7 +142,7 @@ def _drawn(
         for change in changes:
             if made >= cap:
                 break
-            made += take(data.real, repository, change, options.per_path)
+            made += take(make.real, repository, change, options.per_path)
     reals = len(found)
     goal = (
         round(max(reals, 1) * options.synthetic) if wanted is None else wanted - reals - round(wanted * options.no_ops)
@@ -189,12 +155,12 @@ def _drawn(
         if len(found) - reals >= goal:
             break
         tell("invented edits", len(found) - reals, goal)
-        take(data.synthetic, repository, text, limits, others[text.language])
+        take(make.synthetic, repository, text, limits, others[text.language])
     allowed = int(options.no_ops * len(found) / (1 - options.no_ops))
     for repository, text in rng.sample(texts, len(texts)):
         if allowed <= 0:
             break
-        allowed -= take(data.unchanged, repository, text, limits + 1)
+        allowed -= take(make.unchanged, repository, text, limits + 1)
     examples = list(found.values())
     rng.shuffle(examples)
     return examples

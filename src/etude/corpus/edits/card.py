@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from etude.edits.data import BINS, Example
+from etude.config import EditTableConfig
+from etude.edits.examples import BINS, Example
 
-if TYPE_CHECKING:
-    from etude.corpus.edits.build import EditBuildLog, EditTableOptions
+
+@dataclass(frozen=True)
+class EditBuildLog:
+    """How a build went, for the card."""
+
+    repositories: tuple[tuple[str, str, str, str, int, int], ...]  # name, licence, its source, origin, files, changes
+    held_out: tuple[str, ...]
+    without_syntax: dict[str, int]  # files by language that were left out because nothing parses them here
+    near_duplicates: int
+    contaminated: int
+    worst_overlap: float  # largest share of a training example's shingles in the held-out repositories, afterwards
+    tried: int
+    kept: int
 
 
 def bin_name(index: int) -> str:
@@ -19,7 +31,7 @@ def bin_name(index: int) -> str:
     return f"<= {BINS[0]:.0%}" if index == 0 else f"{BINS[index - 1]:.0%} to {BINS[index]:.0%}"
 
 
-def card(train: Sequence[Example], tested: Sequence[Example], options: EditTableOptions, history: EditBuildLog) -> str:
+def card(train: Sequence[Example], tested: Sequence[Example], options: EditTableConfig, history: EditBuildLog) -> str:
     """The card as Markdown."""
     every = [*train, *tested]
     missing = ", ".join(f"{name} ({count} files)" for name, count in sorted(history.without_syntax.items()))

@@ -6,7 +6,6 @@ ones both hold is an edit that people made. Nothing of a repository is run.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -15,9 +14,9 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from etude.code.languages import language_of
-from etude.code.licence import find_licence, find_name
+from etude.code.licence import find_permissive_licence, permissive
+from etude.code.packages import find_name
 from etude.corpus.filters import generated
-from etude.corpus.sources import licence_of, permissive
 from etude.errors import UserError
 
 SECONDS = 300.0  # that one git command may take
@@ -94,29 +93,11 @@ def wanted(path: str, text: str) -> bool:
 
 
 def _licence(root: Path) -> tuple[str, str]:
-    licence, where = _declared(root)
+    licence, where = find_permissive_licence(root)
     if not permissive(licence):
         raise UserError(
             f"{root} declares the licence {licence!r} ({where}), which is not permissive: leave it out of the data"
         )
-    return licence, where
-
-
-def _declared(root: Path) -> tuple[str, str]:
-    licence, where = find_licence(root)
-    if permissive(licence):
-        return licence, where
-    for file in [*sorted(root.glob("*.dist-info/METADATA")), root / "PKG-INFO"]:
-        if file.is_file() and (said := licence_of(file.read_text(encoding="utf-8", errors="replace"))):
-            return said, file.name
-    file = root / "package.json"
-    if file.is_file():
-        try:
-            said = json.loads(file.read_text(encoding="utf-8")).get("license")
-        except (ValueError, AttributeError):
-            said = None
-        if isinstance(said, str):
-            return said, file.name
     return licence, where
 
 
