@@ -299,7 +299,7 @@ def test_compilation_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_recipe_loads() -> None:
-    recipe = pretrain.load(Path(__file__).parents[2] / "recipes" / "nano-documents.toml")
+    recipe = pretrain.load(Path(__file__).parents[2] / "models/nano/recipes/documents.toml")
     assert isinstance(recipe, SftConfig)
     assert recipe.documents is not None
     assert recipe.documents.own == 0.5

@@ -153,9 +153,12 @@ def test_bad_configuration_is_refused(tmp_path: Path, table: str, message: str) 
         pretrain_config.load(path)
 
 
-@pytest.mark.parametrize("name", ["nano-midtrain.toml", "nano-sft.toml"])
-def test_recipes_load_and_hold_out_the_demo_library(name: str) -> None:
-    config = pretrain_config.load(Path(__file__).parents[2] / "recipes" / name)
-    names = {package.split("==")[0] for package in config.corpus.packages}
+@pytest.mark.parametrize("name", ["midtrain.toml", "sft.toml", "repair.toml", "retry.toml", "documents.toml"])
+def test_recipes_load_and_hold_out_the_demo_library(name: str, tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "models/nano/recipes"
+    together = tmp_path / "together.toml"
+    together.write_text((folder / name).read_text() + (folder / "packages.toml").read_text())
+    corpus = pretrain_config.load(together).corpus
+    names = {package.split("==")[0] for package in corpus.packages}
     assert not names & {"pydash", "toolz", "boltons", "more-itertools", "funcy"}
-    assert any(package.startswith("pydash==") for package in config.corpus.held_out)
+    assert any(package.startswith("pydash==") for package in corpus.held_out)

@@ -51,7 +51,7 @@ class JsFunction(Unit):
     statements: str  # without layout
 
     @property
-    def shared(self) -> str:
+    def statements_key(self) -> str:
         return self.statements
 
 
