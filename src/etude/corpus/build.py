@@ -67,14 +67,14 @@ def build_corpus(
         return Corpus(train, tested, stored["report"])
     sources = collect(packages, cache, standard=standard)
     rng = random.Random(seed)
-    found: list[FunctionText] = []
+    extracted: list[FunctionText] = []
     counts: dict[str, int] = {}
     for source in sources:
         every = exact(extract(source, allow_tests=allow_tests), lambda f: f.source)
         rng.shuffle(every)
         counts[source.name] = min(len(every), per_package)
-        found += every[:per_package]
-    unique = near(exact(found, lambda f: f.source), lambda f: f.source)
+        extracted += every[:per_package]
+    unique = near(exact(extracted, lambda f: f.source), lambda f: f.source)
     tested: list[FunctionText] = []
     excluded: dict[str, dict[str, float]] = {}
     flagged: set[int] = set()
@@ -95,7 +95,7 @@ def build_corpus(
         after = contamination((f.source for f in kept), (file.text for file in files(source)))
         excluded[requirement] |= {"worst_after": after.worst, "overlapping_after": after.overlapping}
     report: dict[str, object] = {
-        "functions": {"extracted": len(found), "unique": len(unique), "kept": len(kept), "evaluation": len(tested)},
+        "functions": {"extracted": len(extracted), "unique": len(unique), "kept": len(kept), "evaluation": len(tested)},
         "per_source": counts,
         "held_out": excluded,
         "sources": json.loads(provenance(sources)),

@@ -64,15 +64,16 @@ class RetrievalSample:
     questions: tuple[RetrievalQuestion, ...]
 
     def reordered(self, rng: random.Random) -> RetrievalSample:
+        """The same sample with its documents in a random order."""
         return replace(self, documents=tuple(rng.sample(self.documents, len(self.documents))))
 
 
 class FunctionLibrary:
     """The functions of one package from which samples can be made."""
 
-    def __init__(self, found: Sequence[FunctionText], options: RetrievalOptions) -> None:
+    def __init__(self, functions: Sequence[FunctionText], options: RetrievalOptions) -> None:
         self.options = options
-        self.functions = [function for function in found if _askable(function, options.chars)]
+        self.functions = [function for function in functions if _askable(function, options.chars)]
         self._by_path: dict[str, list[FunctionText]] = {}
         self._by_name: dict[str, list[FunctionText]] = {}
         self._by_word: dict[str, list[FunctionText]] = {}
@@ -90,6 +91,7 @@ class FunctionLibrary:
 
     @property
     def usable(self) -> bool:
+        """Whether the package has functions in enough files."""
         return len(self._by_path) >= self.options.least
 
     def sample(self, rng: random.Random) -> RetrievalSample | None:
@@ -158,21 +160,21 @@ class FunctionLibrary:
         return tuple(rng.sample(list(questions.values()), len(questions)))
 
 
-def repositories(found: Sequence[FunctionText], options: RetrievalOptions) -> list[FunctionLibrary]:
+def repositories(functions: Sequence[FunctionText], options: RetrievalOptions) -> list[FunctionLibrary]:
     """One for each package that has enough files; the largest packages have no more samples than small ones."""
     by_package: dict[str, list[FunctionText]] = {}
-    for function in found:
+    for function in functions:
         by_package.setdefault(function.package, []).append(function)
     every = [FunctionLibrary(members, options) for members in by_package.values()]
     return [repository for repository in every if repository.usable]
 
 
-def samples(found: Sequence[FunctionText], options: RetrievalOptions, seed: int) -> Iterator[RetrievalSample]:
+def samples(functions: Sequence[FunctionText], options: RetrievalOptions, seed: int) -> Iterator[RetrievalSample]:
     """Endless samples, each from one package, drawn by the square root of its size.
 
     Raises ValueError if no package has enough files, or none of them gives a sample.
     """
-    rng, usable = random.Random(seed), repositories(found, options)
+    rng, usable = random.Random(seed), repositories(functions, options)
     if not usable:
         raise ValueError(f"no package has short functions in at least {options.least} files; give the corpus more code")
     weights = [len(repository.functions) ** 0.5 for repository in usable]

@@ -73,13 +73,13 @@ async def prepare(
         except UserError as e:
             return (("npm install", str(e)),)
         async with open_sandbox(workers=1, memo=0) as sandbox:
-            said = [(goal.command, await bootstrap.miss(sandbox, whole, site, goal)) for goal in goals[:-1]]
-            passed, ran, printed, found = await _trace(sandbox, Image(whole, site, {}), modules, functions)
+            outputs = [(goal.command, await bootstrap.miss(sandbox, whole, site, goal)) for goal in goals[:-1]]
+            passed, ran, printed, called = await _trace(sandbox, Image(whole, site, {}), modules, functions)
         callers.clear()
-        callers.update(found)
+        callers.update(called)
         few = not ran or passed < SHARE * ran
-        said.append((goals[-1].command, f"{printed}\n{passed} of {ran} tests pass" if few else None))
-        return tuple((command, text) for command, text in said if text is not None)
+        outputs.append((goals[-1].command, f"{printed}\n{passed} of {ran} tests pass" if few else None))
+        return tuple((command, text) for command, text in outputs if text is not None)
 
     kit = Kit(
         language="JavaScript",
@@ -143,11 +143,13 @@ def _proposals(whole: Path, layout: RepositoryLayout, modules: Sequence[str]) ->
 
 def _mended(whole: Path, layout: RepositoryLayout, last: Try) -> dict[str, str]:
     """Only packages that the repository imports by name are added."""
-    said = "\n".join(text for _, text in last.missed)
-    refused = re.findall(r"No matching version found for (\S+?)@|'((?:@[\w.-]+/)?[\w.-]+)@[^']*' is not in this", said)
+    output = "\n".join(text for _, text in last.missed)
+    refused = re.findall(
+        r"No matching version found for (\S+?)@|'((?:@[\w.-]+/)?[\w.-]+)@[^']*' is not in this", output
+    )
     gone = {name for pair in refused for name in pair}
     wanted = {m[1]: m[2] or "*" for line in last.requirements if (m := _PACKAGE.fullmatch(line)) and m[1] not in gone}
-    lacking = set(re.findall(r"Cannot find (?:module|package) '((?:@[\w.-]+/)?[\w.-]+)", said)) - set(wanted)
+    lacking = set(re.findall(r"Cannot find (?:module|package) '((?:@[\w.-]+/)?[\w.-]+)", output)) - set(wanted)
     code = (f for f in layout.files if f.endswith(scripts.SUFFIXES) or _SETTINGS.fullmatch(f))
     known = {name for f in code if lacking for name in _QUOTED.findall((whole / f).read_text("utf-8", "replace"))}
     development = scripts.package(whole).get("devDependencies", {})
@@ -181,10 +183,10 @@ async def _trace(
     callers: dict[str, set[str]] = {}
     layers = _saying(image.repository, functions)
     for path in modules:
-        said, trace = await scripts.listed(sandbox, image, path, layers)
-        good = {f"{path}::{name}" for name in single(said.tests) if said.tests[name][0] == "passed"}
-        ran += max(1, sum(outcome != "skipped" for outcome, _ in said.tests.values()))
-        passed += sum(outcome == "passed" for outcome, _ in said.tests.values())
+        report, trace = await scripts.listed(sandbox, image, path, layers)
+        good = {f"{path}::{name}" for name in single(report.tests) if report.tests[name][0] == "passed"}
+        ran += max(1, sum(outcome != "skipped" for outcome, _ in report.tests.values()))
+        passed += sum(outcome == "passed" for outcome, _ in report.tests.values())
         printed = (printed + trace.printed[-1000:])[-4000:]
         for number in trace.called:
             callers.setdefault(functions[number].id, set()).update(good)
@@ -196,17 +198,17 @@ def _saying(repository: Path, functions: Sequence[JsFunction]) -> dict[str, byte
 
     So calls are seen under any runner, in any process and context, and whatever compiles the text.
     """
-    found: dict[str, bytes] = {}
+    sources: dict[str, bytes] = {}
     for number, function in sorted(enumerate(functions), key=lambda pair: -pair[1].body[0]):
-        data = found.get(function.path) or (repository / function.path).read_bytes()
+        data = sources.get(function.path) or (repository / function.path).read_bytes()
         directive = re.compile(rb"\s*(['\"])use [\w ]+\1;?").match(data, function.body[0] + 1)
         place = directive.end() if directive else function.body[0] + 1
         line = (
             f";globalThis.__called_{number} ??= (process.getBuiltinModule('fs')"
             f".appendFileSync('{WORKSPACE}/{scripts.CALLED}', '{number}\\n'), 1);"
         )
-        found[function.path] = data[:place] + line.encode() + data[place:]
-    return found
+        sources[function.path] = data[:place] + line.encode() + data[place:]
+    return sources
 
 
 def single(names: Iterable[str]) -> set[str]:

@@ -42,9 +42,9 @@ def build(
     """
     if output.exists():
         raise UserError(f"{output} exists: give a folder that does not")
-    tell = progress or (lambda *_: None)
-    read_all = [_read(argument, i, len(training), tell) for i, argument in enumerate(training)]
-    tests = [_read(argument, i, len(held_out), tell) for i, argument in enumerate(held_out)]
+    report = progress or (lambda *_: None)
+    read_all = [_read(argument, i, len(training), report) for i, argument in enumerate(training)]
+    tests = [_read(argument, i, len(held_out), report) for i, argument in enumerate(held_out)]
     clash = {_plain(r.name) for r in read_all} & {_plain(r.name) for r in tests}
     if clash:
         raise UserError(f"{', '.join(sorted(clash))} is both trained on and held out: name it on one side")
@@ -52,9 +52,9 @@ def build(
     unique, duplicates = _without_duplicates(read_all)
     tests, copies = _without_duplicates(tests)
     counter = Counter[str]()
-    train = _drawn(unique, options, options.max_lines, None, counter, tell)
+    train = _drawn(unique, options, options.max_lines, None, counter, report)
     clean, flagged, worst = _decontaminated(train, tests)
-    tested = _drawn(tests, options, HELD_OUT_LINES, options.held_out_edits, counter, tell) if tests else []
+    tested = _drawn(tests, options, HELD_OUT_LINES, options.held_out_edits, counter, report) if tests else []
     if not clean or (tests and not tested):
         raise UserError("no edit could be made of these repositories: give ones with more code, or a history")
     clean, tested = tables.weighted(clean), tables.weighted(tested)
@@ -79,8 +79,8 @@ def _write(output: Path, train: Sequence[Example], tested: Sequence[Example], te
     partial.rename(output)
 
 
-def _read(argument: str, index: int, count: int, tell: Progress) -> Repository:
-    tell("reading", index, count)
+def _read(argument: str, index: int, count: int, report: Progress) -> Repository:
+    report("reading", index, count)
     return read(argument)
 
 
@@ -111,11 +111,11 @@ def _without_duplicates(repositories: Sequence[Repository]) -> tuple[list[Reposi
 
 def _drawn(
     repositories: Sequence[Repository], options: EditTableConfig, most: int, wanted: int | None, counter: Counter[str],
-    tell: Progress,
+    report: Progress,
 ) -> list[Example]:  # fmt: skip
-    """Real edits first, then invented ones in their ratio, then sketches that change nothing."""
+    """Real edits first, then synthetic ones in their ratio, then sketches that change nothing."""
     rng = random.Random(f"{options.seed}/{most}/{wanted}")
-    found: dict[tuple[str, str], Example] = {}
+    drawn: dict[tuple[str, str], Example] = {}
     paths = Counter[str]()
 
     def take(
@@ -126,9 +126,9 @@ def _drawn(
             return False
         counter["tried"] += 1
         example = make(repository, of, *more, most, rng)
-        if example is None or (edit := (example.file, example.result)) in found:
+        if example is None or (edit := (example.file, example.result)) in drawn:
             return False
-        found[edit] = example
+        drawn[edit] = example
         paths[key] += 1
         counter["kept"] += 1
         return True
@@ -137,13 +137,13 @@ def _drawn(
     if wanted is not None:  # an evaluation wants real edits: half of them, if there are so many
         cap = -(-wanted // 2 // max(1, sum(bool(r.changes) for r in repositories)))
     for i, (repository, changes) in enumerate(_in_turns(repositories, rng)):
-        tell("real edits", i, len(repositories))
+        report("real edits", i, len(repositories))
         made = 0
         for change in changes:
             if made >= cap:
                 break
             made += take(make.real, repository, change, options.per_path)
-    reals = len(found)
+    reals = len(drawn)
     goal = (
         round(max(reals, 1) * options.synthetic) if wanted is None else wanted - reals - round(wanted * options.no_ops)
     )
@@ -152,16 +152,16 @@ def _drawn(
     limits = options.per_path * (1 + max(1, round(options.synthetic)))  # of one file, real ones counted
     stream = _balanced(texts, rng, limits)
     for repository, text in stream:
-        if len(found) - reals >= goal:
+        if len(drawn) - reals >= goal:
             break
-        tell("invented edits", len(found) - reals, goal)
+        report("synthetic edits", len(drawn) - reals, goal)
         take(make.synthetic, repository, text, limits, others[text.language])
-    allowed = int(options.no_ops * len(found) / (1 - options.no_ops))
+    allowed = int(options.no_ops * len(drawn) / (1 - options.no_ops))
     for repository, text in rng.sample(texts, len(texts)):
         if allowed <= 0:
             break
         allowed -= take(make.unchanged, repository, text, limits + 1)
-    examples = list(found.values())
+    examples = list(drawn.values())
     rng.shuffle(examples)
     return examples
 

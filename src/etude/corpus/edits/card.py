@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from etude.code.markdown import table
 from etude.config import EditTableConfig
 from etude.edits.examples import BINS, Example
 
 
 @dataclass(frozen=True)
 class EditBuildLog:
-    """How a build went, for the card."""
+    """The figures of a build, for the card."""
 
     repositories: tuple[tuple[str, str, str, str, int, int], ...]  # name, licence, its source, origin, files, changes
     held_out: tuple[str, ...]
@@ -40,13 +41,13 @@ def card(train: Sequence[Example], tested: Sequence[Example], options: EditTable
         f"(file, sketch, result) triples made by `etude tasks fast-apply` with seed {options.seed}: {len(train)} to "
         f"train on, {len(tested)} held out by repository.\n",
         "## Where they come from\n",
-        _table(
+        table(
             ("repository", "licence", "stated in", "origin", "files", "changed files", "used for", "edits"),
             [(*row, "evaluation" if row[0] in history.held_out else "training",
               sum(e.repository == row[0] for e in every)) for row in sorted(history.repositories)],
         ),
         "`commits`: files that a commit changed. `releases`: files that differ between two releases of a package, "
-        "edits that people made, several commits in one. `files`: no history, so its edits are invented. Repositories "
+        "edits that people made, several commits in one. `files`: no history, so its edits are synthetic. Repositories "
         "without a permissive licence are refused.\n",
         "## What they are\n",
         _counts("kind", train, tested, lambda e: [e.kind]),
@@ -60,7 +61,7 @@ def card(train: Sequence[Example], tested: Sequence[Example], options: EditTable
         "one place for each block and gives the result byte for byte. Noise is kept as long as no block then fits "
         "equally well elsewhere.\n",
         f"At most {options.per_path} real edits of one file, and of one repository {options.per_repository}; for each "
-        f"real one {options.synthetic:g} invented ones in training, as far as they go; at most {options.no_ops:.0%} "
+        f"real one {options.synthetic:g} synthetic ones in training, as far as they go; at most {options.no_ops:.0%} "
         "that change nothing. Weights: files of fewer than 100 lines count a quarter, bins of the changed share have "
         "equal mass.\n",
         "## What was left out\n",
@@ -81,9 +82,4 @@ def _length(lines: int) -> str:
 def _counts(title: str, train: Sequence[Example], tested: Sequence[Example], keys) -> str:
     sides = [Counter(key for e in side for key in keys(e)) for side in (train, tested)]
     names = sorted(set(sides[0]) | set(sides[1]))
-    return _table((title, "training", "held out"), [(name, *(side[name] for side in sides)) for name in names])
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
+    return table((title, "training", "held out"), [(name, *(side[name] for side in sides)) for name in names])

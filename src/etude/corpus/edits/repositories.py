@@ -77,8 +77,8 @@ def read(argument: str) -> Repository:
 
 def _chain(argument: str) -> list[Path]:
     """The folders that an argument joins by two dots; none if a part is no folder."""
-    for found in re.finditer(r"\.\.", argument):
-        first, rest = Path(argument[: found.start()]), argument[found.end() :]
+    for dots in re.finditer(r"\.\.", argument):
+        first, rest = Path(argument[: dots.start()]), argument[dots.end() :]
         if first.is_dir() and (others := [Path(rest)] if Path(rest).is_dir() else _chain(rest)):
             return [first, *others]
     return []
@@ -114,7 +114,7 @@ def _decoded(path: str, data: bytes) -> Text | None:
 
 def _files(root: Path) -> dict[str, Text]:
     """Files by path, hidden folders and installed packages left out."""
-    found: dict[str, Text] = {}
+    texts: dict[str, Text] = {}
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
         if path.is_symlink() or not path.is_file() or language_of(path.name) is None:
@@ -122,8 +122,8 @@ def _files(root: Path) -> dict[str, Text]:
         if any(part.startswith(".") or part == "site-packages" for part in relative.parts):
             continue
         if (text := _decoded(relative.as_posix(), path.read_bytes())) is not None:
-            found[text.path] = text
-    return found
+            texts[text.path] = text
+    return texts
 
 
 def _releases(folders: Sequence[Path]) -> Repository:
@@ -150,8 +150,8 @@ def _git(root: Path, *arguments: str, given: bytes | None = None) -> bytes:
     except subprocess.TimeoutExpired:
         raise UserError(f"git did not answer within {SECONDS:.0f} seconds in {root}: give a smaller clone") from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"git failed in {root} ({said[-1] if said else 'no message'}): give a clone with a history")
+        errors = done.stderr.decode(errors="replace").strip().splitlines()
+        raise UserError(f"git failed in {root} ({errors[-1] if errors else 'no message'}): give a clone with a history")
     return done.stdout
 
 
@@ -181,18 +181,18 @@ def _commits(root: Path) -> Iterator[FileChange]:
         elif field:
             subject = field
     blobs = iter(_blobs(root, [blob for row in rows for blob in row[1:3]]))
-    for path, _, _, said in rows:
+    for path, _, _, first_line in rows:
         before, after = _decoded(path, next(blobs)), _decoded(path, next(blobs))
         if before is not None and after is not None and before.text != after.text:
-            yield FileChange(path, before.language, before.text, after.text, said)
+            yield FileChange(path, before.language, before.text, after.text, first_line)
 
 
 def _blobs(root: Path, ids: list[str]) -> list[bytes]:
     out = _git(root, "cat-file", "--batch", given="".join(f"{i}\n" for i in ids).encode()) if ids else b""
-    found, at = [], 0
+    blobs, at = [], 0
     for _ in ids:
         end = out.index(b"\n", at)
         size = int(out[at:end].split()[-1])
-        found.append(out[end + 1 : end + 1 + size])
+        blobs.append(out[end + 1 : end + 1 + size])
         at = end + 2 + size
-    return found
+    return blobs
