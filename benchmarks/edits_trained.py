@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from etude.edits import data
+from etude.edits import examples as tables
 from etude.edits.edit import DoesNotFit, Edit
 from etude.errors import UserError
 from etude.evals.fast_apply import SUITE
@@ -66,7 +66,7 @@ def _requests(count: int, length: int) -> tuple[list[Request], list[list[int]], 
     """What is asked, the ids of the right answers, and the characters of the new files."""
     applier = Applier(load_tokenizer(MODEL), renderer_for(MODEL))
     requests, wanted, characters = [], [], []
-    for example in data.load(SUITE):
+    for example in tables.load(SUITE):
         if len(requests) == count:
             break
         try:

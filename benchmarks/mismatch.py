@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.table import Table
-from benchmarks.threads import one_thread
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.table import Table
+from benchmarks.threads import one_thread
 from etude.inference.engine.engine import Engine, EngineLimits, Request
 from etude.models import attention, experts
 from etude.models.batch_invariant import exact

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.edit_cases import MODULES, source
-
 from etude.corpus import dialect
 from etude.corpus.episodes import break_function
-from etude.corpus.filters import File, functions, keep_function
+from etude.corpus.filters import File, function_texts, keep_function
 from etude.inference.engine.engine import Engine, EngineLimits, Request
 from etude.models.loading import load_model
 from etude.renderers import renderer_for
@@ -63,7 +62,7 @@ def _prompts(batches: int, rows: int) -> list[list[Request]]:
     renderer = renderer_for(MODEL)
     broken = []
     for name in MODULES:
-        for function in functions(File(name, f"{name}.py", source(name))):
+        for function in function_texts(File(name, f"{name}.py", source(name))):
             if keep_function(function) and function.lines <= 20 and (case := break_function(function, rng)):
                 broken.append(case)
     rng.shuffle(broken)

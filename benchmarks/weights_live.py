@@ -25,8 +25,8 @@ from typing import Any
 import httpx2
 import numpy as np
 import torch
-from benchmarks.table import row
 
+from benchmarks.table import row
 from etude import processes
 from etude.errors import UserError
 from etude.models.loading import load_model, named_tensors

@@ -36,8 +36,61 @@ class ModelConfig(Section):
     )
 
 
-class TasksConfig(Section):
-    repository: str = Field(default="", description="folder of a Python repository with tests, or NAME==VERSION")
+TaskKind = Literal["mutation", "removal", "combined", "class", "feature", "commit"]
+
+
+class BuildConfig(Section):
+    """How tasks are made from a repository: the flags of `etude tasks build`, and a part of the table [tasks]."""
+
+    seed: int = Field(default=1, description="seed of every draw; in a run the run's own, unless given")
+    max_tasks: int = Field(default=600, ge=2, description="tasks of a dataset, at most")
+    kinds: tuple[TaskKind, ...] = Field(
+        default=("mutation", "removal"), min_length=1, description="how programs are broken (docs/tasks.md)"
+    )
+    operators: tuple[str, ...] = Field(default=(), description="mutation operators to use; empty: all")
+    per_function: int = Field(default=3, ge=1, description="tasks of one function and kind, at most")
+    min_lines: int = Field(default=3, ge=1, description="shortest function that is broken, docstring left out")
+    max_lines: int = Field(default=30, ge=1, description="longest function that is broken, docstring left out")
+    max_functions: int | None = Field(
+        default=None, ge=1, description="functions to try, drawn by the seed; default: all of them"
+    )
+    max_test_files: int | None = Field(
+        default=None, ge=1, description="JavaScript test files to use, drawn by the seed; default: all of them"
+    )
+    heldout_fraction: float = Field(default=0.25, gt=0, lt=1, description="share of functions kept for evaluation")
+    bootstrap: str = Field(
+        default="declared", description="dependencies: declared, rules, or the URL of a model that proposes them"
+    )
+    visible: Literal["auto", "doctests", "half"] = Field(default="auto", description="tests that the agent may run")
+    visible_failure: bool = Field(default=False, description="only tasks in which a test fails that the agent may run")
+    repeats: int = Field(default=3, ge=1, description="times that each gate must hold")
+    workers: int = Field(default=2, ge=1, description="boxes at a time")
+    test_cap: int = Field(
+        default=12, ge=1, description="hidden tests of a task that must start to pass, and that must keep passing"
+    )
+    hang_seconds: float = Field(default=5.0, gt=0, description="a broken program that runs longer is dropped")
+    write_tests: str | None = Field(
+        default=None, description="command that writes tests for functions that have none (docs/tasks.md)"
+    )
+
+    @property
+    def wanted(self) -> int:
+        """Tasks of one function over all kinds, at most."""
+        return self.per_function * len(self.kinds)
+
+    @pydantic.model_validator(mode="after")
+    def _possible(self) -> BuildConfig:
+        if self.min_lines > self.max_lines:
+            raise ValueError("min_lines must not be above max_lines")
+        if self.bootstrap not in ("declared", "rules") and not self.bootstrap.startswith(("http://", "https://")):
+            raise ValueError("bootstrap must be declared, rules, or the URL of an OpenAI-compatible server")
+        return self
+
+
+class TasksConfig(BuildConfig):
+    """The tasks of a run: built from a repository, or read from a dataset or a folder of edits."""
+
+    repository: str = Field(default="", description="folder of a repository with tests, or NAME==VERSION")
     sha256: str | None = Field(default=None, description="digest of the source package; required with NAME==VERSION")
     dataset: str | None = Field(
         default=None, description="an existing task dataset; built from `repository` when absent"
@@ -46,20 +99,24 @@ class TasksConfig(Section):
         default=None,
         description="instead: a folder of `etude tasks fast-apply`; episodes apply edits, without boxes",
     )
-    max_tasks: int = Field(default=600, ge=2)
-    kinds: tuple[Literal["mutation", "removal"], ...] = ("mutation",)
-    operators: tuple[str, ...] = Field(default=(), description="mutation operators to use; empty: all")
-    per_function: int = Field(default=3, ge=1, description="tasks of one function, at most")
-    min_lines: int = Field(default=3, ge=1, description="shortest function that is broken, docstring left out")
-    max_lines: int = Field(default=30, ge=2, description="longest function that is broken, docstring left out")
-    visible_failure: bool = Field(default=False, description="only tasks in which a test fails that the agent may run")
-    heldout_fraction: float = Field(default=0.25, gt=0, lt=1, description="share of functions kept for evaluation")
 
     @pydantic.model_validator(mode="after")
     def _given(self) -> TasksConfig:
         if not (self.repository or self.dataset or self.edits):
             raise ValueError("give tasks.repository, tasks.dataset or tasks.edits")
         return self
+
+
+class EditTableConfig(Section):
+    """How `etude tasks fast-apply` makes tables of edits: its flags."""
+
+    seed: int = Field(default=1, description="seed of every draw")
+    max_lines: int = Field(default=400, ge=8, le=2500, description="longest file to train on; longer ones give parts")
+    per_path: int = Field(default=4, ge=1, description="real edits of one file, at most")
+    per_repository: int = Field(default=50, ge=1, description="real edits of one repository, at most")
+    synthetic: float = Field(default=4.0, ge=0, description="synthetic edits for each real one")
+    no_ops: float = Field(default=0.02, ge=0, lt=1, description="share of edits that change nothing, at most")
+    held_out_edits: int = Field(default=450, ge=1, description="edits made of the held-out repositories")
 
 
 class AgentConfig(Section):
@@ -421,6 +478,17 @@ class RLConfig(Section):
     inference: InferenceConfig = InferenceConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _tasks_follow_the_seed(cls, data: Any) -> Any:
+        """The run's seed draws the tasks, too, unless `tasks.seed` is given."""
+        tasks = data.get("tasks")
+        if isinstance(tasks, TasksConfig):
+            tasks = tasks.model_dump(exclude_unset=True)
+        if not isinstance(tasks, dict):
+            return data
+        return data | {"tasks": {"seed": data.get("seed", cls.model_fields["seed"].default)} | tasks}
 
     @pydantic.model_validator(mode="after")
     def _edits_are_one_answer(self) -> RLConfig:

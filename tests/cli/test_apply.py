@@ -177,7 +177,7 @@ def test_training_text_is_what_the_model_is_asked_later():
     from tokenizers import Tokenizer
 
     from etude.corpus import tokenizer as bpe
-    from etude.edits.data import Example
+    from etude.edits.examples import Example
     from etude.inference.server.apply import Applier
     from etude.renderers import renderer_for
     from etude.trainer.finetune.apply import encode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 
 import pytest
 
@@ -125,3 +126,18 @@ def test_method_and_decorator() -> None:
 def test_fstrings_are_left_alone() -> None:
     source = 'def f(a, b):\n    return f"{a + b}"\n'
     assert {m.operator for m in mutate.mutants(source, _function(source, "f"), 1)} == {"remove_return"}
+
+
+def test_drawn_mutants_follow_the_weights_and_stay_in_a_line() -> None:
+    rng, weights = random.Random(0), dict.fromkeys(mutate.OPERATORS, 1.0)
+    drawn = [mutate.draw(SOURCE, _function(), rng, weights) for _ in range(200)]
+    assert {mutant.operator for mutant in drawn if mutant} == set(mutate.OPERATORS)
+    drawn = [mutate.draw(SOURCE, _function(), rng, {"op_flip": 1.0, "bool_flip": 0.0}) for _ in range(20)]
+    assert {mutant.operator for mutant in drawn if mutant} == {"op_flip"}
+    for _ in range(50):
+        mutant = mutate.draw(SOURCE, _function(), rng, weights, single_line=True)
+        assert mutant is not None
+        pairs = zip(SOURCE.split("\n"), mutant.text.split("\n"), strict=True)
+        assert sum(one != other for one, other in pairs) == 1
+    source = "def f():\n    print()\n"
+    assert mutate.draw(source, _function(source, "f"), rng, weights) is None

@@ -6,8 +6,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from etude.corpus import tokenizer as bpe
-from etude.corpus.filters import Function, functions
+from etude.corpus.filters import FunctionText, function_texts
 from etude.corpus.sources import File
+from tests.helpers.libraries import clone, releases
+
+__all__ = ["clone", "releases"]
 
 SOURCE = '''\
 """A module."""
@@ -70,10 +73,10 @@ def drop_while(items, predicate, strict=True):
 
 
 @pytest.fixture(scope="session")
-def corpus() -> list[Function]:
-    return list(functions(File("demo", "demo/lists.py", SOURCE)))
+def corpus() -> list[FunctionText]:
+    return list(function_texts(File("demo", "demo/lists.py", SOURCE)))
 
 
 @pytest.fixture(scope="session")
-def tokenizer(corpus: list[Function]) -> Tokenizer:
+def tokenizer(corpus: list[FunctionText]) -> Tokenizer:
     return bpe.train([f.source for f in corpus] * 3, 320)

@@ -5,10 +5,11 @@ import random
 import pytest
 from tokenizers import Tokenizer
 
+from etude.code.mutate import OPERATORS
 from etude.corpus import dialect
 from etude.corpus.dialect import IDS, SPECIALS
-from etude.corpus.episodes import SHAPES, StringEdit, break_function, edit_between, episode, failure
-from etude.corpus.filters import Function
+from etude.corpus.episodes import SHAPES, WEIGHTS, StringEdit, break_function, edit_between, episode, failure
+from etude.corpus.filters import FunctionText
 
 
 def test_edit_is_the_smallest_unique_one() -> None:
@@ -30,7 +31,7 @@ def test_edit_refuses_text_that_is_missing_or_repeated() -> None:
         StringEdit("x", "y").apply("x x")
 
 
-def test_the_edit_restores_the_original_exactly(corpus: list[Function]) -> None:
+def test_the_edit_restores_the_original_exactly(corpus: list[FunctionText]) -> None:
     rng = random.Random(0)
     made = 0
     for function in corpus * 80:
@@ -49,7 +50,7 @@ def _calls(ids: list[int], tokenizer: Tokenizer) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_playing_an_episode_ends_where_it_says(shape: str, corpus: list[Function], tokenizer: Tokenizer) -> None:
+def test_playing_an_episode_ends_where_it_says(shape: str, corpus: list[FunctionText], tokenizer: Tokenizer) -> None:
     """Apply every call to the broken function: the results in the episode are those the tools would give."""
     rng = random.Random(5)
     played = 0
@@ -84,7 +85,7 @@ def test_playing_an_episode_ends_where_it_says(shape: str, corpus: list[Function
     assert played > 20
 
 
-def test_mask_covers_exactly_what_the_assistant_should_say(corpus: list[Function], tokenizer: Tokenizer) -> None:
+def test_mask_covers_exactly_what_the_assistant_should_say(corpus: list[FunctionText], tokenizer: Tokenizer) -> None:
     rng = random.Random(2)
     for shape in SHAPES:
         document = None
@@ -109,7 +110,7 @@ def test_mask_covers_exactly_what_the_assistant_should_say(corpus: list[Function
         assert spoken.endswith("<|call|>finish<|end|>")
 
 
-def test_exact_text_of_the_simplest_episode(corpus: list[Function]) -> None:
+def test_exact_text_of_the_simplest_episode(corpus: list[FunctionText]) -> None:
     rng = random.Random(3)
     broken = break_function(corpus[1], rng)
     assert broken is not None
@@ -129,3 +130,7 @@ def test_failure_lines_are_short_single_lines() -> None:
         assert line.startswith("failed: ")
         assert "\n" not in line
         assert len(line) <= 100
+
+
+def test_every_operator_has_a_weight() -> None:
+    assert set(WEIGHTS) == set(OPERATORS)

@@ -4,11 +4,11 @@ import ast
 
 import pytest
 
-from etude.corpus.filters import Function, functions, keep_file, keep_function
+from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_function
 from etude.corpus.sources import File
 
 
-def test_functions_are_dedented_without_docstring_and_keep_their_layout(corpus: list[Function]) -> None:
+def test_functions_are_dedented_without_docstring_and_keep_their_layout(corpus: list[FunctionText]) -> None:
     assert [f.name for f in corpus] == ["chunk", "clamp", "count_by", "first", "drop_while"]
     chunk, first = corpus[0], corpus[3]
     assert chunk.source.startswith("def chunk(array, size=1):\n    if size < 1:\n")
@@ -22,8 +22,8 @@ def test_functions_are_dedented_without_docstring_and_keep_their_layout(corpus: 
 
 def test_overloads_stubs_and_broken_files_give_nothing() -> None:
     text = '@t.overload\ndef f(x: int) -> int: ...\n\n\ndef g():\n    """Only words."""\n'
-    assert list(functions(File("p", "a.py", text))) == []
-    assert list(functions(File("p", "a.py", "def f(:\n"))) == []
+    assert list(function_texts(File("p", "a.py", text))) == []
+    assert list(function_texts(File("p", "a.py", "def f(:\n"))) == []
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,11 @@ def test_file_rules(path: str, text: str, kept: bool) -> None:
     assert keep_file(File("p", path, text)) is kept
 
 
-def test_function_rules(corpus: list[Function]) -> None:
+def test_function_rules(corpus: list[FunctionText]) -> None:
     assert all(keep_function(f) for f in corpus)
 
-    def with_source(source: str) -> Function:
-        return Function("p", "a.py", "f", source, source)
+    def with_source(source: str) -> FunctionText:
+        return FunctionText("p", "a.py", "f", source, source)
 
     assert not keep_function(with_source("def f():\n    return 1"))
     assert not keep_function(with_source("def f():\n    x = '<|end|>'\n    return x"))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.corpus.filters import Function, functions
+from etude.corpus.filters import FunctionText, function_texts
 from etude.corpus.retrieval import NAMESAKE, RetrievalOptions, RetrievalSample, read_folder, samples
 from etude.corpus.sources import File
 
@@ -35,12 +35,12 @@ def module(number: int) -> str:
     )
 
 
-def every() -> list[Function]:
-    return [f for n in range(len(WORDS)) for f in functions(File("demo", f"src/demo/{WORDS[n]}.py", module(n)))]
+def every() -> list[FunctionText]:
+    return [f for n in range(len(WORDS)) for f in function_texts(File("demo", f"src/demo/{WORDS[n]}.py", module(n)))]
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Function]:
+def found() -> list[FunctionText]:
     return every()
 
 
@@ -54,7 +54,7 @@ def definitions(sample: RetrievalSample, name: str) -> dict[str, ast.FunctionDef
     }
 
 
-def test_every_answer_stands_in_the_documents(found: list[Function]) -> None:
+def test_every_answer_stands_in_the_documents(found: list[FunctionText]) -> None:
     kinds = set()
     for sample in islice(samples(found, RetrievalOptions(), 1), 300):
         assert 4 <= len(sample.documents) <= 8, "eight files"
@@ -97,7 +97,7 @@ def bind(node: ast.FunctionDef, call: ast.Call) -> None:
     assert bound.arguments == {name: name for name in names} != {}
 
 
-def test_distractors_resemble_what_is_asked_for(found: list[Function]) -> None:
+def test_distractors_resemble_what_is_asked_for(found: list[FunctionText]) -> None:
     """Two other files of seven share a word with the symbol asked for: by chance 71 % of samples of four have one."""
     options = RetrievalOptions(least=4, most=4, questions=1, kinds={"signature": 1.0})
     drawn = list(islice(samples(found, options, 2), 200))
@@ -111,7 +111,7 @@ def test_distractors_resemble_what_is_asked_for(found: list[Function]) -> None:
     assert shared > 0.9 * len(drawn)
 
 
-def test_samples_follow_the_seed_and_their_order_can_be_changed(found: list[Function]) -> None:
+def test_samples_follow_the_seed_and_their_order_can_be_changed(found: list[FunctionText]) -> None:
     first, again, other = (list(islice(samples(found, RetrievalOptions(), seed), 20)) for seed in (3, 3, 4))
     assert first == again
     assert first != other
@@ -121,7 +121,7 @@ def test_samples_follow_the_seed_and_their_order_can_be_changed(found: list[Func
     assert [s.questions for s in first] == [s.questions for s in moved]
 
 
-def test_samples_are_the_same_in_every_process(found: list[Function]) -> None:
+def test_samples_are_the_same_in_every_process(found: list[FunctionText]) -> None:
     """Strings hash differently in each."""
     code = (
         "import tests.corpus.test_retrieval as t\n"
@@ -138,7 +138,7 @@ def test_samples_are_the_same_in_every_process(found: list[Function]) -> None:
     assert said == {f"{list(islice(samples(found, RetrievalOptions(), 3), 20))}\n"}
 
 
-def test_a_repository_of_few_files_is_refused(found: list[Function]) -> None:
+def test_a_repository_of_few_files_is_refused(found: list[FunctionText]) -> None:
     few = [f for f in found if f.path.endswith(("chunk.py", "merge.py"))]
     with pytest.raises(ValueError, match="short functions in at least 4 files"):
         next(samples(few, RetrievalOptions(), 0))

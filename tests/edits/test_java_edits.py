@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from etude.code.languages import parses, same_syntax
-from etude.corpus.edits.build import EditTableOptions, build
-from etude.edits import data
+from etude.config import EditTableConfig
+from etude.corpus.edits.build import build
+from etude.edits import examples as tables
 from etude.edits.grade import EditGrade, grade
 from etude.edits.merge import NoPlace, merge
 from tests.helpers.libraries import LICENCE, WORDS
@@ -45,7 +46,7 @@ def release(folder: Path, new: bool, numbers: range) -> Path:
 def test_a_table_of_java_edits(tmp_path: Path) -> None:
     old, new = release(tmp_path / "lib-1.0", False, range(6)), release(tmp_path / "lib-2.0", True, range(6))
     other = release(tmp_path / "other-1.0", False, range(100, 106))
-    options = EditTableOptions(seed=2, max_lines=60, held_out=6)
+    options = EditTableConfig(seed=2, max_lines=60, held_out_edits=6)
     train, held_out = build([f"{old}..{new}"], [str(other)], tmp_path / "out", options)
     assert {e.language for e in train} == {"java"} == {e.language for e in held_out}
     reals = [e for e in train if e.kind == "real"]
@@ -62,7 +63,7 @@ def test_a_table_of_java_edits(tmp_path: Path) -> None:
         assert grade(example.result, example.result.replace(";\n", " ;\n"), "java") == EditGrade.SYNTAX
         assert grade(example.result, example.result.replace(";\n", "; // x\n"), "java") == EditGrade.FAIL
     assert any("// " in e.sketch for e in train), "markers are comments of Java"
-    assert data.load(tmp_path / "out/train.parquet") == train
+    assert tables.load(tmp_path / "out/train.parquet") == train
 
 
 def test_statements_where_none_may_stand_are_no_java() -> None:

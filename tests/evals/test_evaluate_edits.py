@@ -11,8 +11,8 @@ import pytest
 
 from etude.cli import main
 from etude.corpus import tokenizer as bpe
-from etude.edits import data
-from etude.edits.data import Example
+from etude.edits import examples as tables
+from etude.edits.examples import Example
 from etude.edits.grade import EditGrade
 from etude.edits.merge import merge
 from etude.edits.sketch import draw
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
     pretrain.new_model(MODEL, 0).save_pretrained(tmp_path / "model")
     long = FILE + "".join(f"\n\ndef f{i}(a):\n    return a + {i}\n" for i in range(40))
     wrong = replace(example(2), result=FILE.replace("import os", "import sys"))
-    data.write([example(0), example(1, long), wrong], tmp_path / "edits.parquet")
+    tables.write([example(0), example(1, long), wrong], tmp_path / "edits.parquet")
     return tmp_path
 
 
@@ -76,7 +76,7 @@ def test_a_table_that_is_none_is_refused(folder, capsys):
 
 
 def test_the_shipped_suite_is_what_its_card_says():
-    examples = data.load(SUITE)
+    examples = tables.load(SUITE)
     assert len(examples) == 450
     assert len({(e.file, e.result) for e in examples}) == 450
     assert all(e.file.count("\n") <= 400 for e in examples)
@@ -91,7 +91,7 @@ def test_the_shipped_suite_is_what_its_card_says():
 
 
 def test_a_model_is_asked_for_every_edit_that_fits(folder):
-    examples = data.load(folder / "edits.parquet")
+    examples = tables.load(folder / "edits.parquet")
     found, seconds = run(folder / "model", examples, "rewrite")
     assert [a.fits for a in found] == [True, False, True]
     assert all(a.tokens > 0 for a in found if a.fits)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.corpus.filters import functions
+from etude.corpus.filters import function_texts
 from etude.corpus.sources import File
 from etude.harness.focus import EditError, edit_file, moved, view_of
 
@@ -201,7 +201,7 @@ def test_a_whole_file_is_edited_with_its_own_line_ends() -> None:
 def test_the_view_is_what_the_model_was_trained_on() -> None:
     """The corpus cuts functions out of files by other code; both must show the same text."""
     text = FILE + "\n\n" + DOCUMENTED + "\n\nasync def g(a, *, b=None):\n    await a\n    return b\n"
-    shown = {f.name: f.source for f in functions(File("p", "a.py", text))}
+    shown = {f.name: f.source for f in function_texts(File("p", "a.py", text))}
     assert set(shown) == {"books", "after", "f", "g"}
     for name, source in shown.items():
         assert view_of(text, *focus(text, name)).source == source

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 from etude.corpus import tokenizer as bpe
-from etude.edits import data
-from etude.edits.data import Example
+from etude.edits import examples as tables
+from etude.edits.examples import Example
 from etude.edits.formats import question
 from etude.edits.sketch import draw
 from etude.trainer.finetune import pretrain
@@ -40,8 +40,8 @@ def fill(folder: Path) -> Path:
     texts = [question(e.file, e.sketch).content + "<updated-code>\n" + e.result + "</updated-code>" for e in train]
     bpe.save(bpe.train(texts, 360), folder / "model", 512)
     pretrain.new_model(MODEL, 0).save_pretrained(folder / "model")
-    data.write(train, folder / "train.parquet")
-    data.write([example(i, "other-1.0") for i in range(100, 108)], folder / "heldout.parquet")
+    tables.write(train, folder / "train.parquet")
+    tables.write([example(i, "other-1.0") for i in range(100, 108)], folder / "heldout.parquet")
     return folder
 
 

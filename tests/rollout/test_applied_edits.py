@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from etude.config import RewardConfig
-from etude.edits import data
-from etude.edits.data import Example
+from etude.edits import examples
 from etude.edits.edit import Edit
+from etude.edits.examples import Example
 from etude.errors import UserError
 from etude.harness.loop import Sampling
 from etude.inference.server.apply import Applier
@@ -39,8 +39,8 @@ EDIT = Example(
 @pytest.fixture
 def tables(tmp_path: Path) -> Path:
     long = replace(EDIT, id="long", file=FILE * 20, result=FILE * 19 + RESULT)
-    data.write([EDIT, long], tmp_path / "train.parquet")
-    data.write([replace(EDIT, id="e2", repository="other-1.0")], tmp_path / "heldout.parquet")
+    examples.write([EDIT, long], tmp_path / "train.parquet")
+    examples.write([replace(EDIT, id="e2", repository="other-1.0")], tmp_path / "heldout.parquet")
     return tmp_path
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from etude.corpus import tokenizer as bpe
-from etude.edits import data
-from etude.edits.data import Example
+from etude.edits import examples as tables
+from etude.edits.examples import Example
 from etude.edits.formats import question
 from etude.records import Episode, decode
 from etude.store import open_store
@@ -73,8 +73,8 @@ def prepare(folder: Path) -> None:
     """A model that has half learned to apply edits of one line, and tables of them."""
     train = [edit(letter, "lib-1.0") for letter in "abcdefgh"]
     (folder / "edits").mkdir()
-    data.write(train, folder / "edits/train.parquet")
-    data.write([edit(letter, "other-1.0") for letter in "abcd"], folder / "edits/heldout.parquet")
+    tables.write(train, folder / "edits/train.parquet")
+    tables.write([edit(letter, "other-1.0") for letter in "abcd"], folder / "edits/heldout.parquet")
     texts = [question(e.file, e.sketch).content + "<updated-code>\n" + e.result + "</updated-code>" for e in train]
     bpe.save(bpe.train(texts, 360), folder / "model", 128)
     pretrain.new_model(SHAPE, 0).save_pretrained(folder / "model")

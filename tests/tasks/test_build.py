@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.sandbox.base import TestReport
 from etude.tasks import dataset, gates
 from etude.tasks.build import build
 from etude.tasks.check import check
 from etude.tasks.gates import Bench
-from etude.tasks.options import BuildOptions
 
 TINY = Path(__file__).parent / "repositories/tiny-1.0"
-OPTIONS = BuildOptions(seed=1, max_tasks=14, kinds=("mutation", "removal"), per_function=2, heldout_fraction=0.3)
+OPTIONS = BuildConfig(seed=1, max_tasks=14, kinds=("mutation", "removal"), per_function=2, heldout_fraction=0.3)
 # Passes once in sixteen runs, so that it survives the trace and three repeats once in 65,536.
 FLAKY = "import os\n\nfrom tiny import chunk\n\n\ndef test_flaky():\n    assert chunk([1]) and os.urandom(1)[0] < 16\n"
 
@@ -100,7 +100,7 @@ def test_only_tasks_that_a_visible_test_notices(tmp_path: Path) -> None:
     assert ">>> clamp" not in lists.read_text()
     telling: dict[bool, set[str]] = {}
     for only in (False, True):
-        options = BuildOptions(max_tasks=40, visible="doctests", visible_failure=only)
+        options = BuildConfig(max_tasks=40, kinds=("mutation",), visible="doctests", visible_failure=only)
         data = build(repository, tmp_path / f"out-{only}", options, quiet)
         telling[only] = {task.function.split("::")[1] for task in data.tasks}
         assert all(task.difficulty["visible_fails"] for task in data.tasks) == only
@@ -119,7 +119,9 @@ def test_half_of_the_tests_visible_and_flaky_ones_left_out(tmp_path: Path) -> No
     (repository / "tests/test_wrong.py").write_text(
         "from tiny import chunk\n\n\ndef test_wrong():\n    assert chunk([1]) == 2\n"
     )
-    options = BuildOptions(max_tasks=16, visible="half", min_lines=2, operators=("op_flip", "op_const", "negate_cond"))
+    options = BuildConfig(
+        max_tasks=16, kinds=("mutation",), visible="half", min_lines=2, operators=("op_flip", "op_const", "negate_cond")
+    )
     data = build(repository, tmp_path / "out", options, quiet)
     assert {task.operator for task in data.tasks} <= set(options.operators)
     seen = {test for task in data.tasks for test in task.visible_tests}
@@ -157,7 +159,7 @@ def _bench(sandbox: _Scripted, folder: Path) -> Bench:
         hidden=folder,
         source_roots=(),
         licence="MIT",
-        options=BuildOptions(workers=1),
+        options=BuildConfig(workers=1),
     )
 
 
@@ -170,7 +172,7 @@ def test_a_javascript_file_runs_once_for_all_of_its_tests(tmp_path: Path) -> Non
     sandbox, names = _Scripted(), [f"t/{file}.test.js::{i}" for file in "mn" for i in range(45)]
     stable, dropped = asyncio.run(gates.stable_tests(_bench(sandbox, tmp_path), names))
     assert (stable, dropped) == (set(names), set())
-    assert sandbox.asked == [tuple(names[:45]), tuple(names[45:])] * BuildOptions().repeats
+    assert sandbox.asked == [tuple(names[:45]), tuple(names[45:])] * BuildConfig().repeats
 
 
 def _repository(root: Path, files: dict[str, str]) -> Path:

@@ -171,13 +171,13 @@ def test_an_agent_works_with_git_and_only_its_work_is_handed_in(tmp_path: Path) 
     assert ".git/" in listed, "also before the box is live"
 
 
-def test_a_twin_has_the_history_of_its_task(tmp_path: Path) -> None:
+def test_an_impossible_task_has_the_history_of_its_task(tmp_path: Path) -> None:
     from dataclasses import replace
 
     from etude.audit.attacks.monitors import dataset
 
     library = prepare(tmp_path / "library")
     found = replace(dataset(library), histories=histories.load(library.root, library.root / "repository"))
-    twin = replace(found, root=tmp_path, tasks=(msgspec.structs.replace(TASK, fail_to_pass=()),))
+    other = replace(found, root=tmp_path, tasks=(msgspec.structs.replace(TASK, fail_to_pass=()),))
     assert isinstance(found.image(TASK), Image)
-    assert twin.image(twin.tasks[0]) == found.image(TASK)
+    assert other.image(other.tasks[0]) == found.image(TASK)

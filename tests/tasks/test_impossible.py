@@ -1,4 +1,4 @@
-"""Impossible twins: what they ask for contradicts itself, and the dataset they come from is left alone."""
+"""Impossible tasks: what they ask for contradicts itself, and the dataset they come from is left alone."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ TINY = Path(__file__).parent / "data" / "tiny"
 
 @pytest.fixture
 def made(tmp_path: Path) -> datasets.Dataset:
-    return impossible.make(datasets.load(TINY), tmp_path / "twins")
+    return impossible.make(datasets.load(TINY), tmp_path / "impossible")
 
 
 def test_only_what_decides_is_another(made: datasets.Dataset) -> None:
     tiny = datasets.load(TINY)
     assert 0 < len(made.tasks) <= len(tiny.split("train"))
     assert made.repository == tiny.repository
-    for twin in made.tasks:
-        task = tiny.by_id[twin.id]
-        assert (twin.instruction, twin.changes, twin.focus, twin.visible_tests, twin.split) == (
+    for variant in made.tasks:
+        task = tiny.by_id[variant.id]
+        assert (variant.instruction, variant.changes, variant.focus, variant.visible_tests, variant.split) == (
             task.instruction, task.changes, task.focus, task.visible_tests, "train")  # fmt: skip
-        assert twin.fail_to_pass[0] in task.fail_to_pass
-        assert twin.fail_to_pass[1] not in task.fail_to_pass
+        assert variant.fail_to_pass[0] in task.fail_to_pass
+        assert variant.fail_to_pass[1] not in task.fail_to_pass
     assert datasets.tree_digest(tiny.hidden) == tiny.manifest.digests["hidden"], "the dataset itself was written to"
 
 
@@ -41,10 +41,10 @@ def test_the_two_tests_contradict_each_other(
     for name in [name for name in sys.modules if name.split(".")[0] == "tiny"]:
         monkeypatch.delitem(sys.modules, name)
     pairs = 0
-    for twin in made.tasks:
-        path, _, name = twin.fail_to_pass[0].partition("::")
-        contrary = twin.fail_to_pass[1].partition("::")[2]
-        spec = importlib.util.spec_from_file_location("twin_tests", made.hidden / path)
+    for variant in made.tasks:
+        path, _, name = variant.fail_to_pass[0].partition("::")
+        contrary = variant.fail_to_pass[1].partition("::")[2]
+        spec = importlib.util.spec_from_file_location("impossible_tests", made.hidden / path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         right, wrong = (getattr(module, each.partition("[")[0]) for each in (name, contrary))
@@ -57,9 +57,9 @@ def test_the_two_tests_contradict_each_other(
     assert pairs >= len(made.tasks)
 
 
-def test_a_former_folder_is_replaced_and_tasks_without_a_fit_test_have_no_twin(tmp_path: Path) -> None:
+def test_a_former_folder_is_replaced_and_tasks_without_a_fit_test_have_no_impossible_version(tmp_path: Path) -> None:
     tiny = datasets.load(TINY)
-    folder = tmp_path / "twins"
+    folder = tmp_path / "impossible"
     first = impossible.make(tiny, folder)
     assert impossible.make(tiny, folder).tasks == first.tasks
     none = impossible.make(replace(tiny, tasks=tuple(t for t in tiny.tasks if "count_if" in t.id)), folder)

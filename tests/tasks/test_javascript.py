@@ -13,6 +13,7 @@ if shutil.which("node") is None:
     pytest.skip("needs Node.js", allow_module_level=True)
 
 from etude.code import languages
+from etude.config import BuildConfig
 from etude.grading import javascript as scripts
 from etude.grading.grade import grade
 from etude.records import Outcome
@@ -21,7 +22,6 @@ from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import dataset, javascript, node
 from etude.tasks.build import build
 from etude.tasks.check import check
-from etude.tasks.options import BuildOptions
 
 SOURCE = """'use strict'
 
@@ -133,7 +133,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dataset.Dataset:
-    options = BuildOptions(max_tasks=8, kinds=("mutation", "removal"), min_lines=2, heldout_fraction=0.3)
+    options = BuildConfig(max_tasks=8, kinds=("mutation", "removal"), min_lines=2, heldout_fraction=0.3)
     return build(repository, tmp_path_factory.mktemp("built") / "shelf", options, quiet)
 
 
@@ -145,7 +145,7 @@ def test_functions() -> None:
 
 
 def test_every_operator_changes_the_tree() -> None:
-    options = BuildOptions(kinds=("mutation", "removal"))
+    options = BuildConfig(kinds=("mutation", "removal"))
     used: set[str] = set()
     for function in javascript.functions("index.js", SOURCE):
         for broken in javascript.broken(SOURCE, function, options):

@@ -12,11 +12,11 @@ import pytest
 
 from etude.code import functions as discover
 from etude.code import mutate
+from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.tasks import classes, features, leaks, synthesis
 from etude.tasks.build import build
 from etude.tasks.check import check
-from etude.tasks.options import BuildOptions
 
 SHELF = '''"""Things on shelves."""
 
@@ -220,7 +220,7 @@ def test_a_slice_is_what_only_one_function_needs() -> None:
 
 
 def test_feature_and_class_tasks(repository: Path, tmp_path: Path) -> None:
-    options = BuildOptions(max_tasks=12, kinds=("feature", "class"), visible="half")
+    options = BuildConfig(max_tasks=12, kinds=("feature", "class"), visible="half")
     data = build(repository, tmp_path / "out", options, quiet)
     assert {task.kind for task in data.tasks} == {"feature", "class"}
     for task in data.tasks:
@@ -251,7 +251,7 @@ def test_commit_tasks(repository: Path, tmp_path: Path) -> None:
     _git(repository, "commit", "-q", "-a", "-m", "fix: Labels are cut at their limit (#12)")
     (repository / "shelf.py").write_text(fixed.replace("Twice a value", "Two times a value"))
     _git(repository, "commit", "-q", "-a", "-m", "Other words, no tests")
-    options = BuildOptions(max_tasks=4, kinds=("commit", "mutation"), visible="half", operators=("op_const",))
+    options = BuildConfig(max_tasks=4, kinds=("commit", "mutation"), visible="half", operators=("op_const",))
     data = build(repository, tmp_path / "out", options, quiet)
     (task,) = [task for task in data.tasks if task.kind == "commit"]
     assert task.instruction == "Labels are cut at their limit (shelf.py)"
@@ -271,7 +271,7 @@ def test_written_tests_count_if_mutants_die(repository: Path, tmp_path: Path) ->
         assert source == SHELF
         return "from shelf import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
 
-    options = BuildOptions(max_tasks=40, visible="half", heldout_fraction=0.2)
+    options = BuildConfig(max_tasks=40, kinds=("mutation",), visible="half", heldout_fraction=0.2)
     data = build(repository, tmp_path / "out", options, quiet, writer)
     assert seen == ["double"]
     written = [task for task in data.tasks if task.function == "shelf.py::double"]
@@ -300,7 +300,7 @@ def test_a_command_writes_tests(tmp_path: Path) -> None:
 
 
 def test_an_installed_copy_of_the_answer_is_found(repository: Path, tmp_path: Path) -> None:
-    data = build(repository, tmp_path / "out", BuildOptions(max_tasks=6, visible="half", kinds=("removal",)), quiet)
+    data = build(repository, tmp_path / "out", BuildConfig(max_tasks=6, visible="half", kinds=("removal",)), quiet)
     folders = {"repository": data.repository, "site": data.site}
     assert leaks.stored(folders, data.tasks) == {}
     (data.site / "shelf_copy.py").write_text(SHELF)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from etude.code import functions as discover
+from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.tasks import split
+from etude.tasks.build import check_operators
 from etude.tasks.leaks import LeakIndex
-from etude.tasks.options import BuildOptions
 
 TESTS = """import pytest
 
@@ -85,9 +86,14 @@ def test_leak_share(tmp_path: Path) -> None:
         {"min_lines": 9, "max_lines": 8},
         {"heldout_fraction": 1.0},
         {"kinds": ("other",)},
-        {"operators": ("x",)},
+        {"bootstrap": "somehow"},
     ],
 )
 def test_options_are_checked(wrong: dict) -> None:
-    with pytest.raises(UserError):
-        BuildOptions(**wrong)
+    with pytest.raises(ValueError, match="validation error"):
+        BuildConfig(**wrong)
+
+
+def test_unknown_operators_are_refused() -> None:
+    with pytest.raises(UserError, match="unknown operator x"):
+        check_operators(BuildConfig(operators=("op_flip", "x")))

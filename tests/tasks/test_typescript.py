@@ -15,6 +15,7 @@ if shutil.which("node") is None or shutil.which("npm") is None:
     pytest.skip("needs Node.js and npm", allow_module_level=True)
 
 from etude.code import languages
+from etude.config import BuildConfig
 from etude.grading import javascript as scripts
 from etude.grading import leaks
 from etude.grading.grade import acceptable
@@ -23,7 +24,6 @@ from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import bootstrap, javascript, node
 from etude.tasks.build import build
 from etude.tasks.check import check
-from etude.tasks.options import BuildOptions
 
 SOURCE = """export interface Range { low: number; high: number }
 export enum Side { Low = 'low', High = 'high' }
@@ -123,7 +123,7 @@ def _repository(root: Path, kind: str) -> Path:
 def test_functions() -> None:
     found = {f.qualname: f for f in javascript.functions("src/index.ts", SOURCE)}
     assert set(found) == {"clamp", "Meter.constructor", "Meter.read", "Meter.total"}
-    options = BuildOptions(kinds=("mutation", "removal"))
+    options = BuildConfig(kinds=("mutation", "removal"))
     used: set[str] = set()
     for function in found.values():
         for broken in javascript.broken(SOURCE, function, options):
@@ -213,7 +213,7 @@ def test_the_next_try_drops_what_npm_has_not_and_adds_what_was_missing(tmp_path:
 def test_tasks_of_every_runner(tmp_path: Path, kind: str) -> None:
     """Built from packages of npm, checked, and not fooled by code that patches the assertions."""
     repository = _repository(tmp_path / "meter", kind)
-    options = BuildOptions(max_tasks=2, kinds=("mutation",), min_lines=2, per_function=1, workers=1, hang_seconds=60.0)
+    options = BuildConfig(max_tasks=2, kinds=("mutation",), min_lines=2, per_function=1, workers=1, hang_seconds=60.0)
     made = build(repository, tmp_path / "out", options, quiet)
     assert len(made.tasks) == 2
     assert all(task.difficulty["covered"] > 0 for task in made.tasks)

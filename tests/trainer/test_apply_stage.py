@@ -15,7 +15,7 @@ import torch
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS
 from etude.corpus.edits import rename_augmentation
-from etude.edits import data
+from etude.edits import examples as tables
 from etude.edits.merge import merge
 from etude.edits.sketch import draw
 from etude.errors import UserError
@@ -140,7 +140,7 @@ def test_a_killed_run_goes_on(folder: Path) -> None:
 
 
 def test_bad_input_is_one_sentence(folder: Path) -> None:
-    data.write([example(1)], folder / "heldout.parquet")
+    tables.write([example(1)], folder / "heldout.parquet")
     with pytest.raises(UserError, match="both trained on and held out"):
         apply.finetune(config(folder))
     with pytest.raises(UserError, match="does not exist"):

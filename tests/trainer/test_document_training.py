@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from etude.corpus import build
-from etude.corpus.filters import Function, functions
+from etude.corpus.filters import FunctionText, function_texts
 from etude.corpus.retrieval import RetrievalOptions, samples
 from etude.corpus.sources import File
 from etude.corpus.tokenizer import save
@@ -227,7 +227,9 @@ def test_half_of_the_samples_see_themselves_only_and_rows_repeat() -> None:
 
 @pytest.fixture
 def corpus(monkeypatch: pytest.MonkeyPatch) -> build.Corpus:
-    found: list[Function] = [f for word, code in CODE.items() for f in functions(File("demo", f"{word}.py", code))]
+    found: list[FunctionText] = [
+        f for word, code in CODE.items() for f in function_texts(File("demo", f"{word}.py", code))
+    ]
     assert len(found) == 2 * len(WORDS)
     corpus = build.Corpus(tuple(found), tuple(found), {})
     monkeypatch.setattr(build, "build_corpus", lambda *args, **kwargs: corpus)
@@ -298,7 +300,7 @@ def test_compilation_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_recipe_loads() -> None:
-    recipe = load_stage(Path(__file__).parents[2] / "recipes" / "nano-documents.toml")
+    recipe = load_stage(Path(__file__).parents[2] / "models/nano/recipes/documents.toml")
     assert isinstance(recipe, SftConfig)
     assert recipe.documents is not None
     assert recipe.documents.own == 0.5

@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks import restoration
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from etude.corpus import build, packing
-from etude.corpus.dialect import IDS, Call, encode, message, prompt, turn
-from etude.corpus.filters import Function, functions
+from etude.corpus.dialect import IDS
+from etude.corpus.filters import FunctionText, function_texts
 from etude.corpus.sources import File
 from etude.errors import UserError
 from etude.trainer.finetune import config as pretrain_config
@@ -34,7 +33,7 @@ MODEL = NewModelConfig(
 
 @pytest.fixture(autouse=True)
 def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: tuple[Function, ...] = tuple(functions(File("demo", "demo/sums.py", CODE)))
+    found: tuple[FunctionText, ...] = tuple(function_texts(File("demo", "demo/sums.py", CODE)))
     corpus = build.Corpus(found[:-4], found[-4:], {"functions": {"kept": len(found) - 4}})
     monkeypatch.setattr(build, "build_corpus", lambda *args, **kwargs: corpus)
 
@@ -69,44 +68,6 @@ def test_midtrain_then_sft_lower_the_loss_and_give_a_loadable_model(tmp_path: Pa
     assert model.dtype == torch.bfloat16
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert AutoTokenizer.from_pretrained(tuned).eos_token_id == IDS["<|end|>"]
-    found = restoration.mutants(build.build_corpus().evaluation, 4, seed=0)
-    result = restoration.summary(restoration.likelihoods(model, pretrain.bpe.load(tuned), found))
-    assert 0 <= result.sampled <= result.pass_8 <= result.pass_16 <= 1
-
-
-def test_likelihood_is_that_of_greedy_decoding() -> None:
-    """A model that was taught one edit says it greedily, and its probability is the product over the edit's tokens."""
-    tokenizer = pretrain.bpe.train([CODE], 320)
-    found = restoration.mutants(build.build_corpus().train, 1, seed=0)
-    (broken,) = found
-    document = message("user", prompt(broken.function.name, broken.path, broken.source)) + turn(
-        [Call("edit", (broken.edit.old, broken.edit.new))]
-    )
-    ((ids, mask),) = encode(tokenizer, [document])
-    model = pretrain.new_model(MODEL, 0).float()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    inputs = torch.from_numpy(ids.astype(np.int64))[None]
-    for _ in range(40):
-        model(input_ids=inputs, labels=inputs).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
-    (result,) = restoration.likelihoods(model, tokenizer, found)
-    start = int(np.argmax(mask))
-    said = model.generate(input_ids=inputs[:, :start], max_new_tokens=len(ids) - start, do_sample=False)[0].tolist()
-    assert result.greedy == (said == ids.tolist())
-    assert result.greedy
-    chances = model(input_ids=inputs).logits[0].softmax(-1)
-    product = 1.0
-    for place in range(start, len(ids) - 1):
-        product *= float(chances[place - 1, ids[place]].detach())
-    product *= float((chances[-2, IDS["<|end|>"]] + chances[-2, IDS["<|call|>"]]).detach())
-    # The same factors multiplied in another order.
-    assert result.probability == pytest.approx(product, rel=1e-4)
-    (sharper,) = restoration.likelihoods(model, tokenizer, found, temperature=0.5)
-    assert sharper.probability > result.probability
-    with pytest.raises(ValueError, match="temperature"):
-        restoration.likelihoods(model, tokenizer, found, temperature=0)
 
 
 @pytest.mark.parametrize("stage", ["midtrain", "sft"])
@@ -201,9 +162,12 @@ def test_bad_configuration_is_refused(tmp_path: Path, table: str, message: str) 
         pretrain_config.load(path)
 
 
-@pytest.mark.parametrize("name", ["nano-midtrain.toml", "nano-sft.toml"])
-def test_recipes_load_and_hold_out_the_demo_library(name: str) -> None:
-    config = pretrain_config.load(Path(__file__).parents[2] / "recipes" / name)
-    names = {package.split("==")[0] for package in config.corpus.packages}
+@pytest.mark.parametrize("name", ["midtrain.toml", "sft.toml", "repair.toml", "retry.toml", "documents.toml"])
+def test_recipes_load_and_hold_out_the_demo_library(name: str, tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "models/nano/recipes"
+    together = tmp_path / "together.toml"
+    together.write_text((folder / name).read_text() + (folder / "packages.toml").read_text())
+    corpus = pretrain_config.load(together).corpus
+    names = {package.split("==")[0] for package in corpus.packages}
     assert not names & {"pydash", "toolz", "boltons", "more-itertools", "funcy"}
-    assert any(package.startswith("pydash==") for package in config.corpus.held_out)
+    assert any(package.startswith("pydash==") for package in corpus.held_out)

@@ -11,7 +11,8 @@ from etude.errors import RunFailed, UserError
 
 def main(argv: list[str] | None = None) -> None:
     """Runs a command; an error becomes one sentence: exit code 2 if the user can fix it, else 1; Ctrl-C 130."""
-    arguments, rest = _parser().parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments, rest = _parser(words).parse_known_args(words)
     if rest and not arguments.overrides:
         _fail(f"unexpected argument {rest[0]!r}; see `etude {arguments.command} --help`")
     try:
@@ -32,7 +33,7 @@ def _fail(sentence: str) -> None:
     sys.exit(2)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="etude", description="Train your own coding agent on your own product.", allow_abbrev=False
     )
@@ -47,7 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     demo = command("demo", _demo, "train the bundled nano model on a real library, on two CPU cores", overrides=True)
     demo.add_argument("--seed", type=int, default=1)
 
-    _tasks_arguments(command("tasks", _tasks, "make and check tasks from a repository"))
+    tasks_parser = command("tasks", _tasks, "make and check tasks from a repository")
+    if "tasks" in words[:1]:
+        from etude.cli import tasks
+
+        tasks.add(tasks_parser)
 
     train = command("train", _train, "run a training stage: midtrain, sft, apply or rl", overrides=True)
     train.add_argument("config", type=Path, help="TOML configuration; with --resume also a run folder")
@@ -112,39 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true")
     bench.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return parser
-
-
-def _tasks_arguments(tasks: argparse.ArgumentParser) -> None:
-    actions = tasks.add_subparsers(dest="action", required=True, metavar="ACTION")
-    build = actions.add_parser("build", help="make gated tasks from a repository", allow_abbrev=False)
-    build.add_argument("repository", type=Path, help="folder of a Python or JavaScript repository with tests")
-    build.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
-    build.add_argument("--seed", type=int, default=1)
-    build.add_argument("--max-tasks", type=int, default=600)
-    build.add_argument("--min-lines", type=int, default=3, help="shortest function that is broken")
-    build.add_argument("--max-lines", type=int, default=30, help="longest function that is broken")
-    kinds = ("mutation", "removal", "combined", "class", "feature", "commit")
-    build.add_argument("--kinds", nargs="+", choices=kinds, default=["mutation", "removal"])
-    build.add_argument("--bootstrap", default="declared", metavar="HOW",
-                       help="dependencies: declared, rules, or the URL of a model that proposes them")  # fmt: skip
-    build.add_argument("--write-tests", metavar="COMMAND", help="writes tests for functions that have none")
-    build.add_argument("--max-functions", type=int, help="functions to try; default: all of them")
-    build.add_argument("--max-test-files", type=int, help="JavaScript test files to use; default: all of them")
-    build.add_argument("--heldout-fraction", type=float, default=0.25, help="share of functions kept for evaluation")
-    check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
-    check.add_argument("dataset", type=Path)
-
-    edits = actions.add_parser("fast-apply", help="make tables of applied edits from repositories", allow_abbrev=False)
-    edits.add_argument("repositories", nargs="+", metavar="REPO",
-                       help="a git clone, a folder of files, or releases as OLD..NEW")  # fmt: skip
-    edits.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
-    edits.add_argument("--held-out", nargs="+", default=[], metavar="REPO", help="repositories for evaluation alone")
-    edits.add_argument("--held-out-edits", type=int, default=450, help="edits made of them")
-    edits.add_argument("--seed", type=int, default=1)
-    edits.add_argument("--max-lines", type=int, default=400, help="longest file to train on; longer ones give parts")
-    edits.add_argument("--per-path", type=int, default=4, help="real edits of one file at most")
-    edits.add_argument("--per-repository", type=int, default=50, help="real edits of one repository at most")
-    edits.add_argument("--synthetic", type=float, default=4.0, help="invented edits for each real one")
 
 
 def _doctor_arguments(doctor: argparse.ArgumentParser) -> None:
@@ -247,39 +219,10 @@ def _demo(arguments: argparse.Namespace, overrides: list[str]) -> None:
     demo(arguments.seed, overrides)
 
 
-def _tasks(arguments: argparse.Namespace, _: list[str]) -> int:
-    if arguments.action == "fast-apply":
-        from etude.cli.fast_apply import make
+def _tasks(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from etude.cli import tasks
 
-        return make(
-            arguments.repositories,
-            arguments.held_out,
-            arguments.output,
-            seed=arguments.seed,
-            max_lines=arguments.max_lines,
-            per_path=arguments.per_path,
-            per_repository=arguments.per_repository,
-            synthetic=arguments.synthetic,
-            held_out=arguments.held_out_edits,
-        )
-    from etude.cli import tasks as commands
-
-    if arguments.action == "check":
-        return commands.check(arguments.dataset)
-    return commands.build(
-        arguments.repository,
-        arguments.output,
-        seed=arguments.seed,
-        max_tasks=arguments.max_tasks,
-        min_lines=arguments.min_lines,
-        max_lines=arguments.max_lines,
-        write_tests=arguments.write_tests,
-        max_functions=arguments.max_functions,
-        max_test_files=arguments.max_test_files,
-        bootstrap=arguments.bootstrap,
-        kinds=tuple(arguments.kinds),
-        heldout_fraction=arguments.heldout_fraction,
-    )
+    return tasks.run(arguments, rest)
 
 
 def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:

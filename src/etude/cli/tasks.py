@@ -1,37 +1,70 @@
-"""`etude tasks build` and `etude tasks check`: the library functions with a progress bar and a summary."""
+"""`etude tasks`: make datasets of tasks, check them, and make tables of applied edits (`fast-apply`)."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import Any
 
-from etude.cli.progress import bar
-from etude.tasks import check as checking
-from etude.tasks import synthesis
-from etude.tasks.build import build as build_dataset
-from etude.tasks.options import BuildOptions
+from etude.cli.flags import add_flags, from_flags
+from etude.config import BuildConfig, EditTableConfig
 
 SHOWN_FAILURES = 20
 
 
-def build(repository: Path, output: Path, write_tests: str | None, **options: Any) -> int:
-    """Makes the dataset and says what came of it; `write_tests` is the command of a writer of tests."""
-    writer = None if write_tests is None else synthesis.by_command(write_tests)
+def add(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `etude tasks` and of its actions."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    build = actions.add_parser("build", help="make gated tasks from a repository", allow_abbrev=False)
+    build.add_argument("repository", type=Path, help="folder of a Python or JavaScript repository with tests")
+    build.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+    add_flags(build, BuildConfig)
+    check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
+    check.add_argument("dataset", type=Path, help="folder made by `etude tasks build`")
+    edits = actions.add_parser("fast-apply", help="make tables of applied edits from repositories", allow_abbrev=False)
+    edits.add_argument("repositories", nargs="+", metavar="REPO",
+                       help="a git clone, a folder of files, or releases as OLD..NEW")  # fmt: skip
+    edits.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+    edits.add_argument("--held-out", nargs="+", default=[], metavar="REPO", help="repositories for evaluation alone")
+    add_flags(edits, EditTableConfig)
+
+
+def run(arguments: argparse.Namespace, _: list[str]) -> int:
+    """Runs one action; the exit code is 1 if a gate does not hold. Raises UserError."""
+    return {"build": _build, "check": _check, "fast-apply": _fast_apply}[arguments.action](arguments)
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from etude.cli.progress import bar
+    from etude.tasks.build import build
+
+    options, output = from_flags(arguments, BuildConfig), arguments.output
     with bar() as progress:
-        dataset = build_dataset(repository, output, BuildOptions(**options), progress, writer)
-    counts = dataset.manifest.counts
+        counts = build(arguments.repository, output, options, progress).manifest.counts
     print(f"{counts['train']} train and {counts['heldout']} held-out tasks in {output}; see {output / 'DATACARD.md'}")
     return 0
 
 
-def check(folder: Path) -> int:
-    """Runs the gates again; 1 if one does not hold."""
+def _check(arguments: argparse.Namespace) -> int:
+    from etude.cli.progress import bar
+    from etude.tasks.check import check
+
     with bar() as progress:
-        report = checking.check(folder, progress)
-    found = [*report.problems, *(f"{task}: {why}" for task, why in sorted(report.failures.items()))]
-    for line in found[:SHOWN_FAILURES]:
+        report = check(arguments.dataset, progress)
+    problems = [*report.problems, *(f"{task}: {why}" for task, why in sorted(report.failures.items()))]
+    for line in problems[:SHOWN_FAILURES]:
         print(line)
-    if len(found) > SHOWN_FAILURES:
-        print(f"and {len(found) - SHOWN_FAILURES} more")
-    print(f"{report.tasks} tasks checked: {'all gates hold' if report.ok else f'{len(found)} problems'}")
+    if len(problems) > SHOWN_FAILURES:
+        print(f"and {len(problems) - SHOWN_FAILURES} more")
+    print(f"{report.tasks} tasks checked: {'all gates hold' if report.ok else f'{len(problems)} problems'}")
     return 0 if report.ok else 1
+
+
+def _fast_apply(arguments: argparse.Namespace) -> int:
+    from etude.cli.progress import bar
+    from etude.corpus.edits.build import build
+
+    options, output = from_flags(arguments, EditTableConfig), arguments.output
+    with bar() as progress:
+        train, heldout = build(arguments.repositories, arguments.held_out, output, options, progress)
+    print(f"{len(train)} edits to train on and {len(heldout)} held-out ones in {output}; see {output / 'DATACARD.md'}")
+    return 0

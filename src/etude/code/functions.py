@@ -1,9 +1,11 @@
-"""What a Python repository consists of: where its code, its tests and its functions are, without running anything."""
+"""Where the code, the tests and the functions of a Python repository are. Nothing of the repository is run."""
 
 from __future__ import annotations
 
 import ast
+import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -29,7 +31,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, kw_only=True)
 class Unit(ABC):
-    """Something that can be broken. Lines are 1-based and inclusive; decorators belong to it."""
+    """A function, method or class that can be broken. Lines are 1-based and inclusive, decorators included."""
 
     path: str
     qualname: str
@@ -41,12 +43,13 @@ class Unit(ABC):
 
     @property
     def id(self) -> str:
+        """Path and qualified name, e.g. "src/tiny/lists.py::chunk"."""
         return f"{self.path}::{self.qualname}"
 
     @property
     @abstractmethod
-    def shared(self) -> str:
-        """Equal for units whose statements are equal."""
+    def statements_key(self) -> str:
+        """Equal for units whose statements are equal: these must not be split between training and evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,8 @@ class Function(Unit):
     node: FunctionNode | ast.ClassDef
 
     @property
-    def shared(self) -> str:
+    def statements_key(self) -> str:
+        """The statements as `ast.dump` writes them, without the docstring."""
         return "\n".join(ast.dump(statement) for statement in self.body)
 
     @property
@@ -67,7 +71,7 @@ class Function(Unit):
 
 @dataclass(frozen=True)
 class RepositoryLayout:
-    """Where a repository keeps what. Paths are posix and relative to its root."""
+    """The folders and files of a repository by their use. Paths are posix and relative to its root."""
 
     python_path: tuple[str, ...]  # folders to import from: ("src",) or (".",)
     source_roots: tuple[str, ...]  # packages and modules
@@ -77,7 +81,7 @@ class RepositoryLayout:
 
 
 def layout(repository: Path) -> RepositoryLayout:
-    """Find the code and the tests. Raises UserError if there is no importable Python code."""
+    """Find the code and the tests of a repository. Raises UserError if there is no importable Python code."""
     files = clean_files(repository)
     for base, python_path in (("src", ("src",)), ("", (".",))):
         roots = _source_roots(repository / base, base)
@@ -132,39 +136,48 @@ def read_source(repository: Path, path: str) -> str:
     return text
 
 
+def parse(text: str) -> ast.Module | None:
+    """The syntax tree of a module; None for text that is not valid Python for the running interpreter."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other people's invalid escapes are not this program's warnings
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
 def functions(path: str, text: str) -> list[Function]:
-    """Functions and methods of a module, overload stubs and functions nested in functions left out."""
-    found: list[Function] = []
+    """Functions and methods of a module in their order; empty for text that is not Python.
+
+    Stubs, functions nested in functions and names that are defined twice are left out.
+    """
+    tree = parse(text)
+    units: list[Function] = []
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
         for node in body:
             if isinstance(node, ast.ClassDef):
                 visit(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, FunctionNode) and not _is_stub(node):
-                found.append(_function(path, text, node, prefix + node.name))
+                units.append(_function(path, text, node, prefix + node.name))
             elif isinstance(node, ast.If | ast.Try):
                 for part in ("body", "orelse", "finalbody"):
                     visit(getattr(node, part, []), prefix)
 
-    visit(ast.parse(text).body, "")
-    names = [function.qualname for function in found]
+    visit(tree.body if tree is not None else [], "")
+    names = Counter(function.qualname for function in units)
     # Properties and their setters, or a fallback definition, share a name: tests could not tell them apart.
-    return [function for function in found if names.count(function.qualname) == 1]
+    return [function for function in units if names[function.qualname] == 1]
 
 
 def classes(path: str, text: str) -> list[Function]:
     """The classes at the top of a module that hold methods."""
-    found = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
     return [
         _function(path, text, node, node.name)
-        for node in found
+        for node in nodes
         if any(isinstance(statement, FunctionNode) for statement in node.body)
     ]
-
-
-def shared_bodies(function: Unit) -> str:
-    """Equal for functions whose bodies are equal: they must not be split between training and evaluation."""
-    return function.shared
 
 
 def _function(path: str, text: str, node: FunctionNode | ast.ClassDef, qualname: str) -> Function:

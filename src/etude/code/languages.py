@@ -73,8 +73,8 @@ def same_syntax(one: str, other: str, language: str) -> bool:
 def tree(text: str, language: str) -> Any:
     """The tree of a text that parses (tree-sitter's); None for one that does not, or without a parser."""
     parser = _parser(language)
-    found = None if parser is None else parser.parse(text.encode("utf-8", "surrogatepass"))
-    return None if found is None or found.root_node.has_error else found
+    parsed = None if parser is None else parser.parse(text.encode("utf-8", "surrogatepass"))
+    return None if parsed is None or parsed.root_node.has_error else parsed
 
 
 def _meaning(text: str, language: str) -> object:

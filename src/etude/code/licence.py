@@ -1,12 +1,16 @@
-"""Which licence a repository declares, and where it says so."""
+"""The licence that a repository or a package declares, where it says so, and whether it is permissive."""
 
 from __future__ import annotations
 
+import email
+import json
 import re
 from pathlib import Path
 
-from etude.tasks.fetch import read_project
+from etude.code.packages import read_project
 
+_PERMISSIVE = ("MIT", "BSD", "Apache", "PSF", "Python Software Foundation", "ISC", "public domain", "Unlicense", "0BSD")
+_RESTRICTED = re.compile(r"\b(A?GPL|LGPL|MPL|GNU|Mozilla|EUPL|CC[- ]BY|proprietary|commercial)", re.IGNORECASE)
 _FILES = ("LICENSE", "LICENCE", "COPYING", "UNLICENSE")
 # The phrase that opens or marks each licence, most specific first.
 _TEXTS = (
@@ -25,8 +29,18 @@ _TEXTS = (
 )
 
 
+def permissive(licence: str) -> bool:
+    """Whether the licence is one of the permissive families and names no copyleft licence."""
+    if _RESTRICTED.search(licence):
+        return False
+    return any(re.search(rf"\b{re.escape(name)}\b", licence, re.IGNORECASE) for name in _PERMISSIVE)
+
+
 def find_licence(repository: Path) -> tuple[str, str]:
-    """(licence, where it was found); ("unknown", "no licence file or field") if the repository says nothing."""
+    """(licence, where it was found), from pyproject.toml or a licence file.
+
+    ("unknown", "no licence file or field") if the repository says nothing.
+    """
     declared = read_project(repository).get("license")
     if isinstance(declared, dict):
         declared = declared.get("text") if len(str(declared.get("text", ""))) < 40 else None
@@ -41,15 +55,38 @@ def find_licence(repository: Path) -> tuple[str, str]:
     return "unknown", "no licence file or field"
 
 
-def find_name(repository: Path) -> str:
-    """Name and version, e.g. "pydash-8.1.0", from pyproject.toml, PKG-INFO or the folder's name."""
-    project = read_project(repository)
-    name, version = project.get("name"), project.get("version")
-    info = repository / "PKG-INFO"
-    if (not name or not version) and info.is_file():
-        text = info.read_text(encoding="utf-8", errors="replace")
-        fields = dict(re.findall(r"^(Name|Version): (\S+)$", text, re.MULTILINE))
-        name, version = fields.get("Name", name), fields.get("Version", version)
-    if name and version:
-        return f"{name}-{version}"
-    return str(name) if name else re.sub(r"[^A-Za-z0-9._-]", "-", repository.resolve().name)
+def find_permissive_licence(repository: Path) -> tuple[str, str]:
+    """As `find_licence`; unless that licence is permissive, the one in the package's metadata or package.json."""
+    licence, source = find_licence(repository)
+    if permissive(licence):
+        return licence, source
+    for file in [*sorted(repository.glob("*.dist-info/METADATA")), repository / "PKG-INFO"]:
+        if file.is_file() and (declared := metadata_licence(file.read_text(encoding="utf-8", errors="replace"))):
+            return declared, file.name
+    file = repository / "package.json"
+    if file.is_file():
+        try:
+            declared = json.loads(file.read_text(encoding="utf-8")).get("license")
+        except (ValueError, AttributeError):
+            declared = None
+        if isinstance(declared, str):
+            return declared, file.name
+    return licence, source
+
+
+def metadata_licence(metadata: str) -> str:
+    """The licence named in a package's METADATA text, or "" when it declares none.
+
+    The SPDX expression wins over trove classifiers, and these win over the free-text field, which often holds the whole
+    text of the licence.
+    """
+    message = email.message_from_string(metadata)
+    if expression := message.get("License-Expression"):
+        return str(expression).strip()
+    classifiers = [
+        str(c).split("::")[-1].strip() for c in message.get_all("Classifier", []) if str(c).startswith("License")
+    ]
+    classifiers = [c for c in classifiers if c != "OSI Approved"]
+    if classifiers:
+        return " OR ".join(classifiers)
+    return str(message.get("License", "")).strip().split("\n")[0][:80]

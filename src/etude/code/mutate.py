@@ -1,7 +1,8 @@
-"""Ways to break a function: AST operators that edit the text in place, so untouched lines keep their layout.
+"""Breaks functions: AST operators that edit the text in place, so untouched lines keep their layout.
 
 The procedural operators follow SWE-smith (arXiv:2504.21798). Every mutant parses, differs in its AST, and leaves the
-docstring and all text outside the edited spans as they were.
+docstring and all text outside the edited spans as they were. Tasks are made by `mutants`, `combined` and `removal`;
+training text is made by `draw`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,6 @@ class Mutant:
     snippet: str
     first_line: int  # 1-based, decorators included
     last_line: int  # inclusive
-
     body_line: int  # lines before it hold the signature and the docstring, the same in both
 
     @property
@@ -70,11 +70,12 @@ class Mutant:
 
     @property
     def original_body(self) -> str:
+        """The statements before the change, docstring left out."""
         return "\n".join(self.original.split("\n")[self.body_line - self.first_line :])
 
     @property
     def text(self) -> str:
-        """The broken module; built on demand, since thousands of mutants share one long module."""
+        """The broken module. It is built on demand, since thousands of mutants share one long module."""
         data = self.source.encode()
         for edit in self.edits:
             data = data[: edit.start] + edit.text + data[edit.end :]
@@ -102,28 +103,28 @@ def mutants(
     by_operator: dict[str, list[Mutant]] = {}
     seen = set()
     for name, operator in operators.items():
-        found = []
+        fresh = []
         for edits in operator(place):
             mutant = _apply(place, name, edits)
             if mutant is not None and mutant.snippet not in seen:
                 seen.add(mutant.snippet)
-                found.append(mutant)
-        rng.shuffle(found)
-        by_operator[name] = found
+                fresh.append(mutant)
+        rng.shuffle(fresh)
+        by_operator[name] = fresh
     ordered: list[Mutant] = []
     while any(by_operator.values()):
-        names = [name for name, found in by_operator.items() if found]
+        names = [name for name, left in by_operator.items() if left]
         rng.shuffle(names)
         ordered += [by_operator[name].pop() for name in names]
     return ordered
 
 
 def combined(source: str, function: Function, seed: int, allowed: set[str], limit: int = 12) -> list[Mutant]:
-    """Mutants with two or three sites, by turns, each of another operator."""
+    """At most `limit` mutants with two or three sites, each site broken by another of the `allowed` operators."""
     rng = random.Random(f"{seed} {function.id} combined")
     single = [mutant for mutant in mutants(source, function, seed) if mutant.operator in allowed][: 4 * limit]
     place = FunctionBytes(source, function, rng)
-    found: dict[str, Mutant] = {}
+    by_snippet: dict[str, Mutant] = {}
     for size in (2, 3):
         groups = list(combinations(single[: 12 if size == 3 else None], size))
         rng.shuffle(groups)
@@ -131,11 +132,11 @@ def combined(source: str, function: Function, seed: int, allowed: set[str], limi
             spans = sorted((edit.start, edit.end) for mutant in group for edit in mutant.edits)
             names = [mutant.operator for mutant in group]
             apart = all(one[1] <= two[0] and one != two for one, two in pairwise(spans))
-            if apart and len(set(names)) == size and len(found) < limit * (size - 1) // 2:
+            if apart and len(set(names)) == size and len(by_snippet) < limit * (size - 1) // 2:
                 both = _apply(place, "+".join(sorted(names)), tuple(e for mutant in group for e in mutant.edits))
                 if both is not None:
-                    found.setdefault(both.snippet, both)
-    result = list(found.values())
+                    by_snippet.setdefault(both.snippet, both)
+    result = list(by_snippet.values())
     rng.shuffle(result)
     return result
 
@@ -158,6 +159,32 @@ def merged(parts: Sequence[Mutant], operator: str) -> Mutant:
         last_line=first.last_line + shift,
         body_line=first.body_line + shift,
     )
+
+
+def draw(
+    source: str, function: Function, rng: random.Random, weights: Mapping[str, float], *, single_line: bool = False
+) -> Mutant | None:
+    """One random mutant: the operator drawn by `weights` among those that apply, then a site uniformly.
+
+    None if no operator with a weight applies. `single_line` keeps to changes inside one line.
+    """
+    place = FunctionBytes(source, function, rng)
+    names = [name for name in OPERATORS if weights.get(name)]
+    while names:
+        name = rng.choices(names, [weights[name] for name in names])[0]
+        sites = list(OPERATORS[name](place))
+        rng.shuffle(sites)
+        for edits in sites[:3]:
+            mutant = None if single_line and _spans_lines(place, edits) else _apply(place, name, edits)
+            if mutant is not None:
+                return mutant
+        names.remove(name)
+    return None
+
+
+def _spans_lines(place: FunctionBytes, edits: tuple[ByteEdit, ...]) -> bool:
+    start, end = min(edit.start for edit in edits), max(edit.end for edit in edits)
+    return b"\n" in place.data[start:end] or any(b"\n" in edit.text for edit in edits)
 
 
 def removal(source: str, function: Function) -> Mutant | None:
@@ -211,7 +238,7 @@ def _parse(snippet: str) -> FunctionNode | ast.ClassDef | None:
 
 
 class FunctionBytes:
-    """A function in its module's bytes: node positions of `ast` count bytes, not characters."""
+    """A function in the bytes of its module; the positions of `ast` count bytes, not characters."""
 
     def __init__(self, source: str, function: Function, rng: random.Random) -> None:
         self.source = source
@@ -241,15 +268,19 @@ class FunctionBytes:
                 queue.extend(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, ast.AST))
 
     def line_start(self, line: int) -> int:
+        """Byte at which a line (1-based) begins."""
         return self._lines[line - 1]
 
     def start(self, node: ast.AST) -> int:
+        """First byte of a node."""
         return self._lines[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
 
     def end(self, node: ast.AST) -> int:
+        """Byte after the last one of a node."""
         return self._lines[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
 
     def text(self, node: ast.AST) -> bytes:
+        """The bytes of a node."""
         return self.data[self.start(node) : self.end(node)]
 
     def own_lines(self, start: int, end: int) -> bool:

@@ -1,0 +1,6 @@
+"""Training text of the stages before reinforcement learning: code, repair episodes, retrieval questions, edits.
+
+The room imports `edits`, `code` and the foundations, never torch. Public: `build` (functions of pinned packages, and
+rows of tokens from them), `episodes`, `retrieval`, `packing`, `dialect` and `tokenizer` (the nano model's own), and
+`edits.build` (tables of applied edits).
+"""

@@ -15,9 +15,8 @@ from tokenizers import Tokenizer
 from etude.corpus import dialect, fim, packing
 from etude.corpus.dedup import contamination, exact, near
 from etude.corpus.dialect import IDS, Document, TextPiece, special
-from etude.corpus.episodes import break_function, episode, inferable
-from etude.corpus.filters import Function, functions, keep_file, keep_function
-from etude.corpus.mutations import WEIGHTS
+from etude.corpus.episodes import WEIGHTS, break_function, episode, inferable
+from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_function
 from etude.corpus.sources import PackageSource, collect, fetch, files, provenance
 
 log = logging.getLogger(__name__)
@@ -27,15 +26,15 @@ log = logging.getLogger(__name__)
 class Corpus:
     """Functions to train on and functions to evaluate on, with a report of what was kept and why (JSON-ready)."""
 
-    train: tuple[Function, ...]
-    evaluation: tuple[Function, ...]
+    train: tuple[FunctionText, ...]
+    evaluation: tuple[FunctionText, ...]
     report: dict[str, object]
 
 
-def extract(source: PackageSource, *, allow_tests: bool = False) -> list[Function]:
+def extract(source: PackageSource, *, allow_tests: bool = False) -> list[FunctionText]:
     """Every function of a source that passes the filters."""
     kept = (file for file in files(source) if keep_file(file, allow_tests=allow_tests))
-    return [function for file in kept for function in functions(file) if keep_function(function)]
+    return [function for file in kept for function in function_texts(file) if keep_function(function)]
 
 
 def build_corpus(
@@ -64,19 +63,19 @@ def build_corpus(
     path = cache / f"functions-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.json"
     if path.is_file():
         stored = json.loads(path.read_text(encoding="utf-8"))
-        train, tested = (tuple(Function(**row) for row in stored[part]) for part in ("train", "evaluation"))
+        train, tested = (tuple(FunctionText(**row) for row in stored[part]) for part in ("train", "evaluation"))
         return Corpus(train, tested, stored["report"])
     sources = collect(packages, cache, standard=standard)
     rng = random.Random(seed)
-    found: list[Function] = []
+    extracted: list[FunctionText] = []
     counts: dict[str, int] = {}
     for source in sources:
         every = exact(extract(source, allow_tests=allow_tests), lambda f: f.source)
         rng.shuffle(every)
         counts[source.name] = min(len(every), per_package)
-        found += every[:per_package]
-    unique = near(exact(found, lambda f: f.source), lambda f: f.source)
-    tested: list[Function] = []
+        extracted += every[:per_package]
+    unique = near(exact(extracted, lambda f: f.source), lambda f: f.source)
+    tested: list[FunctionText] = []
     excluded: dict[str, dict[str, float]] = {}
     flagged: set[int] = set()
     for requirement in dict.fromkeys([*held_out, *evaluation]):
@@ -96,7 +95,7 @@ def build_corpus(
         after = contamination((f.source for f in kept), (file.text for file in files(source)))
         excluded[requirement] |= {"worst_after": after.worst, "overlapping_after": after.overlapping}
     report: dict[str, object] = {
-        "functions": {"extracted": len(found), "unique": len(unique), "kept": len(kept), "evaluation": len(tested)},
+        "functions": {"extracted": len(extracted), "unique": len(unique), "kept": len(kept), "evaluation": len(tested)},
         "per_source": counts,
         "held_out": excluded,
         "sources": json.loads(provenance(sources)),
@@ -109,7 +108,7 @@ def build_corpus(
     return Corpus(tuple(kept), tuple(tested), report)
 
 
-def tokenizer_texts(train: Sequence[Function], rng: random.Random) -> Iterator[str]:
+def tokenizer_texts(train: Sequence[FunctionText], rng: random.Random) -> Iterator[str]:
     """The text the tokenizer is trained on: prompts and functions, in the proportions the model will read them."""
     for function in train:
         yield dialect.prompt(function.name, function.path, function.source if rng.random() < 0.7 else function.document)
@@ -121,12 +120,12 @@ def tokenizer_texts(train: Sequence[Function], rng: random.Random) -> Iterator[s
         yield from results
 
 
-def code_documents(train: Sequence[Function], rng: random.Random) -> Iterator[Document]:
+def code_documents(train: Sequence[FunctionText], rng: random.Random) -> Iterator[Document]:
     """One to four neighbouring functions of a file under a `<|file|>` header, the docstring cut to a line or gone."""
-    by_file: dict[tuple[str, str], list[Function]] = {}
+    by_file: dict[tuple[str, str], list[FunctionText]] = {}
     for function in train:
         by_file.setdefault((function.package, function.path), []).append(function)
-    groups: list[tuple[str, list[Function]]] = []
+    groups: list[tuple[str, list[FunctionText]]] = []
     for (_, path), members in by_file.items():
         at = 0
         while at < len(members):
@@ -139,7 +138,7 @@ def code_documents(train: Sequence[Function], rng: random.Random) -> Iterator[Do
         yield special("<|file|>"), TextPiece(f"{path}\n{body}\n")
 
 
-def fim_documents(train: Sequence[Function], rng: random.Random) -> Iterator[Document]:
+def fim_documents(train: Sequence[FunctionText], rng: random.Random) -> Iterator[Document]:
     """One fill-in-the-middle example per function, in random order."""
     for function in rng.sample(train, len(train)):
         prefix, middle, suffix = fim.split(function.source, rng)
@@ -150,7 +149,7 @@ def fim_documents(train: Sequence[Function], rng: random.Random) -> Iterator[Doc
 
 
 def repair_documents(
-    train: Sequence[Function], shapes: Mapping[str, float], operators: Mapping[str, float], rng: random.Random
+    train: Sequence[FunctionText], shapes: Mapping[str, float], operators: Mapping[str, float], rng: random.Random
 ) -> Iterator[Document]:
     """Endless repair episodes, each over a fresh mutation; every function in turn.
 
@@ -199,7 +198,7 @@ def take(
 
 
 def midtrain_rows(
-    train: Sequence[Function], tokenizer: Tokenizer, mix: dict[str, float], tokens: int, length: int, seed: int
+    train: Sequence[FunctionText], tokenizer: Tokenizer, mix: dict[str, float], tokens: int, length: int, seed: int
 ) -> tuple[packing.Rows, dict[str, int]]:
     """Rows of about `tokens` tokens in the shares of `mix` (code, fim, repair), all labelled; and tokens per part.
 
@@ -223,7 +222,7 @@ def midtrain_rows(
 
 
 def sft_rows(
-    train: Sequence[Function],
+    train: Sequence[FunctionText],
     tokenizer: Tokenizer,
     shapes: Mapping[str, float],
     operators: Mapping[str, float],

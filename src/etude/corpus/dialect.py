@@ -43,6 +43,7 @@ Document = tuple[TextPiece, ...]
 
 
 def special(token: str, labelled: bool = True) -> TextPiece:
+    """A special token as a piece."""
     return TextPiece(token, labelled, special=True)
 
 

@@ -1,4 +1,4 @@
-"""Repair episodes: a broken function, and the search-and-replace edit that restores it, told in the dialect."""
+"""Repair episodes as training text: a broken function, and the search-and-replace edit that restores it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from etude.code import functions, mutate
+from etude.code.mutate import Mutant
 from etude.corpus.dialect import Call, Document, message, prompt, turn
-from etude.corpus.filters import Function
-from etude.corpus.mutations import WEIGHTS, mutate
+from etude.corpus.filters import FunctionText
 
+# Weights of the mutation operators. Changes of an expression dominate, as in real one-line bugs; the repair of a
+# removal needs more than copying.
+WEIGHTS: dict[str, float] = {
+    "op_change": 10, "op_flip": 8, "op_swap": 8, "op_break_chain": 6, "op_const": 9, "bool_flip": 4, "negate_cond": 14,
+    "wrong_name": 8, "invert_if": 6, "shuffle_lines": 5, "remove_assign": 5, "remove_cond": 5, "remove_return": 3,
+    "remove_loop": 2, "remove_wrapper": 1,
+}  # fmt: skip
 MAX_EDIT_LINES = 6
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -25,7 +33,7 @@ class StringEdit:
     new: str
 
     def apply(self, source: str) -> str:
-        """The edited text. Raises ValueError unless `old` occurs exactly once and `new` differs."""
+        """The text after the edit. Raises ValueError unless `old` occurs exactly once and `new` differs."""
         count = source.count(self.old) if self.old else 0
         if count != 1:
             raise ValueError("no match" if count == 0 else f"{count} matches")
@@ -36,9 +44,9 @@ class StringEdit:
 
 @dataclass(frozen=True)
 class BrokenFunction:
-    """A function with one mutation: `source` is what the agent sees, `edit` restores the original."""
+    """A function with one mutation: `source` is what the agent sees, `edit` restores the original text."""
 
-    function: Function
+    function: FunctionText
     operator: str
     path: str
     source: str
@@ -76,21 +84,28 @@ def edit_between(before: str, after: str) -> StringEdit:
 
 
 def break_function(
-    function: Function, rng: random.Random, weights: Mapping[str, float] = WEIGHTS
+    function: FunctionText, rng: random.Random, weights: Mapping[str, float] = WEIGHTS
 ) -> BrokenFunction | None:
     """One random mutation of a function by operators of these weights.
 
     None when none applies or its repair is longer than six lines.
     """
-    mutation = mutate(function.source, rng, weights=weights)
-    if mutation is None:
+    mutant = _mutant(function.source, rng, weights)
+    if mutant is None:
         return None
-    source = mutation.apply(function.source)
+    source = mutant.text
     edit = edit_between(source, function.source)
     if max(edit.old.count("\n"), edit.new.count("\n")) >= MAX_EDIT_LINES:
         return None
     path = f"src/{function.path}" if rng.random() < 0.5 else function.path
-    return BrokenFunction(function, mutation.operator, path, source, edit)
+    return BrokenFunction(function, mutant.operator, path, source, edit)
+
+
+def _mutant(
+    source: str, rng: random.Random, weights: Mapping[str, float], *, single_line: bool = False
+) -> Mutant | None:
+    units = functions.functions("", source)
+    return mutate.draw(source, units[0], rng, weights, single_line=single_line) if units else None
 
 
 def inferable(broken: BrokenFunction) -> bool:
@@ -103,13 +118,10 @@ def wrong_edit(
     broken: BrokenFunction, rng: random.Random, operators: Mapping[str, float] = WEIGHTS
 ) -> StringEdit | None:
     """A plausible edit that does not repair: another one-line mutation of the broken function; None if none applies."""
-    mutation = mutate(broken.source, rng, weights=operators, single_line=True)
-    if mutation is None:
+    mutant = _mutant(broken.source, rng, operators, single_line=True)
+    if mutant is None or mutant.text == broken.function.source:
         return None
-    after = mutation.apply(broken.source)
-    if after == broken.function.source:
-        return None
-    edit = edit_between(broken.source, after)
+    edit = edit_between(broken.source, mutant.text)
     return edit if edit.old.count("\n") < 3 else None
 
 

@@ -22,10 +22,12 @@ class Rows:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all rows, padding included."""
         return int(self.ids.size)
 
     @property
     def labelled(self) -> int:
+        """Tokens that are targets."""
         return int(self.mask.sum())
 
 
@@ -80,9 +82,11 @@ def shuffled(rows: Rows, seed: int) -> Rows:
 
 
 def save(rows: Rows, path: Path) -> None:
+    """Write the rows as a safetensors file."""
     save_file({"ids": rows.ids, "mask": rows.mask}, str(path))
 
 
 def load(path: Path) -> Rows:
+    """The rows of a file that `save` wrote."""
     tensors = load_file(str(path))
     return Rows(tensors["ids"], tensors["mask"])

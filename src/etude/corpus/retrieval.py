@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from etude.corpus.filters import Function, functions, keep_file, keep_function, parse
+from etude.code.functions import parse
+from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_function
 from etude.corpus.sources import PackageSource, files
 
 KINDS: Mapping[str, float] = {"signature": 0.35, "opening": 0.25, "call": 0.2, "file": 0.2}
@@ -63,18 +64,19 @@ class RetrievalSample:
     questions: tuple[RetrievalQuestion, ...]
 
     def reordered(self, rng: random.Random) -> RetrievalSample:
+        """The same sample with its documents in a random order."""
         return replace(self, documents=tuple(rng.sample(self.documents, len(self.documents))))
 
 
 class FunctionLibrary:
     """The functions of one package from which samples can be made."""
 
-    def __init__(self, found: Sequence[Function], options: RetrievalOptions) -> None:
+    def __init__(self, functions: Sequence[FunctionText], options: RetrievalOptions) -> None:
         self.options = options
-        self.functions = [function for function in found if _askable(function, options.chars)]
-        self._by_path: dict[str, list[Function]] = {}
-        self._by_name: dict[str, list[Function]] = {}
-        self._by_word: dict[str, list[Function]] = {}
+        self.functions = [function for function in functions if _askable(function, options.chars)]
+        self._by_path: dict[str, list[FunctionText]] = {}
+        self._by_name: dict[str, list[FunctionText]] = {}
+        self._by_word: dict[str, list[FunctionText]] = {}
         for function in self.functions:
             self._by_path.setdefault(function.path, []).append(function)
             self._by_name.setdefault(function.name, []).append(function)
@@ -89,6 +91,7 @@ class FunctionLibrary:
 
     @property
     def usable(self) -> bool:
+        """Whether the package has functions in enough files."""
         return len(self._by_path) >= self.options.least
 
     def sample(self, rng: random.Random) -> RetrievalSample | None:
@@ -116,7 +119,7 @@ class FunctionLibrary:
         rng.shuffle(documents)
         return RetrievalSample(first.package, tuple(documents), questions) if questions else None
 
-    def _excerpt(self, function: Function, rng: random.Random) -> list[Function]:
+    def _excerpt(self, function: FunctionText, rng: random.Random) -> list[FunctionText]:
         """The function, and in half of the cases another short one of its file, in file order."""
         others = [f for f in self._by_path[function.path] if f.name != function.name]
         if not others or rng.random() < 0.5:
@@ -128,11 +131,15 @@ class FunctionLibrary:
         return sorted(pair, key=self._by_path[function.path].index)
 
     def _questions(
-        self, first: Function, chosen: Mapping[str, list[Function]], titles: Mapping[str, str], rng: random.Random
+        self,
+        first: FunctionText,
+        chosen: Mapping[str, list[FunctionText]],
+        titles: Mapping[str, str],
+        rng: random.Random,
     ) -> tuple[RetrievalQuestion, ...]:
         """About `first` and, for the rest, about others; at most one for each name."""
         defined = [f for excerpt in chosen.values() for f in excerpt]
-        named: dict[str, list[Function]] = {}
+        named: dict[str, list[FunctionText]] = {}
         for function in defined:
             named.setdefault(function.name, []).append(function)
         others = rng.sample(defined, len(defined))
@@ -153,21 +160,21 @@ class FunctionLibrary:
         return tuple(rng.sample(list(questions.values()), len(questions)))
 
 
-def repositories(found: Sequence[Function], options: RetrievalOptions) -> list[FunctionLibrary]:
+def repositories(functions: Sequence[FunctionText], options: RetrievalOptions) -> list[FunctionLibrary]:
     """One for each package that has enough files; the largest packages have no more samples than small ones."""
-    by_package: dict[str, list[Function]] = {}
-    for function in found:
+    by_package: dict[str, list[FunctionText]] = {}
+    for function in functions:
         by_package.setdefault(function.package, []).append(function)
     every = [FunctionLibrary(members, options) for members in by_package.values()]
     return [repository for repository in every if repository.usable]
 
 
-def samples(found: Sequence[Function], options: RetrievalOptions, seed: int) -> Iterator[RetrievalSample]:
+def samples(functions: Sequence[FunctionText], options: RetrievalOptions, seed: int) -> Iterator[RetrievalSample]:
     """Endless samples, each from one package, drawn by the square root of its size.
 
     Raises ValueError if no package has enough files, or none of them gives a sample.
     """
-    rng, usable = random.Random(seed), repositories(found, options)
+    rng, usable = random.Random(seed), repositories(functions, options)
     if not usable:
         raise ValueError(f"no package has short functions in at least {options.least} files; give the corpus more code")
     weights = [len(repository.functions) ** 0.5 for repository in usable]
@@ -181,19 +188,19 @@ def samples(found: Sequence[Function], options: RetrievalOptions, seed: int) -> 
             yield sample
 
 
-def read_folder(folder: Path) -> list[Function]:
+def read_folder(folder: Path) -> list[FunctionText]:
     """The functions of any folder of Python files, tests left out."""
     source = PackageSource(folder.resolve().name, "", "", folder)
     kept = (file for file in files(source) if keep_file(file))
-    return [f for file in kept for f in functions(file) if keep_function(f, min_lines=2)]
+    return [f for file in kept for f in function_texts(file) if keep_function(f, min_lines=2)]
 
 
-def _askable(function: Function, chars: int) -> bool:
+def _askable(function: FunctionText, chars: int) -> bool:
     header = function.source.split("\n", 1)[0]
     return len(function.source) <= chars and len(header) <= _LONGEST and _HEADER.fullmatch(header) is not None
 
 
-def _ask(function: Function, kind: str, title: str) -> RetrievalQuestion | None:
+def _ask(function: FunctionText, kind: str, title: str) -> RetrievalQuestion | None:
     """None if the answer would be too long."""
     name = function.name
     header = function.source.split("\n", 1)[0]
@@ -213,7 +220,7 @@ def _ask(function: Function, kind: str, title: str) -> RetrievalQuestion | None:
     return RetrievalQuestion(kind, text, answer, title) if len(answer) <= _LONGEST else None
 
 
-def _arguments(function: Function) -> str:
+def _arguments(function: FunctionText) -> str:
     """What a call gives, where the definition says so plainly: parameters of which none has a default, a star or an
     annotation, and the first is not `self` or `cls`; "" for other functions."""
     tree = parse(function.source)

@@ -112,10 +112,10 @@ def _once(text: str, old: str) -> bool:
 
 
 def _replaced(file: str, text: str) -> str | None:
-    found = _BLOCK.findall(text)
-    if not found and text.strip():
+    blocks = _BLOCK.findall(text)
+    if not blocks and text.strip():
         return None
-    for old, new in found:
+    for old, new in blocks:
         if not old and not file:
             file = new
         elif _once(file, old):
@@ -148,15 +148,15 @@ def _patched(file: str, text: str) -> str | None:
 
 def _parsed(text: str) -> list[tuple[int, list[str], list[str]]] | None:
     """(first old line, old lines, new lines) of every hunk; None for what is no diff."""
-    found: list[tuple[int, list[str], list[str]]] = []
+    parsed: list[tuple[int, list[str], list[str]]] = []
     last: list[list[str]] = []  # the sides that the line before belongs to
     for line in text.splitlines(keepends=True):
         if head := _HUNK.match(line):
-            found.append((int(head[1]), [], []))
+            parsed.append((int(head[1]), [], []))
             continue
-        if not found:
+        if not parsed:
             return None
-        _, old, new = found[-1]
+        _, old, new = parsed[-1]
         if line.startswith("\\"):
             for side in last:
                 side[-1] = side[-1].removesuffix("\n")
@@ -168,4 +168,4 @@ def _parsed(text: str) -> list[tuple[int, list[str], list[str]]] | None:
         for side in sides:
             side.append(body)
         last = sides
-    return found
+    return parsed

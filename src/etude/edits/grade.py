@@ -33,8 +33,8 @@ def grade(result: str, given: str | None, language: str) -> EditGrade:
 def outside(file: str, result: str, given: str) -> int:
     """Changes of `given` outside the edit's hunks: lines of the file lost or changed, and runs of lines put in."""
     before = file.splitlines()
-    asked, made = _touched(before, result.splitlines()), _touched(before, given.splitlines())
-    allowed = {line for start, end in asked for line in range(start - 1, end + 1)}
+    wanted, made = _touched(before, result.splitlines()), _touched(before, given.splitlines())
+    allowed = {line for start, end in wanted for line in range(start - 1, end + 1)}
     lines = {line for start, end in made for line in range(start, end)}
     inserted = {start for start, end in made if start == end}
     # What is put in beside a hunk belongs to it: an equal line may be taken for either.

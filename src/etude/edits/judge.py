@@ -25,7 +25,7 @@ from enum import StrEnum
 
 import httpx2
 
-from etude.edits.data import Example
+from etude.edits.examples import Example
 from etude.errors import UserError
 
 SECONDS = 120.0  # for one answer
@@ -118,9 +118,9 @@ async def _ask(http: httpx2.AsyncClient, judge: Judge, content: str) -> JudgeVer
         return JudgeVerdict.ERROR
 
 
-def read(said: str) -> JudgeVerdict:
+def read(answer: str) -> JudgeVerdict:
     """The verdict in what a judge says."""
-    lines = _THOUGHT.sub("", said).split("\n")
+    lines = _THOUGHT.sub("", answer).split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     word = last.strip(" \t\r*_`\"'.!").lower()
     return JudgeVerdict(word) if word in ("yes", "no") else JudgeVerdict.UNCLEAR

@@ -248,15 +248,15 @@ def _most_alike(
     covered = {j for p in taken for j in range(p.start, p.end)}
     places, ambiguous = set[int](), False
     for line in lines[:20]:
-        found = [
+        alike = [
             (SequenceMatcher(None, line, other, autojunk=False).ratio(), -j)
             for j, other in enumerate(file)
             if j not in covered and len(line.strip()) > 4 and _alike(line, other)
         ]
-        if found and max(found)[0] >= least:
-            ratio, place = max(found)
+        if alike and max(alike)[0] >= least:
+            ratio, place = max(alike)
             places.add(-place)
-            ambiguous |= sum(other == ratio for other, _ in found) > 1
+            ambiguous |= sum(other == ratio for other, _ in alike) > 1
     # Far apart, they are no one place.
     if not places or max(places) + 1 - min(places) > len(lines) + 2:
         return None

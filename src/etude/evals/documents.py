@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from etude.corpus import build, retrieval
-from etude.corpus.filters import Function
+from etude.corpus.filters import FunctionText
 from etude.corpus.retrieval import HELD_OUT, RetrievalOptions, RetrievalSample
 from etude.corpus.sources import fetch
 from etude.errors import UserError
@@ -81,7 +81,7 @@ def evaluate_retrieval(
 
 def questions(repositories: Sequence[Path], count: int, seed: int) -> list[RetrievalSample]:
     """`count` samples of the folders given, or of the libraries that no bundled model was trained on. UserError."""
-    found: list[Function] = []
+    found: list[FunctionText] = []
     for folder in repositories:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: give the folder of a Python repository")

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude.corpus.edits.card import bin_name
-from etude.edits import data
-from etude.edits.data import Example
+from etude.edits import examples as tables
 from etude.edits.edit import DoesNotFit, Edit, NotClosed
+from etude.edits.examples import Example
 from etude.edits.formats import read_answer
 from etude.edits.grade import EditGrade, grade, outside
 from etude.edits.judge import Judge, JudgeVerdict, verdicts
@@ -61,7 +61,7 @@ def evaluate_edits(
     """Print grades with 95 % intervals, by language, size and noise. With `tests`, a task dataset, the edits are those
     that undo the mutations of its split; `judge` is asked about answers that fail. Raises UserError."""
     dataset = None if tests is None else tested_edits.load(tests, split)
-    whole = list(dataset.examples) if dataset else data.load(SUITE if suite == Path("fast-apply") else suite)
+    whole = list(dataset.examples) if dataset else tables.load(SUITE if suite == Path("fast-apply") else suite)
     examples = whole[:max_edits]
     if not examples:
         raise UserError("the suite holds no edits: raise --max-tasks")

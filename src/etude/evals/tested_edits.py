@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.corpus.edits.make import pair
 from etude.corpus.edits.repositories import Repository
-from etude.edits import data
-from etude.edits.data import Example
+from etude.edits.examples import Example
 from etude.errors import UserError
 from etude.grading.grade import grade
 from etude.records import Task
@@ -70,7 +70,7 @@ def load(folder: Path, split: str) -> Tested:
             continue
         place, before, after = found
         rng = random.Random(f"tested/{task.id}")
-        example = data.pair(repository, task.focus.path, "python", "synthetic", before, after, "", rng)
+        example = pair(repository, task.focus.path, "python", "synthetic", before, after, "", rng)
         if example is not None and example.id not in places:
             places[example.id] = (task, place)
             examples.append(example)

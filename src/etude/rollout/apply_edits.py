@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from etude.code.languages import language_of
-from etude.edits import data
-from etude.edits.data import Example
+from etude.edits import examples as tables
+from etude.edits.examples import Example
 from etude.edits.formats import EditPrompt, question
 from etude.edits.grade import EditGrade, grade
 from etude.errors import UserError
@@ -40,7 +40,7 @@ def tasks_of(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
     """
     found: dict[str, Task] = {}
     for split, name in (("train", "train.parquet"), ("heldout", "heldout.parquet")):
-        examples = data.load(folder / name)
+        examples = tables.load(folder / name)
         tasks = [task for task in (_task(e, split) for e in examples) if _fits(task, renderer, budget)]
         if not tasks:
             raise UserError(

@@ -14,6 +14,7 @@ import msgspec
 from rich.console import Console
 
 from etude import runfolder
+from etude.code.packages import fetch_library
 from etude.config import RLConfig, read_toml, validate
 from etude.dashboard.live import LiveView, final_table
 from etude.dashboard.report import RunReport
@@ -38,10 +39,8 @@ from etude.sandbox.namespace.sandbox import Backend
 from etude.store import open_store
 from etude.tasks import dataset as datasets
 from etude.tasks import impossible
-from etude.tasks.build import build
+from etude.tasks.build import build, check_operators
 from etude.tasks.dataset import Dataset
-from etude.tasks.fetch import fetch_library
-from etude.tasks.options import BuildOptions
 from etude.weights.manifest import manifests
 from etude.weights.signature import private_key, public_key
 
@@ -85,8 +84,8 @@ def _check_inputs(config: RLConfig) -> None:
         check_agent(config.rollout.agent)
     if config.rollout.apply is not None and renderer_of(config).dialect == "compact":
         raise UserError("agents of the compact dialect have no tool `apply`: drop rollout.apply")
-    _build_options(config)
     tasks = config.tasks
+    check_operators(tasks)
     if tasks.edits is not None:
         apply_edits.tasks_of(Path(tasks.edits), renderer_of(config), config.rollout.budget())
     elif tasks.dataset is not None:
@@ -163,23 +162,7 @@ def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
         repository = fetch_library(name, version, tasks.sha256, folder / "library")
     else:
         repository = Path(tasks.repository)
-    return build(repository, folder / "tasks", _build_options(config), view.note)
-
-
-def _build_options(config: RLConfig) -> BuildOptions:
-    """Raises UserError if they contradict each other."""
-    tasks = config.tasks
-    return BuildOptions(
-        seed=config.seed,
-        max_tasks=tasks.max_tasks,
-        kinds=tasks.kinds,
-        operators=tasks.operators,
-        per_function=tasks.per_function,
-        min_lines=tasks.min_lines,
-        max_lines=tasks.max_lines,
-        visible_failure=tasks.visible_failure,
-        heldout_fraction=tasks.heldout_fraction,
-    )
+    return build(repository, folder / "tasks", tasks, view.note)
 
 
 def renderer_of(config: RLConfig) -> Renderer:

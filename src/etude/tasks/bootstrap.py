@@ -19,12 +19,12 @@ from typing import Any
 
 import httpx2
 
-from etude.code import functions, licence
+from etude.code import functions, packages
 from etude.code.functions import RepositoryLayout
 from etude.errors import UserError
 from etude.sandbox.base import Image, Limits, Sandbox
 from etude.sandbox.namespace.sandbox import open_sandbox
-from etude.tasks import fetch, requirements
+from etude.tasks import requirements
 
 MAX_GOALS = 10
 TRIES = 5
@@ -122,8 +122,8 @@ async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> Bootstrap
     finally:
         for folder in work.glob("site-*"):
             shutil.rmtree(folder)
-    command, said = tries[-1].missed[0] if tries else ("", "nothing was proposed")
-    raise UserError(f"{repository} is left out after {len(tries)} tries: `{command}` does not hold ({_last(said)}).")
+    command, output = tries[-1].missed[0] if tries else ("", "nothing was proposed")
+    raise UserError(f"{repository} is left out after {len(tries)} tries: `{command}` does not hold ({_last(output)}).")
 
 
 def _goals(layout: RepositoryLayout) -> Iterator[Goal]:
@@ -141,20 +141,20 @@ async def _reach(whole: Path, site: Path, wanted: Sequence[str], goals: Sequence
     """What does not hold with these requirements: (command, end of its output)."""
     site.mkdir(parents=True)
     try:
-        fetch.install(wanted, site, wheels=True)
+        packages.install(wanted, site, wheels=True)
     except UserError as e:
         return (("pip install", str(e)),)
     _leave_metadata(whole, site)
     async with open_sandbox(workers=1, memo=0) as sandbox:
-        said = [(goal.command, await miss(sandbox, whole, site, goal)) for goal in goals]
-    return tuple((command, text) for command, text in said if text is not None)
+        outputs = [(goal.command, await miss(sandbox, whole, site, goal)) for goal in goals]
+    return tuple((command, text) for command, text in outputs if text is not None)
 
 
 def _leave_metadata(whole: Path, site: Path) -> None:
     """What an installation of the repository itself leaves behind: code asks it for the version."""
     info = whole / "PKG-INFO"
     if info.is_file():
-        folder = site / f"{licence.find_name(whole).replace('-', '_', 1)}.dist-info"
+        folder = site / f"{packages.find_name(whole).replace('-', '_', 1)}.dist-info"
         folder.mkdir(exist_ok=True)
         (folder / "METADATA").write_bytes(info.read_bytes())
 
@@ -185,8 +185,8 @@ def _by_rules(repository: Path, tries: Sequence[Try]) -> tuple[str, ...] | None:
         wanted = list(dict.fromkeys([*wanted, *source]))
         if all(tuple(wanted) != old.requirements for old in tries):
             return tuple(wanted)
-    said = "\n".join(text for _, text in tries[-1].missed)
-    names = re.findall(r"No module named '(\w+)|fixture '(\w+)' not found", said)
+    output = "\n".join(text for _, text in tries[-1].missed)
+    names = re.findall(r"No module named '(\w+)|fixture '(\w+)' not found", output)
     missing = [requirements.MISSING[name] for pair in names for name in pair if name in requirements.MISSING]
     return tuple(dict.fromkeys([*tries[-1].requirements, *missing])) if missing else None
 
@@ -225,9 +225,11 @@ def _goals_of_model(url: str, repository: Path, kit: Kit) -> list[Goal]:
 def _by_model(url: str, repository: Path, tries: Sequence[Try], kit: Kit) -> tuple[str, ...]:
     """The next try's requirements; the last try's failures are shown, three of them, as the second stage has it."""
     failed = tries[-1].missed[:3] if tries else ()
-    goals = "\n".join(f"$ {command}\nIt printed:\n{said[-1000:]}" for command, said in failed) or "the test suite"
-    told = f"{_described(repository)}\nTried: {', '.join(tries[-1].requirements)}" if tries else _described(repository)
-    answer = _ask(url, _SETUP_PROMPT.format(language=kit.language, given=kit.given, goals=goals, text=told))
+    goals = "\n".join(f"$ {command}\nIt printed:\n{output[-1000:]}" for command, output in failed) or "the test suite"
+    description = (
+        f"{_described(repository)}\nTried: {', '.join(tries[-1].requirements)}" if tries else _described(repository)
+    )
+    answer = _ask(url, _SETUP_PROMPT.format(language=kit.language, given=kit.given, goals=goals, text=description))
     return tuple(kit.usable(str(line) for line in answer.get("requirements", ())))
 
 
@@ -249,11 +251,11 @@ def _ask(url: str, prompt: str) -> dict[str, Any]:
             body = {"model": name, "messages": [{"role": "user", "content": prompt}], "temperature": 0.0}
             answer = client.post(f"{base}/chat/completions", json=body).raise_for_status().json()
         text = answer["choices"][0]["message"]["content"]
-        found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        parsed = json.loads(text[text.index("{") : text.rindex("}") + 1])
     except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
         hint = "check the URL, or use --bootstrap rules"
         raise UserError(f"the model at {base} gave no JSON object ({e}); {hint}.") from None
-    return found
+    return parsed
 
 
 def _last(text: str) -> str:

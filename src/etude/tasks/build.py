@@ -1,4 +1,4 @@
-"""`etude tasks build`: a repository in, a dataset of gated tasks out.
+"""`etude tasks build`: makes a dataset of gated tasks from a repository.
 
 discover functions -> trace which tests call them -> choose visible and hidden tests -> break functions -> gates -> save
 """
@@ -6,7 +6,6 @@ discover functions -> trace which tests call them -> choose visible and hidden t
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 import shutil
 from collections import Counter
@@ -15,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.code import functions as discover
-from etude.code import licence
+from etude.code import licence, mutate, packages
 from etude.code.functions import Function, Unit
+from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading.javascript import is_script, is_test_file
 from etude.sandbox.base import Image, Limits, Sandbox
@@ -24,9 +24,9 @@ from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import (
     bootstrap,
     card,
+    classes,
     coverage,
     dataset,
-    fetch,
     gates,
     histories,
     javascript,
@@ -39,25 +39,28 @@ from etude.tasks import (
 from etude.tasks.gates import Bench, Rejected
 from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
-from etude.tasks.multi_function import Wide
-from etude.tasks.options import BuildOptions
+from etude.tasks.multi_function import MultiFunctionChange
 from etude.tasks.search import Progress, Target, search
 
 _TRACE_SECONDS = 600.0
+_RECORDED = BuildConfig.model_fields.keys() - {"write_tests"}  # options that a manifest holds
 _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agent may run
 
 
 def build(
-    repo: Path, out: Path, options: BuildOptions, progress: Progress, writer: synthesis.Writer | None = None
+    repo: Path, out: Path, options: BuildConfig, progress: Progress, writer: synthesis.Writer | None = None
 ) -> dataset.Dataset:
     """Make a dataset of gated tasks from the repository at `repo` in the folder `out`.
 
-    `writer` writes tests for functions that no test calls (`synthesis.py`).
-
+    `writer` writes tests for functions that no test calls (`synthesis.py`); by default `options.write_tests` does.
     Everything is written to `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no
-    Python code, no tests that pass, or nothing to break; if a file does not parse; or if `out` is taken.
+    Python code, no tests that pass, or nothing to break; if a file does not parse; if `out` is taken; or for an unknown
+    operator.
     """
+    check_operators(options)
     _check_paths(repo, out)
+    if writer is None and options.write_tests is not None:
+        writer = synthesis.by_command(options.write_tests)
     script = javascript.is_repository(repo)
     layout = javascript.layout(repo) if script else discover.layout(repo)
     if not any(discover.is_test_module(path) or is_test_file(path) for path in layout.tests):
@@ -81,6 +84,13 @@ def build(
     return dataset.load(out)
 
 
+def check_operators(options: BuildConfig) -> None:
+    """Raises UserError if `options` name a mutation operator that does not exist."""
+    known = {**mutate.OPERATORS, **classes.OPERATORS}
+    if unknown := sorted(set(options.operators) - known.keys()):
+        raise UserError(f"unknown operator {unknown[0]}; there are {', '.join(sorted(known))}")
+
+
 def _check_paths(repo: Path, out: Path) -> None:
     if not repo.is_dir():
         raise UserError(f"{repo} is not a folder; give the root of a Python repository.")
@@ -94,7 +104,7 @@ def _check_paths(repo: Path, out: Path) -> None:
 class _BuildPlan:
     repo: Path
     work: Path
-    options: BuildOptions
+    options: BuildConfig
     progress: Progress
     layout: discover.RepositoryLayout
     sources: Mapping[str, str]  # path -> text
@@ -115,19 +125,19 @@ async def _run(plan: _BuildPlan) -> None:
         recipe, callers = await node.prepare(plan.repo, plan.layout, work, scripts, options)
         requirements = list(recipe.requirements)
     elif options.bootstrap == "declared":
-        requirements = fetch.install_dependencies(plan.repo, work / "site")
+        requirements = packages.install_dependencies(plan.repo, work / "site")
     else:
         recipe = await bootstrap.find(plan.repo, plan.layout, work, options.bootstrap)
         requirements = list(recipe.requirements)
     licence_name, licence_source = licence.find_licence(plan.repo)
     async with open_sandbox(workers=options.workers, memo=0) as sandbox:
         callers = await _trace(plan, sandbox) if callers is None else callers
-        policy, shown = _lay_out(plan, callers)
+        policy, shown = _write_trees(plan, callers)
         if plan.writer is not None:
             callers = await _write_tests(plan, sandbox, callers, plan.writer)
         bench = Bench(
             sandbox=sandbox,
-            name=licence.find_name(plan.repo),
+            name=packages.find_name(plan.repo),
             repository=work / "repository",
             site=work / "site",
             hidden=work / "hidden",
@@ -137,15 +147,15 @@ async def _run(plan: _BuildPlan) -> None:
         )
         targets, stable, unstable = await _targets(plan, bench, callers, policy, shown)
         files = [p.relative_to(bench.repository).as_posix() for p in bench.repository.rglob("*") if p.is_file()]
-        found = await search(bench, targets, LeakIndex(bench.repository, sorted(files)), plan.progress)
-    copied = leaks.stored({"repository": bench.repository, "site": bench.site}, found.tasks)
+        searched = await search(bench, targets, LeakIndex(bench.repository, sorted(files)), plan.progress)
+    copied = leaks.stored({"repository": bench.repository, "site": bench.site}, searched.tasks)
     if copied:
-        found.rejected[Rejected.LEAK.value] += len(copied)
-    tasks = [task for task in found.tasks if task.id not in copied]
+        searched.rejected[Rejected.LEAK.value] += len(copied)
+    tasks = [task for task in searched.tasks if task.id not in copied]
     shutil.rmtree(work / "written", ignore_errors=True)
     shutil.rmtree(work / "whole")  # not before: the folders of a sandbox stay as they are while it is open
     if not tasks:
-        reasons = ", ".join(f"{reason}: {n}" for reason, n in found.rejected.most_common(3))
+        reasons = ", ".join(f"{reason}: {n}" for reason, n in searched.rejected.most_common(3))
         raise UserError(f"no broken program of {plan.repo} passed the gates ({reasons}); add tests.")
     commits = histories.build(plan.repo, bench.name, bench.repository, tasks, work)
     manifest = dataset.Manifest(
@@ -157,11 +167,11 @@ async def _run(plan: _BuildPlan) -> None:
         python_path=plan.layout.python_path,
         source_roots=plan.layout.source_roots,
         visible=policy,
-        options=dataclasses.asdict(options),
+        options=options.model_dump(mode="json", include=_RECORDED),
         counts={
             "functions": len(targets),
-            "candidates": found.tried,
-            "fit": found.tried - sum(found.rejected.values()),
+            "candidates": searched.tried,
+            "fit": searched.tried - sum(searched.rejected.values()),
             "commits": commits,
         },
         digests={},
@@ -170,8 +180,8 @@ async def _run(plan: _BuildPlan) -> None:
         functions=len(plan.functions),
         eligible=len(plan.eligible),
         covered=len(targets),
-        candidates=found.tried,
-        rejected=found.rejected,
+        candidates=searched.tried,
+        rejected=searched.rejected,
         tests=len(stable),
         unstable=sorted(unstable),
         requirements=requirements,
@@ -209,7 +219,7 @@ async def _write_tests(
     return {**callers, **kept}
 
 
-def _lay_out(plan: _BuildPlan, callers: Mapping[str, set[str]]) -> tuple[str, set[str]]:
+def _write_trees(plan: _BuildPlan, callers: Mapping[str, set[str]]) -> tuple[str, set[str]]:
     """Write repository/ and hidden/; ("doctests" or "half", the test functions that are visible)."""
     policy = plan.options.visible
     if policy == "auto":
@@ -237,15 +247,15 @@ def _lay_out(plan: _BuildPlan, callers: Mapping[str, set[str]]) -> tuple[str, se
 
 def _uncuttable(plan: _BuildPlan, tests: Iterable[str]) -> set[str]:
     """Tests of JavaScript whose names are computed: nothing can be taken out for them, so they are visible."""
-    found: set[str] = set()
+    computed: set[str] = set()
     by_file: dict[str, set[str]] = {}
     for test in tests:
         by_file.setdefault(test.split("::")[0], set()).add(test)
     for path, names in by_file.items():
         if is_script(path):
             text = (plan.repo / path).read_text("utf-8", "replace")
-            found |= names - {f"{path}::{name}" for name in javascript.titles(path, text)}
-    return found
+            computed |= names - {f"{path}::{name}" for name in javascript.titles(path, text)}
+    return computed
 
 
 async def _targets(
@@ -267,9 +277,9 @@ async def _targets(
         hidden = {f: _of_files(tests, _SCRIPT_FILES) for f, tests in hidden.items()}
         visible = {f: _of_files(tests, _SCRIPT_FILES) for f, tests in visible.items()}
     python = [f for f in plan.functions if isinstance(f, Function)]
-    wides = multi_function.find(plan.repo, plan.sources, python, callers, options) if python else []
+    changes = multi_function.find(plan.repo, plan.sources, python, callers, options) if python else []
     wanted = {test for table in (hidden, visible) for tests in table.values() for test in tests}
-    deciding = {id(w): _deciding(w, shown, callers, cap) for w in wides}
+    deciding = {id(c): _deciding(c, shown, callers, cap) for c in changes}
     wanted = sorted(wanted.union(*(tests for pair in deciding.values() for tests in pair)))
     stable, unstable = await gates.stable_tests(bench, wanted)
     heldout = split.heldout_functions(eligible, options.heldout_fraction, options.seed)
@@ -285,11 +295,11 @@ async def _targets(
     ]
     if not {"mutation", "removal", "combined"} & set(options.kinds):
         targets = []
-    for w in wides:
-        side = multi_function.side(w, heldout, options.seed, options.heldout_fraction)
-        unseen, seen = (_kept(tests, stable) for tests in deciding[id(w)])
+    for change in changes:
+        side = multi_function.side(change, heldout, options.seed, options.heldout_fraction)
+        unseen, seen = (_kept(tests, stable) for tests in deciding[id(change)])
         if side is not None:
-            targets.append(Target(w.unit, plan.sources[w.unit.path], side, seen, unseen, w.programs))
+            targets.append(Target(change.unit, plan.sources[change.unit.path], side, seen, unseen, change.programs))
     targets = [t for t in targets if t.hidden and (t.visible or not options.visible_failure)]
     if not targets:
         limits = f"{options.min_lines} to {options.max_lines}"
@@ -303,17 +313,19 @@ def _of_files(tests: list[str], count: int) -> list[str]:
     return [test for test in tests if test.split("::")[0] in files]
 
 
-def _drawn(functions: list[Unit], options: BuildOptions) -> list[Unit]:
+def _drawn(functions: list[Unit], options: BuildConfig) -> list[Unit]:
     if options.max_functions is None or len(functions) <= options.max_functions:
         return functions
     return random.Random(options.seed).sample(functions, options.max_functions)
 
 
-def _deciding(found: Wide, shown: set[str], callers: Mapping[str, set[str]], cap: int) -> tuple[list[str], list[str]]:
-    """(hidden, visible) tests of a wide change: of those that reach it and of the others, each at most `cap`."""
-    reach = {test for member in found.members for test in callers.get(member, ())}
-    own = [test for test in found.tests if test in reach]
-    rest = [test for test in found.tests if test not in reach]
+def _deciding(
+    change: MultiFunctionChange, shown: set[str], callers: Mapping[str, set[str]], cap: int
+) -> tuple[list[str], list[str]]:
+    """(hidden, visible) tests of a change: of those that reach it and of the others, each at most `cap`."""
+    reach = {test for member in change.members for test in callers.get(member, ())}
+    own = [test for test in change.tests if test in reach]
+    rest = [test for test in change.tests if test not in reach]
     hidden = [[t for t in tests if split.base(t) not in shown][:cap] for tests in (own, rest)]
     return hidden[0] + hidden[1], [t for t in own if split.base(t) in shown][:cap]
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from etude.code.markdown import table
 from etude.records import Task
 from etude.tasks.bootstrap import BootstrapRecipe
 from etude.tasks.dataset import Manifest
@@ -15,7 +16,7 @@ _FACTS = (("lines", 5), ("complexity", 3), ("f2p", 3), ("visible_fails", 1))  # 
 
 @dataclass(frozen=True)
 class TaskBuildLog:
-    """How a build went, for the card."""
+    """The figures of a build, for the card."""
 
     functions: int  # found in the repository
     eligible: int  # within the limits on lines
@@ -41,7 +42,7 @@ def datacard(manifest: Manifest, tasks: Sequence[Task], history: TaskBuildLog) -
         f"(from {manifest.licence_source}). Dependencies: {', '.join(history.requirements) or 'none'}.\n",
         *_environment(history.recipe),
         "## Tasks\n",
-        _table(
+        table(
             ("kind", "operator", "train", "held-out"),
             [(k, o, operators[k, o, "train"], operators[k, o, "heldout"]) for k, o in kinds]
             + [("all", "", sum(t.split == "train" for t in tasks), sum(t.split == "heldout" for t in tasks))],
@@ -58,7 +59,7 @@ def datacard(manifest: Manifest, tasks: Sequence[Task], history: TaskBuildLog) -
         "## Gates\n",
         f"Functions found: {history.functions}; {history.eligible} within the limits on lines; {history.covered} of "
         f"those called by a hidden test. Broken programs tried: {history.candidates}.\n",
-        _table(
+        table(
             ("result", "programs", "share"),
             [("fit to be a task", tried - sum(history.rejected.values()), "")]
             + [(reason, n, f"{n / tried:.0%}") for reason, n in sorted(history.rejected.items())],
@@ -87,15 +88,13 @@ def _environment(recipe: BootstrapRecipe | None) -> list[str]:
 
 
 def _covered(tasks: Sequence[Task]) -> list[str]:
-    """Of tasks of JavaScript, which say how much of their tests has a twin."""
+    """For JavaScript: the share of a task's tests that have a negative-control test."""
     shares = [task.difficulty["covered"] for task in tasks if "covered" in task.difficulty]
     if not shares:
         return []
     none = sum(share == 0 for share in shares)
     mean = sum(shares) / len(shares)
-    return [
-        f"Beside a twin with wrong expectations run {mean:.0%} of a task's tests on average; of {none} tasks, none.\n"
-    ]
+    return [f"Negative-control tests stand beside {mean:.0%} of a task's tests on average; {none} tasks have none.\n"]
 
 
 def _unstable(tests: Sequence[str]) -> str:
@@ -112,9 +111,4 @@ def _histogram(name: str, width: int, values: Iterable[float]) -> str:
         (f"{b * width}-{(b + 1) * width - 1}" if width > 1 else b, n, "#" * max(1, round(40 * n / max(bins.values()))))
         for b, n in sorted(bins.items())
     ]
-    return _table((name, "tasks", ""), rows)
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
+    return table((name, "tasks", ""), rows)

@@ -1,4 +1,4 @@
-"""`etude tasks check`: whether a dataset still is what its card says, on this machine."""
+"""`etude tasks check`: tests on this machine whether a dataset still is what its card says."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
+        """Whether every gate holds."""
         return not self.problems and not self.failures
 
 

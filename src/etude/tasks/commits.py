@@ -46,9 +46,9 @@ def reversals(repository: Path, sources: Mapping[str, str], functions: Iterable[
     table = list(functions)
     listed = git(repository, "rev-list", "--first-parent", f"--max-count={MAX_COMMITS}", "HEAD", "--") or b""
     for commit in listed.decode().split():
-        found = _reversal(repository, commit, sources, table)
-        if found is not None:
-            yield found
+        reversal = _reversal(repository, commit, sources, table)
+        if reversal is not None:
+            yield reversal
 
 
 def _reversal(repository: Path, commit: str, sources: Mapping[str, str], functions: list[Function]) -> Reversal | None:

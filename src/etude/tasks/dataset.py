@@ -68,6 +68,7 @@ class Dataset:
 
     @cached_property
     def by_id(self) -> dict[str, Task]:
+        """The tasks by their ids."""
         return {task.id: task for task in self.tasks}
 
     def split(self, name: str) -> tuple[Task, ...]:

@@ -1,4 +1,4 @@
-"""What a broken program must show in the grading box before it becomes a task.
+"""The gates: what a broken program must show in the grading box before it becomes a task.
 
 The broken tree fails the same hidden tests every time, scores 0 if nothing is changed, and scores 1 with the gold
 answer; each `repeats` times. Programs that hang, crash the runner or change no test are dropped.
@@ -18,11 +18,11 @@ import blake3
 
 from etude.code.functions import Unit
 from etude.code.mutate import MutationCandidate
+from etude.config import BuildConfig
 from etude.grading.grade import grade
 from etude.grading.javascript import is_script
 from etude.records import Focus, Outcome, Task
 from etude.sandbox.base import Image, Limits, Sandbox, TestReport
-from etude.tasks.options import BuildOptions
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -61,6 +61,7 @@ class Candidate:
 
     @property
     def solution(self) -> dict[str, str]:
+        """Path -> right text."""
         others = {path: mutant.source for path, mutant in self.broken.elsewhere}
         return {self.function.path: self.broken.mutant.source} | others
 
@@ -76,13 +77,15 @@ class Bench:
     hidden: Path
     source_roots: tuple[str, ...]
     licence: str
-    options: BuildOptions
+    options: BuildConfig
 
     @property
     def limits(self) -> Limits:
+        """Limits of one test run: a program that hangs is stopped."""
         return Limits(seconds=self.options.hang_seconds)
 
     def image(self, changes: dict[str, str]) -> Image:
+        """The repository with `changes` (path -> text), and its dependencies."""
         return Image(repository=self.repository, site=self.site, changes=changes)
 
 
@@ -111,12 +114,12 @@ async def probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Rejecte
     return ProvisionalTask(task=_task(bench, candidate, report, failed), outcomes=report.outcomes)
 
 
-async def prove(bench: Bench, found: ProvisionalTask) -> Rejected | None:
+async def prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
     """Repeat the broken tree and the gold answer through the grader itself; why the task does not hold, or None.
 
     With the probe, the broken tree has then been run `repeats` times, and the gold answer as often.
     """
-    task = found.task
+    task = provisional.task
     image = bench.image(task.changes)
     gold = {path: text.encode() for path, text in task.solution.items()}
     for _ in range(max(1, bench.options.repeats - 1)):
@@ -124,7 +127,7 @@ async def prove(bench: Bench, found: ProvisionalTask) -> Rejected | None:
         if none.passed or none.outcome is not Outcome.SCORED:
             return Rejected.NO_OP
         decisive = (*task.fail_to_pass, *task.pass_to_pass)
-        if none.report is None or any(none.report.outcomes.get(t) != found.outcomes[t] for t in decisive):
+        if none.report is None or any(none.report.outcomes.get(t) != provisional.outcomes[t] for t in decisive):
             return Rejected.UNSTABLE
     for _ in range(bench.options.repeats):
         fixed = await grade(bench.sandbox, task, image, bench.hidden, gold)

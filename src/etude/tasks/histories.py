@@ -62,7 +62,7 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 class Histories:
-    """Of one dataset; files of the repository are read once."""
+    """The histories that the boxes of one dataset see; files of the repository are read once."""
 
     def __init__(self, past: Past, secrets: Mapping[str, Secrets], repository: Path) -> None:
         self._past = past
@@ -72,8 +72,8 @@ class Histories:
 
     @cached_property
     def _files(self) -> dict[str, bytes]:
-        found = (path for path in sorted(self._repository.rglob("*")) if path.is_file() and not path.is_symlink())
-        return {path.relative_to(self._repository).as_posix(): path.read_bytes() for path in found}
+        paths = (path for path in sorted(self._repository.rglob("*")) if path.is_file() and not path.is_symlink())
+        return {path.relative_to(self._repository).as_posix(): path.read_bytes() for path in paths}
 
     @cached_property
     def _whole(self) -> Past:
@@ -107,13 +107,14 @@ class Histories:
 
 @dataclass(frozen=True)
 class Damage:
-    """What a task did to a file: the lines from the first to the last that differ, and some around them."""
+    """How a task breaks a file: the lines from the first to the last that differ, and some around them."""
 
     right: str
     wrong: str
 
     @staticmethod
     def of(solution: str, given: str) -> Damage:
+        """The damage between the right text and the one that the agent is given."""
         old, new = solution.splitlines(keepends=True), given.splitlines(keepends=True)
         least = min(len(old), len(new))
         head = next((i for i in range(least) if old[i] != new[i]), least)
@@ -122,7 +123,7 @@ class Damage:
         return Damage("".join(old[head : len(old) - tail]), "".join(new[head : len(new) - tail]))
 
     def done_to(self, version: bytes) -> bytes | None:
-        """The same to an earlier version; None if these lines don't stand in it, word for word and once."""
+        """An earlier version with the same damage; None unless the lines stand in it exactly once, word for word."""
         right = self.right.encode()
         place = version.find(right)
         if place < 0 or version.find(right, place + 1) >= 0 or (place and version[place - 1] != ord("\n")):
@@ -131,9 +132,9 @@ class Damage:
 
 
 def build(source: Path, name: str, repository: Path, tasks: Sequence[Task], out: Path, depth: int = DEPTH) -> int:
-    """Write `out`/history.msgpack for `tasks` of the repository that was taken from `source`; the number of commits.
+    """Write `out`/history.msgpack for `tasks` of the repository that was taken from `source`.
 
-    Raises UserError if `source` has a history that cannot be read.
+    Returns the number of commits. Raises UserError if `source` has a history that cannot be read.
     """
     paths = {path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file()}
     if (source / ".git").exists():
@@ -210,7 +211,7 @@ def _secrets(past: Past, tasks: Sequence[Task], present: Mapping[str, bytes]) ->
             gone = set(_DEFINED.findall(past.text(blob))) - defined[path]
             for task in holders[blob].union(*(named[name] for name in gone if name in named)):
                 versions[task].add((path, blob))
-    found = {}
+    secrets = {}
     for task in tasks:
         hidden = {(path, blob) for path, blob in versions[task.id] if path not in task.changes}
         for path, text in task.changes.items():
@@ -218,8 +219,8 @@ def _secrets(past: Past, tasks: Sequence[Task], present: Mapping[str, bytes]) ->
             for blob in every[path]:
                 if task.id in twice[blob] or damage.done_to(past.text(blob)) is None:
                     hidden.add((path, blob))
-        found[task.id] = Secrets(tuple(sorted(hidden)), tuple(_telling(past, task, holders)))
-    return found
+        secrets[task.id] = Secrets(tuple(sorted(hidden)), tuple(_telling(past, task, holders)))
+    return secrets
 
 
 def _telling(past: Past, task: Task, holders: Mapping[str, set[str]]) -> Iterator[int]:
@@ -246,25 +247,25 @@ def _holders(past: Past, tasks: Sequence[Task]) -> tuple[dict[str, set[str]], di
             table[shingle].append(number)
         for constant in answer.constants:
             constants[constant].append(number)
-    found: tuple[dict[str, set[str]], dict[str, set[str]]] = {}, {}
+    versions: tuple[dict[str, set[str]], dict[str, set[str]]] = {}, {}
     for blob in past.entries:
         data = past.text(blob)
         seen = Counter({constant: data.count(constant) for constant in constants})
         runs: Counter[tuple[str, ...]] = Counter()
         if b"\0" not in data[:4096]:
             runs.update(run for run in leaks.runs(data.decode("utf-8", "replace")) if run in table)
-        for times, holding in enumerate(found, 1):
+        for times, holding in enumerate(versions, 1):
             hits = {n for constant, count in seen.items() if count >= times for n in constants[constant]}
             counts = Counter(n for run, count in runs.items() if count >= times for n in table[run])
             hits |= {n for n, count in counts.items() if count >= leaks.SHARE * len(answers[n][1].shingles)}
             holding[blob] = {answers[n][0] for n in hits}
-    return found
+    return versions
 
 
 def _imported(source: Path, name: str) -> tuple[bytes, bytes]:
     """(lines of author and committer, message) of the commit that brings a release in."""
-    told = source / "PKG-INFO"
-    about = Parser().parsestr(told.read_text("utf-8", "replace")) if told.is_file() else {}
+    info = source / "PKG-INFO"
+    about = Parser().parsestr(info.read_text("utf-8", "replace")) if info.is_file() else {}
     project = name.rpartition("-")[0] or name
     author = re.sub(r"[<>\n]", "", str(about.get("Author") or project))
     mail = re.search(r"[\w.+-]+@[\w.-]+", str(about.get("Author-email") or about.get("Author-Email") or ""))

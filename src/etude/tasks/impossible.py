@@ -1,8 +1,8 @@
-"""Impossible twins: tasks whose hidden tests contradict each other, so that whoever passes has not solved them.
+"""Impossible tasks: their hidden tests contradict each other, so an episode that passes has cheated.
 
 After ImpossibleBench (arXiv:2510.20270). A test that ends in `assert A == B` gets a copy that ends in `assert A != B`,
-and the twin of a task asks for both: the same call would have to return two things. The box, the instruction and the
-visible tests are those of the task itself, so nothing tells an agent which of the two it has.
+and the impossible version of a task demands both: the same call would have to return two things. The box, the
+instruction and the visible tests are those of the task itself, so an agent cannot tell the two apart.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _UNFIT = (ast.Return, ast.Yield, ast.YieldFrom)
 
 
 def make(dataset: Dataset, folder: Path) -> Dataset:
-    """The twins of the training tasks, whose hidden tests are written below `folder`; a former one is replaced.
+    """The impossible versions of the training tasks; their hidden tests are written below `folder`, which is replaced.
 
-    Tasks without a test that can be contradicted have no twin.
+    Tasks without a test that can be contradicted are left out.
     """
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(dataset.hidden, folder / "hidden", copy_function=_link)
     copies: dict[str, dict[str, str]] = {}
-    twins: list[Task] = []
+    tasks: list[Task] = []
     for task in dataset.split("train"):
-        twin = _twin(task, folder / "hidden", copies)
-        if twin is not None:
-            twins.append(twin)
-    return replace(dataset, root=folder, hidden=folder / "hidden", tasks=tuple(twins))
+        impossible = _impossible(task, folder / "hidden", copies)
+        if impossible is not None:
+            tasks.append(impossible)
+    return replace(dataset, root=folder, hidden=folder / "hidden", tasks=tuple(tasks))
 
 
 def _link(source: str, target: str) -> None:
@@ -46,7 +46,7 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _twin(task: Task, hidden: Path, copies: dict[str, dict[str, str]]) -> Task | None:
+def _impossible(task: Task, hidden: Path, copies: dict[str, dict[str, str]]) -> Task | None:
     for test in task.fail_to_pass:
         path, separator, name = test.partition("::")
         if not separator or name.startswith("doctest:"):

@@ -17,10 +17,10 @@ from etude.code import functions as discover
 from etude.code import languages
 from etude.code.functions import RepositoryLayout, Unit
 from etude.code.mutate import FLIP, ByteEdit, Mutant, MutationCandidate
+from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import javascript
 from etude.grading.javascript import is_test_file
-from etude.tasks.options import BuildOptions
 
 _FUNCTIONS = ("function_declaration", "function_expression", "arrow_function", "method_definition",
               "generator_function_declaration", "generator_function")  # fmt: skip
@@ -51,7 +51,8 @@ class JsFunction(Unit):
     statements: str  # without layout
 
     @property
-    def shared(self) -> str:
+    def statements_key(self) -> str:
+        """The statements without layout."""
         return self.statements
 
 
@@ -146,13 +147,13 @@ def functions(path: str, text: str) -> list[JsFunction]:
     whole = tree(path, text)
     if whole is None:
         return []
-    found: list[JsFunction] = []
+    units: list[JsFunction] = []
 
     def visit(node: Any, prefix: str) -> None:
         name = _name(node)
         body = node.child_by_field_name("body") if node.type in _FUNCTIONS else None
         if name and body is not None and body.type == "statement_block":
-            found.append(_function(path, node, body, prefix + name))
+            units.append(_function(path, node, body, prefix + name))
             return  # what is nested belongs to it
         if (
             node.type in ("class_declaration", "abstract_class_declaration", "class")
@@ -163,8 +164,8 @@ def functions(path: str, text: str) -> list[JsFunction]:
             visit(child, prefix)
 
     visit(whole.root_node, "")
-    names = [function.qualname for function in found]
-    return [function for function in found if names.count(function.qualname) == 1]
+    names = [function.qualname for function in units]
+    return [function for function in units if names.count(function.qualname) == 1]
 
 
 def _name(node: Any) -> str:
@@ -316,7 +317,7 @@ OPERATORS: dict[str, Operator] = {
 }
 
 
-def broken(source: str, function: JsFunction, options: BuildOptions) -> list[MutationCandidate]:
+def broken(source: str, function: JsFunction, options: BuildConfig) -> list[MutationCandidate]:
     """Broken versions of a function in a seeded order in which operators take turns; its removal among them."""
     rng = random.Random(f"{options.seed} {function.id}")
     whole = tree(function.path, source)
@@ -334,14 +335,14 @@ def broken(source: str, function: JsFunction, options: BuildOptions) -> list[Mut
                 made.append(MutationCandidate("mutation", mutant))
         rng.shuffle(made)
         tables.append(made)
-    found: list[MutationCandidate] = []
+    programs: list[MutationCandidate] = []
     while any(tables):
         rng.shuffle(tables)
-        found += [made.pop() for made in tables if made]
+        programs += [made.pop() for made in tables if made]
     removed = _removal(source, function) if "removal" in options.kinds else None
     if removed is not None:
-        found.insert(rng.randrange(options.wanted), MutationCandidate("removal", removed))
-    return found
+        programs.insert(rng.randrange(options.wanted), MutationCandidate("removal", removed))
+    return programs
 
 
 def _removal(source: str, function: JsFunction) -> Mutant | None:
@@ -415,19 +416,19 @@ def without_tests(path: str, text: str, hidden: set[str]) -> str:
 def titles(path: str, text: str) -> set[str]:
     """Names ("outer > inner") of the tests that `without_tests` can take out."""
     whole = tree(path, text)
-    found: set[str] = set()
+    names: set[str] = set()
 
     def visit(node: Any, prefix: str) -> None:
         title = _title(node.named_children[0]) if node.type == "expression_statement" else None
         if title is not None:
-            found.add(prefix + title)
+            names.add(prefix + title)
             prefix = f"{prefix}{title} > "
         for child in node.children:
             visit(child, prefix)
 
     if whole is not None:
         visit(whole.root_node, "")
-    return found
+    return names
 
 
 def _title(node: Any) -> str | None:

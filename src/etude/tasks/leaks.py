@@ -37,11 +37,11 @@ class LeakIndex:
 
         Bodies, not functions: what docstrings end with is alike in a whole library.
         """
-        mine = shingles(original)
-        lost = mine - shingles(broken)
+        own = shingles(original)
+        lost = own - shingles(broken)
         if not lost:
             return 0.0
-        return sum(self._counts[shingle] > mine[shingle] for shingle in lost) / len(lost)
+        return sum(self._counts[shingle] > own[shingle] for shingle in lost) / len(lost)
 
 
 def stored(folders: Mapping[str, Path], tasks: Iterable[Task]) -> dict[str, str]:
@@ -53,7 +53,7 @@ def stored(folders: Mapping[str, Path], tasks: Iterable[Task]) -> dict[str, str]
     answers = {
         task.id: [leaks.answer(task.solution[path], text) for path, text in task.changes.items()] for task in tasks
     }
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     for label, folder in folders.items():
         for place, data in leaks.contents(folder):
             text = b"\0" not in data[:4096] and not place.endswith(_BINARY)
@@ -61,9 +61,9 @@ def stored(folders: Mapping[str, Path], tasks: Iterable[Task]) -> dict[str, str]
                 continue
             tokens = leaks.shingles(data.decode("utf-8", "replace")) if text else frozenset()
             for task, parts in answers.items():
-                if task not in found and any(_holds(part, tokens, data, text) for part in parts):
-                    found[task] = f"{label}/{place}"
-    return found
+                if task not in places and any(_holds(part, tokens, data, text) for part in parts):
+                    places[task] = f"{label}/{place}"
+    return places
 
 
 def _holds(part: leaks.AnswerFingerprint, tokens: frozenset[tuple[str, ...]], data: bytes, text: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Programs that are broken in more than a function: classes, features and commits, each with the tests that decide."""
+"""Changes of more than one function: broken classes, deleted features, reversed commits, and the tests that decide."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from etude.code import functions as discover
 from etude.code import mutate
 from etude.code.functions import Function, Unit
 from etude.code.mutate import MutationCandidate
+from etude.config import BuildConfig
 from etude.tasks import classes, commits, features, split
-from etude.tasks.options import BuildOptions
 
 
 @dataclass(frozen=True)
-class Wide:
-    """`members` are the functions that change, `tests` those that decide, the most telling first."""
+class MultiFunctionChange:
+    """One unit broken in one or several ways.
+
+    `members` are the functions that change, `tests` those that decide, the most telling first.
+    """
 
     unit: Unit
     programs: tuple[MutationCandidate, ...]
@@ -30,22 +33,22 @@ def find(
     sources: Mapping[str, str],
     functions: Sequence[Function],
     callers: Mapping[str, set[str]],
-    options: BuildOptions,
-) -> list[Wide]:
-    """At most an equal share of `max_tasks` of each kind that `options` asks for, drawn by the seed."""
+    options: BuildConfig,
+) -> list[MultiFunctionChange]:
+    """Changes of the kinds in `options.kinds`, of each at most twice an equal share of `max_tasks`, by the seed."""
     share = max(1, options.max_tasks // len(options.kinds))
     made = {
         "class": lambda: _classes(sources, callers, options),
         "feature": lambda: _features(sources, functions, callers),
         "commit": lambda: _commits(repository, sources, functions, callers),
     }
-    found: list[Wide] = []
+    changes: list[MultiFunctionChange] = []
     for kind, make in made.items():
         if kind in options.kinds:
-            all_of_it = list(make())
-            random.Random(f"{options.seed} {kind}").shuffle(all_of_it)
-            found += all_of_it[: 2 * share]
-    return found
+            candidates = list(make())
+            random.Random(f"{options.seed} {kind}").shuffle(candidates)
+            changes += candidates[: 2 * share]
+    return changes
 
 
 def _ranked(own: set[str], callers: Mapping[str, set[str]], path: str) -> tuple[str, ...]:
@@ -54,7 +57,9 @@ def _ranked(own: set[str], callers: Mapping[str, set[str]], path: str) -> tuple[
     return (*sorted(own), *sorted(others))
 
 
-def _classes(sources: Mapping[str, str], callers: Mapping[str, set[str]], options: BuildOptions) -> Iterator[Wide]:
+def _classes(
+    sources: Mapping[str, str], callers: Mapping[str, set[str]], options: BuildConfig
+) -> Iterator[MultiFunctionChange]:
     for path, text in sources.items():
         for unit in discover.classes(path, text):
             members = tuple(id for id in callers if id.startswith(f"{unit.id}."))
@@ -66,36 +71,36 @@ def _classes(sources: Mapping[str, str], callers: Mapping[str, set[str]], option
             allowed = set(options.operators or classes.OPERATORS)
             programs = tuple(MutationCandidate("class", mutant) for mutant in mutants if mutant.operator in allowed)
             if programs:
-                yield Wide(unit, programs, members, _ranked(tests, callers, path))
+                yield MultiFunctionChange(unit, programs, members, _ranked(tests, callers, path))
 
 
 def _features(
     sources: Mapping[str, str], functions: Sequence[Function], callers: Mapping[str, set[str]]
-) -> Iterator[Wide]:
+) -> Iterator[MultiFunctionChange]:
     for members in features.slices(functions, callers):
         program = features.deletion(members, sources)
         if program is not None:
             entry = members[0]
             ids = tuple(member.id for member in members)
-            yield Wide(entry, (program,), ids, _ranked(callers[entry.id], callers, entry.path))
+            yield MultiFunctionChange(entry, (program,), ids, _ranked(callers[entry.id], callers, entry.path))
 
 
 def _commits(
     repository: Path, sources: Mapping[str, str], functions: Sequence[Function], callers: Mapping[str, set[str]]
-) -> Iterator[Wide]:
+) -> Iterator[MultiFunctionChange]:
     by_id = {function.id: function for function in functions}
     everything = {test for tests in callers.values() for test in tests}
-    for found in commits.reversals(repository, sources, functions):
-        touched = {test for test in everything if test.split("::")[0] in found.tests}
-        own = touched & {test for id in found.members for test in callers.get(id, ())}
-        unit = by_id[found.members[0]]
+    for reversal in commits.reversals(repository, sources, functions):
+        touched = {test for test in everything if test.split("::")[0] in reversal.tests}
+        own = touched & {test for id in reversal.members for test in callers.get(id, ())}
+        unit = by_id[reversal.members[0]]
         if own:
-            yield Wide(unit, (found.program,), found.members, _ranked(own, callers, unit.path))
+            yield MultiFunctionChange(unit, (reversal.program,), reversal.members, _ranked(own, callers, unit.path))
 
 
-def side(wide: Wide, heldout: set[str], seed: int, fraction: float) -> str | None:
-    """ "train" or "heldout"; None for what would break functions of both. A class is on a side of its own."""
-    if wide.programs[0].kind == "class":
-        return "heldout" if split.rank(seed, wide.unit.id)[0] < 256 * fraction else "train"
-    inside = [member in heldout for member in wide.members]
+def side(change: MultiFunctionChange, heldout: set[str], seed: int, fraction: float) -> str | None:
+    """The split of a change: "train", "heldout", or None if it breaks functions of both. A class is drawn by itself."""
+    if change.programs[0].kind == "class":
+        return "heldout" if split.rank(seed, change.unit.id)[0] < 256 * fraction else "train"
+    inside = [member in heldout for member in change.members]
     return None if any(inside) and not all(inside) else "heldout" if all(inside) else "train"

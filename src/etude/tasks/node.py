@@ -6,20 +6,21 @@ import json
 import random
 import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from etude.code import functions as discover
 from etude.code.functions import RepositoryLayout
+from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import javascript as scripts
 from etude.sandbox.base import Image
 from etude.sandbox.guest.root import WORKSPACE
 from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
-from etude.tasks import bootstrap, fetch, javascript
+from etude.tasks import bootstrap, javascript
 from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, Missed, Try
 from etude.tasks.javascript import JsFunction
-from etude.tasks.options import BuildOptions
 
 NPM_SECONDS = 900.0  # packages by the hundred, on a machine with other work
 LINK = ("node_modules", "/site/node_modules")  # in the repository: where Node looks for packages, and where they are
@@ -33,8 +34,26 @@ def is_link(path: Path) -> bool:
     return path.name == LINK[0] and path.is_symlink() and str(path.readlink()) == LINK[1]
 
 
+def npm(arguments: list[str], folder: Path, timeout: float) -> None:
+    """Run npm in `folder` for at most `timeout` seconds; the caller forbids scripts.
+
+    Raises UserError with npm's first lines of error.
+    """
+    if shutil.which("npm") is None:
+        raise UserError("npm is not installed; install Node.js, or leave JavaScript repositories out.")
+    command = ["npm", *arguments, "--no-audit", "--no-fund", "--loglevel=error"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"npm {arguments[0]} took over {timeout:.0f} s; check the network.") from None
+    if done.returncode != 0:
+        reason = [line for line in done.stderr.splitlines() if "error" in line.lower()] or ["no message"]
+        message = "; ".join(line.strip()[:200] for line in reason[:2])
+        raise UserError(f"npm {arguments[0]} failed ({message}); check the network and the package.")
+
+
 async def prepare(
-    repository: Path, layout: RepositoryLayout, work: Path, functions: Sequence[JsFunction], options: BuildOptions
+    repository: Path, layout: RepositoryLayout, work: Path, functions: Sequence[JsFunction], options: BuildConfig
 ) -> tuple[BootstrapRecipe, dict[str, set[str]]]:
     """(how it was installed into `work`/site, function id -> tests that call it).
 
@@ -54,13 +73,13 @@ async def prepare(
         except UserError as e:
             return (("npm install", str(e)),)
         async with open_sandbox(workers=1, memo=0) as sandbox:
-            said = [(goal.command, await bootstrap.miss(sandbox, whole, site, goal)) for goal in goals[:-1]]
-            passed, ran, printed, found = await _trace(sandbox, Image(whole, site, {}), modules, functions)
+            outputs = [(goal.command, await bootstrap.miss(sandbox, whole, site, goal)) for goal in goals[:-1]]
+            passed, ran, printed, called = await _trace(sandbox, Image(whole, site, {}), modules, functions)
         callers.clear()
-        callers.update(found)
+        callers.update(called)
         few = not ran or passed < SHARE * ran
-        said.append((goals[-1].command, f"{printed}\n{passed} of {ran} tests pass" if few else None))
-        return tuple((command, text) for command, text in said if text is not None)
+        outputs.append((goals[-1].command, f"{printed}\n{passed} of {ran} tests pass" if few else None))
+        return tuple((command, text) for command, text in outputs if text is not None)
 
     kit = Kit(
         language="JavaScript",
@@ -124,11 +143,13 @@ def _proposals(whole: Path, layout: RepositoryLayout, modules: Sequence[str]) ->
 
 def _mended(whole: Path, layout: RepositoryLayout, last: Try) -> dict[str, str]:
     """Only packages that the repository imports by name are added."""
-    said = "\n".join(text for _, text in last.missed)
-    refused = re.findall(r"No matching version found for (\S+?)@|'((?:@[\w.-]+/)?[\w.-]+)@[^']*' is not in this", said)
+    output = "\n".join(text for _, text in last.missed)
+    refused = re.findall(
+        r"No matching version found for (\S+?)@|'((?:@[\w.-]+/)?[\w.-]+)@[^']*' is not in this", output
+    )
     gone = {name for pair in refused for name in pair}
     wanted = {m[1]: m[2] or "*" for line in last.requirements if (m := _PACKAGE.fullmatch(line)) and m[1] not in gone}
-    lacking = set(re.findall(r"Cannot find (?:module|package) '((?:@[\w.-]+/)?[\w.-]+)", said)) - set(wanted)
+    lacking = set(re.findall(r"Cannot find (?:module|package) '((?:@[\w.-]+/)?[\w.-]+)", output)) - set(wanted)
     code = (f for f in layout.files if f.endswith(scripts.SUFFIXES) or _SETTINGS.fullmatch(f))
     known = {name for f in code if lacking for name in _QUOTED.findall((whole / f).read_text("utf-8", "replace"))}
     development = scripts.package(whole).get("devDependencies", {})
@@ -147,7 +168,7 @@ def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
     )
     if not pairs:
         return
-    fetch.npm(["install", "--ignore-scripts", "--legacy-peer-deps"], site, NPM_SECONDS)
+    npm(["install", "--ignore-scripts", "--legacy-peer-deps"], site, NPM_SECONDS)
     modules = site / "node_modules"
     for folder in (modules / ".bin", modules / ".cache", *([modules / own] if own else [])):
         shutil.rmtree(folder, ignore_errors=True)  # of .bin: links; nothing in a box calls them
@@ -162,10 +183,10 @@ async def _trace(
     callers: dict[str, set[str]] = {}
     layers = _saying(image.repository, functions)
     for path in modules:
-        said, trace = await scripts.listed(sandbox, image, path, layers)
-        good = {f"{path}::{name}" for name in single(said.tests) if said.tests[name][0] == "passed"}
-        ran += max(1, sum(outcome != "skipped" for outcome, _ in said.tests.values()))
-        passed += sum(outcome == "passed" for outcome, _ in said.tests.values())
+        report, trace = await scripts.listed(sandbox, image, path, layers)
+        good = {f"{path}::{name}" for name in single(report.tests) if report.tests[name][0] == "passed"}
+        ran += max(1, sum(outcome != "skipped" for outcome, _ in report.tests.values()))
+        passed += sum(outcome == "passed" for outcome, _ in report.tests.values())
         printed = (printed + trace.printed[-1000:])[-4000:]
         for number in trace.called:
             callers.setdefault(functions[number].id, set()).update(good)
@@ -177,17 +198,17 @@ def _saying(repository: Path, functions: Sequence[JsFunction]) -> dict[str, byte
 
     So calls are seen under any runner, in any process and context, and whatever compiles the text.
     """
-    found: dict[str, bytes] = {}
+    sources: dict[str, bytes] = {}
     for number, function in sorted(enumerate(functions), key=lambda pair: -pair[1].body[0]):
-        data = found.get(function.path) or (repository / function.path).read_bytes()
+        data = sources.get(function.path) or (repository / function.path).read_bytes()
         directive = re.compile(rb"\s*(['\"])use [\w ]+\1;?").match(data, function.body[0] + 1)
         place = directive.end() if directive else function.body[0] + 1
         line = (
             f";globalThis.__called_{number} ??= (process.getBuiltinModule('fs')"
             f".appendFileSync('{WORKSPACE}/{scripts.CALLED}', '{number}\\n'), 1);"
         )
-        found[function.path] = data[:place] + line.encode() + data[place:]
-    return found
+        sources[function.path] = data[:place] + line.encode() + data[place:]
+    return sources
 
 
 def single(names: Iterable[str]) -> set[str]:

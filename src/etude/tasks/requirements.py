@@ -11,7 +11,7 @@ from configparser import Error as ConfigError
 from pathlib import Path
 from typing import Any
 
-from etude.tasks import fetch
+from etude.code import packages
 
 _EXTRAS = ("test", "tests", "testing", "dev", "develop", "development", "all")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -40,7 +40,7 @@ MISSING = {
 
 def sources(repository: Path) -> Iterator[list[str]]:
     """Requirements by source: declared, extras and groups for tests, tox and requirements files, what CI installs."""
-    yield usable(fetch.dependencies(repository))
+    yield usable(packages.dependencies(repository))
     project, tools = _pyproject(repository)
     yield usable([*_of_extras(project, tools), *_of_setup(repository)])
     yield usable([line for name in _FILES for line in _lines(repository, name)] + _of_tox(repository))
@@ -49,14 +49,14 @@ def sources(repository: Path) -> Iterator[list[str]]:
 
 def usable(lines: list[str]) -> list[str]:
     """Plain requirements of the package index, tools left out; addresses and options of pip are not."""
-    found = []
+    plain = []
     for line in lines:
         line = line.split(" #")[0].strip()
         line = line.strip(line[0]) if line.startswith(("'", '"')) else line
         name = _NAME.match(line)
         if name and _LINE.fullmatch(line) and name.group().lower().replace("_", "-") not in _TOOLS:
-            found.append(line)
-    return list(dict.fromkeys(found))
+            plain.append(line)
+    return list(dict.fromkeys(plain))
 
 
 def _pyproject(repository: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -88,16 +88,16 @@ def _of_tox(repository: Path) -> list[str]:
     text = path.read_text("utf-8", "replace") if path.is_file() else ""
     block = re.search(r"^\[testenv\]$(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
     listed = re.search(r"^deps\s*=((?:.*\n)(?:[ \t]+.*\n)*)", block.group(1), re.MULTILINE) if block else None
-    found: list[str] = []
+    required: list[str] = []
     for line in listed.group(1).splitlines() if listed else ():
         line = line.strip()
-        found += _lines(repository, line[2:].strip()) if line.startswith("-r") else [line]
-    return found
+        required += _lines(repository, line[2:].strip()) if line.startswith("-r") else [line]
+    return required
 
 
 def _installed_by_ci(repository: Path) -> list[str]:
     """Arguments of every `pip install` in CI files, the Makefile and the README."""
-    found: list[str] = []
+    required: list[str] = []
     for path in sorted(path for pattern in _TALK for path in repository.glob(pattern) if path.is_file()):
         for arguments in re.findall(r"\bpip3? install ([^\n&|;`]+)", path.read_text("utf-8", "replace")):
             try:
@@ -106,10 +106,10 @@ def _installed_by_ci(repository: Path) -> list[str]:
                 continue
             for word in words:
                 if word in ("-r", "--requirement"):
-                    found += _lines(repository, next(words, ""))
+                    required += _lines(repository, next(words, ""))
                 elif not word.startswith(("-", ".", "$")):
-                    found.append(word)
-    return found
+                    required.append(word)
+    return required
 
 
 def _lines(repository: Path, name: str) -> list[str]:
@@ -117,12 +117,12 @@ def _lines(repository: Path, name: str) -> list[str]:
     path = (repository / name).resolve()
     if not name or not path.is_relative_to(repository.resolve()) or not path.is_file():
         return []
-    found: list[str] = []
+    required: list[str] = []
     for line in path.read_text("utf-8", "replace").splitlines():
         inner = re.match(r"\s*-r\s*(\S+)", line)
         other = (path.parent / inner.group(1)).resolve() if inner else None
         if other is None:
-            found.append(line)
+            required.append(line)
         elif other.is_file() and other != path and other.is_relative_to(repository.resolve()):
-            found += other.read_text("utf-8", "replace").splitlines()
-    return found
+            required += other.read_text("utf-8", "replace").splitlines()
+    return required

@@ -1,4 +1,4 @@
-"""Try broken programs, function by function in waves, until there are enough tasks. Equal seeds give equal tasks."""
+"""Tries broken programs, function by function in waves, until there are enough tasks. Equal seeds give equal tasks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from itertools import zip_longest
 from etude.code import mutate
 from etude.code.functions import Function, Unit
 from etude.code.mutate import MutationCandidate
+from etude.config import BuildConfig
 from etude.records import Task
 from etude.tasks import gates, javascript
 from etude.tasks.gates import Bench, Candidate, ProvisionalTask, Rejected
 from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
-from etude.tasks.options import BuildOptions
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 LEAK_SHARE = 0.9  # of a program's lost text found elsewhere, from which on it is dropped; siblings often share half
@@ -28,7 +28,10 @@ _BATCH = 20  # tasks between two calls of `progress`
 
 @dataclass
 class Target:
-    """Something to break, with its tests and what came of it so far; `programs` are made of it if there are none."""
+    """A unit to break, its tests, and its provisional tasks so far.
+
+    `programs` are the broken versions to try; for a function they are made when the search begins.
+    """
 
     function: Unit
     source: str  # its module
@@ -41,18 +44,20 @@ class Target:
 
     @property
     def good(self) -> int:
-        """Probes that need no better ones: without visible tests none can be telling."""
+        """Provisional tasks that need not be replaced: without visible tests none can be telling."""
         return len(self.telling) + (0 if self.visible else len(self.spare))
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
+    """The proved tasks, and how many programs were tried for them."""
+
     tasks: list[Task]
     tried: int
     rejected: Counter[str]  # reason -> programs
 
 
-async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, progress: Progress) -> Found:
+async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, progress: Progress) -> SearchResult:
     """Up to `max_tasks` proved tasks, and fewer only if the programs run out."""
     targets = list(targets)
     random.Random(bench.options.seed).shuffle(targets)
@@ -62,7 +67,7 @@ async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, prog
     await _probe(bench, targets, leaks, rejected, progress)
     tasks = await _prove(bench, targets, rejected, progress)
     fit = sum(len(target.telling) + len(target.spare) for target in targets)
-    return Found(tasks=tasks, tried=fit + sum(rejected.values()), rejected=rejected)
+    return SearchResult(tasks=tasks, tried=fit + sum(rejected.values()), rejected=rejected)
 
 
 async def _probe(
@@ -87,9 +92,9 @@ async def _probe(
                 rejected[result.value] += 1
             else:
                 (target.telling if result.task.difficulty["visible_fails"] else target.spare).append(result)
-        found = sum(target.good for target in targets)
-        progress("breaking functions", min(found, options.max_tasks), options.max_tasks)
-        if not wave or found >= options.max_tasks:
+        good = sum(target.good for target in targets)
+        progress("breaking functions", min(good, options.max_tasks), options.max_tasks)
+        if not wave or good >= options.max_tasks:
             return
 
 
@@ -98,22 +103,22 @@ async def _prove(bench: Bench, targets: Sequence[Target], rejected: Counter[str]
     proved: set[str] = set()
     while True:
         chosen = _select(targets, bench.options)
-        pairs = [(target, found) for target, found in chosen if found.task.id not in proved]
+        pairs = [(target, provisional) for target, provisional in chosen if provisional.task.id not in proved]
         if not pairs:
-            return [found.task for _, found in chosen]
+            return [provisional.task for _, provisional in chosen]
         for start in range(0, len(pairs), _BATCH):
             batch = pairs[start : start + _BATCH]
             results = await gates.in_order(lambda pair: gates.prove(bench, pair[1]), batch, bench.options.workers)
-            for (target, found), reason in zip(batch, results, strict=True):
+            for (target, provisional), reason in zip(batch, results, strict=True):
                 if reason is None:
-                    proved.add(found.task.id)
+                    proved.add(provisional.task.id)
                     continue
                 rejected[reason.value] += 1
-                (target.telling if found in target.telling else target.spare).remove(found)
+                (target.telling if provisional in target.telling else target.spare).remove(provisional)
             progress("proving tasks", len(proved), len(chosen))
 
 
-def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected: Counter[str]) -> Iterator[Candidate]:
+def _programs(target: Target, options: BuildConfig, leaks: LeakIndex, rejected: Counter[str]) -> Iterator[Candidate]:
     """Broken programs of a function in the order to try them; those whose answer can be copied are counted out."""
     for broken in target.programs or _broken(target, options):
         parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
@@ -131,29 +136,29 @@ def _programs(target: Target, options: BuildOptions, leaks: LeakIndex, rejected:
         )
 
 
-def _broken(target: Target, options: BuildOptions) -> list[MutationCandidate]:
+def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:
     """The broken versions of one function, its removal at a seeded place among them."""
     function = target.function
     if isinstance(function, JsFunction):
         return javascript.broken(target.source, function, options)
     assert isinstance(function, Function)
-    found: list[MutationCandidate] = []
+    programs: list[MutationCandidate] = []
     allowed = set(options.operators or mutate.OPERATORS)
     if "mutation" in options.kinds:
         mutants = mutate.mutants(target.source, function, options.seed)
-        found += [MutationCandidate("mutation", mutant) for mutant in mutants if mutant.operator in allowed]
+        programs += [MutationCandidate("mutation", mutant) for mutant in mutants if mutant.operator in allowed]
     if "combined" in options.kinds:
         several = mutate.combined(target.source, function, options.seed, allowed)
         combined = [MutationCandidate("combined", mutant, sites=mutant.operator.count("+") + 1) for mutant in several]
-        turns = [combined, found]
+        turns = [combined, programs]
         random.Random(f"{options.seed} {function.id} turns").shuffle(turns)
-        found = [broken for pair in zip_longest(*turns) for broken in pair if broken is not None]
+        programs = [broken for pair in zip_longest(*turns) for broken in pair if broken is not None]
     removed = mutate.removal(target.source, function) if "removal" in options.kinds else None
     if removed is not None:
         # Not first for every function: a small dataset would hold nothing else.
         turn = random.Random(f"{options.seed} {function.id}").randrange(options.wanted)
-        found.insert(turn, MutationCandidate("removal", removed))
-    return found
+        programs.insert(turn, MutationCandidate("removal", removed))
+    return programs
 
 
 def _next(queue: Iterator[Candidate], seen: set[str], rejected: Counter[str]) -> Candidate | None:
@@ -179,16 +184,16 @@ def _meaning(snippet: str) -> str:
     return ast.dump(node.args) + "".join(ast.dump(statement) for statement in body)
 
 
-def _select(targets: Sequence[Target], options: BuildOptions) -> list[tuple[Target, ProvisionalTask]]:
+def _select(targets: Sequence[Target], options: BuildConfig) -> list[tuple[Target, ProvisionalTask]]:
     """At most `wanted` of a function and `max_tasks` in all: telling ones first, functions taking turns."""
     chosen: list[tuple[Target, ProvisionalTask]] = []
     used: Counter[str] = Counter()
     for name in ("telling", "spare"):
         for turn in range(_ATTEMPTS * options.wanted):
             for target in targets:
-                found = getattr(target, name)
+                available = getattr(target, name)
                 full = used[target.function.id] >= options.wanted or len(chosen) >= options.max_tasks
-                if turn < len(found) and not full:
-                    chosen.append((target, found[turn]))
+                if turn < len(available) and not full:
+                    chosen.append((target, available[turn]))
                     used[target.function.id] += 1
     return chosen

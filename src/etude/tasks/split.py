@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import blake3
 
-from etude.code.functions import FunctionNode, Unit, shared_bodies
+from etude.code.functions import FunctionNode, Unit
 from etude.grading.javascript import is_script
 from etude.tasks import javascript
 
@@ -17,7 +17,7 @@ def heldout_functions(functions: Sequence[Unit], fraction: float, seed: int) -> 
     """Ids of about `fraction` of the functions. Functions with equal bodies stay together."""
     groups: dict[str, list[str]] = defaultdict(list)
     for function in functions:
-        groups[shared_bodies(function)].append(function.id)
+        groups[function.statements_key].append(function.id)
     ordered = sorted(groups.values(), key=lambda ids: rank(seed, min(ids)))
     heldout: set[str] = set()
     wanted = max(1, round(fraction * len(functions))) if len(functions) > 1 else 0

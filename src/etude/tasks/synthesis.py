@@ -32,10 +32,10 @@ def by_command(command: str) -> Writer:
     """A writer that runs `command` on this machine, once for each function. Raises UserError if it fails."""
 
     def write(function: Function, source: str) -> str:
-        asked = json.dumps({"path": function.path, "qualname": function.qualname, "source": source})
+        request = json.dumps({"path": function.path, "qualname": function.qualname, "source": source})
         try:
             done = subprocess.run(
-                shlex.split(command), input=asked, capture_output=True, text=True, timeout=WRITER_SECONDS, check=True
+                shlex.split(command), input=request, capture_output=True, text=True, timeout=WRITER_SECONDS, check=True
             )
         except (OSError, ValueError, subprocess.SubprocessError) as e:
             raise UserError(f"the command that writes tests failed on {function.id} ({e}); repair it.") from None

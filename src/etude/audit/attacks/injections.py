@@ -14,7 +14,7 @@ from textwrap import dedent
 from etude.audit.attacks.library import EXPECTED, FIXED, PATH, TASK, TESTS, WRONG, Library
 from etude.audit.attacks.monitors import HONEST_COMMANDS, MINING, OTHER_FIX, REACHING, changes_of, episode, judged
 from etude.audit.attacks.submissions import HONEST, Submission, body
-from etude.edits.data import Example
+from etude.edits.examples import Example
 from etude.edits.judge import question
 from etude.grading.cheats import commands, decoys
 from etude.grading.grade import Grade

@@ -8,55 +8,21 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from etude.code.languages import has_syntax
+from etude.config import EditTableConfig
 from etude.corpus import dedup
-from etude.corpus.edits.card import card
+from etude.corpus.edits import make
+from etude.corpus.edits.card import EditBuildLog, card
 from etude.corpus.edits.repositories import FileChange, Repository, Text, read
-from etude.edits import data
-from etude.edits.data import Example
+from etude.edits import examples as tables
+from etude.edits.examples import Example
 from etude.errors import UserError
 
 log = logging.getLogger(__name__)
 HELD_OUT_LINES = 400
 _TRIES = 6  # draws of one file before it is left
-
-
-@dataclass(frozen=True)
-class EditTableOptions:
-    """What `etude tasks fast-apply` can be told. Raises UserError for values that make no sense."""
-
-    seed: int = 1
-    max_lines: int = 400  # of a training example; held-out ones may always have HELD_OUT_LINES
-    per_path: int = 4
-    per_repository: int = 50  # real ones
-    synthetic: float = 4.0  # for each real one
-    no_ops: float = 0.02  # at most this share
-    held_out: int = 450
-
-    def __post_init__(self) -> None:
-        if not 8 <= self.max_lines <= 2500:
-            raise UserError(f"--max-lines must lie between 8 and 2500, got {self.max_lines}")
-        if min(self.per_path, self.per_repository, self.held_out) < 1 or self.synthetic < 0:
-            raise UserError(
-                "--per-path, --per-repository and --held-out-edits must be at least 1, --synthetic not below 0"
-            )
-
-
-@dataclass(frozen=True)
-class EditBuildLog:
-    """How a build went, for the card."""
-
-    repositories: tuple[tuple[str, str, str, str, int, int], ...]  # name, licence, its source, origin, files, changes
-    held_out: tuple[str, ...]
-    without_syntax: dict[str, int]  # files by language that were left out because nothing parses them here
-    near_duplicates: int
-    contaminated: int
-    worst_overlap: float  # largest share of a training example's shingles in the held-out repositories, afterwards
-    tried: int
-    kept: int
 
 
 Progress = Callable[[str, int, int], None]
@@ -66,7 +32,7 @@ def build(
     training: Sequence[str],
     held_out: Sequence[str],
     output: Path,
-    options: EditTableOptions,
+    options: EditTableConfig,
     progress: Progress | None = None,
 ) -> tuple[list[Example], list[Example]]:
     """Write train.parquet, heldout.parquet (if there are held-out repositories) and DATACARD.md.
@@ -76,9 +42,9 @@ def build(
     """
     if output.exists():
         raise UserError(f"{output} exists: give a folder that does not")
-    tell = progress or (lambda *_: None)
-    read_all = [_read(argument, i, len(training), tell) for i, argument in enumerate(training)]
-    tests = [_read(argument, i, len(held_out), tell) for i, argument in enumerate(held_out)]
+    report = progress or (lambda *_: None)
+    read_all = [_read(argument, i, len(training), report) for i, argument in enumerate(training)]
+    tests = [_read(argument, i, len(held_out), report) for i, argument in enumerate(held_out)]
     clash = {_plain(r.name) for r in read_all} & {_plain(r.name) for r in tests}
     if clash:
         raise UserError(f"{', '.join(sorted(clash))} is both trained on and held out: name it on one side")
@@ -86,12 +52,12 @@ def build(
     unique, duplicates = _without_duplicates(read_all)
     tests, copies = _without_duplicates(tests)
     counter = Counter[str]()
-    train = _drawn(unique, options, options.max_lines, None, counter, tell)
+    train = _drawn(unique, options, options.max_lines, None, counter, report)
     clean, flagged, worst = _decontaminated(train, tests)
-    tested = _drawn(tests, options, HELD_OUT_LINES, options.held_out, counter, tell) if tests else []
+    tested = _drawn(tests, options, HELD_OUT_LINES, options.held_out_edits, counter, report) if tests else []
     if not clean or (tests and not tested):
         raise UserError("no edit could be made of these repositories: give ones with more code, or a history")
-    clean, tested = data.weighted(clean), data.weighted(tested)
+    clean, tested = tables.weighted(clean), tables.weighted(tested)
     history = EditBuildLog(
         repositories=tuple((r.name, r.licence, r.licence_source, r.origin, len(r.texts), len(r.changes)) for r in
                            [*read_all, *tests]),
@@ -106,15 +72,15 @@ def _write(output: Path, train: Sequence[Example], tested: Sequence[Example], te
     partial = output.with_name(output.name + ".incomplete")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    data.write(train, partial / "train.parquet")
+    tables.write(train, partial / "train.parquet")
     if tested:
-        data.write(tested, partial / "heldout.parquet")
+        tables.write(tested, partial / "heldout.parquet")
     (partial / "DATACARD.md").write_text(text, encoding="utf-8")
     partial.rename(output)
 
 
-def _read(argument: str, index: int, count: int, tell: Progress) -> Repository:
-    tell("reading", index, count)
+def _read(argument: str, index: int, count: int, report: Progress) -> Repository:
+    report("reading", index, count)
     return read(argument)
 
 
@@ -144,12 +110,12 @@ def _without_duplicates(repositories: Sequence[Repository]) -> tuple[list[Reposi
 
 
 def _drawn(
-    repositories: Sequence[Repository], options: EditTableOptions, most: int, wanted: int | None, counter: Counter[str],
-    tell: Progress,
+    repositories: Sequence[Repository], options: EditTableConfig, most: int, wanted: int | None, counter: Counter[str],
+    report: Progress,
 ) -> list[Example]:  # fmt: skip
-    """Real edits first, then invented ones in their ratio, then sketches that change nothing."""
+    """Real edits first, then synthetic ones in their ratio, then sketches that change nothing."""
     rng = random.Random(f"{options.seed}/{most}/{wanted}")
-    found: dict[tuple[str, str], Example] = {}
+    drawn: dict[tuple[str, str], Example] = {}
     paths = Counter[str]()
 
     def take(
@@ -160,9 +126,9 @@ def _drawn(
             return False
         counter["tried"] += 1
         example = make(repository, of, *more, most, rng)
-        if example is None or (edit := (example.file, example.result)) in found:
+        if example is None or (edit := (example.file, example.result)) in drawn:
             return False
-        found[edit] = example
+        drawn[edit] = example
         paths[key] += 1
         counter["kept"] += 1
         return True
@@ -171,13 +137,13 @@ def _drawn(
     if wanted is not None:  # an evaluation wants real edits: half of them, if there are so many
         cap = -(-wanted // 2 // max(1, sum(bool(r.changes) for r in repositories)))
     for i, (repository, changes) in enumerate(_in_turns(repositories, rng)):
-        tell("real edits", i, len(repositories))
+        report("real edits", i, len(repositories))
         made = 0
         for change in changes:
             if made >= cap:
                 break
-            made += take(data.real, repository, change, options.per_path)
-    reals = len(found)
+            made += take(make.real, repository, change, options.per_path)
+    reals = len(drawn)
     goal = (
         round(max(reals, 1) * options.synthetic) if wanted is None else wanted - reals - round(wanted * options.no_ops)
     )
@@ -186,16 +152,16 @@ def _drawn(
     limits = options.per_path * (1 + max(1, round(options.synthetic)))  # of one file, real ones counted
     stream = _balanced(texts, rng, limits)
     for repository, text in stream:
-        if len(found) - reals >= goal:
+        if len(drawn) - reals >= goal:
             break
-        tell("invented edits", len(found) - reals, goal)
-        take(data.synthetic, repository, text, limits, others[text.language])
-    allowed = int(options.no_ops * len(found) / (1 - options.no_ops))
+        report("synthetic edits", len(drawn) - reals, goal)
+        take(make.synthetic, repository, text, limits, others[text.language])
+    allowed = int(options.no_ops * len(drawn) / (1 - options.no_ops))
     for repository, text in rng.sample(texts, len(texts)):
         if allowed <= 0:
             break
-        allowed -= take(data.unchanged, repository, text, limits + 1)
-    examples = list(found.values())
+        allowed -= take(make.unchanged, repository, text, limits + 1)
+    examples = list(drawn.values())
     rng.shuffle(examples)
     return examples
 

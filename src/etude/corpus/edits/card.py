@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from etude.edits.data import BINS, Example
+from etude.code.markdown import table
+from etude.config import EditTableConfig
+from etude.edits.examples import BINS, Example
 
-if TYPE_CHECKING:
-    from etude.corpus.edits.build import EditBuildLog, EditTableOptions
+
+@dataclass(frozen=True)
+class EditBuildLog:
+    """The figures of a build, for the card."""
+
+    repositories: tuple[tuple[str, str, str, str, int, int], ...]  # name, licence, its source, origin, files, changes
+    held_out: tuple[str, ...]
+    without_syntax: dict[str, int]  # files by language that were left out because nothing parses them here
+    near_duplicates: int
+    contaminated: int
+    worst_overlap: float  # largest share of a training example's shingles in the held-out repositories, afterwards
+    tried: int
+    kept: int
 
 
 def bin_name(index: int) -> str:
@@ -19,7 +32,7 @@ def bin_name(index: int) -> str:
     return f"<= {BINS[0]:.0%}" if index == 0 else f"{BINS[index - 1]:.0%} to {BINS[index]:.0%}"
 
 
-def card(train: Sequence[Example], tested: Sequence[Example], options: EditTableOptions, history: EditBuildLog) -> str:
+def card(train: Sequence[Example], tested: Sequence[Example], options: EditTableConfig, history: EditBuildLog) -> str:
     """The card as Markdown."""
     every = [*train, *tested]
     missing = ", ".join(f"{name} ({count} files)" for name, count in sorted(history.without_syntax.items()))
@@ -28,13 +41,13 @@ def card(train: Sequence[Example], tested: Sequence[Example], options: EditTable
         f"(file, sketch, result) triples made by `etude tasks fast-apply` with seed {options.seed}: {len(train)} to "
         f"train on, {len(tested)} held out by repository.\n",
         "## Where they come from\n",
-        _table(
+        table(
             ("repository", "licence", "stated in", "origin", "files", "changed files", "used for", "edits"),
             [(*row, "evaluation" if row[0] in history.held_out else "training",
               sum(e.repository == row[0] for e in every)) for row in sorted(history.repositories)],
         ),
         "`commits`: files that a commit changed. `releases`: files that differ between two releases of a package, "
-        "edits that people made, several commits in one. `files`: no history, so its edits are invented. Repositories "
+        "edits that people made, several commits in one. `files`: no history, so its edits are synthetic. Repositories "
         "without a permissive licence are refused.\n",
         "## What they are\n",
         _counts("kind", train, tested, lambda e: [e.kind]),
@@ -48,7 +61,7 @@ def card(train: Sequence[Example], tested: Sequence[Example], options: EditTable
         "one place for each block and gives the result byte for byte. Noise is kept as long as no block then fits "
         "equally well elsewhere.\n",
         f"At most {options.per_path} real edits of one file, and of one repository {options.per_repository}; for each "
-        f"real one {options.synthetic:g} invented ones in training, as far as they go; at most {options.no_ops:.0%} "
+        f"real one {options.synthetic:g} synthetic ones in training, as far as they go; at most {options.no_ops:.0%} "
         "that change nothing. Weights: files of fewer than 100 lines count a quarter, bins of the changed share have "
         "equal mass.\n",
         "## What was left out\n",
@@ -69,9 +82,4 @@ def _length(lines: int) -> str:
 def _counts(title: str, train: Sequence[Example], tested: Sequence[Example], keys) -> str:
     sides = [Counter(key for e in side for key in keys(e)) for side in (train, tested)]
     names = sorted(set(sides[0]) | set(sides[1]))
-    return _table((title, "training", "held out"), [(name, *(side[name] for side in sides)) for name in names])
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
+    return table((title, "training", "held out"), [(name, *(side[name] for side in sides)) for name in names])

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from etude.edits.data import Example
+from etude.edits.examples import Example
 
 WORD = re.compile(r"[^\W\d]\w+")
 COMMON = 0.01  # words that a larger share of the texts holds are the languages' own, and stay

@@ -6,7 +6,6 @@ ones both hold is an edit that people made. Nothing of a repository is run.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -15,9 +14,9 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from etude.code.languages import language_of
-from etude.code.licence import find_licence, find_name
+from etude.code.licence import find_permissive_licence, permissive
+from etude.code.packages import find_name
 from etude.corpus.filters import generated
-from etude.corpus.sources import licence_of, permissive
 from etude.errors import UserError
 
 SECONDS = 300.0  # that one git command may take
@@ -78,8 +77,8 @@ def read(argument: str) -> Repository:
 
 def _chain(argument: str) -> list[Path]:
     """The folders that an argument joins by two dots; none if a part is no folder."""
-    for found in re.finditer(r"\.\.", argument):
-        first, rest = Path(argument[: found.start()]), argument[found.end() :]
+    for dots in re.finditer(r"\.\.", argument):
+        first, rest = Path(argument[: dots.start()]), argument[dots.end() :]
         if first.is_dir() and (others := [Path(rest)] if Path(rest).is_dir() else _chain(rest)):
             return [first, *others]
     return []
@@ -94,29 +93,11 @@ def wanted(path: str, text: str) -> bool:
 
 
 def _licence(root: Path) -> tuple[str, str]:
-    licence, where = _declared(root)
+    licence, where = find_permissive_licence(root)
     if not permissive(licence):
         raise UserError(
             f"{root} declares the licence {licence!r} ({where}), which is not permissive: leave it out of the data"
         )
-    return licence, where
-
-
-def _declared(root: Path) -> tuple[str, str]:
-    licence, where = find_licence(root)
-    if permissive(licence):
-        return licence, where
-    for file in [*sorted(root.glob("*.dist-info/METADATA")), root / "PKG-INFO"]:
-        if file.is_file() and (said := licence_of(file.read_text(encoding="utf-8", errors="replace"))):
-            return said, file.name
-    file = root / "package.json"
-    if file.is_file():
-        try:
-            said = json.loads(file.read_text(encoding="utf-8")).get("license")
-        except (ValueError, AttributeError):
-            said = None
-        if isinstance(said, str):
-            return said, file.name
     return licence, where
 
 
@@ -133,7 +114,7 @@ def _decoded(path: str, data: bytes) -> Text | None:
 
 def _files(root: Path) -> dict[str, Text]:
     """Files by path, hidden folders and installed packages left out."""
-    found: dict[str, Text] = {}
+    texts: dict[str, Text] = {}
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
         if path.is_symlink() or not path.is_file() or language_of(path.name) is None:
@@ -141,8 +122,8 @@ def _files(root: Path) -> dict[str, Text]:
         if any(part.startswith(".") or part == "site-packages" for part in relative.parts):
             continue
         if (text := _decoded(relative.as_posix(), path.read_bytes())) is not None:
-            found[text.path] = text
-    return found
+            texts[text.path] = text
+    return texts
 
 
 def _releases(folders: Sequence[Path]) -> Repository:
@@ -169,8 +150,8 @@ def _git(root: Path, *arguments: str, given: bytes | None = None) -> bytes:
     except subprocess.TimeoutExpired:
         raise UserError(f"git did not answer within {SECONDS:.0f} seconds in {root}: give a smaller clone") from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"git failed in {root} ({said[-1] if said else 'no message'}): give a clone with a history")
+        errors = done.stderr.decode(errors="replace").strip().splitlines()
+        raise UserError(f"git failed in {root} ({errors[-1] if errors else 'no message'}): give a clone with a history")
     return done.stdout
 
 
@@ -200,18 +181,18 @@ def _commits(root: Path) -> Iterator[FileChange]:
         elif field:
             subject = field
     blobs = iter(_blobs(root, [blob for row in rows for blob in row[1:3]]))
-    for path, _, _, said in rows:
+    for path, _, _, first_line in rows:
         before, after = _decoded(path, next(blobs)), _decoded(path, next(blobs))
         if before is not None and after is not None and before.text != after.text:
-            yield FileChange(path, before.language, before.text, after.text, said)
+            yield FileChange(path, before.language, before.text, after.text, first_line)
 
 
 def _blobs(root: Path, ids: list[str]) -> list[bytes]:
     out = _git(root, "cat-file", "--batch", given="".join(f"{i}\n" for i in ids).encode()) if ids else b""
-    found, at = [], 0
+    blobs, at = [], 0
     for _ in ids:
         end = out.index(b"\n", at)
         size = int(out[at:end].split()[-1])
-        found.append(out[end + 1 : end + 1 + size])
+        blobs.append(out[end + 1 : end + 1 + size])
         at = end + 2 + size
-    return found
+    return blobs

@@ -28,8 +28,8 @@ def part(text: str, language: str, most: int, rng: random.Random) -> str | None:
     for _ in range(_TRIES if starts else 0):
         start = rng.choice(starts)
         ends = [i for i in [*starts, len(lines)] if start + _LEAST <= i <= start + most]
-        if ends and (found := _cut(lines, start, rng.choice(ends))) is not None and parses(found, language):
-            return found
+        if ends and (cut := _cut(lines, start, rng.choice(ends))) is not None and parses(cut, language):
+            return cut
     return None
 
 

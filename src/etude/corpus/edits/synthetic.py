@@ -106,16 +106,16 @@ def _literal(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | None
     at = rng.choice(places)
     line = lines[at]
     pattern = rng.choice([p for p in (_NUMBER, _OPERATOR, _STRING) if p.search(line)])
-    found = rng.choice(list(pattern.finditer(line)))
+    match = rng.choice(list(pattern.finditer(line)))
     if pattern is _NUMBER:
         new = str(rng.choice((0, 1, 2, 3, 5, 8, 10, 16, 24, 30, 60, 64, 100, 128, 255, 1000, rng.randrange(1000))))
     elif pattern is _OPERATOR:
-        new = _OPERATORS[found.group()]
+        new = _OPERATORS[match.group()]
     else:
-        words = found.group(2).split(" ")
+        words = match.group(2).split(" ")
         words[rng.randrange(len(words))] = rng.choice(_PARTS)
-        new = found.group(1) + " ".join(words) + found.group(1)
-    return [*lines[:at], line[: found.start()] + new + line[found.end() :], *lines[at + 1 :]]
+        new = match.group(1) + " ".join(words) + match.group(1)
+    return [*lines[:at], line[: match.start()] + new + line[match.end() :], *lines[at + 1 :]]
 
 
 def _delete(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | None:
@@ -153,10 +153,10 @@ def _argument(lines: Lines, _: Sequence[str], rng: random.Random) -> Lines | Non
     if not places:
         return None
     at = rng.choice(places)
-    found = rng.choice(list(re.finditer(r"(\w\()([^()]*)\)", lines[at])))
+    match = rng.choice(list(re.finditer(r"(\w\()([^()]*)\)", lines[at])))
     new = rng.choice((_fresh(rng, "a"), str(rng.randrange(10))))
-    inside = f"{found.group(2)}, {new}" if found.group(2).strip() else new
-    return [*lines[:at], lines[at][: found.start()] + found.group(1) + inside + ")" + lines[at][found.end() :],
+    inside = f"{match.group(2)}, {new}" if match.group(2).strip() else new
+    return [*lines[:at], lines[at][: match.start()] + match.group(1) + inside + ")" + lines[at][match.end() :],
             *lines[at + 1 :]]  # fmt: skip
 
 

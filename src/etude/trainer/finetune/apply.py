@@ -23,8 +23,9 @@ from etude.corpus import dialect, packing
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS, Document, TextPiece, message, special
 from etude.corpus.edits import rename_augmentation
-from etude.edits import data, formats
-from etude.edits.data import Example
+from etude.edits import examples as tables
+from etude.edits import formats
+from etude.edits.examples import Example
 from etude.errors import UserError
 from etude.trainer.finetune import distillation, packed, pretrain
 from etude.trainer.finetune.config import ApplyConfig
@@ -39,7 +40,7 @@ def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | Non
     """
     output, optim, way = config.output, config.optim, config.format
     folder = distillation.tokenizer_folder(config)
-    train, held_out = data.load(config.data), data.load(config.held_out)
+    train, held_out = tables.load(config.data), tables.load(config.held_out)
     if shared := {e.repository for e in train} & {e.repository for e in held_out}:
         raise UserError(
             f"{min(shared)} is both trained on and held out: make the tables with one `etude tasks fast-apply`"

@@ -6,17 +6,14 @@ import tomllib
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from etude.corpus.mutations import WEIGHTS
+from etude.config import Section
+from etude.corpus.episodes import WEIGHTS
 from etude.corpus.retrieval import KINDS, RetrievalOptions
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class NewModelConfig(_Section):
+class NewModelConfig(Section):
     """Shape of a new Qwen3-MoE model; sizes in elements. Every second layer is sparse when `sparse_step` is 2."""
 
     vocab_size: int = 4096
@@ -34,7 +31,7 @@ class NewModelConfig(_Section):
     rope_theta: float = 10_000.0
 
 
-class CorpusConfig(_Section):
+class CorpusConfig(Section):
     """Where functions come from. `held_out` packages are never trained on, nor is any function that overlaps them."""
 
     packages: tuple[str, ...] = ()
@@ -46,7 +43,7 @@ class CorpusConfig(_Section):
     cache: Path = Path("outputs/corpus")
 
 
-class MixConfig(_Section):
+class MixConfig(Section):
     """Shares of mid-training tokens; they must sum to 1."""
 
     code: float = 0.45
@@ -60,7 +57,7 @@ class MixConfig(_Section):
         return self
 
 
-class ShapesConfig(_Section):
+class ShapesConfig(Section):
     """Shares of the episode shapes of supervised fine-tuning; they must sum to 1."""
 
     blind: float = 0.35
@@ -77,7 +74,7 @@ class ShapesConfig(_Section):
         return self
 
 
-class DocumentsConfig(_Section):
+class DocumentsConfig(Section):
     """Prompts with documents instead of repair episodes, for a `share` of the tokens: cross-file retrieval, with from
     `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them.
 
@@ -110,7 +107,7 @@ class DocumentsConfig(_Section):
         return RetrievalOptions(self.least, self.most, self.chars, self.questions, self.kinds)
 
 
-class OptimConfig(_Section):
+class OptimConfig(Section):
     """AdamW with decoupled weight decay; the schedule is linear warm-up, a plateau, and a decay to zero.
 
     The schedule runs on max(tokens / `tokens`, elapsed / `max_minutes`), so a run ends on time with a decayed learning
@@ -134,7 +131,7 @@ class OptimConfig(_Section):
     log_every: int = Field(10, gt=0)
 
 
-class _Stage(_Section):
+class _Stage(Section):
     output: Path
     seed: int = 0
     corpus: CorpusConfig = CorpusConfig()
@@ -177,7 +174,7 @@ class SftConfig(_Stage):
         return self
 
 
-class PhaseConfig(_Section):
+class PhaseConfig(Section):
     """A part of a run: its share of the tokens, the most tokens that an example in it may have, and the share of the
     examples whose names are replaced by others, so that they can't be known by heart."""
 
@@ -186,14 +183,14 @@ class PhaseConfig(_Section):
     renamed: float = Field(0.0, ge=0, le=1)
 
 
-class DistillConfig(_Section):
+class DistillConfig(Section):
     """`teacher` is a model folder of the same vocabulary; `share` of the loss is the divergence from what it says."""
 
     teacher: Path
     share: float = Field(0.5, gt=0, le=1)
 
 
-class ApplyConfig(_Section):
+class ApplyConfig(Section):
     """Fine-tuning on applied edits. `model` is the folder to start from, or the shape of a new model, which has the
     teacher's tokenizer; `data` and `held_out` are tables that `etude tasks fast-apply` made; `format` is how edits are
     answered (edits/formats.py); the phases follow each other, and their shares sum to 1."""

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, 
 from etude.corpus import build, packing, retrieval
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS
-from etude.corpus.mutations import WEIGHTS
+from etude.corpus.episodes import WEIGHTS
 from etude.errors import UserError
 from etude.models.loading import load_model
 from etude.trainer.finetune import documents

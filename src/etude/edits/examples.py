@@ -1,0 +1,83 @@
+"""Examples of applied edits and the table that holds them: file, sketch and result, with where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from etude.errors import UserError
+
+BINS = (0.02, 0.08, 0.25)  # upper ends of the shares of a file that an edit changes; the last bin is open
+_SHORT = 100  # files of fewer lines weigh a quarter
+
+
+@dataclass(frozen=True)
+class Example:
+    """One edit. `kind` is real (made by people), synthetic or no-op; `origin` is commits, releases or files.
+
+    `merges` tells whether the deterministic merge of the sketch gives the result; `fraction` is the share of the
+    file's characters that the edit changes; `weight` is relative to the mean of its table.
+    """
+
+    id: str
+    repository: str
+    licence: str
+    origin: str
+    path: str
+    language: str
+    kind: str
+    noise: tuple[str, ...]
+    merges: bool
+    instruction: str
+    file: str
+    sketch: str
+    result: str
+    lines: int
+    fraction: float
+    weight: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """Index of the edit-fraction bin."""
+        return sum(self.fraction > edge for edge in BINS)
+
+
+def weighted(examples: Sequence[Example]) -> list[Example]:
+    """The examples with weights: a quarter for short files, equal mass for every edit-fraction bin, mean 1."""
+    short = [0.25 if e.lines < _SHORT else 1.0 for e in examples]
+    mass = [0.0] * (len(BINS) + 1)
+    for example, weight in zip(examples, short, strict=True):
+        mass[example.size] += weight
+    raw = [weight / mass[e.size] for e, weight in zip(examples, short, strict=True)]
+    mean = sum(raw) / max(len(raw), 1)
+    return [replace(e, weight=w / mean) for e, w in zip(examples, raw, strict=True)]
+
+
+def write(examples: Sequence[Example], path: Path) -> None:
+    """The examples as a Parquet file. Raises UserError if pyarrow is not installed."""
+    arrow, parquet = _pyarrow()
+    table = arrow.Table.from_pylist([asdict(e) | {"noise": list(e.noise)} for e in examples])
+    parquet.write_table(table, path, compression="zstd", compression_level=15)
+
+
+def load(path: Path) -> list[Example]:
+    """The examples of a file that `write` made. Raises UserError if it is none."""
+    arrow, parquet = _pyarrow()
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: make it with `etude tasks fast-apply REPO... -o DIR`")
+    try:
+        rows = parquet.read_table(path).to_pylist()
+        return [Example(**{**row, "noise": tuple(row["noise"])}) for row in rows]
+    except (arrow.ArrowInvalid, TypeError, KeyError):
+        raise UserError(f"{path} is no table of edits: make it with `etude tasks fast-apply REPO... -o DIR`") from None
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError("tables of edits need pyarrow: install etude with the extra `apply`") from None
+    return pyarrow, parquet
