@@ -95,10 +95,10 @@ async def evaluate(
     if not tasks:
         name = setting.dataset.name
         raise UserError(f"the dataset {name} has no {split} tasks; choose another split or build it anew")
-    from etude.rollout.episode import EpisodeId, play  # here, because reports read results without the harness
+    from etude.rollout.episode import EpisodeId, run_episode  # here, because reports read results without the harness
 
     async def attempt(task: Task, index: int, sample: int, number: int, episode_seed: int) -> Episode:
-        return await play(setting, task, EpisodeId(index, sample, number, episode_seed))
+        return await run_episode(setting, task, EpisodeId(index, sample, number, episode_seed))
 
     return await run_suite(
         tasks, attempt, samples=samples, split=split, seed=seed, concurrency=concurrency, progress=progress,

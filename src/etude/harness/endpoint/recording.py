@@ -19,8 +19,8 @@ from typing import Any, Literal
 import msgspec
 
 from etude.harness.endpoint.conversation import AgentRequest, RequestRefused, digest, digests
-from etude.harness.ledger import TokenLedger
 from etude.harness.loop import Aborted, EpisodeSpec, UngradedEpisode, turn_seed
+from etude.harness.token_ledger import TokenLedger
 from etude.records import Generation, Segment, StopReason, Turn
 from etude.renderers import Message, ParsedTurn, Renderer
 from etude.renderers.base import content_text
@@ -221,7 +221,7 @@ class Recording:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def draft(self, stop_reason: StopReason, timed_out: bool) -> UngradedEpisode:
+    def ungraded(self, stop_reason: StopReason, timed_out: bool) -> UngradedEpisode:
         """The episode. Side turns (titles: asked for without tools beside a conversation with tools) are told, and are
         in no segment, so that they are not trained on."""
         working = [b for b in self._branches if b.tools] or self._branches

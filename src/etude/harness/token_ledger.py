@@ -102,11 +102,6 @@ class TokenLedger:
         new._seen = self._seen[0].copy(), self._seen[1].copy()
         return new
 
-    @property
-    def acted(self) -> bool:
-        """Whether a turn was sampled into this segment."""
-        return bool(self._turn_starts)
-
     def add_turn(self, prompt: Sequence[int], generation: Generation) -> None:
         """Appends what was sampled from `prompt`, which must be the whole ledger after its documents."""
         if array("i", prompt) != self._ids[self._tail :]:
