@@ -145,6 +145,7 @@ class EnvironmentDataset(Dataset):
             if ungraded.timed_out:
                 return ungraded, Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None), {}
             parts = self._parts(episode, await self._call(self.environment.reward, episode))
+            self.failures.clear()
         finally:
             if box is not None:
                 await box.close()
@@ -188,7 +189,6 @@ class EnvironmentDataset(Dataset):
             if len(self.failures) >= MOST_FAILURES:
                 raise UserError(f"{MOST_FAILURES} failures in a row, the last of {sentence}; mend it") from e
             raise EnvironmentFailed(sentence) from e
-        self.failures.clear()
         return result
 
     def _parts(self, episode: EnvironmentEpisode, value: Any) -> dict[str, float]:
