@@ -288,3 +288,16 @@ def test_a_reward_component_is_named_by_its_import_path(
         custom_component(f"{__name__}:BUDGET")
     with pytest.raises(UserError, match=r"reward.custom: .*:a_task raised"):
         with_reward(episode, RewardConfig(custom=f"{__name__}:a_task"), BUDGET)
+
+
+def test_a_file_that_the_agent_removed_is_no_reward(hermes: Renderer, hermes_folder: Path, tmp_path: Path) -> None:
+    policy = Scripted(turns(Speaker(hermes_folder), {"tool": "run", "command": "rm a.txt"}, answer="Done."))
+
+    async def attempt() -> Episode:
+        async with open_sandbox(workers=1) as sandbox:
+            setting = context(hermes, policy, tmp_path, sandbox, f"{__name__}:Filed")
+            return await run_episode(setting, setting.dataset.tasks[0], EpisodeId(0, 0, 0, 1))
+
+    episode = asyncio.run(attempt())
+    assert (episode.outcome, episode.reward) == (Outcome.SCORED, 0.0)
+    assert "no such file" in episode.detail.lower() or "unreadable" in episode.detail

@@ -82,3 +82,19 @@ def test_what_a_user_may_get_wrong_is_said_before_anything_starts(tmp_path: Path
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "mine:Words cannot be made of tasks.arguments" in done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.slow
+def test_a_reward_that_always_raises_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    write_toml(tmp_path, 2)
+    (tmp_path / "mine.py").write_text(
+        "from recipes.environments.reverse_text import ReverseText\n\n\n"
+        "class Broken(ReverseText):\n    def validate(self, task): pass\n    def reward(self, episode): return 1 / 0\n"
+    )
+    done = etude(tmp_path, "train", "run.toml", "--tasks.environment", "mine:Broken")
+    assert done.returncode == 2, done.stdout + done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "10 failures in a row, the last of Broken.reward of task reverse-" in last
+    assert "ZeroDivisionError: division by zero" in last
+    assert "Traceback" not in done.stderr

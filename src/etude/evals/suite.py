@@ -142,9 +142,12 @@ async def run_suite(
             if progress is not None:
                 progress(len(episodes), len(tasks) * samples, passed)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, len(tasks) * samples)):
-            group.create_task(worker())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(tasks) * samples)):
+                group.create_task(worker())
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # such as a UserError, which is for the user to read
     by_task = [[episodes[index, sample] for sample in range(samples)] for index in range(len(tasks))]
     return _summary(tasks, by_task, split, seed, samples, retries, time.monotonic() - started)
 

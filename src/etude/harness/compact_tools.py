@@ -29,6 +29,7 @@ class CompactTools(Tools):
         }
 
     def invalid(self, call: ToolCall) -> str | None:
+        """Why the arguments of a known tool cannot be taken; None when they can."""
         wanted = COMPACT_PARAMETERS[call.name]
         return None if set(call.arguments or {}) == set(wanted) else f"{call.name} takes {len(wanted)} arguments"
 

@@ -96,6 +96,7 @@ class FullTools(Tools):
         }
 
     def state(self) -> str:
+        """The edited files, the list of work and the terminals."""
         done = sorted({edit.path for edit in self._edits})
         parts = [f"Files you have edited: {', '.join(done)}"] if done else []
         parts += [f"Your list:\n{self._list_of_work}"] if self._list_of_work else []
@@ -103,15 +104,18 @@ class FullTools(Tools):
         return "\n".join(parts)
 
     def forked(self, box: Box) -> Self:
+        """The tools as they stand, over a fork of their box; running commands stay behind."""
         new = super().forked(box)
         new._terminals, new._lints = Terminals(new._exec), Lints(new._exec)  # processes stay behind
         new._lints.first = dict(self._lints.first)
         return new
 
     def malformed(self, why: str) -> str:
+        """The result of a call that has the wrong form."""
         return f"error: malformed call: {why}"
 
     def invalid(self, call: ToolCall) -> str | None:
+        """Why the arguments of a known tool cannot be taken; None when they can."""
         schema = next(s["function"]["parameters"] for s in SCHEMAS if s["function"]["name"] == call.name)
         return fault_of(call, schema)
 

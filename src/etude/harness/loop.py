@@ -194,7 +194,7 @@ class _AgentLoop:
         self._turn_records: list[Turn] = []
         self._acted = 0  # turns without the summaries
         self._summaries = 0
-        self._document_tokens: Counter[str] = Counter()  # over all requests: sent, and found computed
+        self._document_tokens: Counter[str] = Counter()  # over all requests: sent, and those already computed
         self._deadline = self._tools.deadline = time.monotonic() + spec.budget.seconds
         self._summary_at, self._request_tokens = float("inf"), 0  # tokens: of a segment, and of a request to summarise
         if spec.sampling.summarise_at:

@@ -75,7 +75,7 @@ class TokenLedger:
         return self._ids[self._tail :].tolist()
 
     def continued(self, documents: Sequence[list[int]]) -> TokenLedger:
-        """A new segment of the episode, with further documents: all that was said so far is its prompt.
+        """A new segment of the episode, with further documents: the whole conversation so far is its prompt.
 
         Documents stand before the conversation, so a new one moves every token after it, and what was sampled without
         it is trained on in the segment that ends here.
@@ -85,7 +85,7 @@ class TokenLedger:
         return new
 
     def restarted(self, documents: Sequence[list[int]] = ()) -> TokenLedger:
-        """A new segment of the episode that begins with these documents and nothing else: what was said is forgotten.
+        """A new segment of the episode that begins with these documents alone: the conversation is forgotten.
 
         The trainer gives the tokens of all segments the episode's advantage.
         """

@@ -109,11 +109,11 @@ class Tools:
         return new
 
     def state(self) -> str:
-        """What an agent that has forgotten everything is told of its own doing besides its summary; "" if nothing."""
+        """The state that an agent reads beside its summary, when its context begins anew; "" if there is none."""
         return ""
 
     def malformed(self, why: str) -> str:
-        """What the model reads when a call has the wrong form."""
+        """The result of a call that has the wrong form."""
         return "error: malformed call"
 
     def invalid(self, call: ToolCall) -> str | None:

@@ -38,12 +38,12 @@ from etude.harness.tools import Tools
 from etude.records import Budget, Focus, Outcome, Record, StopReason, Task, Turn
 from etude.renderers import Renderer
 from etude.rollout.python_tools import PythonTools, call_python
-from etude.sandbox.base import Box, Image, Limits, Sandbox
+from etude.sandbox.base import Box, BoxError, Image, Limits, Sandbox
 from etude.tasks.dataset import FORMAT, Dataset, Manifest
 
-CALL_SECONDS = 60.0  # that `setup` or `reward` may take
-BOX_SECONDS = 60.0
-MOST_FAILURES = 10  # exceptions of `setup` or `reward` in a row, after which the run ends
+CALL_SECONDS = 60.0  # that `setup`, `tools` or `reward` may take
+BOX_SECONDS = 60.0  # to make a box
+MOST_FAILURES = 10  # exceptions of these methods in a row, after which the run ends
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -95,13 +95,14 @@ class Environment(ABC):
     def reward(self, episode: EnvironmentEpisode) -> float | Mapping[str, float]:
         """What an episode that has ended is worth: a number, or named parts whose sum it is.
 
-        An exception makes the episode one that infrastructure lost: it is repeated, twice at most.
+        An exception makes the episode one that infrastructure lost: it is repeated, twice at most. A BoxError that is
+        the agent's doing, such as a file that is gone, is a reward of 0.
         """
 
     def tools(self, episode: EnvironmentEpisode) -> Sequence[Callable[..., Any]]:
         """Functions that the model may call in this episode; none: the model's first turn is its answer.
 
-        The name, the docstring and the parameters (str, int, float, bool, list) are what the model is told of a tool.
+        The name, the docstring and the parameters (str, int, float, bool, list) are shown to the model.
         The result is shown as text. An exception is shown as text, too, and the episode goes on.
         """
         return ()
@@ -144,7 +145,13 @@ class EnvironmentDataset(Dataset):
             episode, ungraded = await self.play(spec, box)
             if ungraded.timed_out:
                 return ungraded, Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None), {}
-            parts = self._parts(episode, await self._call(self.environment.reward, episode))
+            try:
+                parts = self._parts(episode, await self._call(self.environment.reward, episode))
+            except BoxError as e:
+                if e.payer == "infra":
+                    raise
+                detail = f"the box was left unreadable: {e}"
+                return ungraded, Grade(Outcome.SCORED, 0.0, False, detail, None), {"grade": 0.0}
             self.failures.clear()
         finally:
             if box is not None:
@@ -159,7 +166,7 @@ class EnvironmentDataset(Dataset):
         environment = self.environment
         episode = EnvironmentEpisode(self.originals[spec.task.id], spec.seed, box)
         await self._call(environment.setup, episode)
-        functions = environment.tools(episode)
+        functions = await self._call(environment.tools, episode)
         names = environment.box_tools if box is not None else ()
         tools = PythonTools(functions, names, box, spec.task, compact=spec.renderer.dialect == "compact")
         opening = _open(environment, episode.task, tools, spec.renderer)
@@ -175,10 +182,12 @@ class EnvironmentDataset(Dataset):
             return await sandbox.create(self.image(task), Limits())
 
     async def _call(self, method: Callable[[EnvironmentEpisode], Any], episode: EnvironmentEpisode) -> Any:
-        """The result of `setup` or `reward`. Raises EnvironmentFailed, and UserError after many failures in a row."""
+        """The result of a method. Raises EnvironmentFailed, UserError after many failures in a row, and BoxError."""
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 result = await call_python(method, episode)
+        except BoxError:
+            raise
         except Exception as e:
             place = traceback.extract_tb(e.__traceback__)[-1]
             what = f"{type(e).__name__}: {e}" if not isinstance(e, TimeoutError) else f"no end in {CALL_SECONDS:.0f} s"
@@ -296,7 +305,7 @@ def _messages(environment: Environment, task: EnvironmentTask, addition: str = "
 
 
 def _open(environment: Environment, task: EnvironmentTask, tools: PythonTools, renderer: Renderer) -> Opening:
-    """The first tokens. Models of the compact dialect are told of the tools in the prompt."""
+    """The first tokens. For models of the compact dialect the tools stand in the prompt."""
     compact = renderer.dialect == "compact"
 
     def prompt(memory: str = "") -> list[int]:

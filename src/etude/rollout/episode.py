@@ -121,7 +121,7 @@ async def run_episode(context: RolloutContext, task: Task, id: EpisodeId, decoys
             await box.close()
         grade, signals = await _grade(context, task, ungraded, changes, fault, decoys, box.requests())
     except INFRA_ERRORS as e:
-        return _lost(task, id, e)
+        return _lost(context, task, id, e)
     return _record(context, task, id, ungraded, grade, signals)
 
 
@@ -149,7 +149,7 @@ async def run_branches(
             await box.close()
     except INFRA_ERRORS as e:
         for id in ids:
-            await on_episode(_lost(task, id, e))
+            await on_episode(_lost(context, task, id, e))
         return
     shared, earlier = prefix.ungraded, box.requests()
     fork = _fork_of(shared, seed, turns)
@@ -172,7 +172,7 @@ async def run_branches(
                 requests = [*(earlier or ()), *requests]
             grade, signals = await _grade(context, task, ungraded, changes, fault, decoys, requests)
         except INFRA_ERRORS as e:
-            episode = _lost(task, id, e)
+            episode = _lost(context, task, id, e)
         else:
             episode = _record(context, task, id, ungraded, grade, signals, fork)
         await on_episode(episode)
@@ -260,21 +260,8 @@ def _record(
     return episode if context.reward is None else with_reward(episode, context.reward, context.budget_of(task))
 
 
-def _lost(task: Task, id: EpisodeId, error: Exception) -> Episode:
-    """The record of an episode that infrastructure lost."""
-    return Episode(
-        id=f"{id.group_id}-{id.member}-{id.attempt}",
-        group_id=id.group_id,
-        member=id.member,
-        attempt=id.attempt,
-        task_id=task.id,
-        seed=id.seed,
-        outcome=Outcome.INFRA,
-        stop_reason=StopReason.ERROR,
-        reward=0.0,
-        passed=False,
-        segments=(),
-        turns=(),
-        metrics={},
-        detail=f"{type(error).__name__}: {error}",
-    )
+def _lost(context: RolloutContext, task: Task, id: EpisodeId, error: Exception) -> Episode:
+    """The record of an episode that infrastructure lost: without tokens, turns and reward."""
+    nothing = UngradedEpisode((), (), StopReason.ERROR, {}, False)
+    grade = Grade(Outcome.INFRA, 0.0, False, f"{type(error).__name__}: {error}", None)
+    return _record(context, task, id, nothing, grade, {})

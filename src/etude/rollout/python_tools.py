@@ -53,8 +53,13 @@ async def call_python(function: Callable[..., Any], *arguments: Any, **named: An
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The OpenAI schema of a function: its name, docstring and parameters. Raises UserError."""
-    name = function.__name__
-    hints = get_type_hints(function)
+    name = getattr(function, "__name__", "")
+    if not name.isidentifier():
+        raise UserError(f"the tool {function!r} has no name: write a function")
+    try:
+        hints = get_type_hints(function)
+    except Exception as e:
+        raise UserError(f"the tool {name}: its annotations cannot be read ({type(e).__name__}: {e})") from e
     properties: dict[str, dict[str, str]] = {}
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
@@ -83,7 +88,8 @@ class PythonTools(FullTools):
     ) -> None:  # fmt: skip
         no_box: Any = None  # tools that need a box are not among the handlers then
         super().__init__(no_box if box is None else box, task)
-        own = {function.__name__: schema_of(function) for function in functions}
+        schemas = list(map(schema_of, functions))
+        own = {schema["function"]["name"]: schema for schema in schemas}
         taken = (set(COMPACT_PARAMETERS) if compact else set(box_tools) | {"finish"}) & set(own)
         if taken:
             raise UserError(f"the tool {min(taken)} of the environment has the name of a built-in tool")
