@@ -140,9 +140,7 @@ def custom_component(path: str) -> Callable[[Episode], float]:
 
 
 def _custom(episode: Episode, path: str) -> float:
-    """The user's component; 0 for an episode without a grade to add to. Raises UserError if it is no finite number."""
-    if not _sound(episode):
-        return 0.0
+    """The user's component, and no more than 0 where no grade is earned. Raises UserError if it is no finite number."""
     try:
         value = float(custom_component(path)(episode))
     except UserError:
@@ -151,4 +149,4 @@ def _custom(episode: Episode, path: str) -> float:
         raise UserError(f"reward.custom: {path} raised {type(e).__name__}: {e}") from e
     if not math.isfinite(value):
         raise UserError(f"reward.custom: {path} returned {value}; it must return a finite number")
-    return value
+    return value if _sound(episode) else min(value, 0.0)
