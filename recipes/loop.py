@@ -50,12 +50,12 @@ async def train(config: RLConfig, folder: Path) -> list[dict[str, float]]:
     """Runs `trainer.steps` steps and returns the metrics of each. Versions are published in `folder`."""
     rollout, steps = config.rollout, config.trainer.steps
     torch.set_num_threads(config.trainer.threads)
-    learner = Learner(config, folder)
+    trainer = Trainer(config, folder)
     async with open_context(config, folder) as (context, engine):
         curriculum = Curriculum([task.id for task in context.dataset.split("train")], rollout.group, config.seed)
         groups: list[asyncio.Task[list[Episode]]] = []  # by index: played, or being played
         history: list[dict[str, float]] = []
-        learner.publish(0, ())
+        trainer.publish(0, ())
         for version in range(steps):
             # Admit. Step i trains on groups i P to (i + 1) P - 1, in this order.
             for _ in range(admit(config, version, admitted=len(groups))):
@@ -75,11 +75,11 @@ async def train(config: RLConfig, folder: Path) -> list[dict[str, float]]:
             assert lag <= rollout.staleness, "admission has let a group start too early"
 
             # Batch and step, in a thread: all other groups are played on meanwhile.
-            metrics = await asyncio.to_thread(learner.step, version, indices, members)
+            metrics = await asyncio.to_thread(trainer.step, version, indices, members)
 
             # Publish the next version, and swap it in between two tokens. Running episodes keep their caches, and
             # every token carries the version that it was sampled from.
-            tensors = await asyncio.to_thread(learner.publish, version + 1, tuple(indices))
+            tensors = await asyncio.to_thread(trainer.publish, version + 1, tuple(indices))
             pause = await asyncio.wrap_future(engine.swap(version + 1, lambda t=tensors: write(engine.model, t)))
 
             rewards = [e.reward for episodes in members for e in episodes]
@@ -131,7 +131,7 @@ async def play_group(context: RolloutContext, config: RLConfig, index: int, task
     return [episode for episode in episodes if episode is not None]
 
 
-class Learner:
+class Trainer:
     """The trainer: a copy of the model, its optimizer, and the chain of published versions."""
 
     def __init__(self, config: RLConfig, folder: Path) -> None:

@@ -25,7 +25,7 @@ from etude.harness.prompts import AGAIN, MEMORY, SUMMARISE
 from etude.harness.token_ledger import TokenLedgerError
 from etude.records import Generation, StopReason
 from etude.renderers import Renderer, renderer_for
-from etude.rollout.replay import Recorded
+from etude.rollout.replay import RecordedPolicy
 from etude.sandbox.base import TooLarge
 from tests.harness.test_loop import WIDE, Routed, dialect, edit, play  # noqa: F401 - `dialect` is a fixture
 from tests.harness.test_open_documents import ROOM, Squid, documents_of
@@ -129,15 +129,15 @@ def test_an_episode_replays_token_by_token(dialect: Dialect, played: str) -> Non
         sampling, policy, budget = Sampling(documents=True), Squid(turns), ROOM
     draft = play(renderer, policy, budget, box=long_box(), sampling=sampling)
     assert (len(draft.segments) > 1) == (played != "routes")
-    recorded = Recorded(draft.segments)
+    recorded = RecordedPolicy(draft.segments)
     assert play(renderer, recorded, budget, box=long_box(), sampling=sampling, seed=99).segments == draft.segments
     assert recorded.played == recorded.turns
     other = long_box()
     other.files["src/long.py"] = b"def g():\n    pass\n"
     with pytest.raises(TokenLedgerError, match=r"turn \d was sampled from \d+ tokens"):
-        play(renderer, Recorded(draft.segments), budget, box=other, sampling=sampling)
+        play(renderer, RecordedPolicy(draft.segments), budget, box=other, sampling=sampling)
     with pytest.raises(TokenLedgerError, match=r"turn \d was never sampled"):
-        play(renderer, Recorded(draft.segments[:-1]), budget, box=long_box(), sampling=sampling)
+        play(renderer, RecordedPolicy(draft.segments[:-1]), budget, box=long_box(), sampling=sampling)
 
 
 def test_bad_summaries_are_kept_and_asked_for_once_more(dialect: Dialect) -> None:  # noqa: F811
@@ -313,7 +313,7 @@ def test_forks_share_their_first_tokens_and_nothing_after(dialect: Dialect) -> N
 
 
 async def replay(renderer: Renderer, draft: UngradedEpisode, sampling: Sampling) -> UngradedEpisode:
-    plan = EpisodeSpec(a_task(), Recorded(draft.segments), renderer, WIDE, sampling, 0)
+    plan = EpisodeSpec(a_task(), RecordedPolicy(draft.segments), renderer, WIDE, sampling, 0)
     prefix = await run_shared_prefix(plan, Forkable(long_box().files, a_box().tests), 3, [1])
     return await prefix.branches[0].run()
 

@@ -21,7 +21,7 @@ from etude.models.loading import load_model, named_tensors
 from etude.records import Budget, Episode, Focus, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import EpisodeId, RolloutContext, run_branches, run_episode
-from etude.rollout.replay import Recorded, replay
+from etude.rollout.replay import RecordedPolicy, replay
 from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks.dataset import FORMAT, Dataset, Manifest
 from etude.trainer.optimizer import for_policy
@@ -222,7 +222,7 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
     shared = sum(a == b for a, b in zip(right.segments, wrong.segments, strict=False))
     assert shared >= 25
     # Played again in a new box from nothing but the blob, every token is the same.
-    assert Recorded(right.segments).turns == len(right.turns)
+    assert RecordedPolicy(right.segments).turns == len(right.turns)
     assert asyncio.run(again(right)) == ""
     # The model's own tokens are those that the engine samples from the ledger's prompt under the turn's seed.
     for ids, seed, found in forced.summaries[:: len(forced.summaries) // 3]:

@@ -21,7 +21,7 @@ import blake3
 
 from etude.config import RewardConfig
 from etude.grading.cheats.decoys import Decoys
-from etude.grading.cheats.signals import marks
+from etude.grading.cheats.signals import marks as cheat_signals
 from etude.grading.grade import Grade
 from etude.grading.grade import grade as grade_changes
 from etude.harness.edit_appliers import EditApplier, merge_applier
@@ -211,12 +211,12 @@ async def _grade(
     """The grade of the changes by the hidden tests, and the signals of cheating in the whole episode."""
     image = context.dataset.image(task)
     if fault is not None:
-        return fault, marks(task, image, {}, ungraded.turns, decoys, fault, False, requests)
+        return fault, cheat_signals(task, image, {}, ungraded.turns, decoys, fault, False, requests)
     async with asyncio.timeout(GRADE_SECONDS):
         graded = await grade_changes(context.sandbox, task, image, context.dataset.hidden, changes)
     if ungraded.note:
         graded = replace(graded, detail=f"{graded.detail}; {ungraded.note}")
-    signals = marks(task, image, changes, ungraded.turns, decoys, graded, ungraded.visible_passed, requests)
+    signals = cheat_signals(task, image, changes, ungraded.turns, decoys, graded, ungraded.visible_passed, requests)
     if "flag/canary" in signals:
         graded = replace(graded, outcome=Outcome.TAMPERED, reward=0.0, passed=False, detail="a planted answer was used")
     return graded, signals

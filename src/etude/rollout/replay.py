@@ -23,7 +23,7 @@ async def replay(context: RolloutContext, task: Task, episode: Episode, decoys: 
 
     Its calls are run; nothing is sampled or graded. An episode that the clock ended is compared up to its last turn.
     """
-    recorded = Recorded(episode.segments)
+    recorded = RecordedPolicy(episode.segments)
     timed_out = episode.stop_reason is StopReason.SECONDS
     try:
         again = await _play_again(replace(context, policy=recorded), task, episode, decoys)
@@ -58,7 +58,7 @@ async def _play_again(context: RolloutContext, task: Task, episode: Episode, dec
         await box.close()
 
 
-class Recorded:
+class RecordedPolicy:
     """A policy that repeats the turns of an episode's segments.
 
     Each prompt must be, token by token, the one that the turn was sampled from, its documents included.
