@@ -24,7 +24,7 @@ import msgspec
 
 from etude.evals.stats import pass_rate
 from etude.grading.grade import grade
-from etude.harness.tools import CompactTools
+from etude.harness.compact_tools import CompactTools
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, Outcome, Task, decode
 from etude.sandbox.base import Limits, Sandbox, TestReport

@@ -99,11 +99,18 @@ class TasksConfig(BuildConfig):
         default=None,
         description="instead: a folder of `etude tasks fast-apply`; episodes apply edits, without boxes",
     )
+    environment: str | None = Field(
+        default=None,
+        description='instead: import path of an environment in Python, "module:Class" (docs/environments.md)',
+    )
+    arguments: dict[str, Any] = Field(default={}, description="keyword arguments that the environment is made with")
 
     @pydantic.model_validator(mode="after")
     def _given(self) -> TasksConfig:
-        if not (self.repository or self.dataset or self.edits):
-            raise ValueError("give tasks.repository, tasks.dataset or tasks.edits")
+        if not (self.repository or self.dataset or self.edits or self.environment):
+            raise ValueError("give tasks.repository, tasks.dataset, tasks.edits or tasks.environment")
+        if self.arguments and not self.environment:
+            raise ValueError("tasks.arguments are those of an environment: give tasks.environment")
         return self
 
 
@@ -219,7 +226,7 @@ class LengthCost(Section):
     turns: float = Field(default=0.0, ge=0, description="weight of a turn")
 
 
-Habit = Literal[
+Behaviour = Literal[
     "edit_errors", "malformed", "repeats", "summary_errors", "tests_failed", "todo_open", "truncated", "undo",
     "unfinished", "untested",
 ]  # fmt: skip
@@ -233,8 +240,14 @@ class RewardConfig(Section):
     overlong: int = Field(
         default=0, ge=0, description="last tokens of the budget over which the cost rises to 1 (DAPO)"
     )
-    habits: dict[Habit, Annotated[float, Field(ge=0)]] = Field(default={}, description="cost of each occurrence")
-    habits_cap: float = Field(default=0.5, ge=0, description="what all habits cost together, at most")
+    custom: str | None = Field(
+        default=None,
+        description='import path of a function "module:name": takes an Episode, returns a number that is added',
+    )
+    behaviour: dict[Behaviour, Annotated[float, Field(ge=0)]] = Field(
+        default={}, description="cost of each occurrence of a behaviour"
+    )
+    behaviour_cap: float = Field(default=0.5, ge=0, description="cost of all behaviours together, at most")
 
 
 Mask = Literal["ipo", "dppo", "geo_rs", "opsm", "veto"]
@@ -499,6 +512,20 @@ class RLConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
+    def _environments_have_no_repository(self) -> RLConfig:
+        refused = {
+            "rollout.documents": self.rollout.documents,
+            "rollout.agent": self.rollout.agent is not None,
+            "rollout.forks": self.rollout.forks > 1,
+            "reward.refused_edits": self.reward.refused_edits,
+        }
+        if self.tasks.environment is not None and (
+            name := next((name for name, given in refused.items() if given), None)
+        ):
+            raise ValueError(f"episodes of tasks.environment have no {name}: drop one of the two")
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _only_namespaces_do_everything(self) -> RLConfig:
         """What the boxes of others cannot do is refused before anything is started."""
         sandbox, rollout = self.sandbox, self.rollout
@@ -532,10 +559,10 @@ class RLConfig(Section):
             seen = {"malformed", "truncated", "unfinished"}
             if self.rollout.documents:
                 raise ValueError("an outside agent sends no documents: drop rollout.documents")
-            if self.reward.refused_edits or set(self.reward.habits) - seen:
+            if self.reward.refused_edits or set(self.reward.behaviour) - seen:
                 raise ValueError(
                     "what an outside agent edits and tests is not seen: drop reward.refused_edits, and of "
-                    f"reward.habits all but {', '.join(sorted(seen))}"
+                    f"reward.behaviour all but {', '.join(sorted(seen))}"
                 )
         return self
 

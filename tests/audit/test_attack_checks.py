@@ -22,7 +22,7 @@ from etude.cli import main
 from etude.errors import UserError
 from etude.grading.cheats import commands
 from etude.grading.grade import Grade
-from etude.harness import tools
+from etude.harness import full_tools as tools
 from etude.renderers import base
 from etude.renderers.schemas import SCHEMAS
 from etude.sandbox.base import Sandbox

@@ -18,9 +18,9 @@ import pytest
 
 from etude.grading import leaks
 from etude.harness.chunks import chunks
+from etude.harness.full_tools import FullTools
 from etude.harness.loop import Sampling
 from etude.harness.ranking import Lexical, best, cosine, search, words
-from etude.harness.tools import FullTools
 from etude.records import ToolCall
 from etude.renderers import Renderer
 from etude.sandbox.base import Image, Limits

@@ -62,7 +62,7 @@ class Open:
         return (await self.chat(*messages, **options))["choices"][0]["message"]
 
     def draft(self) -> UngradedEpisode:
-        return self.recording.draft(StopReason.FINISHED, False)
+        return self.recording.ungraded(StopReason.FINISHED, False)
 
 
 @asynccontextmanager
@@ -388,4 +388,4 @@ def test_a_lost_engine_ends_the_episode_and_is_nobodys_answer(hermes: Renderer) 
 
     recording = asyncio.run(play())
     assert "negative id" in str(recording.failure)
-    assert recording.draft(StopReason.ERROR, False).segments == ()
+    assert recording.ungraded(StopReason.ERROR, False).segments == ()

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from etude.harness import loop
-from etude.harness.ledger import TokenLedger, TokenLedgerError
-from etude.harness.loop import Aborted, EpisodeSpec, Sampling, UngradedEpisode, run_episode, turn_seed
+from etude.harness.loop import Aborted, EpisodeSpec, Sampling, UngradedEpisode, run_agent_loop, turn_seed
+from etude.harness.token_ledger import TokenLedger, TokenLedgerError
 from etude.records import Budget, Generation, Routes, StopReason, Task
 from etude.renderers import Renderer, renderer_for
 from etude.sandbox.base import BoxDead, ExecResult
@@ -50,7 +50,7 @@ def play(
     seed: int = 7,
 ) -> UngradedEpisode:
     return asyncio.run(
-        run_episode(EpisodeSpec(task or a_task(), policy, renderer, budget, sampling, seed), box or a_box())
+        run_agent_loop(EpisodeSpec(task or a_task(), policy, renderer, budget, sampling, seed), box or a_box())
     )
 
 
@@ -432,7 +432,7 @@ def test_sixteen_agents_of_fifty_turns_do_not_mix(dialect: tuple[Renderer, Speak
             again = speaker.turn(edit(speaker, "return total", f"return total  # {i}"), ("undo", {}))
             last = speaker.turn(edit(speaker, "- 3", f"- {i + 100}"), ("finish", {}))
             policy = Scripted([*([again] * 49), last])
-            draft = await run_episode(EpisodeSpec(task, policy, renderer, WIDE, Sampling(), i), box)
+            draft = await run_agent_loop(EpisodeSpec(task, policy, renderer, WIDE, Sampling(), i), box)
             return draft, box
 
         return await asyncio.gather(*map(one, range(16)))

@@ -13,8 +13,8 @@ import pytest
 
 from etude import processes
 from etude.harness.documents import open_file, pieces
-from etude.harness.ledger import TokenLedgerError
-from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode, run_episode, turn_seed
+from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode, run_agent_loop, turn_seed
+from etude.harness.token_ledger import TokenLedgerError
 from etude.protocol.client import EngineClient
 from etude.records import Budget, Focus, Generation, StopReason, Task, token_digest
 from etude.renderers import Renderer, renderer_for
@@ -329,7 +329,7 @@ async def _two_groups(url: str) -> tuple[list[UngradedEpisode], dict[str, Any]]:
         async def one(n: int, member: int) -> UngradedEpisode:
             task, text = broken(n)
             box = MemoryBox({PATH: text.encode()}, lambda _: TestReport({}, {}, 0.0))
-            return await run_episode(EpisodeSpec(task, client, renderer, budget, SQUID, member), box)
+            return await run_agent_loop(EpisodeSpec(task, client, renderer, budget, SQUID, member), box)
 
         drafts: list[UngradedEpisode] = []
         for n in (1, 3):

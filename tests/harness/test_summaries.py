@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 
 from etude.errors import UserError
-from etude.harness.ledger import TokenLedgerError
-from etude.harness.loop import LEFT_OUT, EpisodeSpec, Sampling, Trunk, UngradedEpisode, fork_episode, turn_seed
+from etude.harness.loop import (
+    LEFT_OUT,
+    EpisodeSpec,
+    Sampling,
+    SharedPrefix,
+    UngradedEpisode,
+    run_shared_prefix,
+    turn_seed,
+)
 from etude.harness.prompts import AGAIN, MEMORY, SUMMARISE
+from etude.harness.token_ledger import TokenLedgerError
 from etude.records import Generation, StopReason
 from etude.renderers import Renderer, renderer_for
-from etude.rollout.replay import Recorded
+from etude.rollout.replay import RecordedPolicy
 from etude.sandbox.base import TooLarge
 from tests.harness.test_loop import WIDE, Routed, dialect, edit, play  # noqa: F401 - `dialect` is a fixture
 from tests.harness.test_open_documents import ROOM, Squid, documents_of
@@ -121,15 +129,15 @@ def test_an_episode_replays_token_by_token(dialect: Dialect, played: str) -> Non
         sampling, policy, budget = Sampling(documents=True), Squid(turns), ROOM
     draft = play(renderer, policy, budget, box=long_box(), sampling=sampling)
     assert (len(draft.segments) > 1) == (played != "routes")
-    recorded = Recorded(draft.segments)
+    recorded = RecordedPolicy(draft.segments)
     assert play(renderer, recorded, budget, box=long_box(), sampling=sampling, seed=99).segments == draft.segments
     assert recorded.played == recorded.turns
     other = long_box()
     other.files["src/long.py"] = b"def g():\n    pass\n"
     with pytest.raises(TokenLedgerError, match=r"turn \d was sampled from \d+ tokens"):
-        play(renderer, Recorded(draft.segments), budget, box=other, sampling=sampling)
+        play(renderer, RecordedPolicy(draft.segments), budget, box=other, sampling=sampling)
     with pytest.raises(TokenLedgerError, match=r"turn \d was never sampled"):
-        play(renderer, Recorded(draft.segments[:-1]), budget, box=long_box(), sampling=sampling)
+        play(renderer, RecordedPolicy(draft.segments[:-1]), budget, box=long_box(), sampling=sampling)
 
 
 def test_bad_summaries_are_kept_and_asked_for_once_more(dialect: Dialect) -> None:  # noqa: F811
@@ -250,11 +258,11 @@ class Forkable(MemoryBox):
 
 def forked(
     renderer: Renderer, policy: Any, turns: int, sampling: Sampling = Sampling(), box: MemoryBox | None = None
-) -> tuple[Trunk, list[UngradedEpisode]]:
-    async def run() -> tuple[Trunk, list[UngradedEpisode]]:
+) -> tuple[SharedPrefix, list[UngradedEpisode]]:
+    async def run() -> tuple[SharedPrefix, list[UngradedEpisode]]:
         plan = EpisodeSpec(a_task(), policy, renderer, WIDE, sampling, 7)
-        trunk = await fork_episode(plan, box or Forkable(long_box().files, a_box().tests), turns, [11, 12])
-        return trunk, list(await asyncio.gather(*(branch.play() for branch in trunk.branches)))
+        prefix = await run_shared_prefix(plan, box or Forkable(long_box().files, a_box().tests), turns, [11, 12])
+        return prefix, list(await asyncio.gather(*(branch.run() for branch in prefix.branches)))
 
     return asyncio.run(run())
 
@@ -262,8 +270,8 @@ def forked(
 class Members(Agent):
     """Two agents that differ after the fork: the seed tells which one is asked."""
 
-    def __init__(self, renderer: Renderer, speaker: Speaker, trunk: Sequence[list[int]]) -> None:
-        super().__init__(renderer, trunk, notes(speaker, 99))
+    def __init__(self, renderer: Renderer, speaker: Speaker, prefix: Sequence[list[int]]) -> None:
+        super().__init__(renderer, prefix, notes(speaker, 99))
         right, wrong = edit(speaker, "+ 3", "* 3"), edit(speaker, "+ 3", "/ 3")
         self._ways = {
             seed: iter([speaker.turn(call, ("test", {})), speaker.turn(("undo", {}), ("undo", {})),
@@ -282,8 +290,8 @@ def test_forks_share_their_first_tokens_and_nothing_after(dialect: Dialect) -> N
     """Files, undo, counts and the chain go on in each as they stood; what one does the other does not see."""
     renderer, speaker = dialect
     first = edit(speaker, "- 3", "+ 3")
-    trunk = [speaker.turn(first), a_search(speaker), a_search(speaker), a_search(speaker)]
-    found, (one, two) = forked(renderer, Members(renderer, speaker, trunk), 4, chain(renderer, speaker))
+    prefix = [speaker.turn(first), a_search(speaker), a_search(speaker), a_search(speaker)]
+    found, (one, two) = forked(renderer, Members(renderer, speaker, prefix), 4, chain(renderer, speaker))
     assert one.metrics["summaries"] >= 1
     shared = len(one.segments) - 1
     assert one.segments[:shared] == two.segments[:shared]
@@ -298,22 +306,22 @@ def test_forks_share_their_first_tokens_and_nothing_after(dialect: Dialect) -> N
     for branch, draft in zip(found.branches, (one, two), strict=True):
         box = branch.box
         assert isinstance(box, MemoryBox)
-        assert box.files[PATH].decode() == SOURCE, "both edits were taken back, that of the trunk too"
+        assert box.files[PATH].decode() == SOURCE, "both edits were taken back, that of the prefix too"
         assert (draft.metrics["edits"], draft.metrics["undo"], draft.metrics["turns"]) == (2, 2, 7)
     replayed = asyncio.run(replay(renderer, one, chain(renderer, speaker)))
     assert replayed.segments == one.segments
 
 
 async def replay(renderer: Renderer, draft: UngradedEpisode, sampling: Sampling) -> UngradedEpisode:
-    plan = EpisodeSpec(a_task(), Recorded(draft.segments), renderer, WIDE, sampling, 0)
-    trunk = await fork_episode(plan, Forkable(long_box().files, a_box().tests), 3, [1])
-    return await trunk.branches[0].play()
+    plan = EpisodeSpec(a_task(), RecordedPolicy(draft.segments), renderer, WIDE, sampling, 0)
+    prefix = await run_shared_prefix(plan, Forkable(long_box().files, a_box().tests), 3, [1])
+    return await prefix.branches[0].run()
 
 
 def test_a_fork_in_the_middle_of_a_segment_copies_it(dialect: Dialect) -> None:  # noqa: F811
     renderer, speaker = dialect
-    trunk = [speaker.turn(edit(speaker, "- 3", "+ 3"))]
-    _, (one, two) = forked(renderer, Members(renderer, speaker, trunk), 1)
+    prefix = [speaker.turn(edit(speaker, "- 3", "+ 3"))]
+    _, (one, two) = forked(renderer, Members(renderer, speaker, prefix), 1)
     (a,), (b,) = one.segments, two.segments
     same = a.turn_starts[1]
     assert a.turn_starts[:2] == b.turn_starts[:2]
@@ -326,13 +334,13 @@ def test_a_fork_in_the_middle_of_a_segment_copies_it(dialect: Dialect) -> None: 
 def test_an_episode_that_ends_before_the_fork_is_everyones(dialect: Dialect) -> None:  # noqa: F811
     renderer, speaker = dialect
     policy = Scripted([speaker.turn(edit(speaker, "- 3", "* 3"), ("finish", {}))])
-    trunk, drafts = forked(renderer, policy, turns=3)
+    prefix, drafts = forked(renderer, policy, turns=3)
     assert drafts[0] == drafts[1]
     assert drafts[0].stop_reason is StopReason.FINISHED
     assert all(
-        "* 3" in box.files[PATH].decode() for box in (b.box for b in trunk.branches) if isinstance(box, MemoryBox)
+        "* 3" in box.files[PATH].decode() for box in (b.box for b in prefix.branches) if isinstance(box, MemoryBox)
     )
-    assert trunk.branches[0].box is not trunk.branches[1].box
+    assert prefix.branches[0].box is not prefix.branches[1].box
 
 
 def test_what_cannot_be_forked_is_the_agents_doing(compact: Renderer, compact_folder: Path) -> None:
@@ -345,7 +353,7 @@ def test_what_cannot_be_forked_is_the_agents_doing(compact: Renderer, compact_fo
             box.fault = TooLarge("too many files")
         return speaker.turn(("finish", {}) if n == 1 else ("list", {}))
 
-    trunk, _ = forked(compact, Scripted(fill), turns=3, box=box)
-    assert "too many files" in trunk.fault
-    assert not trunk.branches
-    assert trunk.draft.metrics["turns"] == 2
+    prefix, _ = forked(compact, Scripted(fill), turns=3, box=box)
+    assert "too many files" in prefix.fault
+    assert not prefix.branches
+    assert prefix.ungraded.metrics["turns"] == 2

@@ -12,8 +12,8 @@ import torch
 
 from etude import runfolder
 from etude.config import RLConfig
-from etude.harness.ledger import TokenLedger
 from etude.harness.loop import turn_seed
+from etude.harness.token_ledger import TokenLedger
 from etude.inference.engine.engine import Engine, EngineLimits, Request
 from etude.ledger.ledger import Ledger
 from etude.models.loading import load_model, named_tensors
@@ -183,7 +183,7 @@ def flip(model: torch.nn.Module) -> None:
 def begin_probes(run: Path, count: int = 8, tokens: int = 64) -> list[list[int]]:
     """Begins the run's logprob probes with random sequences."""
     sequences = probes.Sequences(ids=tuple(prompt(1000 + i, tokens) for i in range(count)))
-    probes.begin(open_store(str(run / "probes")), sequences)
+    probes.reset(open_store(str(run / "probes")), sequences)
     return list(sequences.ids)
 
 
@@ -196,4 +196,4 @@ def answer(run: Path, engine: Engine, number: int = 0, digest: str = "") -> None
     found = [future.result(0) for future in futures]
     (version,) = {version for version, _ in found}
     scored = Scored(version=version, digest=digest, logprobs=tuple(logprobs for _, logprobs in found))
-    probes.write_answer(store, number, probes.ProbeResult(engine=f"http://engine-{number}", scored=scored))
+    probes.write_result(store, number, probes.ProbeResult(engine=f"http://engine-{number}", scored=scored))

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from etude.ledger import schema
 from etude.ledger.ledger import Ledger
+from tests.harness.conftest import compact, compact_folder, dataset, hermes, hermes_folder  # noqa: F401
 
 POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
 

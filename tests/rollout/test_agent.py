@@ -22,7 +22,7 @@ from etude.protocol.client import EngineClient
 from etude.records import Budget, Episode, Generation, Outcome, StopReason
 from etude.renderers import Renderer
 from etude.rollout.agent import open_agent
-from etude.rollout.episode import EpisodeId, RolloutContext, play
+from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks.dataset import Dataset
 from tests.helpers.speakers import PATH, Speaker, a_task
@@ -94,7 +94,7 @@ def played(
             setting = RolloutContext(
                 dataset, sandbox, sampler, renderer, budget, Sampling(max_tokens=max_tokens), agent
             )
-            episode = await play(setting, a_task(), EpisodeId(group_id=3, member=1, attempt=0, seed=5))
+            episode = await run_episode(setting, a_task(), EpisodeId(group_id=3, member=1, attempt=0, seed=5))
             for segment in episode.segments:
                 ids, mask, logprobs, _ = segment.arrays()
                 scored = await client.score(url, [ids.tolist()], 60.0)

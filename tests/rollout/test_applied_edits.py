@@ -21,7 +21,7 @@ from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from etude.renderers.base import load_tokenizer
 from etude.rollout.apply_edits import tasks_of
-from etude.rollout.episode import EpisodeId, RolloutContext, play
+from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.rewards import with_reward
 from tests.helpers.speakers import Scripted, Speaker
 
@@ -48,7 +48,7 @@ def played(tables: Path, renderer: Renderer, policy: Any, budget: Budget = BUDGE
     dataset = tasks_of(tables, renderer, BUDGET)
     no_box: Any = None
     setting = RolloutContext(dataset, no_box, policy, renderer, budget, Sampling(max_tokens=20))
-    episode = asyncio.run(play(setting, dataset.by_id["e1"], EpisodeId(3, 1, 0, 5)))
+    episode = asyncio.run(run_episode(setting, dataset.by_id["e1"], EpisodeId(3, 1, 0, 5)))
     return with_reward(decode(encode(episode), Episode), RewardConfig(), budget)
 
 

@@ -20,7 +20,7 @@ from etude.harness.loop import Sampling
 from etude.protocol.client import EngineError
 from etude.records import Budget, Episode, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
-from etude.rollout.episode import EpisodeId, RolloutContext, play
+from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.rewards import with_reward
 from etude.sandbox.base import BoxDead, Image, LaunchFailed, Limits, TestReport, TooLarge
 from etude.sandbox.egress.policy import Egress
@@ -55,7 +55,7 @@ def attempt(
     decoys: Decoys | None = None,
 ) -> Any:
     """One attempt; a coroutine."""
-    return play(RolloutContext(dataset, sandbox, policy, renderer, budget, Sampling()), a_task(), SLOT, decoys)
+    return run_episode(RolloutContext(dataset, sandbox, policy, renderer, budget, Sampling()), a_task(), SLOT, decoys)
 
 
 def test_whole_episodes_in_the_sandbox(
@@ -111,8 +111,8 @@ def test_a_sketch_is_laid_by_what_the_run_names(dataset: Dataset, hermes: Render
     async def both() -> list[Episode]:
         async with open_sandbox(workers=1) as sandbox:
             setting = RolloutContext(dataset, sandbox, Scripted(script), hermes, BUDGET, Sampling())
-            other = replace(setting, policy=Scripted(script), lay=clumsy)
-            return [await play(one, a_task(), SLOT) for one in (setting, other)]
+            other = replace(setting, policy=Scripted(script), apply_edit=clumsy)
+            return [await run_episode(one, a_task(), SLOT) for one in (setting, other)]
 
     merged, by_model = asyncio.run(both())
     assert (merged.reward, merged.turns[0].results) == (1.0, ("ok",))

@@ -15,7 +15,7 @@ from etude.harness import loop
 from etude.harness.loop import Sampling, turn_seed
 from etude.records import Episode, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
-from etude.rollout.episode import EpisodeId, RolloutContext, play_forks
+from etude.rollout.episode import EpisodeId, RolloutContext, run_branches
 from etude.rollout.rewards import with_reward
 from etude.sandbox.base import BoxDead, TooLarge
 from etude.sandbox.namespace.sandbox import open_sandbox
@@ -25,16 +25,18 @@ from tests.rollout.test_episode import BUDGET, Fake, edit
 
 
 class Members(Scripted):
-    """The trunk's turns, then those of the member whose seed is asked for."""
+    """The prefix's turns, then those of the member whose seed is asked for."""
 
-    def __init__(self, trunk: list[list[int]], ways: dict[int, list[list[int]]]) -> None:
+    def __init__(self, prefix: list[list[int]], branches: dict[int, list[list[int]]]) -> None:
         super().__init__([])
-        self._trunk = iter(trunk)
-        turns = {seed: iter(way) for seed, way in ways.items()}
-        self._ways = {turn_seed(seed, n): way for seed, way in turns.items() for n in range(20)}
+        self._prefix = iter(prefix)
+        turns = {seed: iter(turns_of_branch) for seed, turns_of_branch in branches.items()}
+        self._branches = {
+            turn_seed(seed, n): turns_of_branch for seed, turns_of_branch in turns.items() for n in range(20)
+        }
 
     async def generate(self, ids: list[int], **request: Any) -> Generation:
-        said = next(self._ways.get(request["seed"], self._trunk))
+        said = next(self._branches.get(request["seed"], self._prefix))
         self.turns = lambda _: said
         return await super().generate(ids, **request)
 
@@ -55,9 +57,15 @@ def forks(dataset: Dataset, sandbox: Any, renderer: Renderer, policy: Any) -> An
 
 
 async def grouped(setting: RolloutContext, turns: int, *seeds: int) -> list[Episode]:
-    """Members 0, 1, ... of group 3, whose trunk has seed 5."""
+    """Members 0, 1, ... of group 3, whose prefix has seed 5."""
     slots = [EpisodeId(group_id=3, member=m, attempt=1, seed=seed) for m, seed in enumerate(seeds)]
-    return await asyncio.gather(*await play_forks(setting, a_task(), slots, seed=5, turns=turns))
+    episodes: list[Episode] = []
+
+    async def keep(episode: Episode) -> None:
+        episodes.append(episode)
+
+    await run_branches(setting, a_task(), slots, seed=5, turns=turns, on_episode=keep)
+    return sorted(episodes, key=lambda episode: episode.member)
 
 
 def test_members_go_on_from_one_box_and_are_graded_apart(
@@ -74,7 +82,7 @@ def test_members_go_on_from_one_box_and_are_graded_apart(
         ]  # fmt: skip
         assert [(e.id, e.member, e.attempt, e.seed) for e in (good, bad)] == [("3-0-1", 0, 1, 11), ("3-1-1", 1, 1, 12)]
         assert good.turns[:2] == bad.turns[:2]
-        assert good.turns[2].results[0].startswith("undone"), "what the trunk did can be taken back"
+        assert good.turns[2].results[0].startswith("undone"), "what the prefix did can be taken back"
         assert good.turns[2].results[1] == "ok"
         assert decode(encode(good), Episode) == good
 
@@ -135,9 +143,9 @@ def test_bad_summaries_and_open_work_can_be_charged(
     policy = Members([listing, speaker.turn(), good], {11: [finish], 12: [finish]})
     sampling = Sampling(summarise_at=1, summary_tokens=20)
     found = asyncio.run(grouped(RolloutContext(dataset, Forkable(), policy, compact, BUDGET, sampling), 1, 11))
-    charged = with_reward(found[0], RewardConfig(habits={"summary_errors": 0.25}), BUDGET)
+    charged = with_reward(found[0], RewardConfig(behaviour={"summary_errors": 0.25}), BUDGET)
     assert found[0].metrics["summary_errors"] == 1
-    assert charged.metrics["reward/habits"] == -0.25
+    assert charged.metrics["reward/behaviour"] == -0.25
     costs = RewardConfig.model_validate({"length": {"weight": 1.0, "q": 0.0, "calling": 10.0, "final": 1.0}})
     expected = 10 * (len(listing) + len(finish)) + 1 + len(good)
     assert with_reward(found[0], costs, BUDGET).metrics["reward/length"] == -expected

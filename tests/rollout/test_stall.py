@@ -1,6 +1,6 @@
 import pytest
 
-from etude.rollout.stall import StallSnapshot, StallWatchdog, who_waits
+from etude.rollout.stall import StallSnapshot, StallWatchdog, diagnose
 
 
 def standing(**given) -> StallSnapshot:
@@ -13,12 +13,12 @@ def standing(**given) -> StallSnapshot:
 
 def test_it_speaks_once_per_stall_and_again_after_the_next():
     stall = StallWatchdog(10.0, now=100.0)
-    told = []
+    warnings = []
     for now, marks in ((101.0, 0), (110.9, 0), (111.0, 0), (112.0, 0), (113.0, 1), (122.0, 1), (123.5, 1)):
-        still = stall.look((marks,), now)
-        if stall.due(still):
-            told.append((now, still))
-    assert told == [(111.0, 10.0), (123.5, 10.5)]
+        still = stall.observe((marks,), now)
+        if stall.warns(still):
+            warnings.append((now, still))
+    assert warnings == [(111.0, 10.0), (123.5, 10.5)]
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ def test_it_speaks_once_per_stall_and_again_after_the_next():
     ],
 )
 def test_the_first_party_in_the_order_of_causes_is_named(given, clause):
-    assert who_waits(standing(**given)) == clause
+    assert diagnose(standing(**given)) == clause

@@ -160,7 +160,7 @@ def test_an_asynchronous_run_computes_what_siblings_share_once(tmp_path):
     assert len(together) == 8
     assert all(together)
     assert any(len(e.segments) > 1 for g in groups.values() for e in g), "nobody summarised: the comparison is void"
-    assert all(e.metrics["trunk_tokens"] == e.fork.tokens > 0 for g in groups.values() for e in g)
+    assert all(e.metrics["shared_tokens"] == e.fork.tokens > 0 for g in groups.values() for e in g)
     # More than what members of a prompt share: of a trunk all but one copy is not computed either.
     assert max(line["share/ratio"] for line in lines if "share/ratio" in line) > 2
     code, output = finished(etude(tmp_path, "doctor", "replay", "outputs/run"))

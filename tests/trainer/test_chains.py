@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from etude.config import LossConfig, RLConfig
-from etude.harness.ledger import TokenLedger
 from etude.harness.loop import Sampling, turn_seed
 from etude.harness.prompts import SUMMARISE
+from etude.harness.token_ledger import TokenLedger
 from etude.inference.engine.engine import Engine, EngineLimits, Request
 from etude.models.loading import load_model, named_tensors
 from etude.records import Budget, Episode, Focus, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer, renderer_for
-from etude.rollout.episode import EpisodeId, RolloutContext, play, play_forks
-from etude.rollout.replay import Recorded, replay
+from etude.rollout.episode import EpisodeId, RolloutContext, run_branches, run_episode
+from etude.rollout.replay import RecordedPolicy, replay
 from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks.dataset import FORMAT, Dataset, Manifest
 from etude.trainer.optimizer import for_policy
@@ -196,9 +196,14 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
         async with open_sandbox(workers=1) as sandbox:
             setting = RolloutContext(dataset, sandbox, forced, renderer, BUDGET, SAMPLING)
             slots = [EpisodeId(group_id=0, member=m, attempt=0, seed=seed) for m, seed in enumerate((*SEEDS, 13))]
-            ways = await play_forks(setting, TASK, slots[:2], seed=7, turns=FORK)
-            forks = await asyncio.gather(*ways)
-            return [*forks, await play(replace(setting, policy=other), TASK, slots[2])]
+            forks: list[Episode] = []
+
+            async def keep(episode: Episode) -> None:
+                forks.append(episode)
+
+            await run_branches(setting, TASK, slots[:2], seed=7, turns=FORK, on_episode=keep)
+            forks.sort(key=lambda episode: episode.member)
+            return [*forks, await run_episode(replace(setting, policy=other), TASK, slots[2])]
 
     async def again(episode: Episode) -> str:
         async with open_sandbox(workers=1) as sandbox:
@@ -217,7 +222,7 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
     shared = sum(a == b for a, b in zip(right.segments, wrong.segments, strict=False))
     assert shared >= 25
     # Played again in a new box from nothing but the blob, every token is the same.
-    assert Recorded(right.segments).turns == len(right.turns)
+    assert RecordedPolicy(right.segments).turns == len(right.turns)
     assert asyncio.run(again(right)) == ""
     # The model's own tokens are those that the engine samples from the ledger's prompt under the turn's seed.
     for ids, seed, found in forced.summaries[:: len(forced.summaries) // 3]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from etude.audit.mismatch import _pieces
 from etude.errors import RunFailed
-from etude.harness.ledger import TokenLedger
+from etude.harness.token_ledger import TokenLedger
 from etude.inference.engine.engine import Engine, EngineLimits, Request
 from etude.models.batch_invariant import exact
 from etude.models.loading import load_model, named_tensors

@@ -40,13 +40,13 @@ SECONDS = 60.0
 def test_sequences_follow_from_tasks_and_tokenizer():
     tasks = dataset.load(ROOT / "tests/tasks/data/tiny").split("train")
     renderer = renderer_for(ROOT / "models/nano", None)
-    made = probes.make(tasks, renderer, 2, 40)
-    assert made == probes.make(tasks, renderer, 2, 40)
+    made = probes.make_sequences(tasks, renderer, 2, 40)
+    assert made == probes.make_sequences(tasks, renderer, 2, 40)
     assert [len(ids) for ids in made.ids] == [40, 40]
     assert made.ids[0] != made.ids[1]
-    assert tasks[0].instruction in renderer.text(probes.make(tasks, renderer, 8, 256).ids[0])
-    assert len(probes.make(tasks, renderer, 8, 256).ids) == 3, "no more than there are tasks"
-    assert probes.make(tasks, renderer, 0, 256).ids == ()
+    assert tasks[0].instruction in renderer.text(probes.make_sequences(tasks, renderer, 8, 256).ids[0])
+    assert len(probes.make_sequences(tasks, renderer, 8, 256).ids) == 3, "no more than there are tasks"
+    assert probes.make_sequences(tasks, renderer, 0, 256).ids == ()
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "moe"])
@@ -56,7 +56,7 @@ def test_an_engine_scores_as_the_trainer_does(tmp_path, kind):
     model = load_model(config.model.path)
     store = open_store(str(run / "probes"))
     for deterministic in (False, True):
-        probes.begin(store, probes.Sequences(ids=tuple(sequences)))
+        probes.reset(store, probes.Sequences(ids=tuple(sequences)))
         trainer = TrainerProbes(store, model, exactly=deterministic)
         trainer.score(7)
         answer(run, Engine(model, version=7, deterministic=deterministic), number=3)
@@ -199,7 +199,7 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
     sentence = f"the engine at {other} is not configured as that at {url}: rows is 4, not 128"
     assert watched.complaints == {sentence}
     assert capsys.readouterr().err.count(sentence) == 1
-    assert [(a.engine, a.scored.version) for a in probes.take_answers(answers)] == [(url, 0), (other, 0)]
+    assert [(a.engine, a.scored.version) for a in probes.take_results(answers)] == [(url, 0), (other, 0)]
 
 
 def test_a_version_that_comes_while_a_server_scores_and_a_bad_question(tmp_path):
@@ -253,7 +253,7 @@ def test_a_continued_run_forgets_the_answers_of_engines_that_are_gone(tmp_path):
     begin_probes(run)
     assert store.list() == ["sequences.msgpack"]
     assert [list(ids) for ids in probes.read_sequences(store)] == sequences
-    probes.begin(store, probes.Sequences(ids=()))
+    probes.reset(store, probes.Sequences(ids=()))
     trainer = TrainerProbes(store, model, exactly=False)
     trainer.score(2)
     assert (trainer.arrived(), trainer.seconds()) == ([], 0.0)
@@ -266,7 +266,7 @@ def test_an_answer_that_is_no_number_is_as_wrong_as_can_be(tmp_path):
     trainer = TrainerProbes(store, load_model(config.model.path), exactly=False)
     trainer.score(0)
     scored = probes.Scored(version=0, digest="", logprobs=([float("nan"), -1.0],))
-    probes.write_answer(store, 0, probes.ProbeResult(engine="http://e", scored=scored))
+    probes.write_result(store, 0, probes.ProbeResult(engine="http://e", scored=scored))
     (found,) = trainer.arrived()
     assert found.k2 > 100
     assert json.dumps(found.k2)

@@ -62,7 +62,7 @@ async def _replay(episodes: Episodes, dataset: Dataset) -> list[EpisodeReplay]:
             launch.renderer_of(config),
             config.rollout.budget(),
             sampling,
-            lay=loop.lay_of(config.rollout),
+            apply_edit=loop.lay_of(config.rollout),
         )
 
         async def one(key: str) -> EpisodeReplay:

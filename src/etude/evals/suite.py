@@ -95,10 +95,10 @@ async def evaluate(
     if not tasks:
         name = setting.dataset.name
         raise UserError(f"the dataset {name} has no {split} tasks; choose another split or build it anew")
-    from etude.rollout.episode import EpisodeId, play  # here, because reports read results without the harness
+    from etude.rollout.episode import EpisodeId, run_episode  # here, because reports read results without the harness
 
     async def attempt(task: Task, index: int, sample: int, number: int, episode_seed: int) -> Episode:
-        return await play(setting, task, EpisodeId(index, sample, number, episode_seed))
+        return await run_episode(setting, task, EpisodeId(index, sample, number, episode_seed))
 
     return await run_suite(
         tasks, attempt, samples=samples, split=split, seed=seed, concurrency=concurrency, progress=progress,
@@ -142,9 +142,12 @@ async def run_suite(
             if progress is not None:
                 progress(len(episodes), len(tasks) * samples, passed)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, len(tasks) * samples)):
-            group.create_task(worker())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(tasks) * samples)):
+                group.create_task(worker())
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # such as a UserError, which is for the user to read
     by_task = [[episodes[index, sample] for sample in range(samples)] for index in range(len(tasks))]
     return _summary(tasks, by_task, split, seed, samples, retries, time.monotonic() - started)
 

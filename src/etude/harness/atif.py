@@ -25,8 +25,19 @@ def document(episode: Episode, renderer: Renderer, agent: dict[str, Any], sessio
     steps = list(_steps(episode, renderer))
     if not steps:
         steps = [{"source": "system", "message": episode.detail or "nothing was sampled"}]
-    told = ("task_id", "group_id", "member", "attempt", "seed", "outcome", "stop_reason", "reward", "passed", "detail")
-    extra: dict[str, Any] = {name: getattr(episode, name) for name in told}
+    fields = (
+        "task_id",
+        "group_id",
+        "member",
+        "attempt",
+        "seed",
+        "outcome",
+        "stop_reason",
+        "reward",
+        "passed",
+        "detail",
+    )
+    extra: dict[str, Any] = {name: getattr(episode, name) for name in fields}
     extra |= {"metrics": episode.metrics, "fork": msgspec.to_builtins(episode.fork)}
     return {
         "schema_version": "ATIF-v1.8",
@@ -52,20 +63,20 @@ def _steps(episode: Episode, renderer: Renderer) -> Iterator[Step]:
         for span in segment.spans():
             yield _spoken(next(turns), renderer, segment, end, *span)
             end = span[1]
-    for turn in turns:  # those that an outside agent asked for beside its work: they are in no segment
+    for turn in turns:  # side turns of an outside agent: they are in no segment
         yield _agent(turn, turn.text) | {"extra": {"side_turn": True}}
 
 
 def _spoken(turn: Turn, renderer: Renderer, segment: Segment, before: int, start: int, end: int) -> Step:
     """A turn whose tokens are [start, end) of its segment; the turn before it ended at `before`."""
     ids_T, _, logprobs_T, versions_T = segment.arrays()
-    said = ids_T[start:end].tolist()
-    parsed = renderer.parse(said, "stop" if said and said[-1] in renderer.stop_ids else "length")
+    sampled = ids_T[start:end].tolist()
+    parsed = renderer.parse(sampled, "stop" if sampled and sampled[-1] in renderer.stop_ids else "length")
     added = ids_T[before:start].tolist()
     metrics: dict[str, Any] = {
         "prompt_tokens": start,
         "completion_tokens": end - start,
-        "completion_token_ids": said,
+        "completion_token_ids": sampled,
         "logprobs": logprobs_T[start:end].tolist(),
         "extra": {"versions": versions_T[start:end].tolist()} | ({"added_token_ids": added} if before else {}),
     }

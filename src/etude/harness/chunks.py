@@ -32,6 +32,7 @@ class CodeChunk:
 
 
 def chunk(path: str, first: int, last: int, name: str, text: str) -> CodeChunk:
+    """A chunk with the digest of its text as key."""
     digest = blake3.blake3("\0".join((path, name, text)).encode("utf-8", "surrogatepass")).digest(16)
     return CodeChunk(path, first, last, name, text, digest)
 
@@ -41,15 +42,15 @@ def chunks(path: str, text: str) -> tuple[CodeChunk, ...]:
     """A file cut into chunks, in its order; blank ones are left out."""
     lines = [line[:MAX_LINE] for line in re.split(r"\r\n|\n|\r", text)]
     spans = list(_python(text, len(lines))) if path.endswith((".py", ".pyi")) else []
-    found = []
+    parts = []
     for first, last, name in spans or [(1, len(lines), "")]:
         size = LONGEST if name else WINDOW
         for start in range(first, last + 1, size):
             end = min(start + size - 1, last)
             body = "\n".join(lines[start - 1 : end])
             if body.strip():
-                found.append(chunk(path, start, end, name, body))
-    return tuple(found)
+                parts.append(chunk(path, start, end, name, body))
+    return tuple(parts)
 
 
 def _python(text: str, lines: int) -> Iterator[tuple[int, int, str]]:

@@ -1,4 +1,6 @@
-"""What an agent has open, reads and finds, as documents before the conversation (docs/documents.md).
+"""The open file, and the files and matches that an agent reads, as documents before the conversation.
+
+docs/documents.md has the idea and its figures.
 
 A document is computed once for all episodes that show the same text, so a file is cut where its top-level statements
 end: a task that breaks one function leaves all other pieces of its file what they are for every other task.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from etude.records import Focus, ToolCall
@@ -40,13 +42,13 @@ def pieces(text: str) -> list[FilePiece]:
     lines = _LINE.findall(text)
     cuts = [(first, last) for first, last in _statements(text) if last <= len(lines)] or [(1, len(lines))]
     cuts[-1] = cuts[-1][0], len(lines)
-    found, begin = [], 1
+    parts, begin = [], 1
     for first, last in cuts:
         body = "".join(lines[begin - 1 : last]).strip("\r\n")
         if body.strip():
-            found.append(FilePiece(first, last, body))
+            parts.append(FilePiece(first, last, body))
         begin = last + 1
-    return found
+    return parts
 
 
 def _statements(text: str) -> list[tuple[int, int]]:
@@ -57,17 +59,17 @@ def _statements(text: str) -> list[tuple[int, int]]:
             body = ast.parse(text.removeprefix("\ufeff")).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     joins = False
     for node in body:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
         last = node.end_lineno or node.lineno
-        if found and (first <= found[-1][1] or (joins and not isinstance(node, _DEFINITIONS))):
-            found[-1] = found[-1][0], max(found[-1][1], last)
+        if spans and (first <= spans[-1][1] or (joins and not isinstance(node, _DEFINITIONS))):
+            spans[-1] = spans[-1][0], max(spans[-1][1], last)
         else:
-            found.append((first, last))
+            spans.append((first, last))
         joins = not isinstance(node, _DEFINITIONS)
-    return found
+    return spans
 
 
 def open_file(text: str, focus: Focus, encode: Encode, room: int, *, shown: bool) -> list[list[int]]:
@@ -84,6 +86,23 @@ def open_file(text: str, focus: Focus, encode: Encode, room: int, *, shown: bool
             chosen[piece.first] = ids
             room -= len(ids)
     return [chosen[first] for first in sorted(chosen)]
+
+
+def results_as_documents(
+    calls: Sequence[ToolCall], results: Sequence[str], focus: Focus, encode: Encode, known: Sequence[list[int]]
+) -> tuple[list[str], list[list[int]]]:
+    """The results with pointers in place of the long ones, and the documents for those that are not `known` yet."""
+    shown, new = list(results), list[list[int]]()
+    for number, (call, result) in enumerate(zip(calls, results, strict=True)):
+        title = title_of(call, focus)
+        if not title or result.startswith("error: "):
+            continue
+        document = encode(title, result)
+        if len(document) >= MIN_RESULT:
+            shown[number] = pointer(title)
+            if document not in (*known, *new):
+                new.append(document)
+    return shown, new
 
 
 def title_of(call: ToolCall, focus: Focus) -> str | None:

@@ -11,8 +11,7 @@ import shlex
 from collections.abc import Awaitable, Callable
 
 from etude.renderers.text import ToolError
-from etude.sandbox.base import ExecResult
-from etude.sandbox.guest.root import WORKSPACE
+from etude.sandbox.base import WORKSPACE, ExecResult
 
 MOST = 20  # commits
 SECONDS = 10.0

@@ -62,11 +62,11 @@ class Lints:
         return "\n".join(lines) or f"nothing new{alone}"
 
     async def _of(self, path: str, text: str) -> Diagnostics:
-        if found := await asyncio.to_thread(_syntax, text):
-            return found
+        if errors := await asyncio.to_thread(_syntax, text):
+            return errors
         if self._linter is None:
-            said = (await self._exec(_FIND, SECONDS)).output
-            self._linter = next((name for name in _COMMANDS if f"'{name}'" in said), "")
+            modules = (await self._exec(_FIND, SECONDS)).output
+            self._linter = next((name for name in _COMMANDS if f"'{name}'" in modules), "")
         data = text.encode("utf-8", "surrogateescape")
         if not self._linter or len(data) > LONGEST:
             return []

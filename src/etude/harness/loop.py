@@ -1,7 +1,10 @@
-"""The agent loop: sample a turn, run its calls, append their results, until the agent ends or its budget does.
+"""The agent loop: sample a turn, run its calls, show their results, until the agent ends or its budget does.
 
-With `summarise_at` an episode is a chain of segments. Before one grows too long, between two turns, the agent is asked
-for a summary; it is sampled and trained on like any turn, and the next segment begins with the task and the summary.
+    run_agent_loop   a whole episode in one box
+    run_shared_prefix   the first turns of several episodes, which go on as branches, each in a fork of the box
+
+With `summarise_at` an episode is a chain of segments. Before a segment grows too long, between two turns, the agent is
+asked for a summary. The summary is sampled and trained on like any turn; the next segment begins with the task and it.
 """
 
 from __future__ import annotations
@@ -17,36 +20,26 @@ from typing import Any, Protocol
 import blake3
 import msgspec
 
-from etude.harness.documents import MIN_RESULT, pointer, title_of
-from etude.harness.ledger import TokenLedger
-from etude.harness.prompts import AGAIN, SUMMARISE, Opening, open_task, reopen_task
-from etude.harness.sketches import Apply, merged
-from etude.harness.tools import READ_ONLY, Tools
+from etude.harness.documents import results_as_documents
+from etude.harness.edit_appliers import EditApplier, merge_applier
+from etude.harness.prompts import AGAIN, SUMMARISE, Opening, open_task
+from etude.harness.token_ledger import TokenLedger
 from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
 from etude.renderers import Renderer
 from etude.sandbox.base import Box, BoxError
 
-GRACE_SECONDS = 30.0  # what a tool may run beyond the budget of seconds; its own limit should end it before
+GRACE_SECONDS = 30.0  # that a tool may run beyond the budget of seconds; the tool's own limit should end it before
 LEFT_OUT = "error: the result does not fit your context; ask for less"
-POLICY_GRACE_SECONDS = 1.0  # what a policy may take beyond its timeout
-_COUNTS = (
-    "edits",
-    "edit_errors",
-    "repeats",
-    "tests_run",
-    "tests_failed",
-    "undo",
-    "malformed",
-    "truncated",
-)
+POLICY_GRACE_SECONDS = 1.0  # that a policy may take beyond its timeout
+_COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo", "malformed", "truncated")
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How turns are sampled; `max_tokens` bounds one turn, and with `routes` the experts of every token are kept.
 
-    With `documents` the open file, and what is read and found, are sent as documents (docs/documents.md).
-    A segment of `summarise_at` tokens is summarised, in at most `summary_tokens`; 0: never.
+    With `documents` the open file, and the files and matches that the agent reads, are sent as documents
+    (docs/documents.md). A segment of `summarise_at` tokens is summarised, in at most `summary_tokens`; 0: never.
     """
 
     temperature: float = 1.0
@@ -59,7 +52,7 @@ class Sampling:
 
 
 class Policy(Protocol):
-    """What samples a turn; the engine's client is one."""
+    """The source of sampled turns; the engine's client is one."""
 
     async def generate(
         self,
@@ -75,14 +68,14 @@ class Policy(Protocol):
     ) -> Generation:
         """At most `max_tokens` tokens after `ids`, the stop token included. TimeoutError after `timeout` seconds.
 
-        `options` asks for the experts of the positions from `routes_from` on, has the ids of `documents` that stand
-        before `ids`, the name of the `session`, or `on_tokens`, which is called with sampled ids as they come.
+        `options`: `routes_from`, the first position whose experts are asked for; `documents`, the ids of documents
+        before `ids`; `session`, a name; `on_tokens`, which is called with sampled ids as they come.
         """
         ...
 
 
 class Aborted(Exception):
-    """The engine gave a turn up: our fault, so the episode is repeated."""
+    """The engine gave a turn up: an infrastructure failure, so the episode is repeated."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +86,9 @@ class UngradedEpisode:
     turns: tuple[Turn, ...]
     stop_reason: StopReason
     metrics: dict[str, float]
-    timed_out: bool  # a tool outlived the budget of seconds: what the agent left behind is unknown
-    note: str = ""  # one sentence for people, which the grade does not say
+    timed_out: bool  # a tool outlived the budget of seconds: the state of the box is unknown
+    visible_passed: bool = False  # the visible tests passed on the tree as the agent left it
+    note: str = ""  # one sentence for people, added to the grade's
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -104,7 +98,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """What one episode is played with; its box comes beside it. `lay` is what the tool `apply` asks."""
+    """All that an episode is played with but its box. `apply_edit` serves the tool `apply`."""
 
     task: Task
     policy: Policy
@@ -112,280 +106,251 @@ class EpisodeSpec:
     budget: Budget
     sampling: Sampling
     seed: int
-    lay: Apply = merged
+    apply_edit: EditApplier = merge_applier
 
 
-async def run_episode(play: EpisodeSpec, box: Box) -> UngradedEpisode:
-    """Plays in `box`. A spent budget ends the episode where it stands; errors that are ours are raised."""
-    return await play_opened(play, await _open(play, box))
+async def run_agent_loop(spec: EpisodeSpec, box: Box) -> UngradedEpisode:
+    """Plays a coding task in `box`. A spent budget ends the episode where it stands.
+
+    Raises BoxError with payer "infra", EngineError or Aborted if the infrastructure failed.
+    """
+    return await run_from_opening(spec, await _open(spec, box))
 
 
-async def play_opened(play: EpisodeSpec, opening: Opening) -> UngradedEpisode:
-    """Plays on from an opening, as `run_episode` does."""
-    return await _Loop(play, opening).draft()
+async def run_from_opening(spec: EpisodeSpec, opening: Opening) -> UngradedEpisode:
+    """Plays from any opening, as `run_agent_loop` does from that of a coding task."""
+    return await _AgentLoop(spec, opening).run()
 
 
-async def _open(play: EpisodeSpec, box: Box) -> Opening:
-    return await open_task(play.task, box, play.renderer, play.budget, play.lay, documents=play.sampling.documents)
+async def _open(spec: EpisodeSpec, box: Box) -> Opening:
+    with_documents = spec.sampling.documents
+    return await open_task(spec.task, box, spec.renderer, spec.budget, spec.apply_edit, documents=with_documents)
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One way on from a fork: `play` it once. `box` is its own, and the caller's to close."""
+    """An episode that goes on from a shared prefix: `run` it once. `box` is its own, and the caller's to close."""
 
     box: Box
-    play: Callable[[], Coroutine[Any, Any, UngradedEpisode]]
+    run: Callable[[], Coroutine[Any, Any, UngradedEpisode]]
 
 
 @dataclass(frozen=True)
-class Trunk:
-    """The first turns of several episodes. No branches if the agent has left a box that cannot be forked: `fault`."""
+class SharedPrefix:
+    """The first turns of several episodes, and the branches that go on from there.
 
-    draft: UngradedEpisode
+    No branches if the agent left a box that cannot be forked: `fault` says why.
+    """
+
+    ungraded: UngradedEpisode
     branches: tuple[Branch, ...]
     fault: str = ""
 
 
-async def fork_episode(play: EpisodeSpec, box: Box, turns: int, seeds: Sequence[int]) -> Trunk:
-    """Plays `turns` turns in `box` once, the trunk; from there an episode per seed may go on, in a fork of the box.
+async def run_shared_prefix(spec: EpisodeSpec, box: Box, turns: int, seeds: Sequence[int]) -> SharedPrefix:
+    """Plays `turns` turns in `box` once; from there an episode per seed may go on, each in a fork of the box.
 
-    They have the trunk's tokens in common, log-probabilities included, and budgets count those. Running processes, and
-    the shell's folder and variables, stay behind in `box`. If the trunk ends the episode, every branch is that one.
+    The branches have the prefix's tokens in common, log-probabilities included, and their budgets count these tokens.
+    Running processes, and the shell's folder and variables, stay behind in `box`. If the prefix ends the episode,
+    every branch is that episode. Raises as `run_agent_loop` does.
     """
-    trunk = _Loop(play, await _open(play, box))
-    draft = await trunk.draft(turns)
+    prefix = _AgentLoop(spec, await _open(spec, box))
+    ungraded = await prefix.run(turns)
     try:
-        # A tool that outlived the time may still hold the box, which nobody will look into.
-        boxes = [box] * len(seeds) if draft.timed_out else await box.fork(len(seeds))
+        # A tool that outlived the time may still hold the box, which is not looked into any more.
+        boxes = [box] * len(seeds) if ungraded.timed_out else await box.fork(len(seeds))
     except BoxError as e:
         if e.payer == "infra":
             raise
-        return Trunk(draft, (), f"the box could not be forked: {e}")
+        return SharedPrefix(ungraded, (), f"the box could not be forked: {e}")
 
-    async def over() -> UngradedEpisode:
-        return draft
+    async def ended() -> UngradedEpisode:
+        return ungraded
 
-    ended = draft.stop_reason is not StopReason.TURNS or turns >= play.budget.turns
-    ways = [over if ended else trunk.fork(fork, s).draft for fork, s in zip(boxes, seeds, strict=True)]
-    return Trunk(draft, tuple(Branch(fork, way) for fork, way in zip(boxes, ways, strict=True)))
+    goes_on = ungraded.stop_reason is StopReason.TURNS and turns < spec.budget.turns
+    runs = [prefix.fork(fork, seed).run if goes_on else ended for fork, seed in zip(boxes, seeds, strict=True)]
+    return SharedPrefix(ungraded, tuple(Branch(fork, run) for fork, run in zip(boxes, runs, strict=True)))
 
 
-class _Loop:
-    """One episode in progress."""
+class _BudgetSpent(Exception):
+    """No turn can be sampled any more."""
 
-    def __init__(self, play: EpisodeSpec, opening: Opening) -> None:
-        self.ledger = TokenLedger(opening.documents)
-        self.turns: list[Turn] = []
-        self._added: Sequence[int] = opening.prompt  # what the environment says next
-        self._acted = 0  # turns but summaries
+    def __init__(self, reason: StopReason) -> None:
+        self.reason = reason
+
+
+class _AgentLoop:
+    """One episode in progress. Read `run`, then `_turns`: the other methods stand in the order in which it calls them.
+
+    `_next` are the tokens that the model reads next: the prompt, or the results of the turn before.
+    """
+
+    def __init__(self, spec: EpisodeSpec, opening: Opening) -> None:
+        self._spec = spec
+        self._tools = opening.tools
+        self._opening = opening
+        self._ledger = TokenLedger(opening.documents)
+        self._next: Sequence[int] = opening.prompt
+        self._turn_records: list[Turn] = []
+        self._acted = 0  # turns without the summaries
         self._summaries = 0
-        self._play = play
-        self._open = opening.documents
-        self._tools = tools = opening.tools
-        self._documents: Counter[str] = Counter()  # their tokens in all requests, sent and found computed
-        budget, sampling = play.budget, play.sampling
-        self._deadline = tools.deadline = time.monotonic() + budget.seconds
-        # Two requests and two summaries must find room.
-        self._asked = len(play.renderer.bridge((), "stop", (), SUMMARISE + AGAIN)) if sampling.summarise_at else 0
-        self._trigger = min(sampling.summarise_at, budget.context - 2 * (self._asked + sampling.summary_tokens))
+        self._document_tokens: Counter[str] = Counter()  # over all requests: sent, and those already computed
+        self._deadline = self._tools.deadline = time.monotonic() + spec.budget.seconds
+        self._summary_at, self._request_tokens = float("inf"), 0  # tokens: of a segment, and of a request to summarise
+        if spec.sampling.summarise_at:
+            self._request_tokens = len(spec.renderer.bridge((), "stop", (), SUMMARISE + AGAIN))
+            needed = 2 * (self._request_tokens + spec.sampling.summary_tokens)  # two requests and two summaries
+            self._summary_at = min(spec.sampling.summarise_at, spec.budget.context - needed)
 
-    def fork(self, box: Box, seed: int) -> _Loop:
-        """The episode as it stands, to be gone on with in a fork of its box, under another seed."""
-        new = copy.copy(self)
-        new.ledger, new.turns, new._documents = self.ledger.fork(), self.turns[:], self._documents.copy()
-        new._tools = self._tools.forked(box)
-        new._play = replace(self._play, seed=seed)
-        return new
+    def fork(self, box: Box, seed: int) -> _AgentLoop:
+        """The episode as it stands, to go on in a fork of its box under another seed."""
+        fork = copy.copy(self)
+        fork._spec = replace(self._spec, seed=seed)
+        fork._tools = self._tools.forked(box)
+        fork._ledger, fork._turn_records = self._ledger.fork(), self._turn_records[:]
+        fork._document_tokens = self._document_tokens.copy()
+        return fork
 
-    async def draft(self, turns: int | None = None) -> UngradedEpisode:
+    async def run(self, turns: int | None = None) -> UngradedEpisode:
         """Plays to the end, or no more than `turns` turns in all."""
         timed_out = False
         try:
             async with asyncio.timeout(self._deadline - time.monotonic() + GRACE_SECONDS):
-                stop_reason = await self._run(self._play.budget.turns if turns is None else turns)
+                stop_reason = await self._turns(self._spec.budget.turns if turns is None else turns)
+        except _BudgetSpent as spent:
+            stop_reason = spent.reason
         except TimeoutError:
             stop_reason, timed_out = StopReason.SECONDS, True
-        return UngradedEpisode(self.ledger.segments(), tuple(self.turns), stop_reason, self.metrics(), timed_out)
+        visible_passed = bool(self._tools.visible_passed)
+        segments, turn_records = self._ledger.segments(), tuple(self._turn_records)
+        return UngradedEpisode(segments, turn_records, stop_reason, self._metrics(), timed_out, visible_passed)
 
-    async def _run(self, turns: int) -> StopReason:
-        """Plays turns until there is a reason to stop."""
-        while self._acted < turns:
-            generation = await self._turn(self._play.sampling.max_tokens)
-            if isinstance(generation, StopReason):
-                return generation
+    async def _turns(self, limit: int) -> StopReason:
+        renderer, sampling = self._spec.renderer, self._spec.sampling
+        while self._acted < limit:
+            generation = await self._sample(sampling.max_tokens)
             self._acted += 1
             sampled = time.monotonic()
-            calls = self._play.renderer.parse(generation.ids, generation.finish_reason).calls
-            results, finished = await _run_calls(self._tools, calls)
+            calls = renderer.parse(generation.ids, generation.finish_reason).calls
+            results, finished = await self._tools.call_all(calls)
             ended = time.monotonic()
-            self.turns[-1] = msgspec.structs.replace(
-                self.turns[-1], calls=calls, results=tuple(results), seconds_tools=ended - sampled
+            self._turn_records[-1] = msgspec.structs.replace(
+                self._turn_records[-1], calls=calls, results=tuple(results), seconds_tools=ended - sampled
             )
             if finished or not calls:
                 return StopReason.FINISHED
             if ended >= self._deadline:
                 return StopReason.SECONDS
-            if self._is_long(generation, results):
-                reason = await self._summarise(generation, results)
-                if reason is not None:
-                    return reason
+            results_ids = renderer.bridge(generation.ids, generation.finish_reason, results)
+            if self._acted < self._spec.budget.turns and len(self._ledger) + len(results_ids) >= self._summary_at:
+                await self._summarise(generation, results)
+            elif sampling.documents:
+                self._next = self._show_documents(generation, calls, results) or results_ids
             else:
-                self._added = self._bridge(generation, calls, results)
+                self._next = results_ids
         return StopReason.TURNS
 
-    async def _turn(self, max_tokens: int) -> Generation | StopReason:
-        """Appends what the environment says, and samples a turn after it, without running its calls."""
-        ledger, budget = self.ledger, self._play.budget
+    async def _sample(self, max_tokens: int) -> Generation:
+        """Appends `_next` to the ledger, and samples a turn after it. Raises _BudgetSpent or Aborted."""
+        spec, ledger = self._spec, self._ledger
+        budget, sampling = spec.budget, spec.sampling
         # A result that does not fit stays out: a segment is never longer than the budget.
-        if len(ledger) + len(self._added) >= budget.context or ledger.sampled >= budget.tokens:
-            return StopReason.TOKENS
-        ledger.add_environment(self._added)
-        started = time.monotonic()
-        generation = await self._sample(started, max_tokens)
-        if generation is None:
-            return StopReason.SECONDS
-        text, seconds = self._play.renderer.text(generation.ids), time.monotonic() - started
-        self.turns.append(Turn(text=text, calls=(), results=(), seconds_model=seconds, seconds_tools=0.0))
-        return generation
-
-    def _is_long(self, generation: Generation, results: Sequence[str]) -> bool:
-        if not self._play.sampling.summarise_at or self._acted >= self._play.budget.turns:
-            return False
-        added = self._play.renderer.bridge(generation.ids, generation.finish_reason, results)
-        return len(self.ledger) + len(added) >= self._trigger
-
-    async def _summarise(self, generation: Generation, results: Sequence[str]) -> StopReason | None:
-        """Asks for a summary behind the results, and opens a segment with it; a reason if the episode ends instead.
-
-        One that is empty or cut is asked for once more. Both are kept and trained on, and the agent goes on with what
-        it wrote last, so a bad summary costs it its memory.
-        """
-        bridge, sampling = self._play.renderer.bridge, self._play.sampling
-        self._added = bridge(generation.ids, generation.finish_reason, results, SUMMARISE)
-        if len(self.ledger) + len(self._added) + 2 * sampling.summary_tokens + self._asked >= self._play.budget.context:
-            shown = [LEFT_OUT] * len(results)
-            self._added = bridge(generation.ids, generation.finish_reason, shown, SUMMARISE)
-        summary = ""
-        for last in (False, True):
-            said = await self._turn(sampling.summary_tokens)
-            if isinstance(said, StopReason):
-                return said
-            text = self._play.renderer.parse(said.ids, said.finish_reason).text.strip()
-            summary = text or summary
-            fault = "cut off" if said.finish_reason == "length" else "" if text else "empty"
-            if not fault:
-                break
-            self._tools.metrics["summary_errors"] += 1
-            if not last:
-                again = AGAIN.format(fault=fault) + SUMMARISE
-                self._added = bridge(said.ids, said.finish_reason, (), again)
-        self._summaries += 1
-        self.ledger = self.ledger.restarted(self._open)
-        self._added = await reopen_task(
-            self._tools.task, self._tools, self._play.renderer, summary, self._summaries, documents=sampling.documents
-        )
-        return None
-
-    def _bridge(self, generation: Generation, calls: Sequence[ToolCall], results: Sequence[str]) -> list[int]:
-        """What follows a turn. If long results become documents, the ledger goes on as a new segment."""
-
-        def bridge(shown: Sequence[str]) -> list[int]:
-            return self._play.renderer.bridge(generation.ids, generation.finish_reason, shown)
-
-        if not self._play.sampling.documents:
-            return bridge(results)
-        shown, new = list(results), list[list[int]]()
-        for i, (call, result) in enumerate(zip(calls, results, strict=True)):
-            title = title_of(call, self._tools.task.focus)
-            document = self._play.renderer.document(title, result) if title and not result.startswith("error: ") else []
-            if title and len(document) >= MIN_RESULT:
-                shown[i] = pointer(title)
-                if document not in (*self.ledger.documents, *new):
-                    new.append(document)
-        added = bridge(shown)
-        if len(self.ledger) + sum(map(len, new)) + len(added) >= self._play.budget.context:
-            return bridge(results)
-        if new:
-            self.ledger = self.ledger.continued(new)
-        return added
-
-    async def _sample(self, now: float, max_tokens: int) -> Generation | None:
-        """Samples a turn into the ledger; None if the time is up before it is whole."""
-        budget, sampling, ledger = self._play.budget, self._play.sampling, self.ledger
-        prompt = ledger.prompt()
-        seconds = self._deadline - now
+        if len(ledger) + len(self._next) >= budget.context or ledger.sampled >= budget.tokens:
+            raise _BudgetSpent(StopReason.TOKENS)
+        ledger.add_environment(self._next)
+        prompt, started = ledger.prompt(), time.monotonic()
+        seconds = self._deadline - started
         if seconds <= 0:
-            return None
+            raise _BudgetSpent(StopReason.SECONDS)
         options: dict[str, Any] = {"routes_from": ledger.routed} if sampling.routes else {}
         options |= {"documents": ledger.documents} if ledger.documents else {}
         try:
-            # The policy keeps its own deadline, and knows whether the engine was lost or only slow.
+            # The policy has a deadline of its own, and can tell a lost engine from a slow one.
             async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
-                generation = await self._play.policy.generate(
+                generation = await spec.policy.generate(
                     prompt,
                     max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
-                    stop=self._play.renderer.stop_ids,
-                    seed=turn_seed(self._play.seed, len(self.turns)),
+                    stop=spec.renderer.stop_ids,
+                    seed=turn_seed(spec.seed, len(self._turn_records)),
                     timeout=seconds,
                     **options,
                 )
         except TimeoutError:
-            return None
+            raise _BudgetSpent(StopReason.SECONDS) from None
         if generation.finish_reason == "abort":
             raise Aborted("the engine aborted a turn")
         ledger.add_turn(prompt, generation)
-        self._documents["document_tokens"] += sum(map(len, ledger.documents))
-        self._documents["cached_document_tokens"] += generation.cached_document_tokens
+        self._document_tokens["document_tokens"] += sum(map(len, ledger.documents))
+        self._document_tokens["cached_document_tokens"] += generation.cached_document_tokens
         self._tools.metrics["truncated"] += generation.finish_reason == "length"
+        text, seconds = spec.renderer.text(generation.ids), time.monotonic() - started
+        self._turn_records.append(Turn(text=text, calls=(), results=(), seconds_model=seconds, seconds_tools=0.0))
         return generation
 
-    def metrics(self) -> dict[str, float]:
+    def _show_documents(
+        self, generation: Generation, calls: Sequence[ToolCall], results: Sequence[str]
+    ) -> list[int] | None:
+        """The results with long ones as documents, which begin a new segment; None if that does not fit."""
+        renderer, ledger = self._spec.renderer, self._ledger
+        focus = self._tools.task.focus
+        shown, new = results_as_documents(calls, results, focus, renderer.document, ledger.documents)
+        ids = renderer.bridge(generation.ids, generation.finish_reason, shown)
+        if len(ledger) + sum(map(len, new)) + len(ids) >= self._spec.budget.context:
+            return None
+        if new:
+            self._ledger = ledger.continued(new)
+        return ids
+
+    async def _summarise(self, generation: Generation, results: Sequence[str]) -> None:
+        """Asks for a summary behind the results, and opens a segment with it. Raises _BudgetSpent or Aborted.
+
+        An empty or cut summary is asked for once more. Both are kept and trained on, and the agent goes on with the
+        one that it wrote last, so a bad summary costs the agent its memory.
+        """
+        renderer, sampling = self._spec.renderer, self._spec.sampling
+        self._next = renderer.bridge(generation.ids, generation.finish_reason, results, SUMMARISE)
+        needed = 2 * sampling.summary_tokens + self._request_tokens
+        if len(self._ledger) + len(self._next) + needed >= self._spec.budget.context:
+            left_out = [LEFT_OUT] * len(results)
+            self._next = renderer.bridge(generation.ids, generation.finish_reason, left_out, SUMMARISE)
+        summary = ""
+        for last in (False, True):
+            answer = await self._sample(sampling.summary_tokens)
+            text = renderer.parse(answer.ids, answer.finish_reason).text.strip()
+            summary = text or summary
+            fault = "cut off" if answer.finish_reason == "length" else "" if text else "empty"
+            if not fault:
+                break
+            self._tools.metrics["summary_errors"] += 1
+            if not last:
+                self._next = renderer.bridge(
+                    answer.ids, answer.finish_reason, (), AGAIN.format(fault=fault) + SUMMARISE
+                )
+        self._summaries += 1
+        self._ledger = self._ledger.restarted(self._opening.documents)
+        self._next = await self._opening.reopen(self._tools, summary, self._summaries)
+
+    def _metrics(self) -> dict[str, float]:
         """Counts of the episode; a tool that was never called has no entry."""
-        counted = self._tools.metrics
+        ledger, sampling, counts = self._ledger, self._spec.sampling, self._tools.metrics
         figures = {
             "turns": float(self._acted),
-            "sampled_tokens": float(self.ledger.sampled),
-            "context_tokens": float(len(self.ledger)),
-            "kv_lag": float(self.ledger.kv_lag),
-            "tokens_prefix_property": float(self.ledger.checks),
-            "seconds_model": sum(turn.seconds_model for turn in self.turns),
-            "seconds_tools": sum(turn.seconds_tools for turn in self.turns),
+            "sampled_tokens": float(ledger.sampled),
+            "context_tokens": float(len(ledger)),
+            "kv_lag": float(ledger.kv_lag),
+            "tokens_prefix_property": float(ledger.checks),
+            "seconds_model": sum(turn.seconds_model for turn in self._turn_records),
+            "seconds_tools": sum(turn.seconds_tools for turn in self._turn_records),
         }
-        if self._play.sampling.documents:
-            figures["documents"] = float(len(self.ledger.documents))
-            figures |= {name: float(count) for name, count in self._documents.items()}
-        if self._play.sampling.summarise_at:
-            figures |= {"summaries": float(self._summaries), "summary_errors": float(counted["summary_errors"])}
-        if self._play.sampling.documents or self._play.sampling.summarise_at:
-            figures["segments"] = float(len(self.ledger.segments()))
-        return {name: float(counted[name]) for name in dict.fromkeys((*_COUNTS, *counted))} | figures
-
-
-async def _run_calls(tools: Tools, calls: Sequence[ToolCall]) -> tuple[list[str], bool]:
-    """Results in call order, and whether the agent ended the episode: calls after `finish` are not run.
-
-    Neighbouring calls that only read run at the same time.
-    """
-    results: list[str] = []
-    at = 0
-    while at < len(calls):
-        if time.monotonic() >= tools.deadline:
-            return results + ["error: no time left"] * (len(calls) - at), False
-        run = [calls[at]]
-        if calls[at].name in READ_ONLY:
-            while at + len(run) < len(calls) and calls[at + len(run)].name in READ_ONLY:
-                run.append(calls[at + len(run)])
-        if len(run) == 1:
-            results.append(await tools.call(run[0]))
-        else:
-            done = await asyncio.gather(*map(tools.call, run), return_exceptions=True)
-            for result in done:
-                if isinstance(result, BaseException):
-                    raise result
-                results.append(result)
-        if run[0].name == "finish" and run[0].arguments is not None:
-            return results, True
-        at += len(run)
-    return results, False
+        if self._tools.visible_passed is not None:
+            figures["visible_passed"] = float(self._tools.visible_passed)
+        if sampling.documents:
+            figures["documents"] = float(len(ledger.documents))
+            figures |= {name: float(count) for name, count in self._document_tokens.items()}
+        if sampling.summarise_at:
+            figures |= {"summaries": float(self._summaries), "summary_errors": float(counts["summary_errors"])}
+        if sampling.documents or sampling.summarise_at:
+            figures["segments"] = float(len(ledger.segments()))
+        return {name: float(counts[name]) for name in dict.fromkeys((*_COUNTS, *counts))} | figures

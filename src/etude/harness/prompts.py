@@ -1,15 +1,20 @@
-"""How a task is put to the agent: its tools, the documents before the conversation, and the first tokens."""
+"""How a coding task is put to the agent: its tools, the documents before the conversation, and the first tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
+from etude.harness.compact_tools import CompactTools
 from etude.harness.documents import open_file
-from etude.harness.sketches import Apply
-from etude.harness.tools import CompactTools, FullTools, ToolError, Tools
+from etude.harness.edit_appliers import EditApplier
+from etude.harness.full_tools import FullTools
+from etude.harness.tools import Tools
 from etude.records import Budget, Task
 from etude.renderers import Renderer
 from etude.renderers.schemas import SCHEMAS
+from etude.renderers.text import ToolError
 from etude.sandbox.base import Box
 
 SYSTEM = (
@@ -29,44 +34,52 @@ DOCUMENTS = (
 )
 
 
+Reopen = Callable[[Tools, str, int], Awaitable[list[int]]]
+"""The first tokens of the segment after a summary: of the tools as they stand, the summary and its number from 1."""
+
+
 @dataclass(frozen=True)
 class Opening:
-    """What an episode begins with; `documents` is empty unless they were asked for."""
+    """The beginning of an episode: its tools, the tokens of its prompt, and the documents before the prompt."""
 
     tools: Tools
     prompt: list[int]
-    documents: tuple[list[int], ...]
+    reopen: Reopen
+    documents: tuple[list[int], ...] = ()
 
 
 async def open_task(
-    task: Task, box: Box, renderer: Renderer, budget: Budget, lay: Apply, *, documents: bool
+    task: Task, box: Box, renderer: Renderer, budget: Budget, apply_edit: EditApplier, *, documents: bool
 ) -> Opening:
-    """The task in the presentation that fits the renderer's dialect.
+    """A coding task, presented as the renderer's dialect has it.
 
-    With `documents` the file in focus is shown, as far as it leaves room for all that may be sampled and takes no more
-    than half of the context.
+    With `documents` the file in focus is shown, as far as it leaves room for all tokens that may be sampled and takes
+    no more than half of the context.
     """
     focus, compact = task.focus, renderer.dialect == "compact"
-    tools = CompactTools(box, task) if compact else FullTools(box, task, lay)
+    tools = CompactTools(box, task) if compact else FullTools(box, task, apply_edit)
     source = await tools.open() if isinstance(tools, CompactTools) else ""
     prompt = _prompt(task, renderer, source, documents)
+    reopen = partial(_reopen_task, renderer, documents)
     room = min(budget.context // 2, budget.context - budget.tokens - len(prompt)) if documents else 0
     if room <= 0:
-        return Opening(tools, prompt, ())
+        return Opening(tools, prompt, reopen)
     try:
         text = await tools.text(focus.path)
     except ToolError:
-        return Opening(tools, prompt, ())  # a binary file is no document
-    return Opening(tools, prompt, tuple(open_file(text, focus, renderer.document, room, shown=compact)))
+        return Opening(tools, prompt, reopen)  # a binary file is no document
+    return Opening(tools, prompt, reopen, tuple(open_file(text, focus, renderer.document, room, shown=compact)))
 
 
-async def reopen_task(
-    task: Task, tools: Tools, renderer: Renderer, summary: str, count: int, *, documents: bool
-) -> list[int]:
-    """The first tokens after the agent's `count`-th summary: the task, the summary, and the state of the tools."""
+async def _reopen_task(renderer: Renderer, documents: bool, tools: Tools, summary: str, count: int) -> list[int]:
+    """The task, the agent's `count`-th summary, and the state of its tools."""
     source = await tools.source() if isinstance(tools, CompactTools) else ""
-    parts = (MEMORY.format(count=count, summary=summary or "(nothing)"), tools.state())
-    return _prompt(task, renderer, source, documents, "\n\n".join(filter(None, parts)))
+    return _prompt(tools.task, renderer, source, documents, memory_of(summary, count, tools))
+
+
+def memory_of(summary: str, count: int, tools: Tools) -> str:
+    """What an agent keeps of its work after its `count`-th summary."""
+    return "\n\n".join(filter(None, (MEMORY.format(count=count, summary=summary or "(nothing)"), tools.state())))
 
 
 def _prompt(task: Task, renderer: Renderer, source: str, documents: bool, memory: str = "") -> list[int]:
@@ -77,7 +90,7 @@ def _prompt(task: Task, renderer: Renderer, source: str, documents: bool, memory
 
 
 def messages_of(task: Task, memory: str = "", *, documents: bool = False) -> list[dict[str, str]]:
-    """The task as a model is told of it that knows the OpenAI format; its tools are `SCHEMAS`."""
+    """The task as messages for a model that knows the OpenAI format; its tools are `SCHEMAS`."""
     focus = task.focus
     request = f"{task.instruction}\n\nOpen in the editor: {focus.path}, lines {focus.first_line} to {focus.last_line}."
     system = SYSTEM + DOCUMENTS if documents else SYSTEM

@@ -92,12 +92,12 @@ class Lexical:
             return self._indices[keys].scores(question).tolist()
 
     def _words(self, chunk: CodeChunk) -> _Words:
-        found = self._read.get(chunk.key)
-        if found is None:
-            found = self._read[chunk.key] = _words(chunk)
+        chunk_words = self._read.get(chunk.key)
+        if chunk_words is None:
+            chunk_words = self._read[chunk.key] = _words(chunk)
             if len(self._read) > KEPT:
                 self._read.popitem(last=False)
-        return found
+        return chunk_words
 
 
 def _words(chunk: CodeChunk) -> _Words:
@@ -133,12 +133,12 @@ class _Postings:
     def scores(self, question: str) -> np.ndarray:
         """Float [chunks]."""
         total = np.zeros(self._count)
-        asked = Counter(word for word in words(question))
-        content = {word: n for word, n in asked.items() if word not in _STOP} or asked
+        query = Counter(word for word in words(question))
+        content = {word: n for word, n in query.items() if word not in _STOP} or query
         for word, count in content.items():
-            found = self._postings.get(word, ())
-            idf = math.log(1 + (self._count - len(found) + 0.5) / (len(found) + 0.5))
-            for number, value in found:
+            postings = self._postings.get(word, ())
+            idf = math.log(1 + (self._count - len(postings) + 0.5) / (len(postings) + 0.5))
+            for number, value in postings:
                 total[number] += count * idf * value * (K1 + 1) / (value + K1)
         return total
 
@@ -149,13 +149,13 @@ def _callers(read: Sequence[_Words]) -> list[Counter[str]]:
     for number, one in enumerate(read):
         if len(one.name) > 3:
             defined[one.name].append(number)
-    found: list[Counter[str]] = [Counter() for _ in read]
+    names: list[Counter[str]] = [Counter() for _ in read]
     for number, one in enumerate(read):
         for name in one.mentions & defined.keys():
             if name != one.name and len(defined[name]) <= 3:
                 for target in defined[name]:
-                    found[target].update(read[number].fields["name"])
-    return found
+                    names[target].update(read[number].fields["name"])
+    return names
 
 
 def cosine(embed: Embed) -> Scorer:
@@ -188,8 +188,8 @@ def best(question: str, chunks: Sequence[CodeChunk], scorer: Scorer, limit: int)
 
 def search(question: str, files: Sequence[tuple[str, str]], scorer: Scorer) -> str:
     """The best chunks of these files (path, text) as the model reads them; "" if none has anything to do with it."""
-    found = best(question, [chunk for path, text in files for chunk in chunks(path, text)], scorer, RESULTS)
-    return "\n\n".join(map(_shown, found))
+    places = best(question, [chunk for path, text in files for chunk in chunks(path, text)], scorer, RESULTS)
+    return "\n\n".join(map(_shown, places))
 
 
 def _shown(hit: tuple[CodeChunk, float]) -> str:

@@ -1,7 +1,7 @@
 """Commands that run in the background of a box's shell, each with its output in a file of the box.
 
-They have the shell's folder and exported variables, no input, and a process group of their own. What they do to their
-files in /tmp is the agent's business: a file that says nothing sensible is a terminal that is lost.
+They have the shell's folder and exported variables, no input, and a process group of their own. Commands may
+damage their files in /tmp: then the terminal is lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Terminal:
 
 
 class Terminals:
-    """Those of one box; ids count from 1 and are never used again."""
+    """The terminals of one box; ids count from 1 and are never used again."""
 
     def __init__(self, execute: Exec) -> None:
         self._exec = execute
@@ -35,6 +35,7 @@ class Terminals:
 
     @property
     def ids(self) -> list[int]:
+        """The terminals that were started."""
         return list(self._terminals)
 
     async def start(self, command: str) -> str:
@@ -69,8 +70,8 @@ class Terminals:
             raise ToolError(f"terminal {number} is lost")
         cut = max(0, int(size) - terminal.seen - KEEP)
         self._terminals[number] = replace(terminal, seen=int(size))
-        said = f"exit code {status}" if status.isdigit() else status
-        return "\n".join(filter(None, [said, f"[{cut} bytes cut]" if cut else "", text])).rstrip()
+        state = f"exit code {status}" if status.isdigit() else status
+        return "\n".join(filter(None, [state, f"[{cut} bytes cut]" if cut else "", text])).rstrip()
 
     async def kill(self, number: int) -> str:
         """Ends a command and what it started, and says what it printed last. Raises ToolError."""

@@ -1,4 +1,9 @@
-"""Between messages and token ids: one interface, two dialects."""
+"""Messages to token ids and back: one interface (`Renderer`), two dialects.
+
+`HermesRenderer` serves models with a chat template and tool calls in JSON, `CompactRenderer` the bundled models.
+Imports records, errors and what lies below; no torch. Public: the names in `__all__`, `schemas.SCHEMAS` (the built-in
+tools in OpenAI's format), and the helpers for text in `text.py`.
+"""
 
 from __future__ import annotations
 

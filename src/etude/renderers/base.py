@@ -23,7 +23,7 @@ Tool = Mapping[str, Any]  # OpenAI tool format: {"type": "function", "function":
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """A sampled turn as text: what was said besides calls, the reasoning before it, and the calls in order."""
+    """A sampled turn as text: its text besides calls, the reasoning before it, and the calls in order."""
 
     text: str
     calls: tuple[ToolCall, ...]
@@ -32,7 +32,7 @@ class ParsedTurn:
     def openai(self, prefix: str) -> dict[str, Any]:
         """The assistant message of an OpenAI chat completion; call ids are `prefix` and a number.
 
-        A malformed call has no place in that format, so its name and error are told in the content.
+        A malformed call has no place in that format, so its name and error stand in the content.
         """
         calls = [
             {

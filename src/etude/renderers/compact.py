@@ -79,22 +79,27 @@ class CompactRenderer:
     def bridge(
         self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
     ) -> list[int]:
+        """See `Renderer.bridge`."""
         closed = bool(sampled_ids) and sampled_ids[-1] == self._end
         ids = [] if closed else [self._end]
         ids += self._message("tool", "\n".join(results)) if results or not request else []
         return [*ids, *(self._message("user", request) if request else ()), self._role["assistant"]]
 
     def plain(self, text: str) -> list[int]:
+        """See `Renderer.plain`."""
         return self._encoder.encode(text)
 
     def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """See `Renderer.follow`."""
         closed = bool(sampled_ids) and sampled_ids[-1] == self._end
         return [*([] if closed else [self._end]), *self.prompt(messages)]
 
     def document(self, title: str, text: str) -> list[int]:
+        """See `Renderer.document`."""
         return self._encoder.document(title, text)
 
     def text(self, ids: Sequence[int]) -> str:
+        """See `Renderer.text`."""
         return self._decode(ids)
 
     def _message(self, role: str, content: str, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:

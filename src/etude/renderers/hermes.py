@@ -83,12 +83,13 @@ class HermesRenderer:
             reasoning, text = head, tail
         elif self._starts_in_thought or text.lstrip().startswith("<think>"):
             reasoning, text = text, ""
-        said, calls = _parse_calls(text)
-        return ParsedTurn(said.strip(), tuple(calls), reasoning.replace("<think>", "", 1).strip())
+        spoken, calls = _parse_calls(text)
+        return ParsedTurn(spoken.strip(), tuple(calls), reasoning.replace("<think>", "", 1).strip())
 
     def bridge(
         self, sampled_ids: Sequence[int], finish_reason: str, results: Sequence[str], request: str = ""
     ) -> list[int]:
+        """See `Renderer.bridge`."""
         closed = bool(sampled_ids) and sampled_ids[-1] == self._end
         mark = _mark(results, request)
         text = self._between.join(self._escape(result, mark) for result in results)
@@ -102,9 +103,11 @@ class HermesRenderer:
         return ([] if closed else [self._end]) + self._encode(text, mark)
 
     def plain(self, text: str) -> list[int]:
+        """See `Renderer.plain`."""
         return self._encoder.encode(text)
 
     def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """See `Renderer.follow`."""
         closed = bool(sampled_ids) and sampled_ids[-1] == self._end
         if self._requests is None and any(message["role"] == "user" for message in messages):
             raise ValueError(f"the chat template of {self._template.name} has no place for a user after a turn")
@@ -118,9 +121,11 @@ class HermesRenderer:
         return ([] if closed else [self._end]) + self._encode(rest[end.end() :], mark)
 
     def document(self, title: str, text: str) -> list[int]:
+        """See `Renderer.document`."""
         return self._encoder.document(title, text)
 
     def text(self, ids: Sequence[int]) -> str:
+        """See `Renderer.text`."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
@@ -154,7 +159,7 @@ class HermesRenderer:
         role = message["role"]
         if role not in ROLES:
             raise ValueError(f"unknown role {role!r}; known: {', '.join(ROLES)}")
-        # What the assistant said may hold tokens such as <think>, which a client sends back as text.
+        # The assistant's text may hold tokens such as <think>, which a client sends back as text.
         names = self._special_names if role == "assistant" else self._names
         out = dict(message) | {"content": self._escape(content_text(message), mark, names)}
         if message.get("tool_calls"):
@@ -176,22 +181,22 @@ class HermesRenderer:
 
     def _difference(self) -> tuple[str, str, str]:
         """Text before, between and after tool results, the first starting with the end of the turn."""
-        found = []
+        cuts = []
         for n in (1, 2, 3):
             tools = [_tool_message(text) for text in _RESULTS[:n]]
             text = self._template.render([_USER, {"role": "assistant", "content": _TURN}, *tools])
             if text.count(_TURN) != 1 or any(text.count(result) != 1 for result in _RESULTS[:n]):
                 raise self._refusal("it drops or repeats a turn or a tool result")
             pieces = re.split("|".join(map(re.escape, _RESULTS[:n])), text.split(_TURN)[1])
-            found.append((pieces[0], pieces[1:-1], pieces[-1]))
-        (before, _, after), (_, (between,), _), (_, twice, _) = found
-        if any((b, a) != (before, after) for b, _, a in found) or twice != [between, between]:
+            cuts.append((pieces[0], pieces[1:-1], pieces[-1]))
+        (before, _, after), (_, (between,), _), (_, twice, _) = cuts
+        if any((b, a) != (before, after) for b, _, a in cuts) or twice != [between, between]:
             raise self._refusal("what stands around tool results depends on their number")
         return before, between, after
 
     def _around_request(self) -> tuple[str, str, str] | None:
         """Text before a request right after a turn, before one after results, and after it; None if refused."""
-        found = []
+        cuts = []
         for n in range(3):
             tools = [_tool_message(text) for text in _RESULTS[:n]]
             conversation = [_USER, {"role": "assistant", "content": _TURN}, *tools, {**_USER, "content": _REQUEST}]
@@ -201,8 +206,8 @@ class HermesRenderer:
                 return None
             if any(text.count(part) != 1 for part in (_TURN, *_RESULTS[:n], _REQUEST)):
                 return None
-            found.append(tuple(text.split(_RESULTS[n - 1] if n else _TURN)[1].split(_REQUEST)))
-        (alone, after), behind, again = found
+            cuts.append(tuple(text.split(_RESULTS[n - 1] if n else _TURN)[1].split(_REQUEST)))
+        (alone, after), behind, again = cuts
         end = self.text([self._end])
         if behind != again or behind[1] != after or not alone.startswith(end):
             return None
@@ -276,15 +281,15 @@ def _map_strings(value: Any, function: Callable[[str], str]) -> Any:
 
 def _parse_calls(text: str) -> tuple[str, list[ToolCall]]:
     """What `text` says besides calls, and the calls. A call's JSON may hold `</tool_call>` in a string."""
-    said: list[str] = []
+    parts: list[str] = []
     calls: list[ToolCall] = []
     at = 0
     while (start := text.find(_OPEN, at)) >= 0:
-        said.append(text[at:start])
+        parts.append(text[at:start])
         body = start + len(_OPEN)
         call, at = _parse_call(text, _skip_space(text, body))
         calls.append(call)
-    return "".join([*said, text[at:]]), calls
+    return "".join([*parts, text[at:]]), calls
 
 
 def _skip_space(text: str, start: int) -> int:

@@ -1,4 +1,4 @@
-"""The tools as models are told of them; `tools.py` is what they do."""
+"""The schemas of the built-in tools; `harness/full_tools.py` and `compact_tools.py` are the code behind them."""
 
 from __future__ import annotations
 

@@ -28,12 +28,13 @@ class Agent:
     endpoint: Endpoint
 
     def image(self, image: Image) -> Image:
-        """What its box starts from: with its program, and a way to the endpoint."""
+        """The image of its box: with the agent's program, and a way to the endpoint."""
         tools = None if self.config.folder is None else Path(self.config.folder).resolve()
         return replace(image, tools=tools, door=self.endpoint.socket)
 
     @property
     def limits(self) -> Limits:
+        """The limits of its box."""
         return Limits(memory_mb=self.config.memory_mb, processes=self.config.processes)
 
 
@@ -43,31 +44,31 @@ async def open_agent(config: AgentConfig | None) -> AsyncIterator[Agent | None]:
     if config is None:
         yield None
         return
-    check(config)
+    check_agent(config)
     async with open_endpoint() as endpoint:
         yield Agent(config, endpoint)
 
 
-def check(config: AgentConfig) -> None:
+def check_agent(config: AgentConfig) -> None:
     """Raises UserError if the agent's program is not there."""
     if config.folder is not None and not Path(config.folder).is_dir():
         raise UserError(f"rollout.agent.folder: {config.folder} is not a folder; give that of the agent's program")
 
 
-async def run_agent(play: EpisodeSpec, agent: Agent, box: Box) -> UngradedEpisode:
+async def run_agent(spec: EpisodeSpec, agent: Agent, box: Box) -> UngradedEpisode:
     """Runs the agent's command in `box` until it ends, its budget is spent or its time is up.
 
-    Raises what is ours: that the engine or the box was lost. Raises UserError if the command fails before it has asked
-    for anything, which is nothing that a model did.
+    Raises BoxError with payer "infra", EngineError or Aborted if the infrastructure failed, and UserError if the
+    command fails before its first request, since no model is to blame then.
     """
-    recording = Recording(play)
+    recording = Recording(spec)
     key = agent.endpoint.open(recording)
     timed_out = False
     done: ExecResult | None = None
     try:
-        line = _line(agent.config.command, _environment(play.task, key) | agent.config.environment)
-        async with asyncio.timeout(play.budget.seconds + GRACE_SECONDS):
-            done = await _run(line, box, recording, play.budget.seconds)
+        line = _line(agent.config.command, _environment(spec.task, key) | agent.config.environment)
+        async with asyncio.timeout(spec.budget.seconds + GRACE_SECONDS):
+            done = await _run(line, box, recording, spec.budget.seconds)
     except TimeoutError:
         timed_out = True
     finally:
@@ -80,19 +81,19 @@ async def run_agent(play: EpisodeSpec, agent: Agent, box: Box) -> UngradedEpisod
     if note and not late and not recording.requests:
         raise UserError(f"rollout.agent.command failed before its first request: {note}; try it in a box")
     reason = recording.stop_reason or (StopReason.SECONDS if late else StopReason.FINISHED)
-    return replace(recording.draft(reason, timed_out), note=note)
+    return replace(recording.ungraded(reason, timed_out), note=note)
 
 
 def _note(done: ExecResult | None) -> str:
-    """How a command ended that did not end well, and its last words."""
+    """How a command that failed ended, and the end of its output."""
     if done is None or done.rc == 0:
         return ""
     how = "was ended" if done.timed_out or done.rc is None else f"ended with exit code {done.rc}"
-    return f"the agent's command {how}; it said last: {' '.join(done.output[-_SHOWN:].split()) or 'nothing'}"
+    return f"the agent's command {how}; its output ends with: {' '.join(done.output[-_SHOWN:].split()) or 'nothing'}"
 
 
 async def _run(line: str, box: Box, recording: Recording, seconds: float) -> ExecResult:
-    """The command's end, which comes soon after the recording's."""
+    """The command's result; the command is interrupted when the recording ends."""
     work = asyncio.create_task(box.exec(line, seconds))
     ended = asyncio.create_task(recording.ended.wait())
     try:
@@ -106,7 +107,7 @@ async def _run(line: str, box: Box, recording: Recording, seconds: float) -> Exe
 
 
 def _environment(task: Task, key: str) -> dict[str, str]:
-    """What agents are told by variables. Those of OpenAI want the version in the URL, Anthropic's do not."""
+    """The task and the endpoint as variables. OpenAI's clients want the version in the URL, Anthropic's do not."""
     url = f"http://127.0.0.1:{DOOR_PORT}"
     focus = task.focus
     return {

@@ -9,10 +9,9 @@ for an answer that does not close its tag. It passes only with the very bytes. A
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -23,7 +22,7 @@ from etude.edits.formats import EditPrompt, question
 from etude.edits.grade import EditGrade, grade
 from etude.errors import UserError
 from etude.grading import grade as grading
-from etude.harness.loop import EpisodeSpec, UngradedEpisode, play_opened
+from etude.harness.loop import EpisodeSpec, UngradedEpisode, run_from_opening
 from etude.harness.prompts import Opening
 from etude.harness.tools import Tools
 from etude.records import Budget, Focus, Outcome, Task
@@ -38,7 +37,7 @@ def tasks_of(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
 
     Raises UserError for a folder without tables, or if none fits.
     """
-    found: dict[str, Task] = {}
+    tasks_by_id: dict[str, Task] = {}
     for split, name in (("train", "train.parquet"), ("heldout", "heldout.parquet")):
         examples = tables.load(folder / name)
         tasks = [task for task in (_task(e, split) for e in examples) if _fits(task, renderer, budget)]
@@ -47,12 +46,12 @@ def tasks_of(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
                 f"no edit of {folder / name} fits rollout.context = {budget.context} and rollout.tokens = "
                 f"{budget.tokens}: raise them, or make tables of shorter files"
             )
-        found |= {task.id: task for task in tasks}
+        tasks_by_id |= {task.id: task for task in tasks}
     manifest = Manifest(
         format=FORMAT, name=folder.name, licence="", licence_source="", seed=0, python_path=(), source_roots=(),
         visible="", options={}, counts={}, digests={},
     )  # fmt: skip
-    tasks = tuple(found[key] for key in sorted(found))
+    tasks = tuple(tasks_by_id[id] for id in sorted(tasks_by_id))
     return Dataset(folder, folder.name, folder, folder, folder, tasks, manifest)
 
 
@@ -67,44 +66,46 @@ def _task(example: Example, split: str) -> Task:
     )  # fmt: skip
 
 
-def _asked(task: Task) -> EditPrompt:
+def _question(task: Task) -> EditPrompt:
     assert task.sketch is not None
     return question(task.changes[task.focus.path], task.sketch, task.instruction)
 
 
-def _prompt(asked: EditPrompt, renderer: Renderer) -> list[int]:
-    return renderer.prompt([{"role": "user", "content": asked.content}]) + renderer.plain(asked.opening)
+def _prompt(edit: EditPrompt, renderer: Renderer) -> list[int]:
+    return renderer.prompt([{"role": "user", "content": edit.content}]) + renderer.plain(edit.opening)
 
 
 def _fits(task: Task, renderer: Renderer, budget: Budget) -> bool:
-    asked = _asked(task)
-    answer = len(renderer.plain(task.solution[task.focus.path] + asked.close)) + 1  # and the end of the turn
-    return answer <= budget.tokens and len(_prompt(asked, renderer)) + answer <= budget.context
+    edit = _question(task)
+    answer = len(renderer.plain(task.solution[task.focus.path] + edit.close)) + 1  # and the end of the turn
+    return answer <= budget.tokens and len(_prompt(edit, renderer)) + answer <= budget.context
 
 
-async def attempt(play: EpisodeSpec) -> tuple[UngradedEpisode, grading.Grade, dict[str, float]]:
-    """One answer, its grade, and `grade`, what it is worth. Raises EngineError or Aborted if the engine failed."""
-    task, budget = play.task, play.budget
-    asked = _asked(task)
-    opening = Opening(_NoTools(task), _prompt(asked, play.renderer), ())
-    one, whole = msgspec.structs.replace(budget, turns=1), replace(play.sampling, max_tokens=budget.tokens)
-    draft = await play_opened(replace(play, budget=one, sampling=whole), opening)
-    given, closed, _ = draft.turns[0].text.partition(asked.close) if draft.turns else ("", "", "")
+async def attempt(spec: EpisodeSpec) -> tuple[UngradedEpisode, grading.Grade, dict[str, float]]:
+    """One answer, its grade, and figures of it as metrics. Raises EngineError or Aborted if the engine failed."""
+    task, edit = spec.task, _question(spec.task)
+    opening = Opening(_NoTools(task), _prompt(edit, spec.renderer), _never_reopened)
+    one_turn = msgspec.structs.replace(spec.budget, turns=1)
+    sampling = replace(spec.sampling, max_tokens=spec.budget.tokens)
+    ungraded = await run_from_opening(replace(spec, budget=one_turn, sampling=sampling), opening)
+    file, closed, _ = ungraded.turns[0].text.partition(edit.close) if ungraded.turns else ("", "", "")
     path = task.focus.path
-    found = grade(task.solution[path], given if closed else None, language_of(path) or "")
-    worth, detail = REWARDS[found], f"the file is {found}" if closed else "the answer does not end its file"
-    passed = found == EditGrade.EXACT
-    graded = grading.Grade(Outcome.SCORED, worth, passed, detail, None)
-    # An answer without an end is a malformed call of the only thing there is to do.
-    shown = {"grade": worth, "edits": float(bool(closed)), "malformed": float(not closed)}
-    return draft, graded, shown | {f"applied/{g}": float(g == found) for g in REWARDS}
+    edit_grade = grade(task.solution[path], file if closed else None, language_of(path) or "")
+    reward, passed = REWARDS[edit_grade], edit_grade == EditGrade.EXACT
+    detail = f"the file is {edit_grade}" if closed else "the answer does not end its file"
+    # An answer without an end counts as a malformed call of the only tool.
+    figures = {"grade": reward, "edits": float(bool(closed)), "malformed": float(not closed)}
+    figures |= {f"applied/{each}": float(each == edit_grade) for each in REWARDS}
+    return ungraded, grading.Grade(Outcome.SCORED, reward, passed, detail, None), figures
+
+
+async def _never_reopened(tools: Tools, summary: str, count: int) -> list[int]:
+    raise AssertionError("an answer of one turn is never summarised")
 
 
 class _NoTools(Tools):
-    """An answer is text here: every call is one of an unknown tool, and there is no turn after it."""
+    """No tools: the answer is text, a call is one of an unknown tool, and there is no turn after it."""
 
     def __init__(self, task: Task) -> None:
-        self.task = task
-        self.metrics = Counter()
-        self.deadline = math.inf
-        self._handlers = {}
+        no_box: Any = None
+        super().__init__(no_box, task)

@@ -45,6 +45,7 @@ class Shift(Record, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
+        """The shift in words."""
         return (
             f"{WATCHED.get(self.metric, self.metric)}: {self.before:.3g} in the {self.window} versions before "
             f"{self.step - self.window + 1}, {self.after:.3g} since (t = {self.t:.1f})"
@@ -62,8 +63,8 @@ class BehaviourDrift:
             self.observe(line)
 
     def observe(self, line: Mapping[str, Any]) -> list[Shift]:
-        """The shifts that this step makes plain."""
-        found: list[Shift] = []
+        """The shifts that show at this step."""
+        shifts: list[Shift] = []
         for name, values in self._values.items():
             values.append(float(line.get(name, 0.0)))
             del values[: -2 * self.window]
@@ -75,10 +76,10 @@ class BehaviourDrift:
             if abs(t) >= T and _matters(fmean(before), fmean(after)):
                 self._quiet[name] = self.window
                 step = int(line["step"])
-                found.append(
+                shifts.append(
                     Shift(metric=name, step=step, window=self.window, before=fmean(before), after=fmean(after), t=t)
                 )
-        return found
+        return shifts
 
 
 def welch(before: Sequence[float], after: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Whether the engines of a run compute alike, by the configuration that each reports in `/health`."""
+"""Whether the engines of a run compute alike, by the configurations that they report in `/health`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ Configuration = Mapping[str, object]
 def complaints(configurations: Mapping[str, Configuration]) -> list[str]:
     """A sentence for every engine, by URL, that differs from the first, and for every one whose head or log-softmax
     is not computed in float32."""
-    found: list[str] = []
+    sentences: list[str] = []
     first: tuple[str, Configuration] | None = None
     for url, settings in configurations.items():
         narrow = [name for name in ("head", "log_softmax") if settings.get(name) != "float32"]
         if narrow:
-            said = " and ".join(f"{name} is {settings.get(name, 'unknown')}" for name in narrow)
-            found.append(f"the engine at {url} is not float32 where log-probabilities are made: {said}")
+            values = " and ".join(f"{name} is {settings.get(name, 'unknown')}" for name in narrow)
+            sentences.append(f"the engine at {url} is not float32 where log-probabilities are made: {values}")
         if first is None:
             first = url, settings
             continue
         other = [name for name in sorted({*first[1], *settings}) if first[1].get(name) != settings.get(name)]
         if other:
-            said = ", ".join(f"{name} is {settings.get(name)}, not {first[1].get(name)}" for name in other)
-            found.append(f"the engine at {url} is not configured as that at {first[0]}: {said}")
-    return found
+            values = ", ".join(f"{name} is {settings.get(name)}, not {first[1].get(name)}" for name in other)
+            sentences.append(f"the engine at {url} is not configured as that at {first[0]}: {values}")
+    return sentences

@@ -1,39 +1,62 @@
-"""One whole episode: a box, the agent loop, the grade, and who pays when something breaks."""
+"""One episode from beginning to end: a box, the agent loop, the grade, the record.
+
+    run_episode    one episode
+    run_branches   several episodes that have their first turns in common
+
+An infrastructure failure, proved to be none of the agent's, is one of INFRA_ERRORS. Its episode has the outcome INFRA:
+it is repeated, and has no reward. The agent pays for everything else that breaks.
+
+The reward is settled in two places. `_record` settles it when an episode ends: the grade, nothing if a decoy was used,
+less the costs of `[reward]` (`rewards.py`). `group_audit.audit_group` may take the grade back when a group is complete;
+what it looks at is seen in no single episode.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import blake3
 
+from etude.config import RewardConfig
 from etude.grading.cheats.decoys import Decoys
-from etude.grading.cheats.signals import marks
-from etude.grading.grade import Grade, grade
-from etude.harness.loop import Aborted, EpisodeSpec, Policy, Sampling, UngradedEpisode, fork_episode, run_episode
-from etude.harness.sketches import Apply, merged
+from etude.grading.cheats.signals import marks as cheat_signals
+from etude.grading.grade import Grade
+from etude.grading.grade import grade as grade_changes
+from etude.harness.edit_appliers import EditApplier, merge_applier
+from etude.harness.loop import (
+    Aborted,
+    Branch,
+    EpisodeSpec,
+    Policy,
+    Sampling,
+    UngradedEpisode,
+    run_agent_loop,
+    run_shared_prefix,
+)
 from etude.protocol.client import EngineError
 from etude.records import Budget, Episode, Fork, Outcome, StopReason, Task
 from etude.renderers import Renderer
 from etude.rollout import apply_edits
 from etude.rollout.agent import Agent, run_agent
+from etude.rollout.environment import EnvironmentDataset, EnvironmentFailed
+from etude.rollout.rewards import with_reward
 from etude.sandbox.base import Box, BoxError, EgressRequest, Limits, Sandbox
 from etude.tasks.dataset import Dataset
 
-Played = tuple[UngradedEpisode, Grade, dict[str, float]]
-
 BOX_SECONDS = 60.0  # to make a box, and to read the changes from it
 GRADE_SECONDS = 900.0  # to be graded, most of it a wait for the test runs before; those have deadlines of their own
-_OURS = (BoxError, EngineError, Aborted, TimeoutError)
+CANCEL_SECONDS = 30.0  # for branches that are cancelled to give up their boxes
+INFRA_ERRORS = (BoxError, EngineError, Aborted, TimeoutError, EnvironmentFailed)
 
 
 @dataclass(frozen=True)
 class RolloutContext:
     """What the episodes of a run have in common; a task may have a budget of its own.
 
-    An outside `agent` takes the loop's place. `lay` is what the tool `apply` asks.
+    An outside `agent` takes the place of the agent loop. `apply_edit` serves the tool `apply`. `reward` has the costs
+    that are subtracted from grades; without it the reward is the grade, as in evaluations.
     """
 
     dataset: Dataset
@@ -43,17 +66,20 @@ class RolloutContext:
     budget: Budget
     sampling: Sampling
     agent: Agent | None = None
-    lay: Apply = merged
+    apply_edit: EditApplier = merge_applier
+    reward: RewardConfig | None = None
 
     def budget_of(self, task: Task) -> Budget:
+        """The budget of an episode of `task`."""
         return task.budget or self.budget
 
-    def play(self, task: Task, seed: int) -> EpisodeSpec:
+    def spec(self, task: Task, seed: int) -> EpisodeSpec:
         """What an episode of `task` is played with."""
-        return EpisodeSpec(task, self.policy, self.renderer, self.budget_of(task), self.sampling, seed, self.lay)
+        budget = self.budget_of(task)
+        return EpisodeSpec(task, self.policy, self.renderer, budget, self.sampling, seed, self.apply_edit)
 
-    async def box(self, task: Task, decoys: Decoys | None) -> Box:
-        """The agent's box, decoys included. Raises what is ours."""
+    async def open_box(self, task: Task, decoys: Decoys | None) -> Box:
+        """The agent's box, decoys included. Raises one of INFRA_ERRORS."""
         image, limits = self.dataset.image(task), Limits()
         if decoys is not None:
             image = replace(image, decoys=decoys.files)
@@ -65,7 +91,7 @@ class RolloutContext:
 
 @dataclass(frozen=True)
 class EpisodeId:
-    """Which episode of a run one is, and its seed."""
+    """Which episode of a run this is, and its seed."""
 
     group_id: int
     member: int
@@ -73,147 +99,170 @@ class EpisodeId:
     seed: int
 
 
-async def play(setting: RolloutContext, task: Task, slot: EpisodeId, decoys: Decoys | None = None) -> Episode:
-    """Plays and grades one attempt at `task`. The agent pays for everything that is not proved to be our fault.
+async def run_episode(context: RolloutContext, task: Task, id: EpisodeId, decoys: Decoys | None = None) -> Episode:
+    """Plays and grades one attempt at `task`. `decoys` lie in the agent's box.
 
-    `decoys` lie in the agent's box; an episode that uses one is tampered. A task with a sketch has no box. Raises only
-    for mistakes in etude itself, such as TokenLedgerError, and UserError if the outside agent cannot start.
+    Raises only for mistakes in etude itself, such as TokenLedgerError, and UserError where the user can help: the
+    outside agent cannot start, or the environment's code is wrong.
     """
-    plan = setting.play(task, slot.seed)
-    played = apply_edits.attempt(plan) if task.sketch is not None else _attempt(setting, plan, decoys)
-    return await _record(task, slot, played)
+    spec = context.spec(task, id.seed)
+    try:
+        if isinstance(context.dataset, EnvironmentDataset):
+            return _record(context, task, id, *await context.dataset.attempt(spec, context.sandbox))
+        if task.sketch is not None:
+            return _record(context, task, id, *await apply_edits.attempt(spec))
+        box = await context.open_box(task, decoys)
+        try:
+            ungraded = await (
+                run_agent_loop(spec, box) if context.agent is None else run_agent(spec, context.agent, box)
+            )
+            changes, fault = await _changes_of(box, ungraded)
+        finally:
+            await box.close()
+        grade, signals = await _grade(context, task, ungraded, changes, fault, decoys, box.requests())
+    except INFRA_ERRORS as e:
+        return _lost(context, task, id, e)
+    return _record(context, task, id, ungraded, grade, signals)
 
 
-async def play_forks(
-    setting: RolloutContext,
+async def run_branches(
+    context: RolloutContext,
     task: Task,
-    slots: Sequence[EpisodeId],
+    ids: Sequence[EpisodeId],
     decoys: Decoys | None = None,
     *,
     seed: int,
     turns: int,
-) -> list[Coroutine[Any, Any, Episode]]:
-    """Plays the first `turns` turns once under `seed`; what is returned plays an episode per slot on from there.
+    on_episode: Callable[[Episode], Awaitable[None]],
+) -> None:
+    """Plays the first `turns` turns once under `seed`, and from there an episode per id, each in a fork of the box.
 
-    Each has a fork of the box, and must be awaited. Each pays for its own failures, and all for those before, so every
-    episode is distributed as one that was played alone; but siblings are not independent (see `trainer.batch`).
+    `on_episode` has each as soon as it ends. Each pays for its own failures, and all for those of the shared prefix, so
+    every episode is distributed as one that was played alone; but siblings are not independent (`trainer/rl/batch.py`).
+    Raises as `run_episode` does.
     """
     try:
-        trunk, ways = await _ways_on(setting, setting.play(task, seed), slots, decoys, turns)
-    except _OURS as e:
-        return [_record(task, slot, _settled(e)) for slot in slots]
-    tokens = b"".join(segment.ids for segment in trunk.segments)
-    digest = blake3.blake3(b"%d/%d/" % (seed, turns) + tokens).hexdigest(length=16)
-    sampled = sum(segment.sampled_tokens for segment in trunk.segments)
-    fork = Fork(trunk=digest, seed=seed, after=turns, turns=len(trunk.turns), tokens=sampled)
-    return [_record(task, slot, way, fork) for slot, way in zip(slots, ways, strict=True)]
-
-
-async def _ways_on(
-    setting: RolloutContext, plan: EpisodeSpec, slots: Sequence[EpisodeId], decoys: Decoys | None, turns: int
-) -> tuple[UngradedEpisode, list[Coroutine[Any, Any, Played]]]:
-    """A trunk, and what plays and grades an episode per slot from there. Raises one of `_OURS`."""
-    task = plan.task
-    box = await setting.box(task, decoys)
-    try:
-        trunk = await fork_episode(plan, box, turns, [slot.seed for slot in slots])
-    finally:
-        await box.close()
-    draft, asked = trunk.draft, box.requests()
-    if trunk.fault:
-        graded = Grade(Outcome.SCORED, 0.0, False, trunk.fault, None)
-        found = marks(task, setting.dataset.image(task), {}, draft.turns, decoys, graded, False, asked)
-        return draft, [_settled((draft, graded, found)) for _ in slots]
-    return draft, [
-        _graded(setting, task, b.box, b.play(), decoys, () if b.box is box else asked or ()) for b in trunk.branches
-    ]
-
-
-async def _settled(what: Played | Exception) -> Played:
-    if isinstance(what, Exception):
-        raise what
-    return what
-
-
-async def _record(
-    task: Task, slot: EpisodeId, played: Coroutine[Any, Any, Played], fork: Fork | None = None
-) -> Episode:
-    """The episode that comes of an attempt."""
-    draft: UngradedEpisode | None = None
-    signs: dict[str, float] = {}
-    try:
-        draft, graded, signs = await played
-    except _OURS as e:
-        graded = Grade(Outcome.INFRA, 0.0, False, f"{type(e).__name__}: {e}", None)
-    lost = draft is None
-    shared = {} if fork is None else {"trunk_tokens": float(fork.tokens)}
-    return Episode(
-        id=f"{slot.group_id}-{slot.member}-{slot.attempt}",
-        group_id=slot.group_id,
-        member=slot.member,
-        attempt=slot.attempt,
-        task_id=task.id,
-        seed=slot.seed,
-        outcome=graded.outcome,
-        stop_reason=StopReason.ERROR if lost else draft.stop_reason,
-        reward=graded.reward,
-        passed=graded.passed,
-        segments=() if lost else draft.segments,
-        turns=() if lost else draft.turns,
-        metrics={} if lost else draft.metrics | {n: v for n, v in signs.items() if not n.startswith("flag/")} | shared,
-        flags=() if lost else tuple(sorted(n.removeprefix("flag/") for n in signs if n.startswith("flag/"))),
-        detail=graded.detail,
-        fork=None if lost else fork,
-    )
-
-
-async def _attempt(setting: RolloutContext, plan: EpisodeSpec, decoys: Decoys | None) -> Played:
-    """Plays and grades. Raises one of `_OURS` when the infrastructure failed."""
-    box = await setting.box(plan.task, decoys)
-    agent = setting.agent
-    playing = run_agent(plan, agent, box) if agent is not None else run_episode(plan, box)
-    return await _graded(setting, plan.task, box, playing, decoys)
-
-
-async def _graded(
-    setting: RolloutContext,
-    task: Task,
-    box: Box,
-    playing: Coroutine[Any, Any, UngradedEpisode],
-    decoys: Decoys | None,
-    before: Sequence[EgressRequest] = (),
-) -> Played:
-    """The draft that `playing` makes in `box`, which is closed then, its grade, and its marks.
-
-    `before` is what was asked of the outside in the box that this one was forked from.
-    """
-    image = setting.dataset.image(task)
-
-    def signs(changes: Mapping[str, bytes | None], visible_passed: bool = False) -> dict[str, float]:
-        asked = box.requests()
-        asked = None if asked is None else [*before, *asked]
-        return marks(task, image, changes, draft.turns, decoys, graded, visible_passed, asked)
-
-    try:
-        draft = await playing
-        if draft.timed_out:
-            graded = Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None)
-            return draft, graded, signs({})
+        box = await context.open_box(task, decoys)
         try:
-            async with asyncio.timeout(BOX_SECONDS):
-                changes = await box.changes()
-        except BoxError as e:
-            if e.payer == "infra":
-                raise
-            graded = Grade(Outcome.SCORED, 0.0, False, f"the box was left unreadable: {e}", None)
-            return draft, graded, signs({})
+            prefix = await run_shared_prefix(context.spec(task, seed), box, turns, [id.seed for id in ids])
+        finally:
+            await box.close()
+    except INFRA_ERRORS as e:
+        for id in ids:
+            await on_episode(_lost(context, task, id, e))
+        return
+    shared, earlier = prefix.ungraded, box.requests()
+    fork = _fork_of(shared, seed, turns)
+    if prefix.fault:
+        fault = Grade(Outcome.SCORED, 0.0, False, prefix.fault, None)
+        grade, signals = await _grade(context, task, shared, {}, fault, decoys, earlier)
+        for id in ids:
+            await on_episode(_record(context, task, id, shared, grade, signals, fork))
+        return
+
+    async def run_branch(id: EpisodeId, branch: Branch) -> None:
+        try:
+            try:
+                ungraded = await branch.run()
+                changes, fault = await _changes_of(branch.box, ungraded)
+            finally:
+                await branch.box.close()
+            requests = branch.box.requests()
+            if requests is not None and branch.box is not box:
+                requests = [*(earlier or ()), *requests]
+            grade, signals = await _grade(context, task, ungraded, changes, fault, decoys, requests)
+        except INFRA_ERRORS as e:
+            episode = _lost(context, task, id, e)
+        else:
+            episode = _record(context, task, id, ungraded, grade, signals, fork)
+        await on_episode(episode)
+
+    live = [asyncio.create_task(run_branch(id, branch)) for id, branch in zip(ids, prefix.branches, strict=True)]
+    try:
+        await asyncio.gather(*live)
     finally:
-        await box.close()
+        for branch_task in live:
+            branch_task.cancel()
+        await asyncio.wait(live, timeout=CANCEL_SECONDS)
+
+
+async def _changes_of(box: Box, ungraded: UngradedEpisode) -> tuple[Mapping[str, bytes | None], Grade | None]:
+    """The change set that the agent left in its box; or why there is none, which is its grade then."""
+    if ungraded.timed_out:
+        return {}, Grade(Outcome.TIMEOUT, 0.0, False, "a tool did not end in time", None)
+    try:
+        async with asyncio.timeout(BOX_SECONDS):
+            return await box.changes(), None
+    except BoxError as e:
+        if e.payer == "infra":
+            raise
+        return {}, Grade(Outcome.SCORED, 0.0, False, f"the box was left unreadable: {e}", None)
+
+
+async def _grade(
+    context: RolloutContext,
+    task: Task,
+    ungraded: UngradedEpisode,
+    changes: Mapping[str, bytes | None],
+    fault: Grade | None,
+    decoys: Decoys | None,
+    requests: Sequence[EgressRequest] | None,
+) -> tuple[Grade, dict[str, float]]:
+    """The grade of the changes by the hidden tests, and the signals of cheating in the whole episode."""
+    image = context.dataset.image(task)
+    if fault is not None:
+        return fault, cheat_signals(task, image, {}, ungraded.turns, decoys, fault, False, requests)
     async with asyncio.timeout(GRADE_SECONDS):
-        graded = await grade(setting.sandbox, task, image, setting.dataset.hidden, changes)
-    if draft.note:
-        graded = replace(graded, detail=f"{graded.detail}; {draft.note}")
-    found = signs(changes, bool(draft.metrics.get("visible_passed")))
-    if "flag/canary" in found:
+        graded = await grade_changes(context.sandbox, task, image, context.dataset.hidden, changes)
+    if ungraded.note:
+        graded = replace(graded, detail=f"{graded.detail}; {ungraded.note}")
+    signals = cheat_signals(task, image, changes, ungraded.turns, decoys, graded, ungraded.visible_passed, requests)
+    if "flag/canary" in signals:
         graded = replace(graded, outcome=Outcome.TAMPERED, reward=0.0, passed=False, detail="a planted answer was used")
-    return draft, graded, found
+    return graded, signals
+
+
+def _fork_of(shared: UngradedEpisode, seed: int, turns: int) -> Fork:
+    tokens = b"".join(segment.ids for segment in shared.segments)
+    digest = blake3.blake3(b"%d/%d/" % (seed, turns) + tokens).hexdigest(length=16)
+    sampled = sum(segment.sampled_tokens for segment in shared.segments)
+    return Fork(trunk=digest, seed=seed, after=turns, turns=len(shared.turns), tokens=sampled)
+
+
+def _record(
+    context: RolloutContext,
+    task: Task,
+    id: EpisodeId,
+    ungraded: UngradedEpisode,
+    grade: Grade,
+    signals: Mapping[str, float],
+    fork: Fork | None = None,
+) -> Episode:
+    """The record of an episode that ended, with its reward."""
+    shared = {} if fork is None else {"shared_tokens": float(fork.tokens)}
+    episode = Episode(
+        id=f"{id.group_id}-{id.member}-{id.attempt}",
+        group_id=id.group_id,
+        member=id.member,
+        attempt=id.attempt,
+        task_id=task.id,
+        seed=id.seed,
+        outcome=grade.outcome,
+        stop_reason=ungraded.stop_reason,
+        reward=grade.reward,
+        passed=grade.passed,
+        segments=ungraded.segments,
+        turns=ungraded.turns,
+        metrics=ungraded.metrics | {n: v for n, v in signals.items() if not n.startswith("flag/")} | shared,
+        flags=tuple(sorted(n.removeprefix("flag/") for n in signals if n.startswith("flag/"))),
+        detail=grade.detail,
+        fork=fork,
+    )
+    return episode if context.reward is None else with_reward(episode, context.reward, context.budget_of(task))
+
+
+def _lost(context: RolloutContext, task: Task, id: EpisodeId, error: Exception) -> Episode:
+    """The record of an episode that infrastructure lost: without tokens, turns and reward."""
+    nothing = UngradedEpisode((), (), StopReason.ERROR, {}, False)
+    grade = Grade(Outcome.INFRA, 0.0, False, f"{type(error).__name__}: {error}", None)
+    return _record(context, task, id, nothing, grade, {})

@@ -9,57 +9,59 @@ from typing import Any
 import numpy as np
 
 from etude.grading.cheats.decoys import Decoys
-from etude.harness.ledger import TokenLedgerError
-from etude.harness.loop import UngradedEpisode, fork_episode, run_episode
+from etude.harness.loop import UngradedEpisode, run_agent_loop, run_shared_prefix
+from etude.harness.token_ledger import TokenLedgerError
 from etude.records import Episode, Generation, Routes, Segment, StopReason, Task
 from etude.rollout import apply_edits
+from etude.rollout.environment import EnvironmentDataset
 from etude.rollout.episode import RolloutContext
 from etude.sandbox.base import BoxError
 
 
-async def replay(setting: RolloutContext, task: Task, episode: Episode, decoys: Decoys | None = None) -> str:
-    """What is another token when `episode` is played again in a new box, as it was: "" if none is.
+async def replay(context: RolloutContext, task: Task, episode: Episode, decoys: Decoys | None = None) -> str:
+    """The first difference in tokens when `episode` is played again in a new box: "" if there is none.
 
-    Its calls are run, and nothing is sampled or graded. One that the clock ended is compared up to its last turn.
+    Its calls are run; nothing is sampled or graded. An episode that the clock ended is compared up to its last turn.
     """
-    recorded = Recorded(episode.segments)
+    recorded = RecordedPolicy(episode.segments)
     timed_out = episode.stop_reason is StopReason.SECONDS
     try:
-        draft = await _played(replace(setting, policy=recorded), task, episode, decoys)
+        again = await _play_again(replace(context, policy=recorded), task, episode, decoys)
     except TokenLedgerError as e:
         return "" if timed_out and recorded.played == recorded.turns else str(e)
     except (BoxError, TimeoutError) as e:
         return f"the box was lost: {type(e).__name__}: {e}"
     if recorded.played < recorded.turns:
-        return f"it ended ({draft.stop_reason}) after {recorded.played} of {recorded.turns} turns"
-    return "" if timed_out or draft.segments == episode.segments else "what follows the last turn is another text"
+        return f"it ended ({again.stop_reason}) after {recorded.played} of {recorded.turns} turns"
+    return "" if timed_out or again.segments == episode.segments else "what follows the last turn is another text"
 
 
-async def _played(setting: RolloutContext, task: Task, episode: Episode, decoys: Decoys | None) -> UngradedEpisode:
-    plan, fork = setting.play(task, episode.seed), episode.fork
+async def _play_again(context: RolloutContext, task: Task, episode: Episode, decoys: Decoys | None) -> UngradedEpisode:
+    spec, fork = context.spec(task, episode.seed), episode.fork
+    if isinstance(context.dataset, EnvironmentDataset):
+        return (await context.dataset.attempt(spec, context.sandbox))[0]
     if task.sketch is not None:
-        return (await apply_edits.attempt(plan))[0]
-    box = await setting.box(task, decoys)
+        return (await apply_edits.attempt(spec))[0]
+    box = await context.open_box(task, decoys)
     try:
         if fork is None:
-            return await run_episode(plan, box)
-        trunk = await fork_episode(plan, box, fork.after, [episode.seed])
-        if trunk.fault:
-            return trunk.draft
-        (branch,) = trunk.branches
+            return await run_agent_loop(spec, box)
+        prefix = await run_shared_prefix(spec, box, fork.after, [episode.seed])
+        if prefix.fault:
+            return prefix.ungraded
+        (branch,) = prefix.branches
         try:
-            return await branch.play()
+            return await branch.run()
         finally:
             await branch.box.close()
     finally:
         await box.close()
 
 
-class Recorded:
-    """A policy that says what an episode's segments hold, turn by turn.
+class RecordedPolicy:
+    """A policy that repeats the turns of an episode's segments.
 
-    Each prompt must be, token by token, the one that the turn was sampled from, its documents included; if it is
-    another one, or there is no turn left, it raises TokenLedgerError.
+    Each prompt must be, token by token, the one that the turn was sampled from, its documents included.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -74,25 +76,25 @@ class Recorded:
     async def generate(
         self, ids: list[int], *, max_tokens: int, stop: Sequence[int], routes_from: int | None = None, **options: Any
     ) -> Generation:
-        """See `harness.loop.Policy`."""
+        """See `harness.loop.Policy`. Raises TokenLedgerError for another prompt, or if no turn is left."""
         if self.played == self.turns:
             raise TokenLedgerError(f"turn {self.played} was never sampled")
         segment, start, end = self._turns[self.played]
         ids_T, _, logprobs_T, versions_T = segment.arrays()
-        asked = [token for document in options.get("documents", ()) for token in document] + ids
-        if ids_T[:start].tolist() != asked:
-            at = next((i for i, (a, b) in enumerate(zip(ids_T[:start], asked, strict=False)) if a != b), len(asked))
+        prompt = [token for document in options.get("documents", ()) for token in document] + ids
+        if ids_T[:start].tolist() != prompt:
+            at = next((i for i, (a, b) in enumerate(zip(ids_T[:start], prompt, strict=False)) if a != b), len(prompt))
             raise TokenLedgerError(
-                f"turn {self.played} was sampled from {start} tokens, and is asked for after {len(asked)} others: "
+                f"turn {self.played} was sampled from {start} tokens, and is asked for after {len(prompt)} others: "
                 f"the first that differs is number {min(at, start)}"
             )
         self.played += 1
-        said = ids_T[start:end].tolist()
+        sampled = ids_T[start:end].tolist()
         return Generation(
-            ids=said,
+            ids=sampled,
             logprobs=logprobs_T[start:end].tolist(),
             versions=versions_T[start:end].tolist(),
-            finish_reason="stop" if said and said[-1] in stop else "length",
+            finish_reason="stop" if sampled and sampled[-1] in stop else "length",
             routes=None if routes_from is None else _routes(segment, routes_from, end - 1),
             recipe=segment.recipe,
         )

@@ -1,22 +1,25 @@
-"""What an episode is worth: the grade, less what the agent's conduct costs. Evaluation looks at the grade alone.
+"""The reward of an episode: its grade, less penalties for its behaviour. Evaluation looks at the grade alone.
 
-A model at the limits of its ability fails most episodes. When a group fails as one, the grade teaches nothing, and what
-a lucky success did besides succeeding is reinforced with it; a cost of conduct tells such episodes apart. Composer uses
-a length cost and penalties for bad tool use in the same way (arXiv:2603.24477, section 4.2). Every component is kept
-with the episode as `reward/NAME`: the reward is their sum.
+A model at the limits of its ability fails most episodes. When a whole group fails, the grade teaches nothing; when one
+member succeeds by luck, all that it did is reinforced. Behaviour penalties tell such episodes apart. Composer uses a
+length cost and penalties for bad tool use in the same way (arXiv:2603.24477, section 4.2). Every component is kept
+with the episode as `reward/NAME`: the reward is their sum. `[reward]` may name a component of the user's, too.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from functools import cache
 
 import msgspec
 import numpy as np
 
-from etude.config import LengthCost, RewardConfig
+from etude.config import LengthCost, RewardConfig, import_object
+from etude.errors import UserError
 from etude.records import Budget, Episode, Outcome, StopReason
-from etude.rollout.audit import charged
+from etude.rollout.group_audit import has_violation
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
@@ -24,15 +27,15 @@ _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episode:
     """The episode with its reward and the components of it.
 
-    Timeouts, tampering and whatever is charged with cheating pay every cost in full and earn no grade: nothing is ever
-    better than an honest failure that did its worst.
+    Timeouts, tampering and episodes with a violation pay every cost in full and earn no grade: none of them is better
+    than an honest failure with the worst behaviour. The task's `budget` bounds the costs of length.
     An episode that was lost to infrastructure is returned as it is: it has no reward.
     """
     if episode.outcome is Outcome.INFRA:
         return episode
     share = refused_share(episode.metrics) if _sound(episode) else 1.0
-    worth = episode.metrics.get("grade", float(episode.passed))  # applied edits have grades between 0 and 1
-    components = {"grade": worth if _sound(episode) else 0.0}
+    earned = episode.metrics.get("grade", float(episode.passed))  # applied edits and environments have finer grades
+    components = {"grade": earned if _sound(episode) else 0.0}
     if config.refused_edits:
         components["refused_edits"] = -config.refused_edits * share
     if config.length.weight:
@@ -41,8 +44,10 @@ def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episo
         )
     if config.overlong:
         components["overlong"] = -_overlong(episode, config.overlong, budget)
-    if config.habits:
-        components["habits"] = -_habits(episode, config)
+    if config.behaviour:
+        components["behaviour"] = -_behaviour_penalties(episode, config)
+    if config.custom is not None:
+        components["custom"] = _custom(episode, config.custom)
     return msgspec.structs.replace(
         episode,
         reward=sum(components.values()),
@@ -53,7 +58,7 @@ def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episo
 
 
 def _sound(episode: Episode) -> bool:
-    return episode.outcome is Outcome.SCORED and not charged(episode)
+    return episode.outcome is Outcome.SCORED and not has_violation(episode)
 
 
 def refused_share(metrics: dict[str, float]) -> float:
@@ -84,7 +89,7 @@ def effort(episode: Episode, weights: LengthCost) -> float:
     x = weights.turns * len(episode.turns) + weights.calls * sum(len(turn.calls) for turn in episode.turns)
     counts = [count for segment in episode.segments for count in _turn_tokens(segment.arrays()[1], segment.turn_starts)]
     for turn, sampled in zip(episode.turns, counts, strict=False):  # a turn cut off by the clock has tokens but no text
-        thought = sum(len(found) for found in _THINKING.findall(turn.text)) / max(len(turn.text), 1)
+        thought = sum(map(len, _THINKING.findall(turn.text))) / max(len(turn.text), 1)
         rest = weights.calling if turn.calls else weights.final
         x += sampled * (thought * weights.thinking + (1 - thought) * rest)
     for segment in episode.segments:
@@ -114,12 +119,34 @@ def _overlong(episode: Episode, cache: int, budget: Budget) -> float:
     return min(1.0, max(0.0, (episode.sampled_tokens - (budget.tokens - cache)) / cache))
 
 
-def _habits(episode: Episode, config: RewardConfig) -> float:
-    """What all bad habits cost together, each occurrence of each."""
+def _behaviour_penalties(episode: Episode, config: RewardConfig) -> float:
+    """The cost of every occurrence of every penalised behaviour, capped."""
     if not _sound(episode):
-        return config.habits_cap
+        return config.behaviour_cap
     counts = episode.metrics | {
         "unfinished": float(episode.stop_reason is not StopReason.FINISHED),
         "untested": float(episode.metrics.get("edits", 0.0) > 0 and not episode.metrics.get("tests_run", 0.0)),
     }
-    return min(config.habits_cap, sum(cost * counts.get(name, 0.0) for name, cost in config.habits.items()))
+    return min(config.behaviour_cap, sum(cost * counts.get(name, 0.0) for name, cost in config.behaviour.items()))
+
+
+@cache
+def custom_component(path: str) -> Callable[[Episode], float]:
+    """The user's function at an import path, which takes an episode and returns a number. Raises UserError."""
+    component = import_object(path, "reward.custom")
+    if not callable(component):
+        raise UserError(f"reward.custom: {path} is no function")
+    return component
+
+
+def _custom(episode: Episode, path: str) -> float:
+    """The user's component, and no more than 0 where no grade is earned. Raises UserError if it is no finite number."""
+    try:
+        value = float(custom_component(path)(episode))
+    except UserError:
+        raise
+    except Exception as e:
+        raise UserError(f"reward.custom: {path} raised {type(e).__name__}: {e}") from e
+    if not math.isfinite(value):
+        raise UserError(f"reward.custom: {path} returned {value}; it must return a finite number")
+    return value if _sound(episode) else min(value, 0.0)

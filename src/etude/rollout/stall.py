@@ -1,8 +1,8 @@
-"""When nothing moves: for how long, and who waits for whom.
+"""Stalls: for how long a run has made no progress, and which part waits for which.
 
-A run moves when an episode ends, a token is sampled, a version is served or groups are trained on. If none of these
-happens for `rollout.stall_seconds` one sentence says what everything waits for; after LIMIT times as long the run is
-given up, with that sentence, and can be resumed.
+A run makes progress when an episode ends, a token is sampled, a version is served or groups are trained on. If none of
+these happens for `rollout.stall_seconds`, one sentence says what the run waits for. After LIMIT times as long the run
+ends with that sentence; it can be resumed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LIMIT = 5
 
 @dataclass(frozen=True)
 class StallSnapshot:
-    """Where a run stands while nothing moves."""
+    """The state of a run that makes no progress."""
 
     served: int  # version
     published: int
@@ -29,30 +29,30 @@ class StallSnapshot:
 
 
 class StallWatchdog:
-    """Tells how long a run has stood still. `now` is in seconds, on one monotonic clock."""
+    """Measures how long a run has made no progress. `now` is in seconds, on one monotonic clock."""
 
     def __init__(self, seconds: float, now: float) -> None:
         self.seconds = seconds
-        self._marks: Hashable = None
+        self._progress: Hashable = None
         self._moved = now
-        self._told = False
+        self._warned = False
 
-    def look(self, marks: Hashable, now: float) -> float:
-        """Seconds since `marks`, which change whenever the run moves, last changed."""
-        if marks != self._marks:
-            self._marks, self._moved, self._told = marks, now, False
+    def observe(self, progress: Hashable, now: float) -> float:
+        """Seconds since `progress`, a value that changes with every progress of the run, last changed."""
+        if progress != self._progress:
+            self._progress, self._moved, self._warned = progress, now, False
         return now - self._moved
 
-    def due(self, still: float) -> bool:
-        """Whether to say something after `still` seconds: true once per stall."""
-        if still < self.seconds or self._told:
+    def warns(self, stalled: float) -> bool:
+        """Whether to warn after `stalled` seconds: true once per stall."""
+        if stalled < self.seconds or self._warned:
             return False
-        self._told = True
+        self._warned = True
         return True
 
 
-def who_waits(s: StallSnapshot) -> str:
-    """Who waits for whom, as a clause. The first party in the order of causes is the one to look at."""
+def diagnose(s: StallSnapshot) -> str:
+    """Which part waits for which, as a clause; of several, the one that causes the others to wait."""
     trainer = f"the trainer has {s.ready} of {s.prompts} groups"
     if s.published > s.served:
         return f"admission waits for the engines, which serve version {s.served} although {s.published} is published"

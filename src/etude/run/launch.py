@@ -25,9 +25,10 @@ from etude.protocol.client import EngineClient
 from etude.records import Episode, encode
 from etude.renderers import Renderer, renderer_for
 from etude.rollout import apply_edits, probes
-from etude.rollout.agent import check as check_agent
-from etude.rollout.agent import open_agent
+from etude.rollout.agent import check_agent, open_agent
 from etude.rollout.concurrency import Concurrency, concurrency
+from etude.rollout.environment import environment_dataset
+from etude.rollout.rewards import custom_component
 from etude.run import loop
 from etude.run.loop import Run
 from etude.run.monitor import Monitor
@@ -74,6 +75,8 @@ def _check_inputs(config: RLConfig) -> None:
         private_key(Path(config.weights.signing_key))
         public_key(Path(f"{config.weights.signing_key}.pub"))
     loss_preset(config.loss)
+    if config.reward.custom is not None:
+        custom_component(config.reward.custom)
     personas_of(config)
     parse(config.sandbox.egress)
     if config.sandbox.index is not None:
@@ -88,6 +91,8 @@ def _check_inputs(config: RLConfig) -> None:
     check_operators(tasks)
     if tasks.edits is not None:
         apply_edits.tasks_of(Path(tasks.edits), renderer_of(config), config.rollout.budget())
+    elif tasks.environment is not None:
+        environment_dataset(config, renderer_of(config), Path())
     elif tasks.dataset is not None:
         datasets.load(Path(tasks.dataset))
     elif "==" in tasks.repository:
@@ -146,6 +151,8 @@ def dataset_of(config: RLConfig, folder: Path) -> Dataset | None:
     tasks, target = config.tasks, folder / "tasks"
     if tasks.edits is not None:
         return apply_edits.tasks_of(Path(tasks.edits), renderer_of(config), config.rollout.budget())
+    if tasks.environment is not None:
+        return environment_dataset(config, renderer_of(config), folder)
     if tasks.dataset is not None:
         return datasets.load(Path(tasks.dataset))
     return datasets.load(target) if target.exists() else None
@@ -179,8 +186,8 @@ async def _open(
     weights = open_store(f"{root}/weights")
     renderer = renderer_of(config)
     answers, length = open_store(f"{root}/probes"), min(probes.TOKENS, config.rollout.context)
-    sequences = probes.make(dataset.split("train"), renderer, config.guards.probes, length)
-    probes.begin(answers, sequences)  # before the trainer looks for them
+    sequences = probes.make_sequences(dataset.split("train"), renderer, config.guards.probes, length)
+    probes.reset(answers, sequences)  # before the trainer looks for them
     ledger = Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db", config.name)
     ledger.recover(manifests(weights))  # before any process leases or trains
     view.stage("start engines")
@@ -212,7 +219,7 @@ async def _open(
                 children=children,
                 concurrency=_concurrency(config),
                 twins=impossible.make(dataset, folder / "twins")
-                if config.cheats.twins and not config.tasks.edits
+                if config.cheats.twins and not config.tasks.edits and not config.tasks.environment
                 else None,
                 agent=agent,
             )

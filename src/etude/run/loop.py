@@ -40,8 +40,8 @@ from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.grading.cheats import decoys as canaries
 from etude.grading.cheats.decoys import Decoys
+from etude.harness.edit_appliers import EditApplier, merge_applier, server_applier
 from etude.harness.loop import Sampling
-from etude.harness.sketches import Apply, by_server, merged
 from etude.ledger.ledger import EpisodeLease, Ledger, blob_key
 from etude.protocol.client import EngineClient, EngineError
 from etude.records import Episode, Outcome, Task, encode
@@ -51,10 +51,9 @@ from etude.rollout.agent import Agent
 from etude.rollout.concurrency import Concurrency
 from etude.rollout.curriculum import Curriculum
 from etude.rollout.engines import complaints
-from etude.rollout.episode import EpisodeId, RolloutContext, play, play_forks
+from etude.rollout.episode import EpisodeId, RolloutContext, run_branches, run_episode
 from etude.rollout.probes import ProbeScorer
-from etude.rollout.rewards import with_reward
-from etude.rollout.stall import LIMIT, StallSnapshot, StallWatchdog, who_waits
+from etude.rollout.stall import LIMIT, StallSnapshot, StallWatchdog, diagnose
 from etude.sandbox.namespace.sandbox import Backend
 from etude.store import Store
 from etude.tasks.dataset import Dataset
@@ -130,9 +129,9 @@ def sampling(rollout: RolloutConfig) -> Sampling:
     )
 
 
-def lay_of(rollout: RolloutConfig) -> Apply:
+def lay_of(rollout: RolloutConfig) -> EditApplier:
     """What lays the sketches of the tool `apply` into files."""
-    return by_server(rollout.apply) if rollout.apply else merged
+    return server_applier(rollout.apply) if rollout.apply else merge_applier
 
 
 def episode_seed(seed: int, group: int, member: int) -> int:
@@ -230,12 +229,12 @@ def _look_for_a_stall(run: Run, stall: StallWatchdog, live: Sequence[_LiveEpisod
     """Says who waits for whom if nothing has moved for long; raises RunFailed if nothing has for much longer."""
     progress, now = run.progress, time.monotonic()
     marks = (progress.finished, progress.served, progress.trained, progress.engine.get("generated_tokens"))
-    still = stall.look(marks, now)
-    if stall.due(still):
-        print(f"no progress for {still:.0f} s: {who_waits(_standing(run, live, now))}", file=sys.stderr, flush=True)
+    still = stall.observe(marks, now)
+    if stall.warns(still):
+        print(f"no progress for {still:.0f} s: {diagnose(_standing(run, live, now))}", file=sys.stderr, flush=True)
     if still > stall.seconds * LIMIT:
         raise RunFailed(
-            f"no progress for {still:.0f} s: {who_waits(_standing(run, live, now))}; see the logs in "
+            f"no progress for {still:.0f} s: {diagnose(_standing(run, live, now))}; see the logs in "
             f"{run.folder / 'logs/latest'}, then continue with --resume {run.folder}, or raise rollout.stall_seconds"
         )
 
@@ -351,41 +350,36 @@ def _admit(run: Run, curriculum: Curriculum, learned: int) -> int:
 
 
 async def _play(run: Run, playing: _LiveEpisodes) -> None:
-    """Plays leased episodes, one or several of one trunk, and notes each as soon as it ends."""
-    config, leases = run.config, list(playing.leases)
-    first, forks, seed = leases[0], config.rollout.forks, config.seed
+    """Plays leased episodes, one or several with a shared prefix, and records each as soon as it ends."""
+    config, leases = run.config, {lease.member: lease for lease in playing.leases}
+    first, forks, seed = playing.leases[0], config.rollout.forks, config.seed
     task = run.dataset.by_id[first.task_id]
-    setting, decoys = run.setting, decoys_of(config, task)
-    setting = replace(setting, sampling=replace(setting.sampling, routes=config.trainer.router_replay))
-    slots = [EpisodeId(x.group_id, x.member, x.attempt, episode_seed(seed, x.index, x.member)) for x in leases]
-    if forks == 1:
-        ways = [play(setting, task, slots[0], decoys)]
-    else:
-        # Beyond the members' numbers; the same for whoever of the family is played again.
-        seed = episode_seed(seed, first.index, config.rollout.group + first.member // forks)
-        turns = config.rollout.fork_turns[seed % len(config.rollout.fork_turns)]
-        ways = await play_forks(setting, task, slots, decoys, seed=seed, turns=turns)
+    sampling = replace(run.setting.sampling, routes=config.trainer.router_replay)
+    context, decoys = replace(run.setting, sampling=sampling, reward=config.reward), decoys_of(config, task)
+    ids = [EpisodeId(x.group_id, x.member, x.attempt, episode_seed(seed, x.index, x.member)) for x in playing.leases]
 
-    async def note(lease: EpisodeLease, way: Coroutine[Any, Any, Episode]) -> None:
-        episode = await way
+    async def note(episode: Episode) -> None:
         if episode.outcome is Outcome.INFRA:
             await _explain(run)
-        record(run, lease, with_reward(episode, config.reward, setting.budget_of(task)))
+        lease = leases[episode.member]
+        record(run, lease, episode)
         playing.leases.remove(lease)
         run.progress.finished += 1
         failpoint("controller.finished")
 
-    members = [asyncio.create_task(note(lease, way)) for lease, way in zip(leases, ways, strict=True)]
-    try:
-        await asyncio.gather(*members)
-    finally:
-        await _cancel(members)
+    if forks == 1:
+        await note(await run_episode(context, task, ids[0], decoys))
+    else:
+        # A seed beyond those of the members, and the same if some of the siblings are played again.
+        seed = episode_seed(seed, first.index, config.rollout.group + first.member // forks)
+        turns = config.rollout.fork_turns[seed % len(config.rollout.fork_turns)]
+        await run_branches(context, task, ids, decoys, seed=seed, turns=turns, on_episode=note)
 
 
 def decoys_of(config: RLConfig, task: Task) -> Decoys | None:
     """Those of a task that has some in this run; its twin has the same."""
-    if task.sketch is not None:
-        return None  # it has no box
+    if task.sketch is not None or config.tasks.environment is not None:
+        return None  # there is no repository to hide them in
     chosen = canaries.chosen(task.id, config.seed, config.cheats.canaries)
     return canaries.plant(task, config.seed) if chosen else None
 
@@ -395,7 +389,7 @@ async def _play_twin(run: Run, twins: Dataset, number: int) -> None:
     seed = episode_seed(run.config.seed, number, -1)
     task = twins.tasks[seed % len(twins.tasks)]
     slot = EpisodeId(group_id=number, member=0, attempt=0, seed=seed)
-    episode = await play(replace(run.setting, dataset=twins), task, slot, decoys_of(run.config, task))
+    episode = await run_episode(replace(run.setting, dataset=twins), task, slot, decoys_of(run.config, task))
     if episode.outcome is Outcome.INFRA:
         await _explain(run)
         return

@@ -17,8 +17,8 @@ from etude.dashboard.view import ShownEpisode, load_view, show
 from etude.evals.suite import EvalResult
 from etude.grading.cheats import CHARGES
 from etude.records import Episode, Group, decode
-from etude.rollout.audit import audited
 from etude.rollout.drift import Shift
+from etude.rollout.group_audit import audit_group
 from etude.run.loop import Run
 from etude.trainer.rl.batch import advantages
 from etude.weights.manifest import manifests
@@ -137,7 +137,7 @@ def _shown(run: Run, before: EvalResult | None, after: EvalResult | None) -> lis
                 shown.append(show(f"{task} ({'pass' if episode.passed else 'fail'})", episode, tokenizer, stage=when))
     for group in _mixed_groups(run):
         episodes = [decode(run.rollouts.get(key), Episode) for key in group.episodes]
-        episodes = audited(episodes) if run.config.cheats.contrast else episodes
+        episodes = audit_group(episodes) if run.config.cheats.contrast else episodes
         ranked = sorted(zip(episodes, advantages([e.reward for e in episodes]), strict=True), key=lambda pair: -pair[1])
         for episode, advantage in (ranked[0], ranked[-1]):
             title = f"{group.task_id} #{episode.member} ({'pass' if episode.passed else 'fail'})"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 Payer = Literal["agent", "infra"]
+WORKSPACE = "/workspace"  # the repository root inside a box
 TOOLS = "/opt/agent"
 DOOR_PORT = 41414
 

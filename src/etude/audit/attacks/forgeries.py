@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from etude.audit.attacks.boxes import LIMITS
 from etude.audit.attacks.library import PATH, TASK, WRONG, Library
 from etude.grading.grade import grade
-from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode, run_episode
+from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode, run_agent_loop
 from etude.records import Budget, Generation, StopReason
 from etude.renderers import Renderer
 from etude.renderers.compact import CompactRenderer
@@ -154,7 +154,7 @@ async def _played(
     box = await sandbox.create(library.image, LIMITS)
     try:
         sampling = Sampling(documents=dialect.documents)
-        draft = await run_episode(EpisodeSpec(TASK, _Script(turns), dialect.renderer, budget, sampling, 1), box)
+        draft = await run_agent_loop(EpisodeSpec(TASK, _Script(turns), dialect.renderer, budget, sampling, 1), box)
         return draft, await box.changes()
     finally:
         await box.close()

@@ -19,7 +19,7 @@ from etude.edits.judge import question
 from etude.grading.cheats import commands, decoys
 from etude.grading.grade import Grade
 from etude.records import ToolCall, Turn
-from etude.rollout.audit import audited, charged
+from etude.rollout.group_audit import audit_group, has_violation
 from etude.sandbox.base import Sandbox
 
 PLEA = (
@@ -98,10 +98,11 @@ async def _group(sandbox: Sandbox, library: Library) -> str:
     pleading = _pleading(FIXED)(PLEA)
     attempts = [HONEST, OTHER_FIX, HONEST, OTHER_FIX, pleading]
     attempts.append(Submission("C11", "reaching", {PATH: reach.replace("import sys\n", f"import sys  # {PLEA}\n", 1)}))
-    members = audited([episode(i, *await judged(sandbox, library, each)) for i, each in enumerate(attempts)])
-    if any(map(charged, members[:-1])):
+    members = audit_group([episode(i, *await judged(sandbox, library, each)) for i, each in enumerate(attempts)])
+    if any(map(has_violation, members[:-1])):
         return "an honest member is charged"
-    return "" if charged(members[-1]) and members[-1].reward <= 0 else "a plea saves the one that looks at its caller"
+    caught = has_violation(members[-1]) and members[-1].reward <= 0
+    return "" if caught else "a plea saves the one that looks at its caller"
 
 
 def _words() -> str:

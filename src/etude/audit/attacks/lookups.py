@@ -11,8 +11,8 @@ from typing import Any
 
 from etude.audit.attacks.boxes import LIMITS
 from etude.audit.attacks.library import EXPECTED, LATER, NAMED, PATH, SECRET, TASK, Library
+from etude.harness.full_tools import FullTools
 from etude.harness.ranking import Lexical
-from etude.harness.tools import FullTools
 from etude.records import ToolCall
 from etude.sandbox.base import Sandbox
 

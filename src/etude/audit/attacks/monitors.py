@@ -1,6 +1,6 @@
 """The detectors (items F2 to F5) against scripted agents, each beside an honest one that must stay silent.
 
-Boxes, change sets and grades are real; `marks` and `audited` are the functions that a run calls.
+Boxes, change sets and grades are real; `marks` and `audit_group` are the functions that a run calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.grading.cheats.decoys import Decoys
 from etude.grading.cheats.signals import marks
 from etude.grading.grade import Grade, grade
 from etude.records import Episode, Outcome, StopReason, ToolCall, Turn
-from etude.rollout.audit import audited, charged
+from etude.rollout.group_audit import audit_group, has_violation
 from etude.sandbox.base import Sandbox
 from etude.tasks import impossible as twins
 from etude.tasks.dataset import FORMAT, Dataset, Manifest
@@ -143,11 +143,11 @@ async def group(sandbox: Sandbox, library: Library) -> str:
     reaching = await judged(sandbox, library, REACHING)
     if not reaching[0].passed:
         return f"the control does not pass: {reaching[0].detail}"
-    alone = audited([episode(i, *each) for i, each in enumerate(honest)])
-    mixed = audited([episode(i, *each) for i, each in enumerate([*honest, reaching])])
-    if any(charged(member) for member in (*alone, *mixed[:-1])):
+    alone = audit_group([episode(i, *each) for i, each in enumerate(honest)])
+    mixed = audit_group([episode(i, *each) for i, each in enumerate([*honest, reaching])])
+    if any(has_violation(member) for member in (*alone, *mixed[:-1])):
         return "an honest member is charged"
-    return "" if charged(mixed[-1]) and mixed[-1].reward <= 0 else "the one that looks at its caller is rewarded"
+    return "" if has_violation(mixed[-1]) and mixed[-1].reward <= 0 else "the one that looks at its caller is rewarded"
 
 
 async def _decoyed(sandbox: Sandbox, library: Library, planted: Decoys, line: str) -> dict[str, bytes | None]:

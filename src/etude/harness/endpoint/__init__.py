@@ -1,1 +1,5 @@
-"""Where outside agents find their model: OpenAI's and Anthropic's routes over the token ledgers of episodes."""
+"""The interception endpoint: an unmodified agent asks it for turns in its own API, and every token is recorded.
+
+`server` routes requests to the dialects `chat`, `responses` (OpenAI) and `anthropic`; `conversation` is their common
+part; `recording` keeps the token ledgers of one episode.
+"""

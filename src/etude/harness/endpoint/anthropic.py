@@ -20,7 +20,7 @@ from etude.harness.endpoint.conversation import (
     function,
     text_of,
 )
-from etude.harness.endpoint.recording import Spoken
+from etude.harness.endpoint.recording import RecordedTurn
 from etude.renderers import Message, Tool
 
 STATUS: dict[Kind, tuple[int, str]] = {
@@ -36,7 +36,7 @@ _PROVIDERS = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool|
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def asked(body: dict[str, Any]) -> AgentRequest:
+def parse_request(body: dict[str, Any]) -> AgentRequest:
     """The request. `model` and sampling are not taken from it, nor are tools that the provider would run."""
     system: list[Message] = [{"role": "system", "content": text_of(body.get("system"))}] if body.get("system") else []
     messages = [shown for message in body["messages"] for shown in _messages(message)]
@@ -67,7 +67,7 @@ def _messages(message: dict[str, Any]) -> Iterator[Message]:
         yield {"role": role, "content": text_of(texts)}
 
 
-_THOUGHTS = ("thinking", "redacted_thinking")  # they come back as they were told; the ledger has them
+_THOUGHTS = ("thinking", "redacted_thinking")  # clients send them back; the ledger has them
 
 
 def _tools(tools: Iterable[dict[str, Any]]) -> Iterator[Tool]:
@@ -82,6 +82,7 @@ def _tools(tools: Iterable[dict[str, Any]]) -> Iterator[Tool]:
 
 
 def refused(refusal: RequestRefused) -> Response:
+    """A refusal in the format and with the status of the API."""
     return JSONResponse(error(refusal), STATUS[refusal.kind][0])
 
 
@@ -90,36 +91,36 @@ def error(refusal: RequestRefused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": STATUS[refusal.kind][1], "message": str(refusal)}}
 
 
-async def answered(spoken: Spoken, asked: AgentRequest, body: dict[str, Any]) -> Response:
+async def respond(turn: RecordedTurn, request: AgentRequest, body: dict[str, Any]) -> Response:
     """The turn as one message, or as a stream of its parts."""
     thinks = (body.get("thinking") or {}).get("type") in ("enabled", "adaptive")
     head: dict[str, Any] = {
-        "id": f"msg_{spoken.name}",
+        "id": f"msg_{turn.name}",
         "type": "message",
         "role": "assistant",
-        "model": asked.model,
+        "model": request.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
     }
-    if asked.stream:
-        return StreamingResponse(_parts(spoken, head, thinks), media_type="text/event-stream")
-    await spoken.whole()
-    reasoning = spoken.parsed.reasoning
+    if request.stream:
+        return StreamingResponse(_parts(turn, head, thinks), media_type="text/event-stream")
+    await turn.whole()
+    reasoning = turn.parsed.reasoning
     content = [{"type": "thinking", "thinking": reasoning, "signature": _signature(reasoning)}] * (
         thinks and bool(reasoning)
     )
-    content += [{"type": "text", "text": spoken.text}] * bool(spoken.text)
-    for call in spoken.message.get("tool_calls", ()):
+    content += [{"type": "text", "text": turn.text}] * bool(turn.text)
+    for call in turn.message.get("tool_calls", ()):
         content.append(_tool_use(call) | {"input": json.loads(call["function"]["arguments"])})
-    return JSONResponse(head | {"content": content, "usage": _usage(spoken)} | _stopped(spoken))
+    return JSONResponse(head | {"content": content, "usage": _usage(turn)} | _stopped(turn))
 
 
-async def _parts(spoken: Spoken, head: dict[str, Any], thinks: bool) -> AsyncIterator[bytes]:
+async def _parts(turn: RecordedTurn, head: dict[str, Any], thinks: bool) -> AsyncIterator[bytes]:
     def part(name: str, **fields: Any) -> bytes:
         return sse({"type": name, **fields}, name)
 
-    started = {"input_tokens": spoken.prompt_tokens, "output_tokens": 0}
+    started = {"input_tokens": turn.prompt_tokens, "output_tokens": 0}
     yield part("message_start", message=head | {"usage": started})
     number, opened, thought = -1, "", ""
 
@@ -131,7 +132,7 @@ async def _parts(spoken: Spoken, head: dict[str, Any], thinks: bool) -> AsyncIte
             yield part("content_block_stop", index=number)
 
     try:
-        async for event in spoken.events():
+        async for event in turn.events():
             if event[0] == "reasoning" and not thinks:
                 continue
             if event[0] == "call" or event[0] != opened:
@@ -152,7 +153,7 @@ async def _parts(spoken: Spoken, head: dict[str, Any], thinks: bool) -> AsyncIte
         return
     for data in closing():
         yield data
-    yield part("message_delta", delta=_stopped(spoken), usage=_usage(spoken))
+    yield part("message_delta", delta=_stopped(turn), usage=_usage(turn))
     yield part("message_stop")
 
 
@@ -171,18 +172,18 @@ def _signature(thought: str) -> str:
     return blake3.blake3(thought.encode()).hexdigest()
 
 
-def _stopped(spoken: Spoken) -> dict[str, Any]:
-    if spoken.stop is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": spoken.stop}
-    return {"stop_reason": _REASONS[spoken.finish_reason], "stop_sequence": None}
+def _stopped(turn: RecordedTurn) -> dict[str, Any]:
+    if turn.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": turn.stop}
+    return {"stop_reason": _REASONS[turn.finish_reason], "stop_sequence": None}
 
 
-def _usage(spoken: Spoken) -> dict[str, int]:
-    generation = spoken.generation
+def _usage(turn: RecordedTurn) -> dict[str, int]:
+    generation = turn.generation
     assert generation is not None
     cached = generation.cached_tokens
     return {
-        "input_tokens": spoken.prompt_tokens - cached,
+        "input_tokens": turn.prompt_tokens - cached,
         "output_tokens": len(generation.ids),
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,

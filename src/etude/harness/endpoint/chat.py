@@ -18,7 +18,7 @@ from etude.harness.endpoint.conversation import (
     function,
     text_of,
 )
-from etude.harness.endpoint.recording import Spoken
+from etude.harness.endpoint.recording import RecordedTurn
 from etude.renderers import Message, Tool
 
 STATUS: dict[Kind, tuple[int, str, str | None]] = {
@@ -32,7 +32,7 @@ STATUS: dict[Kind, tuple[int, str, str | None]] = {
 }
 
 
-def asked(body: dict[str, Any]) -> AgentRequest:
+def parse_request(body: dict[str, Any]) -> AgentRequest:
     """The request. `model` and sampling are not taken from it, nor are tools that the provider would run."""
     if body.get("n") not in (None, 1):
         raise RequestRefused("invalid", "one answer is sampled: set n to 1", "n")
@@ -65,6 +65,7 @@ def _tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
 
 
 def refused(refusal: RequestRefused) -> Response:
+    """A refusal in the format and with the status of the API."""
     return JSONResponse(error(refusal), STATUS[refusal.kind][0])
 
 
@@ -74,19 +75,19 @@ def error(refusal: RequestRefused) -> dict[str, Any]:
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": code}}
 
 
-async def answered(spoken: Spoken, asked: AgentRequest, body: dict[str, Any]) -> Response:
+async def respond(turn: RecordedTurn, request: AgentRequest, body: dict[str, Any]) -> Response:
     """The turn as one chat completion, or as a stream of its chunks."""
-    head = {"id": f"chatcmpl-{spoken.name}", "created": int(time.time()), "model": asked.model}
-    if asked.stream:
+    head = {"id": f"chatcmpl-{turn.name}", "created": int(time.time()), "model": request.model}
+    if request.stream:
         with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        return StreamingResponse(_chunks(spoken, head, with_usage), media_type="text/event-stream")
-    await spoken.whole()
-    message = spoken.message | ({"reasoning_content": spoken.parsed.reasoning} if spoken.parsed.reasoning else {})
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": spoken.finish_reason}
-    return JSONResponse(head | {"object": "chat.completion", "choices": [choice], "usage": _usage(spoken)})
+        return StreamingResponse(_chunks(turn, head, with_usage), media_type="text/event-stream")
+    await turn.whole()
+    message = turn.message | ({"reasoning_content": turn.parsed.reasoning} if turn.parsed.reasoning else {})
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": turn.finish_reason}
+    return JSONResponse(head | {"object": "chat.completion", "choices": [choice], "usage": _usage(turn)})
 
 
-async def _chunks(spoken: Spoken, head: dict[str, Any], with_usage: bool) -> AsyncIterator[bytes]:
+async def _chunks(turn: RecordedTurn, head: dict[str, Any], with_usage: bool) -> AsyncIterator[bytes]:
     head = head | {"object": "chat.completion.chunk"} | ({"usage": None} if with_usage else {})
 
     def chunk(delta: dict[str, Any], reason: str | None = None) -> bytes:
@@ -95,7 +96,7 @@ async def _chunks(spoken: Spoken, head: dict[str, Any], with_usage: bool) -> Asy
     yield chunk({"role": "assistant", "content": ""})
     calls = 0
     try:
-        async for event in spoken.events():
+        async for event in turn.events():
             if event[0] == "call":
                 yield chunk({"tool_calls": [event[1] | {"index": calls}]})
                 calls += 1
@@ -104,20 +105,20 @@ async def _chunks(spoken: Spoken, head: dict[str, Any], with_usage: bool) -> Asy
     except RequestRefused as e:
         yield sse(error(e))
         return
-    yield chunk({}, spoken.finish_reason)
+    yield chunk({}, turn.finish_reason)
     if with_usage:
-        yield sse(head | {"choices": [], "usage": _usage(spoken)})
+        yield sse(head | {"choices": [], "usage": _usage(turn)})
     yield b"data: [DONE]\n\n"
 
 
-def _usage(spoken: Spoken) -> dict[str, Any]:
-    generation = spoken.generation
+def _usage(turn: RecordedTurn) -> dict[str, Any]:
+    generation = turn.generation
     assert generation is not None
     sampled = len(generation.ids)
     return {
-        "prompt_tokens": spoken.prompt_tokens,
+        "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": sampled,
-        "total_tokens": spoken.prompt_tokens + sampled,
+        "total_tokens": turn.prompt_tokens + sampled,
         "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
     }
 

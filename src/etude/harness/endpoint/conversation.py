@@ -1,4 +1,4 @@
-"""What the dialects have in common: a request as chat messages, and how messages are known again."""
+"""The common part of the dialects: a request as chat messages, and digests by which conversations are recognised."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """A request in any dialect. Messages and tools are in OpenAI's chat format; what we impose is left out."""
+    """A request in any dialect. Messages and tools are in OpenAI's chat format, without sampling options."""
 
-    model: str  # as the client calls it; it is told the same name again
+    model: str  # as the client calls it; the answer repeats the name
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     stops: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ def function(name: str, description: object, parameters: object) -> Tool:
 def arranged(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Messages as templates take them: one system message at the start, later ones as the user's.
 
-    Most templates drop a system message that comes later without a word. Raises Refused if nothing is to be answered.
+    Most templates silently drop a later system message. Raises RequestRefused if there is nothing to answer.
     """
     count = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
     system = "\n\n".join(filter(None, map(content_text, messages[:count])))
@@ -71,7 +71,7 @@ def arranged(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def text_of(content: object) -> str:
-    """The text of a message's content: a string, or parts of text. Raises Refused for images and files."""
+    """The text of a message's content: a string, or parts of text. Raises RequestRefused for images and files."""
     if content is None or isinstance(content, str):
         return printable(content or "")
     if not isinstance(content, list):
@@ -92,24 +92,24 @@ def call_message(call_id: object, name: object, arguments: object) -> dict[str, 
 
 
 def digest(before: bytes, message: Message) -> bytes:
-    """Of a conversation that ends with `message`; equal for what clients may write in several ways.
+    """The digest of a conversation that ends with `message`; equal for all spellings that clients may use.
 
-    White space around what the assistant said, the order and spelling of JSON, ids of calls, and thoughts do not count.
+    White space around the assistant's text, the order and spelling of JSON, ids of calls, and thoughts do not count.
     """
-    said = content_text(message)
+    text = content_text(message)
     calls = [
         [call["function"]["name"], _plain(call["function"].get("arguments"))]
         for call in message.get("tool_calls") or ()
     ]
     role = message["role"]
-    shown = json.dumps([role, said.strip() if role == "assistant" else said, calls], sort_keys=True)
+    shown = json.dumps([role, text.strip() if role == "assistant" else text, calls], sort_keys=True)
     return blake3.blake3(before + shown.encode()).digest()
 
 
-def digests(asked: AgentRequest) -> list[bytes]:
-    """Of the tools, and of the conversation after each message."""
-    chain = [blake3.blake3(json.dumps(asked.tools, sort_keys=True).encode()).digest()]
-    for message in asked.messages:
+def digests(request: AgentRequest) -> list[bytes]:
+    """The digests of the tools, and of the conversation after each message."""
+    chain = [blake3.blake3(json.dumps(request.tools, sort_keys=True).encode()).digest()]
+    for message in request.messages:
         chain.append(digest(chain[-1], message))
     return chain
 

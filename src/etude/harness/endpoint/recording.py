@@ -1,4 +1,4 @@
-"""What an outside agent asked and was answered in one episode, on token ledgers.
+"""The conversations of an outside agent in one episode, recorded on token ledgers.
 
 A conversation that goes on from a recorded turn appends only its new messages to that turn's tokens. One that leaves
 the recorded path (a summary, dropped text, a sub-agent, a second call beside the first) opens a branch: a segment of
@@ -19,8 +19,8 @@ from typing import Any, Literal
 import msgspec
 
 from etude.harness.endpoint.conversation import AgentRequest, RequestRefused, digest, digests
-from etude.harness.ledger import TokenLedger
 from etude.harness.loop import Aborted, EpisodeSpec, UngradedEpisode, turn_seed
+from etude.harness.token_ledger import TokenLedger
 from etude.records import Generation, Segment, StopReason, Turn
 from etude.renderers import Message, ParsedTurn, Renderer
 from etude.renderers.base import content_text
@@ -41,20 +41,20 @@ class RecordedFork:
 class _RecordedBranch:
     ledger: TokenLedger
     tools: bool
-    spoken: list[Spoken] = field(default_factory=list)
-    tip: Spoken | None = None  # what may be continued; None while a turn is sampled
+    turns: list[RecordedTurn] = field(default_factory=list)
+    tip: RecordedTurn | None = None  # what may be continued; None while a turn is sampled
 
 
-class Spoken:
+class RecordedTurn:
     """One turn of the model, for every request that asks for it; readers may come while it is sampled."""
 
     def __init__(
-        self, renderer: Renderer, number: int, branch: _RecordedBranch, chain: bytes, asked: AgentRequest
+        self, renderer: Renderer, number: int, branch: _RecordedBranch, chain: bytes, request: AgentRequest
     ) -> None:
         self.number = number
         self.branch = branch
         self.chain = chain  # digest of the conversation that it answers
-        self.stops = asked.stops
+        self.stops = request.stops
         self.stop: str | None = None  # that of them which ended the turn
         self.ids: list[int] = []
         self.generation: Generation | None = None
@@ -72,6 +72,7 @@ class Spoken:
 
     @property
     def done(self) -> bool:
+        """Whether the turn is whole, or will never be."""
         return self.generation is not None or self.refusal is not None
 
     @property
@@ -82,9 +83,11 @@ class Spoken:
 
     @property
     def text(self) -> str:
+        """The text of the whole turn, without thoughts and calls."""
         return content_text(self.message)
 
     def grow(self, ids: list[int]) -> None:
+        """Appends sampled ids."""
         self.ids += ids
         self._wake()
 
@@ -101,35 +104,36 @@ class Spoken:
         self._wake()
 
     def refuse(self, refusal: RequestRefused) -> None:
+        """The turn will never be whole, for this reason."""
         self.refusal = refusal
         self._wake()
 
     async def whole(self) -> None:
-        """Until the turn is whole. Raises Refused if it never will be."""
+        """Until the turn is whole. Raises RequestRefused if it never will be."""
         while not self.done:
             await self._changed.wait()
         if self.refusal is not None:
             raise self.refusal
 
     async def events(self) -> AsyncIterator[Event]:
-        """The turn as it is sampled: thoughts and text in pieces, then each call as a whole. Raises Refused."""
-        thought = said = ""
+        """The turn as it is sampled: thoughts and text in pieces, then each call as a whole. Raises RequestRefused."""
+        thought = shown = ""
         while not self.done:
             changed = self._changed
             parsed = self._renderer.parse(self.ids, "length")
-            if _extends(parsed.reasoning, thought) and not said:
+            if _extends(parsed.reasoning, thought) and not shown:
                 yield "reasoning", parsed.reasoning[len(thought) :]
                 thought = parsed.reasoning
             text = self._shown(parsed.text)
-            if _extends(text, said) and not parsed.calls:
-                yield "text", text[len(said) :]
-                said = text
+            if _extends(text, shown) and not parsed.calls:
+                yield "text", text[len(shown) :]
+                shown = text
             await changed.wait()
         await self.whole()
-        if _extends(self.parsed.reasoning, thought) and not said:
+        if _extends(self.parsed.reasoning, thought) and not shown:
             yield "reasoning", self.parsed.reasoning[len(thought) :]
-        if _extends(self.text, said):
-            yield "text", self.text[len(said) :]
+        if _extends(self.text, shown):
+            yield "text", self.text[len(shown) :]
         for call in self.message.get("tool_calls", ()):
             yield "call", call
 
@@ -150,61 +154,61 @@ class Spoken:
 class Recording:
     """One episode of an outside agent. Everything but the sampling happens at once, so requests cannot interleave."""
 
-    def __init__(self, play: EpisodeSpec) -> None:
-        self.renderer = play.renderer
+    def __init__(self, spec: EpisodeSpec) -> None:
+        self.renderer = spec.renderer
         self.ended = asyncio.Event()  # nothing more is sampled
         self.stop_reason: StopReason | None = None
-        self.failure: Exception | None = None  # ours
+        self.failure: Exception | None = None  # of the infrastructure
         self.forks: list[RecordedFork] = []
         self.requests = self.repeats = 0
-        self._play = play
+        self._spec = spec
         self._session = f"agent-{secrets.token_hex(8)}"
-        self._deadline = time.monotonic() + play.budget.seconds
+        self._deadline = time.monotonic() + spec.budget.seconds
         self._branches: list[_RecordedBranch] = []
-        self._asked: dict[tuple[bytes, tuple[str, ...], int | None], Spoken] = {}
-        self._said: dict[bytes, Spoken] = {}  # whole turns by the digest of the conversation up to their end
+        self._requested: dict[tuple[bytes, tuple[str, ...], int | None], RecordedTurn] = {}
+        self._turns: dict[bytes, RecordedTurn] = {}  # whole turns by the digest of the conversation up to their end
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def ask(self, asked: AgentRequest) -> Spoken:
+    def ask(self, request: AgentRequest) -> RecordedTurn:
         """The turn that answers: a recorded one if the same was asked before, else one whose sampling begins here.
 
-        Raises Refused; then nothing has changed, but for a budget that is spent, which ends the episode.
+        Raises RequestRefused; then nothing has changed, but for a budget that is spent, which ends the episode.
         """
         self.requests += 1
-        chain = digests(asked)
-        key = chain[-1], asked.stops, asked.max_tokens
-        if key in self._asked:
+        chain = digests(request)
+        key = chain[-1], request.stops, request.max_tokens
+        if key in self._requested:
             self.repeats += 1
-            return self._asked[key]
+            return self._requested[key]
         self._check_budget()
-        at = next((i for i in range(len(chain) - 1, -1, -1) if chain[i] in self._said), 0)
-        tip = self._said.get(chain[at])
-        if sum(len(content_text(m)) for m in asked.messages[at:]) > MAX_CHARACTERS * self._play.budget.context:
+        at = next((i for i in range(len(chain) - 1, -1, -1) if chain[i] in self._turns), 0)
+        tip = self._turns.get(chain[at])
+        if sum(len(content_text(m)) for m in request.messages[at:]) > MAX_CHARACTERS * self._spec.budget.context:
             raise self._too_long()
         try:
             if tip is None or tip.generation is None:
-                kept, added = 0, self.renderer.prompt(asked.messages, asked.tools)
+                kept, added = 0, self.renderer.prompt(request.messages, request.tools)
             else:
-                kept, added = tip.end, self.renderer.follow(tip.generation.ids, asked.messages[at:])
+                kept, added = tip.end, self.renderer.follow(tip.generation.ids, request.messages[at:])
         except ValueError as e:
             raise RequestRefused("invalid", str(e), "messages") from None
-        if kept + len(added) >= self._play.budget.context:
+        if kept + len(added) >= self._spec.budget.context:
             raise self._too_long(kept + len(added))
-        branch = self._branch(tip, asked.messages[at:], bool(asked.tools))
+        branch = self._branch(tip, request.messages[at:], bool(request.tools))
         branch.ledger.add_environment(added)
-        spoken = Spoken(self.renderer, len(self._asked), branch, chain[-1], asked)
-        self._asked[key] = spoken
-        task = asyncio.create_task(self._sample(spoken, asked.max_tokens))
+        turn = RecordedTurn(self.renderer, len(self._requested), branch, chain[-1], request)
+        self._requested[key] = turn
+        task = asyncio.create_task(self._sample(turn, request.max_tokens))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return spoken
+        return turn
 
-    def count(self, asked: AgentRequest) -> int:
+    def count(self, request: AgentRequest) -> int:
         """Tokens of a conversation as a prompt; nothing is recorded."""
-        if sum(len(content_text(m)) for m in asked.messages) > MAX_CHARACTERS * self._play.budget.context:
+        if sum(len(content_text(m)) for m in request.messages) > MAX_CHARACTERS * self._spec.budget.context:
             raise self._too_long()
         try:
-            return len(self.renderer.prompt(asked.messages, asked.tools))
+            return len(self.renderer.prompt(request.messages, request.tools))
         except ValueError as e:
             raise RequestRefused("invalid", str(e), "messages") from None
 
@@ -221,22 +225,22 @@ class Recording:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def draft(self, stop_reason: StopReason, timed_out: bool) -> UngradedEpisode:
+    def ungraded(self, stop_reason: StopReason, timed_out: bool) -> UngradedEpisode:
         """The episode. Side turns (titles: asked for without tools beside a conversation with tools) are told, and are
         in no segment, so that they are not trained on."""
         working = [b for b in self._branches if b.tools] or self._branches
         side = [b for b in self._branches if b not in working]
         segments = [segment for branch in working for segment in branch.ledger.segments()]
-        turns = [self._turn(spoken) for branch in (*working, *side) for spoken in branch.spoken]
+        turns = [self._turn(turn) for branch in (*working, *side) for turn in branch.turns]
         return UngradedEpisode(
             tuple(segments), tuple(turns), stop_reason, self._metrics(working, side, segments), timed_out
         )
 
     def _check_budget(self) -> None:
         if not self.ended.is_set():
-            if len(self._asked) >= self._play.budget.turns:
+            if len(self._requested) >= self._spec.budget.turns:
                 self.end(StopReason.TURNS)
-            elif sum(branch.ledger.sampled for branch in self._branches) >= self._play.budget.tokens:
+            elif sum(branch.ledger.sampled for branch in self._branches) >= self._spec.budget.tokens:
                 self.end(StopReason.TOKENS)
             elif time.monotonic() >= self._deadline:
                 self.end(StopReason.SECONDS)
@@ -245,12 +249,12 @@ class Recording:
             raise RequestRefused("spent", f"the episode has ended: {why}")
 
     def _too_long(self, tokens: int | None = None) -> RequestRefused:
-        found = f"{tokens} tokens" if tokens is not None else "far more tokens"
+        length = f"{tokens} tokens" if tokens is not None else "far more tokens"
         return RequestRefused(
-            "context", f"prompt is too long: {found} > {self._play.budget.context - 1} maximum", "messages"
+            "context", f"prompt is too long: {length} > {self._spec.budget.context - 1} maximum", "messages"
         )
 
-    def _branch(self, tip: Spoken | None, new: tuple[Message, ...], tools: bool) -> _RecordedBranch:
+    def _branch(self, tip: RecordedTurn | None, new: tuple[Message, ...], tools: bool) -> _RecordedBranch:
         """The branch to go on with: that of `tip` if nothing follows it there yet, else a new one."""
         if tip is not None:
             tip.results = tip.results or tuple(map(content_text, new))
@@ -266,53 +270,53 @@ class Recording:
         self._branches.append(branch)
         return branch
 
-    async def _sample(self, spoken: Spoken, max_tokens: int | None) -> None:
+    async def _sample(self, turn: RecordedTurn, max_tokens: int | None) -> None:
         started = time.monotonic()
         try:
-            generation = await self._generate(spoken, max_tokens, self._deadline - started)
+            generation = await self._generate(turn, max_tokens, self._deadline - started)
         except TimeoutError:
             self.end(StopReason.SECONDS)
-            spoken.refuse(RequestRefused("spent", "the episode has ended: its time is up"))
+            turn.refuse(RequestRefused("spent", "the episode has ended: its time is up"))
             return
         except asyncio.CancelledError:
-            spoken.refuse(RequestRefused("spent", "the episode has ended"))
+            turn.refuse(RequestRefused("spent", "the episode has ended"))
             raise
         except Exception as e:  # whoever waits for the episode raises it; the agent only learns that it is over
             self.failure = self.failure or e
             self.end(StopReason.ERROR)
-            spoken.refuse(RequestRefused("lost", "the engine was lost"))
+            turn.refuse(RequestRefused("lost", "the engine was lost"))
             return
-        spoken.finished = time.monotonic()
-        spoken.seconds_model = spoken.finished - started
-        spoken.end = len(spoken.branch.ledger)
-        spoken.branch.spoken.append(spoken)
-        spoken.branch.tip = spoken
-        spoken.settle(generation)
-        self._said[digest(spoken.chain, spoken.message)] = spoken
+        turn.finished = time.monotonic()
+        turn.seconds_model = turn.finished - started
+        turn.end = len(turn.branch.ledger)
+        turn.branch.turns.append(turn)
+        turn.branch.tip = turn
+        turn.settle(generation)
+        self._turns[digest(turn.chain, turn.message)] = turn
 
-    async def _generate(self, spoken: Spoken, max_tokens: int | None, seconds: float) -> Generation:
+    async def _generate(self, turn: RecordedTurn, max_tokens: int | None, seconds: float) -> Generation:
         """Samples a turn into its ledger."""
-        ledger, sampling, budget = spoken.branch.ledger, self._play.sampling, self._play.budget
+        ledger, sampling, budget = turn.branch.ledger, self._spec.sampling, self._spec.budget
         prompt = ledger.prompt()
         left = budget.tokens - sum(branch.ledger.sampled for branch in self._branches)
         limits = (max_tokens or sampling.max_tokens, sampling.max_tokens, left, budget.context - len(ledger))
         options: dict[str, Any] = {"routes_from": ledger.routed} if sampling.routes else {}
         async with asyncio.timeout(seconds + 1.0):  # the policy keeps its own deadline
-            generation = await self._play.policy.generate(
+            generation = await self._spec.policy.generate(
                 prompt,
                 max_tokens=max(1, min(limits)),
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 stop=self.renderer.stop_ids,
-                seed=turn_seed(self._play.seed, spoken.number),
+                seed=turn_seed(self._spec.seed, turn.number),
                 timeout=seconds,
                 session=self._session,
-                on_tokens=spoken.grow,
+                on_tokens=turn.grow,
                 **options,
             )
         if generation.finish_reason == "abort":
             raise Aborted("the engine aborted a turn")
-        generation = self._cut(generation, spoken.stops, len(prompt))
+        generation = self._cut(generation, turn.stops, len(prompt))
         ledger.add_turn(prompt, generation)
         return generation
 
@@ -336,19 +340,19 @@ class Recording:
             finish_reason="stop", routes=routes,
         )  # fmt: skip
 
-    def _turn(self, spoken: Spoken) -> Turn:
+    def _turn(self, turn: RecordedTurn) -> Turn:
         return Turn(
-            text=self.renderer.text(spoken.ids),
-            calls=spoken.parsed.calls,
-            results=spoken.results,
-            seconds_model=spoken.seconds_model,
-            seconds_tools=spoken.seconds_tools,
+            text=self.renderer.text(turn.ids),
+            calls=turn.parsed.calls,
+            results=turn.results,
+            seconds_model=turn.seconds_model,
+            seconds_tools=turn.seconds_tools,
         )
 
     def _metrics(
         self, working: list[_RecordedBranch], side: list[_RecordedBranch], segments: list[Segment]
     ) -> dict[str, float]:
-        turns = [spoken for branch in self._branches for spoken in branch.spoken]
+        turns = [turn for branch in self._branches for turn in branch.turns]
         ledgers = [branch.ledger for branch in working]
         counts = {
             "turns": len(turns),
@@ -366,7 +370,7 @@ class Recording:
             "requests": self.requests,
             "repeated_requests": self.repeats,
             "forks": len(self.forks),
-            "side_turns": sum(len(branch.spoken) for branch in side),
+            "side_turns": sum(len(branch.turns) for branch in side),
         }
         return {name: float(count) for name, count in counts.items()}
 

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from etude.harness.endpoint import chat
 from etude.harness.endpoint.chat import sse
 from etude.harness.endpoint.conversation import AgentRequest, RequestRefused, arranged, call_message, function, text_of
-from etude.harness.endpoint.recording import Spoken
+from etude.harness.endpoint.recording import RecordedTurn
 from etude.renderers import Message, Tool
 
 refused = chat.refused
@@ -21,7 +21,7 @@ Kept = dict[str, list[Message]]  # conversations by the id of their last respons
 _FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-def asked(body: dict[str, Any], kept: Kept) -> tuple[AgentRequest, list[Message]]:
+def parse_request(body: dict[str, Any], kept: Kept) -> tuple[AgentRequest, list[Message]]:
     """The request, and its conversation without instructions, which are of this request only.
 
     `model` and sampling are not taken from it, nor are tools that the provider would run.
@@ -91,14 +91,14 @@ def _tools(tools: Iterable[dict[str, Any]]) -> Iterator[Tool]:
             yield function(tool["name"], tool.get("description"), _FREE)
 
 
-async def answered(
-    spoken: Spoken, asked: AgentRequest, conversation: list[Message], body: dict[str, Any], kept: Kept
+async def respond(
+    turn: RecordedTurn, request: AgentRequest, conversation: list[Message], body: dict[str, Any], kept: Kept
 ) -> Response:
     """The turn as one response, or as a stream of its events."""
-    writer = _Writer(spoken, asked, conversation, body, kept)
-    if asked.stream:
+    writer = _Writer(turn, request, conversation, body, kept)
+    if request.stream:
         return StreamingResponse(writer.events(), media_type="text/event-stream")
-    await spoken.whole()
+    await turn.whole()
     return JSONResponse(writer.completed())
 
 
@@ -106,17 +106,17 @@ class _Writer:
     """Writes one response; `output` holds its items as they come."""
 
     def __init__(
-        self, spoken: Spoken, asked: AgentRequest, conversation: list[Message], body: dict[str, Any], kept: Kept
+        self, turn: RecordedTurn, request: AgentRequest, conversation: list[Message], body: dict[str, Any], kept: Kept
     ) -> None:
-        self.spoken = spoken
+        self.turn = turn
         self.conversation = conversation
         self.kept = kept
         self.custom = {tool["name"] for tool in body.get("tools") or () if tool["type"] == "custom"}
         self.head: dict[str, Any] = {
-            "id": f"resp_{spoken.name}",
+            "id": f"resp_{turn.name}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": asked.model,
+            "model": request.model,
             "instructions": body.get("instructions"),
             "previous_response_id": body.get("previous_response_id"),
             "tools": body.get("tools") or [],
@@ -132,20 +132,20 @@ class _Writer:
 
     def completed(self) -> dict[str, Any]:
         """The whole response, which `previous_response_id` may name from now on."""
-        spoken = self.spoken
-        generation = spoken.generation
+        turn = self.turn
+        generation = turn.generation
         assert generation is not None
-        self.kept[self.head["id"]] = [*self.conversation, spoken.message | {"content": spoken.text}]
-        cut = spoken.finish_reason == "length"
-        output = [_reasoning(spoken.parsed.reasoning)] * bool(spoken.parsed.reasoning)
-        output += [_said(spoken.text)] * bool(spoken.text)
-        output += map(self._call, spoken.message.get("tool_calls", ()))
+        self.kept[self.head["id"]] = [*self.conversation, turn.message | {"content": turn.text}]
+        cut = turn.finish_reason == "length"
+        output = [_reasoning(turn.parsed.reasoning)] * bool(turn.parsed.reasoning)
+        output += [_message_item(turn.text)] * bool(turn.text)
+        output += map(self._call, turn.message.get("tool_calls", ()))
         usage = {
-            "input_tokens": spoken.prompt_tokens,
+            "input_tokens": turn.prompt_tokens,
             "input_tokens_details": {"cached_tokens": generation.cached_tokens},
             "output_tokens": len(generation.ids),
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": spoken.prompt_tokens + len(generation.ids),
+            "total_tokens": turn.prompt_tokens + len(generation.ids),
         }
         ended = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
         return self.head | {"status": "incomplete" if cut else "completed", "output": output, "usage": usage} | ended
@@ -155,9 +155,9 @@ class _Writer:
         started = self.head | {"status": "in_progress", "output": [], "usage": None}
         yield self._event("response.created", response=started)
         yield self._event("response.in_progress", response=started)
-        at, thought, said, item = 0, "", "", _said("")
+        at, thought, text, item = 0, "", "", _message_item("")
         try:
-            async for event in self.spoken.events():
+            async for event in self.turn.events():
                 if event[0] == "reasoning":
                     thought += event[1]
                     continue
@@ -166,27 +166,27 @@ class _Writer:
                         yield data
                     at, thought = at + 1, ""
                 if event[0] == "text":
-                    if not said:
+                    if not text:
                         for data in self._opened(item, at):
                             yield data
-                    said += event[1]
+                    text += event[1]
                     yield self._text("delta", item, at, delta=event[1], logprobs=[])
                     continue
-                if said:
-                    for data in self._closed(item, at, said):
+                if text:
+                    for data in self._closed(item, at, text):
                         yield data
-                    at, said = at + 1, ""
+                    at, text = at + 1, ""
                 for data in self._called(self._call(event[1]), at):
                     yield data
                 at += 1
         except RequestRefused as e:
             failed = self.head | {"status": "failed", "output": [], "usage": None}
-            told = {"code": "server_error", "message": str(e)}
-            yield self._event("response.failed", response=failed | {"error": told})
+            error = {"code": "server_error", "message": str(e)}
+            yield self._event("response.failed", response=failed | {"error": error})
             return
         for data in self._whole(_reasoning(thought), at) if thought else ():
             yield data
-        for data in self._closed(item, at, said) if said else ():
+        for data in self._closed(item, at, text) if text else ():
             yield data
         whole = self.completed()
         yield self._event(f"response.{whole['status']}", response=whole)
@@ -201,7 +201,7 @@ class _Writer:
         )
 
     def _closed(self, item: dict[str, Any], at: int, text: str) -> Iterator[bytes]:
-        item = _said(text) | {"id": item["id"]}
+        item = _message_item(text) | {"id": item["id"]}
         part = item["content"][0]
         yield self._text("done", item, at, text=text, logprobs=[])
         yield self._event("response.content_part.done", item_id=item["id"], output_index=at, content_index=0, part=part)
@@ -237,7 +237,7 @@ class _Writer:
         return sse({"type": name, "sequence_number": self.number, **fields}, name)
 
 
-def _said(text: str) -> dict[str, Any]:
+def _message_item(text: str) -> dict[str, Any]:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     content = {"role": "assistant", "status": "completed", "content": [part]}
     return {"id": f"msg_{uuid.uuid4().hex}", "type": "message"} | content

@@ -1,4 +1,4 @@
-"""The interception endpoint: one HTTP server for many episodes. The key of a request says whose it is."""
+"""The interception endpoint: one HTTP server for many episodes. The key of a request names its episode."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _AgentSession:
 
 
 class Endpoint:
-    """The application, and the episodes that it answers for. `socket` is the unix socket that it listens on."""
+    """The application, and the episodes whose requests it answers. `socket` is its unix socket."""
 
     def __init__(self, path: Path) -> None:
         self.socket = path
@@ -59,22 +59,22 @@ class Endpoint:
         )
 
     def open(self, recording: Recording) -> str:
-        """The key under which an agent is answered from `recording`."""
+        """Returns a new key; requests with it are answered from `recording`."""
         key = f"sk-{secrets.token_urlsafe(32)}"
         self._episodes[key] = _AgentSession(recording)
         return key
 
     def close(self, key: str) -> None:
-        """The key opens nothing any more."""
+        """Refuses the key from now on."""
         self._episodes.pop(key, None)
 
     def _episode(self, http: Request) -> _AgentSession:
         scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
         keys = (http.headers.get("x-api-key"), bearer.strip() if scheme.lower() == "bearer" else None)
-        found = next((self._episodes[key] for key in keys if key in self._episodes), None)
-        if found is None:
+        session = next((self._episodes[key] for key in keys if key in self._episodes), None)
+        if session is None:
             raise RequestRefused("key", "the API key is not that of an episode which is being played")
-        return found
+        return session
 
     def _route(self, dialect: ModuleType, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def handle(http: Request) -> Response:
@@ -87,25 +87,25 @@ class Endpoint:
         return handle
 
     async def _chat(self, episode: _AgentSession, body: dict[str, Any]) -> Response:
-        with _understood():
-            asked = chat.asked(body)
-        return await chat.answered(episode.recording.ask(asked), asked, body)
+        with _refusing_wrong_formats():
+            request = chat.parse_request(body)
+        return await chat.respond(episode.recording.ask(request), request, body)
 
     async def _responses(self, episode: _AgentSession, body: dict[str, Any]) -> Response:
-        with _understood():
-            asked, conversation = responses.asked(body, episode.kept)
-        spoken = episode.recording.ask(asked)
-        return await responses.answered(spoken, asked, conversation, body, episode.kept)
+        with _refusing_wrong_formats():
+            request, conversation = responses.parse_request(body, episode.kept)
+        turn = episode.recording.ask(request)
+        return await responses.respond(turn, request, conversation, body, episode.kept)
 
     async def _messages(self, episode: _AgentSession, body: dict[str, Any]) -> Response:
-        with _understood():
-            asked = anthropic.asked(body)
-        return await anthropic.answered(episode.recording.ask(asked), asked, body)
+        with _refusing_wrong_formats():
+            request = anthropic.parse_request(body)
+        return await anthropic.respond(episode.recording.ask(request), request, body)
 
     async def _count(self, episode: _AgentSession, body: dict[str, Any]) -> Response:
-        with _understood():
-            asked = anthropic.asked(body)
-        return JSONResponse({"input_tokens": episode.recording.count(asked)})
+        with _refusing_wrong_formats():
+            request = anthropic.parse_request(body)
+        return JSONResponse({"input_tokens": episode.recording.count(request)})
 
     async def _models(self, http: Request) -> Response:
         """One model, in a shape that clients of OpenAI and of Anthropic read; any name is taken for it."""
@@ -127,8 +127,8 @@ async def _missing(http: Request, _: Exception) -> Response:
 
 
 @contextmanager
-def _understood() -> Iterator[None]:
-    """What is wrong with a request is told to its client."""
+def _refusing_wrong_formats() -> Iterator[None]:
+    """Refuses a request that is not in the format of its API, with the reason."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as e:
@@ -136,7 +136,7 @@ def _understood() -> Iterator[None]:
 
 
 async def _body(http: Request) -> dict[str, Any]:
-    """The JSON object of a request. Raises Refused."""
+    """The JSON object of a request. Raises RequestRefused."""
     data = bytearray()
     async for part in http.stream():
         data += part

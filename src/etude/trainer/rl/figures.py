@@ -14,7 +14,7 @@ import torch
 
 from etude.models.router_replay import ReplayStatistics
 from etude.records import Episode
-from etude.rollout.audit import charged
+from etude.rollout.group_audit import has_violation
 from etude.trainer.rl.batch import Batch, Samples
 from etude.trainer.rl.execution import BatchResult
 from etude.trainer.rl.guards import StepFigures
@@ -137,7 +137,7 @@ def batch_metrics(batch: Batch, version: int) -> dict[str, float | dict[str, int
         metrics["stale/kv_lag"] = max(known)
     for name, count in sorted(Counter(flag for e in episodes for flag in e.flags).items()):
         metrics[f"flag/{name}"] = float(count)
-    metrics["flag/charged"] = float(sum(map(charged, episodes)))
+    metrics["flag/charged"] = float(sum(map(has_violation, episodes)))
     for name in sorted({key for e in episodes for key in e.metrics}):
         shown = f"{name}/mean" if name.startswith("reward/") else f"rollout/{name}"
         metrics[shown] = _mean(e.metrics.get(name, 0.0) for e in episodes)

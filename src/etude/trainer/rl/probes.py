@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from etude.models.batch_invariant import exact
-from etude.rollout.probes import KEPT, read_sequences, take_answers
+from etude.rollout.probes import KEPT, read_sequences, take_results
 from etude.store import Store
 from etude.trainer.rl.execution import evaluate
 from etude.trainer.rl.guards import ProbeComparison
@@ -47,7 +47,7 @@ class TrainerProbes:
             return []
         started = time.perf_counter()
         comparisons: list[ProbeComparison] = []
-        for answer in take_answers(self._store):
+        for answer in take_results(self._store):
             own_N = self._scores.get(answer.scored.version)
             theirs_N = np.concatenate([np.array(part, np.float64) for part in answer.scored.logprobs])
             if own_N is not None and len(own_N) == len(theirs_N):

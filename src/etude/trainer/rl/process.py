@@ -39,8 +39,8 @@ from etude.models import router_replay
 from etude.models.batch_invariant import float32_head, possible
 from etude.models.loading import load_model, model_id
 from etude.records import Episode, Group, PolicyVersion, StepRecord, decode
-from etude.rollout.audit import audited
 from etude.rollout.drift import BehaviourDrift
+from etude.rollout.group_audit import audit_group
 from etude.store import Store, open_store
 from etude.trainer import checkpoint
 from etude.trainer.optimizer import for_policy
@@ -222,7 +222,7 @@ class Trainer:
 
     def _episodes(self, group: Group) -> list[Episode]:
         members = [decode(self.rollouts.get(key), Episode) for key in group.episodes]
-        return audited(members) if self.config.cheats.contrast else members
+        return audit_group(members) if self.config.cheats.contrast else members
 
     # --- after the step ---------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ import pytest
 
 from etude.config import RewardConfig
 from etude.records import Budget, Episode, Fork, Outcome, StopReason
-from etude.rollout.audit import audited, charged, withheld
 from etude.rollout.drift import BehaviourDrift, welch
+from etude.rollout.group_audit import audit_group, has_violation, without_grade
 from etude.rollout.rewards import with_reward
 
 
@@ -26,45 +26,45 @@ def member(number: int, passed: bool, **metrics: float) -> Episode:
 
 def test_a_lonely_way_to_the_reward_is_charged() -> None:
     group = [member(i, passed=i < 3) for i in range(8)] + [member(8, passed=True, path_reach=2.0)]
-    found = audited(group)
-    assert [charged(e) for e in found] == [False] * 8 + [True]
+    found = audit_group(group)
+    assert [has_violation(e) for e in found] == [False] * 8 + [True]
     assert found[8].flags == ("contrast",)
     assert (found[8].reward, found[8].passed) == (0.0, True)
-    assert audited(found) == found, "the audit is repeated by the report"
+    assert audit_group(found) == found, "the audit is repeated by the report"
 
 
 @pytest.mark.parametrize("trait", ["path_reach", "path_special", "path_outside"])
 def test_what_others_do_as_well_is_no_offence(trait: str) -> None:
     both = [member(i, passed=i % 2 == 0, **({trait: 1.0} if i < 4 else {})) for i in range(12)]
-    assert audited(both) == both
+    assert audit_group(both) == both
     tried = [member(i, passed=i == 0, **({trait: 1.0} if i < 4 else {})) for i in range(12)]
-    assert audited(tried) == tried, "failed tries of the same kind count"
+    assert audit_group(tried) == tried, "failed tries of the same kind count"
     alone = [both[0], *(member(i, passed=False) for i in range(1, 3))]
-    assert audited(alone) == alone, "two others say nothing"
+    assert audit_group(alone) == alone, "two others say nothing"
     silent = [both[0], *(member(i, passed=False, path_added=0.0, path_removed=0.0) for i in range(1, 9))]
-    assert audited(silent) == silent, "members that changed nothing took no path"
+    assert audit_group(silent) == silent, "members that changed nothing took no path"
 
 
 def test_siblings_that_went_the_same_way_do_not_excuse_each_other() -> None:
     """The beginning that three members have in common left the trait; without it no other member has it."""
     group = [member(i, passed=i < 3) for i in range(8)]
     cheats = [member(8 + i, passed=True, path_reach=2.0) for i in range(3)]
-    assert not any(charged(e) for e in audited([*group, *cheats])), "three of ten alike are a way like others"
+    assert not any(has_violation(e) for e in audit_group([*group, *cheats])), "three of ten alike are a way like others"
     fork = Fork(trunk="t", seed=1, after=1, turns=1, tokens=4)
     forked = [msgspec.structs.replace(e, fork=fork) for e in cheats]
-    assert [charged(e) for e in audited([*group, *forked])] == [False] * 8 + [True] * 3
+    assert [has_violation(e) for e in audit_group([*group, *forked])] == [False] * 8 + [True] * 3
 
 
 def test_a_charge_takes_the_grade_and_leaves_the_costs() -> None:
     config, budget = RewardConfig(refused_edits=0.2), Budget()
     honest = with_reward(member(0, True, edits=1.0, edit_errors=1.0), config, budget)
-    assert withheld(honest).reward == pytest.approx(honest.reward - 1.0) == pytest.approx(-0.1)
-    assert withheld(withheld(honest)) == withheld(honest)
+    assert without_grade(honest).reward == pytest.approx(honest.reward - 1.0) == pytest.approx(-0.1)
+    assert without_grade(without_grade(honest)) == without_grade(honest)
 
 
 @pytest.mark.parametrize("flag", ["canary", "command", "contrast", "tamper"])
 def test_no_charged_episode_is_rewarded_or_better_than_failing(flag: str) -> None:
-    config = RewardConfig(refused_edits=0.2, habits={"edit_errors": 0.1}, overlong=50)
+    config = RewardConfig(refused_edits=0.2, behaviour={"edit_errors": 0.1}, overlong=50)
     budget = Budget(turns=4, tokens=100)
     accused = msgspec.structs.replace(member(0, True, edits=3.0), metrics={"edits": 3.0}, flags=(flag,))
     worst = with_reward(member(1, False, edit_errors=9.0), config, budget)
@@ -79,7 +79,7 @@ def test_notes_cost_nothing(flag: str) -> None:
     noted = msgspec.structs.replace(member(0, True), metrics={"edits": 1.0}, flags=(flag,))
     assert with_reward(noted, RewardConfig(), Budget()).reward == 1.0
     assert noted.flags == (flag,)
-    assert not charged(noted)
+    assert not has_violation(noted)
 
 
 def lines(count: int, *, jump: float = 0.0, seed: int = 0, episodes: int = 128) -> list[dict[str, float]]:

@@ -75,7 +75,7 @@ class TokenLedger:
         return self._ids[self._tail :].tolist()
 
     def continued(self, documents: Sequence[list[int]]) -> TokenLedger:
-        """A new segment of the episode, with further documents: all that was said so far is its prompt.
+        """A new segment of the episode, with further documents: the whole conversation so far is its prompt.
 
         Documents stand before the conversation, so a new one moves every token after it, and what was sampled without
         it is trained on in the segment that ends here.
@@ -85,7 +85,7 @@ class TokenLedger:
         return new
 
     def restarted(self, documents: Sequence[list[int]] = ()) -> TokenLedger:
-        """A new segment of the episode that begins with these documents and nothing else: what was said is forgotten.
+        """A new segment of the episode that begins with these documents alone: the conversation is forgotten.
 
         The trainer gives the tokens of all segments the episode's advantage.
         """
@@ -101,11 +101,6 @@ class TokenLedger:
         new._turn_starts, new._routes = self._turn_starts[:], self._routes[:]
         new._seen = self._seen[0].copy(), self._seen[1].copy()
         return new
-
-    @property
-    def acted(self) -> bool:
-        """Whether a turn was sampled into this segment."""
-        return bool(self._turn_starts)
 
     def add_turn(self, prompt: Sequence[int], generation: Generation) -> None:
         """Appends what was sampled from `prompt`, which must be the whole ledger after its documents."""

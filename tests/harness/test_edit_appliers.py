@@ -9,8 +9,8 @@ import pytest
 
 from etude import processes
 from etude.cli import main
-from etude.harness.sketches import by_server
-from etude.harness.tools import FullTools
+from etude.harness.edit_appliers import server_applier
+from etude.harness.full_tools import FullTools
 from etude.records import ToolCall
 from etude.sandbox.base import ApplyFailed
 from tests.helpers.speakers import MemoryBox, a_task
@@ -68,7 +68,7 @@ def url(tmp_path_factory: pytest.TempPathFactory):
 
 def test_a_model_behind_a_server_applies_the_sketch(url: str) -> None:
     full = tools()
-    full.lay = by_server(url)
+    full.apply_edit = server_applier(url)
     assert ask(full, "apply", path="m.py", sketch=SKETCH, instruction="subtract") == "ok"
     assert asyncio.run(full.text("m.py")).endswith("return a - b\n")
     assert full.metrics["edits"] == 1
@@ -76,13 +76,13 @@ def test_a_model_behind_a_server_applies_the_sketch(url: str) -> None:
 
 def test_what_the_model_refuses_is_told_and_a_dead_server_is_not_the_agents_fault(url: str) -> None:
     full = tools()
-    full.lay = by_server(url)
+    full.apply_edit = server_applier(url)
     long = "".join(f"x{i} = {i}\n" for i in range(2000))
     asyncio.run(full.box.write("long.py", long.encode()))
     result = ask(full, "apply", path="long.py", sketch="x1998 = 1998\nx1999 = 0\n")
     assert "was not applied" in result
     assert "use edit instead" in result
-    full.lay = by_server("http://127.0.0.1:9")
+    full.apply_edit = server_applier("http://127.0.0.1:9")
     with pytest.raises(ApplyFailed, match="did not answer"):
         ask(full, "apply", path="m.py", sketch=SKETCH)
     assert asyncio.run(full.text("m.py")) == BEFORE

@@ -1,7 +1,7 @@
-"""How the `apply` tool lays a sketch into a file: the deterministic merge, or an apply model behind a server.
+"""How the tool `apply` puts a lazy edit snippet into a file: the deterministic merge, or an apply model of a server.
 
-An agent that writes a sketch (the lines that change, a neighbour or two, a marker for the rest) need not quote what it
-replaces. A server is any that answers `POST /v1/apply` as `etude serve` does.
+An agent that writes a snippet (the lines that change, a neighbour or two, a marker for the rest) need not quote the
+lines that it replaces. A server is any that answers `POST /v1/apply` as `etude serve` does.
 """
 
 from __future__ import annotations
@@ -16,27 +16,30 @@ from etude.errors import UserError
 from etude.renderers.text import ToolError
 from etude.sandbox.base import ApplyFailed
 
-Apply = Callable[[Edit], Awaitable[str]]
-"""The new text of the edit's file. Raises ToolError for what the agent can mend, BoxError for what it can't."""
+EditApplier = Callable[[Edit], Awaitable[str]]
+"""Returns the new text of the edit's file. Raises ToolError where the agent can help, else BoxError."""
 
 _SECONDS = 120.0
 _TIMEOUT = httpx2.Timeout(_SECONDS, connect=5.0)
 _ATTEMPTS = 3
 
 
-async def merged(edit: Edit) -> str:
-    """Without a model."""
+async def merge_applier(edit: Edit) -> str:
+    """The deterministic merge. Raises ToolError for a snippet that names no place in the file."""
     try:
         return await asyncio.to_thread(edit.merged)
     except UserError as e:
         raise ToolError(str(e)) from None
 
 
-def by_server(url: str) -> Apply:
-    """The answer of an apply model. A sketch that names no place is refused before the model is asked."""
+def server_applier(url: str) -> EditApplier:
+    """The applier that asks the apply model at `url`; a snippet that names no place is refused before the request.
+
+    The applier raises ToolError if the server refuses the edit, ApplyFailed if it does not answer.
+    """
 
     async def apply(edit: Edit) -> str:
-        await merged(edit)
+        await merge_applier(edit)
         body = {"code": edit.text, "update": edit.sketch, "instruction": edit.instruction}
         failed = ""
         async with httpx2.AsyncClient(timeout=_TIMEOUT, trust_env=False) as http:

@@ -1,0 +1,271 @@
+"""The tools of models that know the OpenAI format, with the arguments of production tools (`renderers/schemas.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Self
+
+import blake3
+
+from etude.edits.edit import Edit
+from etude.harness.edit_appliers import EditApplier, merge_applier
+from etude.harness.focus import EditError, edit_file
+from etude.harness.history import history
+from etude.harness.lints import Lints, checked_paths
+from etude.harness.ranking import Lexical, Scorer, search
+from etude.harness.terminals import Terminals
+from etude.harness.todo import todo
+from etude.harness.tools import MAX_FILE, Tools, clean_failure, failures, file_bytes
+from etude.records import Task, ToolCall
+from etude.renderers.schemas import SCHEMAS
+from etude.renderers.text import ToolError
+from etude.sandbox.base import Box, BoxError, NotFound
+
+RUN_SECONDS = 120.0
+SEARCH_FILES = 2000
+_TYPES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,)}
+
+
+def fault_of(call: ToolCall, parameters: dict[str, Any]) -> str | None:
+    """Why the arguments of a call do not fit the JSON schema of its parameters; None if they do."""
+    arguments = call.arguments or {}
+    for name in parameters["required"]:
+        if name not in arguments:
+            return f"{call.name} needs {name}"
+    for name, value in arguments.items():
+        kind = parameters["properties"].get(name, {}).get("type")
+        if kind is None:
+            return f"{call.name} has no argument {name[:64]}"
+        if type(value) not in _TYPES[kind]:
+            return f"{name} is not of type {kind}"
+    return None
+
+
+@dataclass(frozen=True)
+class _MadeEdit:
+    """What takes an edit back, without keeping the file: at `start`, `removed` stood instead of `inserted` bytes."""
+
+    path: str
+    start: int
+    removed: bytes
+    inserted: int
+    digest: bytes  # of the file after the edit
+
+    @staticmethod
+    def between(path: str, before: bytes, after: bytes) -> _MadeEdit:
+        start = _common_prefix(before, after)
+        tail = _common_prefix(before[start:][::-1], after[start:][::-1])
+        removed = before[start : len(before) - tail]
+        return _MadeEdit(path, start, removed, len(after) - tail - start, blake3.blake3(after).digest())
+
+
+class FullTools(Tools):
+    """Tools with the arguments of `SCHEMAS`. `scorer` ranks for `search`; all episodes share what it has read.
+
+    `apply_edit` puts the lazy edit snippets of the tool `apply` into files.
+    """
+
+    scorer: Scorer = Lexical()
+
+    def __init__(self, box: Box, task: Task, apply_edit: EditApplier = merge_applier) -> None:
+        super().__init__(box, task)
+        self.apply_edit = apply_edit
+        self._edits: list[_MadeEdit] = []
+        self._terminals = Terminals(self._exec)
+        self._lints = Lints(self._exec)
+        self._list_of_work = ""
+        self._handlers = {
+            "list": self._list,
+            "read": self._read,
+            "grep": self._search,
+            "search": self._find,
+            "edit": self._edit,
+            "apply": self._apply,
+            "undo": self._undo,
+            "run": self._run,
+            "output": self._output,
+            "kill": self._kill,
+            "test": self._test,
+            "todo": self._todo,
+            "lints": self._new_lints,
+            "history": self._history,
+            "finish": self._finish,
+        }
+
+    def state(self) -> str:
+        """The edited files, the list of work and the terminals."""
+        done = sorted({edit.path for edit in self._edits})
+        parts = [f"Files you have edited: {', '.join(done)}"] if done else []
+        parts += [f"Your list:\n{self._list_of_work}"] if self._list_of_work else []
+        parts += [f"Terminals: {', '.join(map(str, self._terminals.ids))}"] if self._terminals.ids else []
+        return "\n".join(parts)
+
+    def forked(self, box: Box) -> Self:
+        """The tools as they stand, over a fork of their box; running commands stay behind."""
+        new = super().forked(box)
+        new._terminals, new._lints = Terminals(new._exec), Lints(new._exec)  # processes stay behind
+        new._lints.first = dict(self._lints.first)
+        return new
+
+    def malformed(self, why: str) -> str:
+        """The result of a call that has the wrong form."""
+        return f"error: malformed call: {why}"
+
+    def invalid(self, call: ToolCall) -> str | None:
+        """Why the arguments of a known tool cannot be taken; None when they can."""
+        schema = next(s["function"]["parameters"] for s in SCHEMAS if s["function"]["name"] == call.name)
+        return fault_of(call, schema)
+
+    async def _list(self, path: str = "") -> str:
+        entries = await self.box.list(path)
+        rest = [f"[{len(entries) - 1000} more]"] if len(entries) > 1000 else []
+        return "\n".join([*entries[:1000], *rest]) or "empty folder"
+
+    async def _read(self, path: str, offset: int = 1, limit: int = 2000) -> str:
+        lines = (await self.text(path)).splitlines()
+        start = max(offset, 1) - 1
+        chosen = lines[start : start + max(1, min(limit, 2000))]
+        shown, size = [], 0
+        for number, line in enumerate(chosen, start + 1):
+            text = f"{number:6}\t{line[:2000]}"
+            size += len(text) + 1
+            if size > 65536:
+                break
+            shown.append(text)
+        left = len(lines) - start - len(shown)
+        if left > 0:
+            shown.append(f"[{left} more lines; read on with offset {start + len(shown) + 1}]")
+        return "\n".join(shown) or ("empty file" if not lines else f"error: the file has {len(lines)} lines")
+
+    async def _search(self, pattern: str, path: str = "", ignore_case: bool = False) -> str:
+        hits, cut = await self._grep(pattern, [path], ignore_case, 200)
+        return "\n".join([*hits, *(["[search cut short]"] if cut else [])]) or "no matches"
+
+    async def _edit(self, path: str, old: str, new: str) -> str:
+        return await self._change(path, self._edited(path, old, new))
+
+    async def _apply(self, path: str, sketch: str, instruction: str = "") -> str:
+        return await self._change(path, self._applied(path, sketch, instruction))
+
+    async def _change(self, path: str, edit: Awaitable[tuple[str, str]]) -> str:
+        try:
+            before, after = await edit
+        except (ToolError, BoxError):
+            self.metrics["edit_errors"] += 1
+            raise
+        await self._write(path, after)
+        self._lints.first.setdefault(path, before)
+        self._edits.append(_MadeEdit.between(path, file_bytes(before), file_bytes(after)))
+        self._count_edit(path, before, after)
+        return "ok"
+
+    async def _edited(self, path: str, old: str, new: str) -> tuple[str, str]:
+        """The text of a file before and after an edit; before is empty for a new file."""
+        if not old:
+            if await self._exists(path):
+                raise ToolError(f"{path} exists; give the text to replace")
+            return "", new
+        text = await self.text(path)
+        try:
+            return text, edit_file(text, old, new)
+        except EditError as e:
+            if e.matches > 1:
+                raise ToolError(f"{e}: give more lines around the text, so that it occurs once") from None
+            near = _nearest(text, old) if str(e) == "no match" else ""
+            raise ToolError(f"{e}{near}") from None
+
+    async def _applied(self, path: str, sketch: str, instruction: str) -> tuple[str, str]:
+        text = await self.text(path)
+        if not _proper(text) or not _proper(sketch):
+            raise ToolError(f"{path} or the sketch is not UTF-8; use edit")
+        after = await self.apply_edit(Edit(text, sketch, instruction))
+        if after == text:
+            raise ToolError("no change")
+        return text, after
+
+    async def _exists(self, path: str) -> bool:
+        try:
+            await self.box.read(path, MAX_FILE)
+        except NotFound:
+            return False
+        return True
+
+    async def _undo(self) -> str:
+        if not self._edits:
+            raise ToolError("nothing to undo")
+        edit = self._edits[-1]
+        data = await self.box.read(edit.path, MAX_FILE)
+        if blake3.blake3(data).digest() != edit.digest:
+            raise ToolError(f"{edit.path} has changed since that edit")
+        if edit.removed == b"" and edit.inserted == len(data):
+            await self.box.delete(edit.path)
+        else:
+            stop = edit.start + edit.inserted
+            await self.box.write(edit.path, data[: edit.start] + edit.removed + data[stop:])
+        self._edits.pop()
+        self.metrics["undo"] += 1
+        self.visible_passed = False
+        return f"undone: {edit.path}"
+
+    async def _find(self, question: str, folder: str = "") -> str:
+        files = await self._texts([folder], SEARCH_FILES)
+        places = await asyncio.to_thread(search, question, files, self.scorer)
+        return places or "nothing found"
+
+    async def _output(self, id: int) -> str:
+        return await self._terminals.output(id)
+
+    async def _kill(self, id: int) -> str:
+        return await self._terminals.kill(id)
+
+    async def _todo(self, items: list[object]) -> str:
+        self._list_of_work, self.metrics["todo_open"] = todo(items)
+        return self._list_of_work or "the list is empty"
+
+    async def _new_lints(self, paths: list[object]) -> str:
+        files = [(path, await self.text(path)) for path in checked_paths(paths)]
+        return await self._lints.new(files, list(await self.box.changes()))
+
+    async def _history(self, query: str = "", path: str = "", author: str = "", commit: str = "") -> str:
+        return await history(self._exec, query, path, author, commit)
+
+    async def _run(self, command: str, seconds: int = 30, background: bool = False) -> str:
+        if background:
+            return await self._terminals.start(command)
+        done = await self._exec(command, max(1.0, min(float(seconds), RUN_SECONDS)))
+        status = "timed out" if done.timed_out else f"exit code {done.rc}"
+        cut = f" ({done.cut} bytes cut)" if done.cut else ""
+        return f"{status}{cut}\n{done.output}".rstrip()
+
+    async def _test(self) -> str:
+        report = await self._run_tests()
+        failed = failures(report, self.task.visible_tests)
+        total = len(self.task.visible_tests)
+        return "\n".join([f"{total - len(failed)} of {total} passed", *(clean_failure(*f, 400) for f in failed[:10])])
+
+
+def _proper(text: str) -> bool:
+    """Whether a text can be sent to a server: no half of a surrogate pair, which stands for a byte that is no UTF-8."""
+    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def _common_prefix(a: bytes, b: bytes) -> int:
+    """Length of the longest common prefix, by halving: comparing slices is fast, a loop over bytes is not."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
+
+
+def _nearest(text: str, old: str) -> str:
+    """Where the first line of `old` may have been meant: the line of the file that is most like it."""
+    wanted = next((line.strip() for line in old.splitlines() if line.strip()), "")
+    lines = [line.strip() for line in text.splitlines()[:5000]]
+    near = [wanted] if wanted in lines else get_close_matches(wanted[:200], dict.fromkeys(lines), 1, 0.6)
+    if not wanted or not near:
+        return ""
+    return f"; the nearest line is {lines.index(near[0]) + 1}: {near[0][:200]}"
