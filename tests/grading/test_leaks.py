@@ -92,7 +92,14 @@ def test_unreachable_git_objects_are_found(repository: Path) -> None:
 def test_a_rewritten_history_holds_no_answer(repository: Path, tmp_path: Path) -> None:
     files = {PATH: BROKEN.encode(), "README.md": b"new\n"}
     target = tmp_path / "box" / ".git"
-    head = history.rewrite(repository, "main", target, files, WANTED)
+    past = history.read(repository, "main", files, 50)
+    held = {blob for blob in past.entries if WANTED.in_data(past.text(blob))}
+    silent = [place for place, commit in enumerate(past.commits) if WANTED.in_data(commit.message)]
+    made = history.folder(past, files, lambda path, blob: files[path] if blob in held else None, silent)
+    for path, data in made.items():
+        (target.parent / path).parent.mkdir(parents=True, exist_ok=True)
+        (target.parent / path).write_bytes(data)
+    head = made[".git/refs/heads/main"].decode().strip()
     assert list(leaks.scan(tmp_path / "box", WANTED)) == []
     shown = git(tmp_path / "box", "log", "--format=%H %an %aI %s").splitlines()
     assert [line.split(" ", 1)[1] for line in shown] == [
@@ -105,4 +112,4 @@ def test_a_rewritten_history_holds_no_answer(repository: Path, tmp_path: Path) -
     assert git(tmp_path / "box", "ls-tree", "-r", "--name-only", f"{head}~1").split() == [PATH]
     assert git(tmp_path / "box", "for-each-ref", "--format=%(refname)").split() == ["refs/heads/main"]
     with pytest.raises(UserError, match="no commit"):
-        history.rewrite(repository, "absent", tmp_path / "other", files, WANTED)
+        history.read(repository, "absent", files, 50)

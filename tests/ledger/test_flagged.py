@@ -10,17 +10,17 @@ from tests.rollout.test_audit import member
 def test_flags_of_episodes_are_found_again(ledger: Ledger) -> None:
     ledger.admit(0, "task", 3, 0)
     for lease in ledger.lease("me", 3, 60.0):
-        metrics = {"edits": 1.0} | ({"flag/canary": 1.0, "flag/gap": 1.0} if lease.member == 1 else {"flag/gap": 0.0})
+        metrics = {"edits": 1.0} | ({"flag/decoy": 1.0, "flag/gap": 1.0} if lease.member == 1 else {"flag/gap": 0.0})
         ledger.finish(
             lease, outcome=Outcome.SCORED, reward=1.0, passed=True, blob=f"b{lease.member}", tokens=5, min_version=0,
             metrics=metrics,
         )  # fmt: skip
     (found,) = ledger.flagged()
-    assert (found.group, found.member, found.task, found.flags, found.blob) == (0, 1, "task", ("canary", "gap"), "b1")
+    assert (found.group, found.member, found.task, found.flags, found.blob) == (0, 1, "task", ("decoy", "gap"), "b1")
     ledger.flag(0, 2, {"edits": 1.0, "flag/contrast": 1.0}, -0.2)
     ledger.flag(0, 2, {"edits": 1.0, "flag/contrast": 1.0}, -0.2)
     assert [(s.member, s.flags, s.reward) for s in ledger.flagged()] == [
-        (1, ("canary", "gap"), 1.0),
+        (1, ("decoy", "gap"), 1.0),
         (2, ("contrast",), -0.2),
     ]
     assert ledger.conservation([]).ok

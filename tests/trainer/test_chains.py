@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from etude.config import LossConfig, RLConfig
+from etude.grading.runner import open_sandbox
 from etude.harness.ledger import TokenLedger
 from etude.harness.loop import Sampling, turn_seed
 from etude.harness.prompts import SUMMARISE
@@ -22,7 +23,6 @@ from etude.records import Budget, Episode, Focus, Generation, Outcome, StopReaso
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import EpisodeId, RolloutContext, play, play_forks
 from etude.rollout.replay import Recorded, replay
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks.dataset import FORMAT, Dataset, Manifest
 from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch

@@ -38,7 +38,7 @@ from etude import processes
 from etude.config import RLConfig, RolloutConfig
 from etude.errors import RunFailed, UserError
 from etude.failpoints import visit
-from etude.grading.cheats import decoys as canaries
+from etude.grading.cheats import decoys
 from etude.grading.cheats.decoys import Decoys
 from etude.harness.loop import Sampling
 from etude.harness.sketches import Apply, by_server, merged
@@ -55,7 +55,7 @@ from etude.rollout.episode import EpisodeId, RolloutContext, play, play_forks
 from etude.rollout.probes import ProbeScorer
 from etude.rollout.rewards import with_reward
 from etude.rollout.stall import LIMIT, StallSnapshot, StallWatchdog, who_waits
-from etude.sandbox.namespace.sandbox import Backend
+from etude.sandbox.base import Sandbox
 from etude.store import Store
 from etude.tasks.dataset import Dataset
 from etude.weights.manifest import manifests, read
@@ -95,7 +95,7 @@ class Run:
     ledger: Ledger
     weights: Store
     rollouts: Store
-    sandbox: Backend
+    sandbox: Sandbox
     renderer: Renderer
     canaries: ProbeScorer
     client: EngineClient
@@ -386,8 +386,8 @@ def decoys_of(config: RLConfig, task: Task) -> Decoys | None:
     """Those of a task that has some in this run; its twin has the same."""
     if task.sketch is not None:
         return None  # it has no box
-    chosen = canaries.chosen(task.id, config.seed, config.cheats.canaries)
-    return canaries.plant(task, config.seed) if chosen else None
+    chosen = decoys.chosen(task.id, config.seed, config.cheats.decoys)
+    return decoys.plant(task, config.seed) if chosen else None
 
 
 async def _play_twin(run: Run, twins: Dataset, number: int) -> None:

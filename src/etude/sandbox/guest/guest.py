@@ -1,9 +1,10 @@
 """The first program of a box that a container or a virtual machine isolates, where `zygote.py` has nothing to do.
 
 Its standard input and output are a stream to the owner: frames of a length, JSON with a count of bytes, and the bytes.
-First come the files of the image, then one hello, then requests for `shell.Live` or `runs.Template`, which see the
-same socket with memory files as below the zygote. The server is root and acts as the box's user; what it starts is that
-user, without capabilities and under the system-call filter. When the stream ends, everything here ends.
+First come the files of the image, then one hello, then requests for `shell.ShellServer` or `runs.RunTemplate`, which
+see the same socket with memory files as below the zygote. The server is root and acts as the box's user; the programs
+that it starts are that user's, without capabilities and under the system-call filter. When the stream ends, everything
+here ends.
 """
 
 from __future__ import annotations
@@ -286,8 +287,7 @@ class Runs(runs.RunTemplate):
     def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         self.user = hello["user"]
         _folders(self.user)
-        guard = hello["guard"] or {"token": None, "virtual": {}}
-        super().__init__(connection, False, hello["hidden"], guard["token"], guard["virtual"])
+        super().__init__(connection, False, hello["hidden"], hello["controls"])
 
     def _fork(self) -> int:
         return os.fork()

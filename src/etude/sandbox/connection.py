@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etude.sandbox.base import BoxDead, BoxError, LaunchFailed
+from etude.sandbox.base import BoxDead, BoxError, LaunchFailed, Limits
 
 START_SECONDS = 60.0
 
@@ -154,6 +154,17 @@ def memory(data: bytes) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def limits_of(limits: Limits) -> dict[str, float]:
+    """Limits as a request carries them: sizes in bytes, times in seconds."""
+    return {
+        "memory": limits.memory_mb << 20,
+        "addresses": (limits.addresses_mb or limits.memory_mb) << 20,
+        "processes": limits.processes,
+        "disk": limits.disk_mb << 20,
+        "seconds": limits.seconds,
+    }
 
 
 def _write_all(fd: int, data: bytes) -> None:
