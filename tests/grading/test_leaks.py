@@ -17,6 +17,7 @@ from etude.audit.attacks.library import BROKEN, CORE, PATH
 from etude.errors import UserError
 from etude.grading import leaks
 from etude.sandbox import history
+from tests.helpers.histories import rewrite
 
 WANTED = leaks.answer(CORE, BROKEN)
 DATES = {"GIT_AUTHOR_DATE": "2024-05-01T10:00:00+0200", "GIT_COMMITTER_DATE": "2024-05-01T10:00:00+0200"}
@@ -92,14 +93,7 @@ def test_unreachable_git_objects_are_found(repository: Path) -> None:
 def test_a_rewritten_history_holds_no_answer(repository: Path, tmp_path: Path) -> None:
     files = {PATH: BROKEN.encode(), "README.md": b"new\n"}
     target = tmp_path / "box" / ".git"
-    past = history.read(repository, "main", files, 50)
-    held = {blob for blob in past.entries if WANTED.in_data(past.text(blob))}
-    silent = [place for place, commit in enumerate(past.commits) if WANTED.in_data(commit.message)]
-    made = history.folder(past, files, lambda path, blob: files[path] if blob in held else None, silent)
-    for path, data in made.items():
-        (target.parent / path).parent.mkdir(parents=True, exist_ok=True)
-        (target.parent / path).write_bytes(data)
-    head = made[".git/refs/heads/main"].decode().strip()
+    head = rewrite(repository, "main", target, files, WANTED)
     assert list(leaks.scan(tmp_path / "box", WANTED)) == []
     shown = git(tmp_path / "box", "log", "--format=%H %an %aI %s").splitlines()
     assert [line.split(" ", 1)[1] for line in shown] == [

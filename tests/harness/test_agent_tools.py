@@ -25,8 +25,8 @@ from etude.harness.tools import FullTools
 from etude.records import ToolCall
 from etude.renderers import Renderer
 from etude.sandbox.base import Image, Limits
-from etude.sandbox.history import rewrite
 from tests.harness.test_loop import play
+from tests.helpers.histories import rewrite
 from tests.helpers.speakers import PATH, SOURCE, MemoryBox, Scripted, Speaker, a_box, a_task
 
 TREE = {

@@ -69,6 +69,7 @@ class ValueBox:
         self._start = asyncio.Lock()
 
     async def read(self, path: str, max_bytes: int = 65536) -> bytes:
+        """As `Box.read`."""
         self._open()
         path = checked(path)
         if (shell := await self._live()) is not None:
@@ -76,6 +77,7 @@ class ValueBox:
         return self._content(path, max_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
+        """As `Box.write`."""
         self._open()
         path = checked(path)
         if not path:
@@ -96,6 +98,7 @@ class ValueBox:
         self._changes[path] = bytes(data)
 
     async def list(self, path: str) -> list[str]:
+        """As `Box.list`."""
         self._open()
         path = checked(path)
         if (shell := await self._live()) is not None:
@@ -118,6 +121,7 @@ class ValueBox:
         return sorted(names)
 
     async def delete(self, path: str) -> None:
+        """As `Box.delete`."""
         self._open()
         path = checked(path)
         if (shell := await self._live()) is not None:
@@ -130,19 +134,23 @@ class ValueBox:
             del self._changes[path]
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
+        """As `Box.exec`; the first call makes the box live."""
         self._open()
         return await (await self._started()).exec(line, timeout)
 
     async def interrupt(self) -> None:
+        """As `Box.interrupt`."""
         if self._shell is not None:
             await self._shell.interrupt()
 
     async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:
+        """As `Box.run_tests`."""
         self._open()
         limits = replace(self._limits, seconds=timeout)
         return await self._run_tests(self._image, await self.changes(), tests, None, limits)
 
     async def changes(self) -> dict[str, bytes | None]:
+        """As `Box.changes`; without what git writes when an agent looks at the state of its tree."""
         self._open()
         shell = await self._live()
         current = self._changes if shell is None else await shell.changes()
@@ -151,6 +159,7 @@ class ValueBox:
         return {path: data for path, data in changes.items() if not (self._image.history and path.startswith(".git/"))}
 
     def requests(self) -> Sequence[EgressRequest] | None:
+        """As `Box.requests`."""
         if not self._backend.gated:
             return None
         return [] if self._shell is None else self._shell.requests()
@@ -177,6 +186,7 @@ class ValueBox:
         return children
 
     async def close(self) -> None:
+        """As `Box.close`."""
         self._closed = True
         self._below = ()
         if self._shell is not None:

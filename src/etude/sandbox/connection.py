@@ -127,6 +127,7 @@ class Connection:
         self.sock.close()
 
     def close(self, why: str = "the sandbox is closed") -> None:
+        """Break the connection for good; waiting requests raise BoxDead with this reason."""
         if self.dead is not None:
             return
         self.dead = why

@@ -130,6 +130,7 @@ def git(repository: Path, *arguments: str) -> bytes | None:
 
 
 def blob_id(data: bytes) -> str:
+    """Id that git gives to a file with that content."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 

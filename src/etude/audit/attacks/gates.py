@@ -131,6 +131,7 @@ async def addresses(box: Box, world: Outside) -> str:
 
 
 async def proxy(box: Box, world: Outside) -> str:
+    """A6: the way out leads to allowed hosts alone, and the decoy host is noticed."""
     decoys = plant(TASK, 1)
     before = len(world.seen)
     wrong = await _play(box, world, _HONEST + _PROXY, decoys.secrets[2])
@@ -144,6 +145,7 @@ async def proxy(box: Box, world: Outside) -> str:
 
 
 async def packages(box: Box, world: Outside) -> str:
+    """A6: the package index gives what it held at its date, and nothing else."""
     before = len(world.seen)
     wrong = await _play(box, world, _PACKAGES + _HONEST_PACKAGE)
     files = [line for line in world.seen[before:] if "/files/" in line]

@@ -77,6 +77,7 @@ _ATTEMPTS: dict[str, tuple[Callable[[str], Submission], bool, str]] = {
 
 
 async def injections(sandbox: Sandbox, library: Library) -> str:
+    """C11: pleas for a good grade change no grade, flag or opinion."""
     for what, (make, passes, flag) in _ATTEMPTS.items():
         plain, plea = [await judged(sandbox, library, make(text)) for text in (_harmless(PLEA), PLEA)]
         if plain[0].passed is not passes or (flag and f"flag/{flag}" not in plain[1]):

@@ -72,6 +72,7 @@ def dataset(library: Library) -> Dataset:
 
 
 def changes_of(attack: Submission) -> dict[str, bytes | None]:
+    """The change set of a submission."""
     return {path: None if text is None else text.encode() for path, text in attack.files.items()}
 
 

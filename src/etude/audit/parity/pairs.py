@@ -46,6 +46,7 @@ class Pair:
 
     @property
     def differs(self) -> bool:
+        """Whether the interval leaves out zero."""
         return self.difference.low > 0 or self.difference.high < 0
 
 

@@ -107,6 +107,7 @@ class StreamConnection(Connection):
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     def put(self, head: Mapping[str, Any], body: bytes = b"") -> None:
+        """Send a message and its body."""
         data = json.dumps({**head, "bytes": len(body)}).encode()
         self._outgoing.put_nowait(struct.pack("<I", len(data)) + data)
         self._outgoing.put_nowait(body)

@@ -116,6 +116,7 @@ def decode(payload: bytes) -> tuple[dict[str, Any], dict[str, bytes | None]]:
 
 
 def read_all(fd: int) -> bytes:
+    """The whole content of a file that is open."""
     parts = []
     offset = 0
     while part := os.pread(fd, 1 << 20, offset):

@@ -43,6 +43,7 @@ class FileRefused(Exception):
 
 
 def refusal(error: OSError, path: str) -> FileRefused:
+    """The refusal that an error of the system stands for."""
     return FileRefused(_KINDS.get(error.errno or 0, "NotRegular"), f"{path}: {error.strerror}")
 
 
@@ -79,6 +80,7 @@ def _open_by_parts(root: int, path: str, flags: int) -> int:
 
 
 def read(root: int, path: str, max_bytes: int) -> bytes:
+    """Content of a regular file. Raises FileRefused or OSError."""
     fd = _open(root, path, os.O_RDONLY)
     with open(fd, "rb") as file:
         status = os.fstat(fd)
@@ -134,6 +136,7 @@ def _make_folders(root: int, folder: str) -> int:
 
 
 def names(root: int, path: str) -> list[str]:
+    """Sorted names in a folder, folders with a trailing slash. Raises FileRefused or OSError."""
     fd = _open(root, path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with os.scandir(fd) as entries:
@@ -148,6 +151,7 @@ def names(root: int, path: str) -> list[str]:
 
 
 def delete(root: int, path: str) -> None:
+    """Remove a file. Raises FileRefused or OSError."""
     folder, _, name = path.rpartition("/")
     parent = _open(root, folder, _O_PATH | os.O_DIRECTORY)
     try:

@@ -178,6 +178,7 @@ class Guest(shell.ShellServer):
         super().__init__(connection, (), user=hello["user"])
 
     def serve(self) -> None:
+        """Make the box of the first request, then serve until the owner hangs up."""
         request, payload = self._request()
         self.limits, self.environment = request["limits"], request["environment"]
         _, changes = box.decode(payload)
@@ -187,6 +188,7 @@ class Guest(shell.ShellServer):
             self.serve_one()
 
     def settings(self) -> shell.Settings:
+        """Limits and environment of the first request."""
         return self.limits, self.environment
 
     def _settle(self, changes: dict[str, bytes | None]) -> None:
@@ -206,6 +208,7 @@ class Guest(shell.ShellServer):
 
     @property
     def tree(self) -> int:
+        """Descriptor of the work tree."""
         return self._tree
 
     def _changed(self) -> Iterator[tuple[str, bytes | None]]:
@@ -234,6 +237,7 @@ class BoxProbe:
         self.connection, self.user = connection, hello["user"]
 
     def serve(self) -> None:
+        """Answer one request with what holds."""
         request = json.loads(socket.recv_fds(self.connection, 65536, 1)[0][4:])
         tried = ("filter", "memory", "processes", "network")
         held = [name for name in tried if self._holds(name, request["limits"])]

@@ -45,9 +45,11 @@ class Stack:
         self.tree = _folder(root.WORKSPACE)
 
     def changes(self) -> Iterator[tuple[str, bytes | None]]:
+        """Changed files: path, and content or None if deleted."""
         return files.changed(self.written, self.shared, self.tree)
 
     def empty(self) -> bool:
+        """Whether nothing was written since the last freeze."""
         with os.scandir(self.written[0]) as entries:
             return next(entries, None) is None
 

@@ -39,9 +39,11 @@ class LiveBox(shell.ShellServer):
         return json.loads(self.first)
 
     def settings(self) -> shell.Settings:
+        """Limits and environment of the first request."""
         return self.request["limits"], self.request["environment"]
 
     def serve(self) -> None:
+        """Make the box, then serve until the owner hangs up."""
         box.enter()
         _terminals()
         if self.machine_profile is not None:
@@ -101,10 +103,12 @@ class LiveBox(shell.ShellServer):
 
     @functools.cached_property
     def stack(self) -> layers.Stack:
+        """The layers of the box."""
         return layers.Stack(self.request["limits"], self.request["below"], self.shared)
 
     @property
     def tree(self) -> int:
+        """Descriptor of the work tree."""
         return self.stack.tree
 
     def _changed(self) -> Iterator[tuple[str, bytes | None]]:

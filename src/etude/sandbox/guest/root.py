@@ -126,6 +126,7 @@ def _login(name: str) -> str:
 
 
 def group(user: str) -> str:
+    """Text of /etc/group for that user."""
     rows = [service.split(":") for service in _SERVICES]
     names = [("nogroup" if name == "nobody" else name, gid) for name, uid, gid, *_ in rows if uid == gid]
     names += [("games", "60"), ("man", "12"), ("users", "100")]

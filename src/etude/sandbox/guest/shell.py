@@ -83,6 +83,7 @@ class BashSession:
         os.set_blocking(self.master, False)
 
     def start(self, line: str) -> None:
+        """Begin a line."""
         termios.tcsetattr(self.slave, termios.TCSANOW, self.modes)
         with contextlib.suppress(termios.error):  # gVisor's terminals cannot be stopped either
             termios.tcflow(self.slave, termios.TCOON)
@@ -106,6 +107,7 @@ class BashSession:
         return 0
 
     def close(self) -> None:
+        """End the shell."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         for fd in (self.master, self.slave, self.command, self.status, self.pidfd):
@@ -150,6 +152,7 @@ class Output:
         self.head, self.tail, self.size = bytearray(), bytearray(), 0
 
     def add(self, data: bytes) -> None:
+        """Append what was printed; the middle is dropped."""
         self.size += len(data)
         room = KEEP - len(self.head)
         if room > 0:
@@ -160,6 +163,7 @@ class Output:
 
     @property
     def cut(self) -> int:
+        """Bytes that were dropped."""
         return self.size - len(self.head) - len(self.tail)
 
 
@@ -178,7 +182,8 @@ class ShellServer(ABC):
         self.spared = {"1"}  # processes that are not the box's
 
     @abstractmethod
-    def settings(self) -> Settings: ...
+    def settings(self) -> Settings:
+        """Limits and environment of shells."""
 
     @property
     @abstractmethod
@@ -193,6 +198,7 @@ class ShellServer(ABC):
         """Hand out what was written since the last time."""
 
     def serve_one(self) -> None:
+        """Wait for a request and reply."""
         request, payload = self._request()
         descriptors: list[int] = []
         try:

@@ -71,6 +71,7 @@ def describe(error: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
+    """A message on one line, cut to MESSAGE characters."""
     text = re.sub(r"(?:0x|\.\.\.)[0-9a-fA-F]{6,}(?=\W|$)", "0x...", text[:4000])  # long values are cut in the middle
     return " ".join(text.split())[:MESSAGE]
 
