@@ -239,7 +239,7 @@ class _SlowTools:
             async def create(image: Image, limits: Limits) -> ValueBox:
                 name = self._names.get(tuple(sorted(image.changes.items())))
                 if name is None:
-                    return ValueBox(sandbox, image, limits)
+                    return ValueBox(sandbox.backend, image, limits, sandbox.run_tests)
                 self._played[name] += 1
                 return _SlowBox(sandbox, image, limits, self._seconds(name, self._played[name]))
 
@@ -254,7 +254,7 @@ class _SlowTools:
 
 class _SlowBox(ValueBox):
     def __init__(self, sandbox: TestRunner, image: Image, limits: Limits, sleeps: Iterator[float]) -> None:
-        super().__init__(sandbox, image, limits)
+        super().__init__(sandbox.backend, image, limits, sandbox.run_tests)
         self._sleeps = sleeps
 
     async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:
