@@ -36,12 +36,12 @@ from etude import runfolder
 from etude.config import RLConfig
 from etude.errors import RunFailed
 from etude.evals.suite import EvalResult
+from etude.grading.runner import TestRunner, open_sandbox
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, PolicyVersion, decode
 from etude.run import launch
 from etude.sandbox.base import Image, Limits, TestReport
 from etude.sandbox.box import ValueBox
-from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
 from etude.store import open_store
 from etude.tasks import dataset as datasets
 from etude.weights.manifest import manifests
@@ -171,7 +171,7 @@ def _config(name: str, size: Size, staleness: int) -> RLConfig:
             "max_in_flight": "auto",
         },
         "guards": {"act": False},
-        "cheats": {"canaries": 0.0, "twins": 0.0},
+        "cheats": {"decoys": 0.0, "twins": 0.0},
         "trainer": {"steps": size.steps, "minutes": None},
         "inference": {"max_batch": ROWS},
         "eval": {"before": False, "after": size.evaluate, "samples": 2},
@@ -233,13 +233,13 @@ class _SlowTools:
         self._played: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
-    async def open(self, **options: Any) -> AsyncIterator[NamespaceSandbox]:
+    async def open(self, **options: Any) -> AsyncIterator[TestRunner]:
         async with open_sandbox(**options) as sandbox:
 
             async def create(image: Image, limits: Limits) -> ValueBox:
                 name = self._names.get(tuple(sorted(image.changes.items())))
                 if name is None:
-                    return ValueBox(sandbox, image, limits)
+                    return ValueBox(sandbox.backend, image, limits, sandbox.run_tests)
                 self._played[name] += 1
                 return _SlowBox(sandbox, image, limits, self._seconds(name, self._played[name]))
 
@@ -253,8 +253,8 @@ class _SlowTools:
 
 
 class _SlowBox(ValueBox):
-    def __init__(self, sandbox: NamespaceSandbox, image: Image, limits: Limits, sleeps: Iterator[float]) -> None:
-        super().__init__(sandbox, image, limits)
+    def __init__(self, sandbox: TestRunner, image: Image, limits: Limits, sleeps: Iterator[float]) -> None:
+        super().__init__(sandbox.backend, image, limits, sandbox.run_tests)
         self._sleeps = sleeps
 
     async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:

@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from etude.grading.runner import TestRunner
 from etude.sandbox.base import Box, Image, Limits
-from etude.sandbox.namespace.sandbox import NamespaceSandbox
 
 TOGETHER = 4  # lives at a time where their rate is measured
 MANY = 500
@@ -28,7 +28,7 @@ FORKED = 5  # files of 10 MB
 PYTHON = (sys._base_executable, "-c", "pass")
 
 
-async def measure(sandbox: NamespaceSandbox, image: Image, count: int) -> list[dict[str, Any]]:
+async def measure(sandbox: TestRunner, image: Image, count: int) -> list[dict[str, Any]]:
     """Rows of `count` boxes one after another, as many again in parallel, and MANY at once."""
     await _life(sandbox, image)  # the process of the image starts
     made = []
@@ -55,7 +55,7 @@ async def measure(sandbox: NamespaceSandbox, image: Image, count: int) -> list[d
     return rows + await _many(sandbox, image) + await _forks(sandbox, image)
 
 
-async def _many(sandbox: NamespaceSandbox, image: Image) -> list[dict[str, Any]]:
+async def _many(sandbox: TestRunner, image: Image) -> list[dict[str, Any]]:
     """Memory of live boxes, and the time until the last of their processes is gone."""
     assert sandbox.zygote_pid is not None
     zygote = sandbox.zygote_pid
@@ -86,7 +86,7 @@ async def _many(sandbox: NamespaceSandbox, image: Image) -> list[dict[str, Any]]
     ]
 
 
-async def _forks(sandbox: NamespaceSandbox, image: Image) -> list[dict[str, Any]]:
+async def _forks(sandbox: TestRunner, image: Image) -> list[dict[str, Any]]:
     """Of a box that has written 50 MB: the call, and the first command in the child, which makes it live."""
     calls, firsts, copies = [], [], []
     for _ in range(5):
@@ -106,7 +106,7 @@ async def _forks(sandbox: NamespaceSandbox, image: Image) -> list[dict[str, Any]
     ]
 
 
-async def _life(sandbox: NamespaceSandbox, image: Image) -> None:
+async def _life(sandbox: TestRunner, image: Image) -> None:
     box = await sandbox.create(image, Limits())
     await _python(box)
     await box.close()

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import boxes
-
+from etude.grading.runner import TestRunner, open_sandbox
 from etude.sandbox.base import Image, Limits
-from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
 
 FUNCTION = '''
 
@@ -66,7 +65,7 @@ async def _run(count: int) -> dict[str, Any]:
             change: dict[str, bytes | None] = {"src/library/code.py": broken.encode()}
             report = await sandbox.run_tests(image, change, tests, root / "hidden", Limits())
             failed = report.outcomes[tests[0]] == "failed" and not report.tampered
-            apart = report.apart == len(tests)
+            apart = report.asked == len(tests)
             rows += await boxes.measure(sandbox, image, 20 if count < 100 else 200)
     checks = {"the broken function fails": failed, "no expected value entered a box": apart}
     return {"bench": "sandbox", "rows": rows, "checks": checks}
@@ -86,7 +85,7 @@ def library(root: Path) -> tuple[Image, str]:
 
 
 async def _time_runs(
-    sandbox: NamespaceSandbox, image: Image, name: str, text: str, tests: list[str], hidden: Path | None, count: int
+    sandbox: TestRunner, image: Image, name: str, text: str, tests: list[str], hidden: Path | None, count: int
 ) -> list[dict[str, Any]]:
     change: dict[str, bytes | None] = {"src/library/code.py": text.encode()}
     for _ in range(3):  # templates start and learn

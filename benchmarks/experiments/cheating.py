@@ -33,9 +33,9 @@ from benchmarks.experiments.cheating_counts import ATTRIBUTES, count, nothing_fa
 from benchmarks.experiments.figure import Panel, smoothed, svg
 from etude.config import RLConfig
 from etude.errors import UserError
+from etude.grading.runner import TestRunner, open_sandbox
 from etude.run import launch
 from etude.sandbox.base import Image, Limits, TestReport
-from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset
 
@@ -45,7 +45,7 @@ REACH = 15  # steps that a point of the figure is the mean of
 
 
 @contextlib.asynccontextmanager
-async def open_boxes(dataset: Dataset, **options: Any) -> AsyncIterator[NamespaceSandbox]:
+async def open_boxes(dataset: Dataset, **options: Any) -> AsyncIterator[TestRunner]:
     """A sandbox that asks the agent's own tree instead of hidden tests, for the tasks of `dataset` and their twins."""
     visible = {tuple(sorted(task.changes.items())): task.visible_tests for task in dataset.tasks}
     async with open_sandbox(**options) as sandbox:
@@ -74,7 +74,7 @@ def config(arm: str, arguments: argparse.Namespace) -> RLConfig:
         "rollout": {"prompts": arguments.prompts, "group": arguments.group, "seconds": 300.0},
         "trainer": {"steps": arguments.steps, "minutes": arguments.minutes},
         "guards": {"act": False},
-        "cheats": {"canaries": 0.0, "twins": 0.05, "contrast": False},
+        "cheats": {"decoys": 0.0, "twins": 0.05, "contrast": False},
         "eval": {"samples": max(1, arguments.samples), "before": measured, "after": measured},
     }
     merged = {name: values.get(name, {}) | table for name, table in changed.items()}

@@ -24,11 +24,11 @@ import msgspec
 
 from etude.evals.stats import pass_rate
 from etude.grading.grade import grade
+from etude.grading.runner import open_sandbox
 from etude.harness.compact_tools import CompactTools
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, Outcome, Task, decode
 from etude.sandbox.base import Limits, Sandbox, TestReport
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.store import open_store
 from etude.tasks.dataset import Dataset
 

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from benchmarks.boxes import descendants
 from benchmarks.sandbox import library
+from etude.grading.runner import TestRunner, open_sandbox
 from etude.sandbox import cgroups
 from etude.sandbox.base import Image, Limits
-from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
 
 TOGETHER = 4
 IMAGES = 12  # more than processes of images are kept
@@ -82,7 +82,7 @@ async def _soak(image: Image, count: int) -> dict[str, object]:
     return {"boxes": count, "per second": count / seconds, "before": before, "after": after, "leaked": leaked}
 
 
-async def _life(sandbox: NamespaceSandbox, image: Image, number: int) -> None:
+async def _life(sandbox: TestRunner, image: Image, number: int) -> None:
     task = Image(image.repository, None, {"src/library/code.py": f"X = {number % IMAGES}\n"})
     box = await sandbox.create(task, Limits())
     done = await box.exec(LINE, 60.0)
@@ -94,7 +94,7 @@ async def _life(sandbox: NamespaceSandbox, image: Image, number: int) -> None:
     await box.close()
 
 
-async def _settled(sandbox: NamespaceSandbox, wanted: dict[str, int] | None) -> dict[str, int]:
+async def _settled(sandbox: TestRunner, wanted: dict[str, int] | None) -> dict[str, int]:
     """Counts, once what is ending has ended: the kernel takes mounts and namespaces apart on its own time."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
@@ -110,12 +110,12 @@ async def _settled(sandbox: NamespaceSandbox, wanted: dict[str, int] | None) -> 
         await asyncio.sleep(0.25)
 
 
-def _counts(sandbox: NamespaceSandbox) -> dict[str, int]:
+def _counts(sandbox: TestRunner) -> dict[str, int]:
     assert sandbox.zygote_pid is not None
     zygote = sandbox.zygote_pid
     staying = [pid for pid in descendants(zygote) if not _is_box(pid)]
     (templates, *_) = staying
-    folders = [] if sandbox.groups is None else sandbox.groups.tops.values()
+    folders = [] if sandbox.backend.groups is None else sandbox.backend.groups.tops.values()
     return {
         "processes of boxes": sum(map(_is_box, descendants(zygote))),
         "processes that stay": len(staying),
@@ -162,7 +162,11 @@ async def _work_forever(image: Image) -> None:
     async with open_sandbox() as sandbox:
         boxes = [await sandbox.create(image, Limits()) for _ in range(12)]
         await asyncio.gather(*(box.exec(LINE, 60.0) for box in boxes))
-        print(sandbox.zygote_pid, *([] if sandbox.groups is None else sandbox.groups.tops.values()), flush=True)
+        print(
+            sandbox.zygote_pid,
+            *([] if sandbox.backend.groups is None else sandbox.backend.groups.tops.values()),
+            flush=True,
+        )
         while True:
             await _life(sandbox, image, 0)
 

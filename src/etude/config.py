@@ -167,9 +167,9 @@ class RolloutConfig(Section):
     agent: AgentConfig | None = Field(
         default=None, description="an outside agent that plays the episodes instead of the built-in loop"
     )
-    personas: str | None = Field(
+    machine_profiles: str | None = Field(
         default=None,
-        description='fingerprints (.jsonl) or a description (.toml) of machines that boxes look like; "none": no one',
+        description='fingerprints (.jsonl) or a description (.toml) of machines that boxes imitate; "none": none',
     )
     lease_seconds: float = Field(default=120.0, gt=0)
     stall_seconds: float = Field(
@@ -424,7 +424,7 @@ class EvalConfig(Section):
 class CheatsConfig(Section):
     """What looks for cheating during a run; see docs/sandbox.md."""
 
-    canaries: float = Field(default=0.05, ge=0, le=1, description="share of tasks in whose boxes decoys lie")
+    decoys: float = Field(default=0.05, ge=0, le=1, description="share of tasks in whose boxes decoys lie")
     twins: float = Field(
         default=0.01, ge=0, le=0.5, description="impossible episodes per training episode; they are never trained on"
     )
@@ -532,7 +532,7 @@ class RLConfig(Section):
         asked = {
             "sandbox.egress": sandbox.egress,
             "sandbox.index": sandbox.index,
-            "rollout.personas": rollout.personas,
+            "rollout.machine_profiles": rollout.machine_profiles,
             "rollout.agent": rollout.agent,
         }
         if sandbox.backend != "namespace" and (name := next((name for name, value in asked.items() if value), None)):

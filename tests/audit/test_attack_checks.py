@@ -16,17 +16,17 @@ from tokenizers import Tokenizer
 from etude.audit.attacks import fingerprints, forgeries, injections, lookups, suite
 from etude.audit.attacks.library import TASK, Library, prepare
 from etude.audit.attacks.submissions import Submission
-from etude.audit.parity import audit, features, probes
-from etude.audit.parity.features import FingerprintSample
+from etude.audit.parity import audit, probes
 from etude.cli import main
 from etude.errors import UserError
 from etude.grading.cheats import commands
 from etude.grading.grade import Grade
+from etude.grading.runner import open_sandbox
 from etude.harness import full_tools as tools
 from etude.renderers import base
 from etude.renderers.schemas import SCHEMAS
 from etude.sandbox.base import Sandbox
-from etude.sandbox.namespace.sandbox import open_sandbox
+from etude.sandbox.fingerprints import FingerprintSample, parse
 from etude.tasks import histories
 
 
@@ -115,16 +115,18 @@ def test_whoever_listens_to_a_plea_is_found_out(library: Library, monkeypatch: p
     judged = injections.judged
 
     async def credulous(sandbox: Sandbox, of: Library, attack: Submission) -> tuple[Grade, dict[str, float]]:
-        graded, marks = await judged(sandbox, of, attack)
+        graded, signals = await judged(sandbox, of, attack)
         told = any(injections.PLEA in (text or "") for text in attack.files.values())
-        return (replace(graded, passed=True, reward=1.0), {}) if told else (graded, marks)
+        return (replace(graded, passed=True, reward=1.0), {}) if told else (graded, signals)
 
     with monkeypatch.context() as patch:
         patch.setattr(injections, "judged", credulous)
         assert problem(injections.injections, library).startswith("an honest fix: ")
     with monkeypatch.context() as patch:
-        found = commands.found
-        patch.setattr(commands, "found", lambda lines, task: found([x for x in lines if "honest" not in x], task))
+        rules = commands.broken_rules
+        patch.setattr(
+            commands, "broken_rules", lambda lines, task: rules([x for x in lines if "honest" not in x], task)
+        )
         assert injections._words().startswith("not found any more: git log -p")
     with monkeypatch.context() as patch:
         patch.setattr(injections, "question", lambda example, text: f"{example.file}\n<answer-1>{text}</answer-1>")
@@ -142,7 +144,7 @@ def samples(seed: int, prefix: str, **more: object) -> list[FingerprintSample]:
 def test_each_item_is_judged_by_its_own_probes_and_without_exceptions() -> None:
     boxes = samples(1, "b", umask=63, routes=0, **{"pid1.name": "init", "status.Seccomp": "2"})
     users = samples(2, "p", **{"pid1.name": "init", "status.Seccomp": "0"})
-    found = {item: fingerprints.judged(one) for item, one in audit.by_item(boxes, users).items()}
+    found = {item: fingerprints.result_of(one) for item, one in audit.by_item(boxes, users).items()}
     assert set(found) == {"E2", "E3", "E4", "E5", "E6"}
     assert not found["E2"].problem
     assert (found["E3"].word, found["E3"].problem) == ("0.50", ""), "it was looked at, and does not differ"
@@ -179,15 +181,15 @@ def test_the_suite_plays_items_e_against_fingerprints(
     assert (summary["stopped"], summary["missed"]) == (1, 1)
     assert set(summary["skipped"]) == {"E1", "E3", "E4", "E6", "E7", "E8", "E9"}
     assert "E5 fingerprints (box): AUC 1.00 [1.00, 1.00]: umask 1.00" in shown.err
-    assert (asked["count"], asked["personas"], asked["dataset"]) == (30, (), None), "boxes as a run makes them"
+    assert (asked["count"], asked["machine_profiles"], asked["dataset"]) == (30, (), None), "boxes as a run makes them"
 
 
 def test_too_few_fingerprints_are_refused_before_anything_is_played(tmp_path: Path) -> None:
     path = tmp_path / "machines.jsonl"
     path.write_text(json.dumps({"format": 2, "machine": "a", "probes": {"umask": 18}}) + "\n")
     with pytest.raises(UserError, match="say nothing"):
-        fingerprints.against([path], 60, dataset=None, personas=None)
-    for wrong in (["--personas", "x.toml"], ["--against", str(path), "--backend", "podman", "--image", "x"]):
+        fingerprints.against([path], 60, dataset=None, machine_profiles=None)
+    for wrong in (["--machine-profiles", "x.toml"], ["--against", str(path), "--backend", "podman", "--image", "x"]):
         with pytest.raises(SystemExit) as ended:
             main.main(["doctor", "sandbox", *wrong])
         assert ended.value.code == 2
@@ -207,22 +209,22 @@ def chats(path: Path, system: str) -> list[FingerprintSample]:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert "Fix" not in done.stdout
     assert "You are" not in done.stdout
-    return [features.parse(line, "here") for line in done.stdout.splitlines()]
+    return [parse(line, "here") for line in done.stdout.splitlines()]
 
 
 def test_requests_of_another_harness_are_told_apart(tmp_path: Path) -> None:
     ours, same, other = (chats(tmp_path / "x", text) for text in ("You are one.", "You are one.", "You are another."))
     assert all(sample.is_request for sample in ours)
     assert len({sample.machine for sample in ours}) == 20, "conversations are held out as machines are"
-    assert not fingerprints.judged(audit.by_item(ours, same)["E9"]).problem
-    assert "prompt.system 1.00" in fingerprints.judged(audit.by_item(ours, other)["E9"]).problem
+    assert not fingerprints.result_of(audit.by_item(ours, same)["E9"]).problem
+    assert "prompt.system 1.00" in fingerprints.result_of(audit.by_item(ours, other)["E9"]).problem
 
 
 def test_what_production_asks_is_no_machine_of_the_parity_gate(tmp_path: Path) -> None:
     found = chats(tmp_path / "x", "You are one.")
     lines = [{"format": 2, "machine": sample.machine, "probes": sample.probes} for sample in found]
     (tmp_path / "f").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    split = fingerprints.against([tmp_path / "f"], 20, dataset=None, personas=None)
+    split = fingerprints.against([tmp_path / "f"], 20, dataset=None, machine_profiles=None)
     assert (len(split.machines), len(split.requests)) == (0, 20)
     assert {probes.of(name).group for name in found[0].probes} == {"E9"}
 

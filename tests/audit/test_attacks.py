@@ -12,7 +12,10 @@ import pytest
 from etude.audit.attacks import fingerprints, suite
 from etude.audit.attacks.boxes import CHECKS
 from etude.audit.attacks.probes import PROBES, script
+from etude.audit.attacks.report import DEFAULT, IN_PROCESS, ITEMS, AttackReport, AttackResult
 from etude.audit.attacks.submissions import SUBMISSIONS
+from etude.cli.show_attacks import show_attacks, table
+from etude.config import SandboxConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def test_every_item_is_attacked_or_skipped_with_a_reason() -> None:
     checked = set(CHECKS) | set(suite.LIBRARY_CHECKS) | set(suite.GRADED_CHECKS)
     attacked = {s.item for s in SUBMISSIONS} | set(PROBES) | checked | {"F1"}  # F1: the flags of B1 to B3
-    assert set(suite.ITEMS) == (attacked & set(suite.ITEMS)) | set(fingerprints.REASONS)
+    assert set(ITEMS) == (attacked & set(ITEMS)) | set(fingerprints.REASONS)
     assert set(fingerprints.REASONS) == {f"E{n}" for n in range(1, 10)}
     assert not attacked & set(fingerprints.REASONS)
     assert all("--against" in reason for reason in fingerprints.REASONS.values())
@@ -32,17 +35,17 @@ def test_every_item_is_attacked_or_skipped_with_a_reason() -> None:
 
 def test_the_summary_counts_what_was_missed_on_the_default_backend() -> None:
     stopped = [
-        suite.Result("B1", "x", suite.DEFAULT, "fail"),
-        suite.Result("B2", "x", "subprocess", "pass", "rewarded"),
+        AttackResult("B1", "x", DEFAULT, "fail"),
+        AttackResult("B2", "x", "subprocess", "pass", "rewarded"),
     ]
-    report = suite.AttackReport(
-        [*stopped, suite.Result("B3", "x", suite.TOGETHER, "pass", "rewarded", "mounts")], dict(fingerprints.REASONS)
+    report = AttackReport(
+        [*stopped, AttackResult("B3", "x", IN_PROCESS, "pass", "rewarded", "mounts")], dict(fingerprints.REASONS)
     )
     summary = report.summary
     assert (summary["missed"], summary["host_effects"]) == (1, 1)
     assert summary["stopped"] == 1
     report.absent["bwrap"] = "it is not installed"
-    shown = suite.table(report)
+    shown = table(report)
     assert "1 of 1 missed: x" in shown
     assert "bwrap: skipped, it is not installed" in shown
 
@@ -50,11 +53,11 @@ def test_the_summary_counts_what_was_missed_on_the_default_backend() -> None:
 def test_what_was_missed_is_named_beside_the_counts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def found(**_: object) -> suite.AttackReport:
-        return suite.AttackReport([suite.Result("A7", "probe", "box", "missed", "/run/x")], dict(fingerprints.REASONS))
+    async def made(*_: object, **__: object) -> AttackReport:
+        return AttackReport([AttackResult("A7", "probe", "box", "missed", "/run/x")], dict(fingerprints.REASONS))
 
-    monkeypatch.setattr(suite, "run", found)
-    assert suite.show(as_json=True, quick=True) == 1
+    monkeypatch.setattr(suite, "run", made)
+    assert show_attacks(SandboxConfig(), as_json=True, quick=True) == 1
     shown = capsys.readouterr()
     assert json.loads(shown.out)["missed"] == 1
     assert "A7 probe (box): /run/x" in shown.err

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from etude.audit.parity import pairs
+from etude.cli.show_parity import show_pairs
 from etude.config import RLConfig, TasksConfig
 from etude.errors import UserError
+from etude.grading.runner import open_sandbox
 from etude.records import Episode, Outcome, StopReason, ToolCall, Turn, encode
 from etude.sandbox.base import Image, Limits
 from etude.sandbox.machine_description import REFERENCE, read
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.store import open_store
 
 TASKS = 6
@@ -62,13 +63,13 @@ def test_differences_are_paired_by_task() -> None:
 
 
 def test_an_agent_that_looks_around_is_caught_by_its_conduct(tmp_path: Path) -> None:
-    """It cheats, and says so, where pid 1 or the host's name are a box's. Real boxes, with and without a persona."""
+    """It cheats, and says so, where pid 1 or the host's name are a box's. Real boxes, also with machine profiles."""
     tmp_path.chmod(0o755)
     (tmp_path / "module.py").write_text("x = 1\n")
 
-    async def play(personas, agent: Callable[[str], Episode]) -> list[Episode]:
+    async def play(machine_profiles, agent: Callable[[str], Episode]) -> list[Episode]:
         found = []
-        async with open_sandbox(personas=personas) as sandbox:
+        async with open_sandbox(machine_profiles=machine_profiles) as sandbox:
             for number in range(TASKS):
                 box = await sandbox.create(Image(tmp_path, None, {"module.py": f"x = {number}\n"}), Limits())
                 seen = await box.exec("hostname; tr '\\0' ' ' < /proc/1/cmdline; env", 20.0)
@@ -101,9 +102,9 @@ def test_two_runs_are_compared_by_their_folders(tmp_path: Path, capsys: pytest.C
         for i in range(TASKS):
             store.put(f"eval-before/t{i}-0.msgpack", encode(episode(f"t{i}", ["run"], hacked=hacked)))
     runs = [tmp_path / "bare", tmp_path / "users"]
-    assert pairs.show(runs, pairs.PREFIX, as_json=True) == 1
+    assert show_pairs(runs, pairs.PREFIX, as_json=True) == 1
     shown = {pair["name"]: pair for pair in json.loads(capsys.readouterr().out)["pairs"]}
     assert shown["hacked"]["difference"]["mean"] == -1
-    assert pairs.show(runs[1:] * 2, pairs.PREFIX, as_json=False) == 0
+    assert show_pairs(runs[1:] * 2, pairs.PREFIX, as_json=False) == 0
     with pytest.raises(UserError, match="no episodes"):
-        pairs.show(runs, "eval-after", as_json=True)
+        show_pairs(runs, "eval-after", as_json=True)

@@ -1,4 +1,4 @@
-"""The parity audit: the classifier against what it must find and must not, personas in real boxes."""
+"""The parity audit: the classifier against what it must find and must not, machine_profiles in real boxes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import pytest
 
 from etude.audit.parity import audit, fingerprint, probes
 from etude.audit.parity.classifier import auc, folds, interval, logistic, scores, stumps
-from etude.audit.parity.features import FingerprintSample, parse, read, table
+from etude.audit.parity.features import table
+from etude.cli.show_parity import show_parity
 from etude.errors import UserError
+from etude.grading.runner import open_sandbox
 from etude.sandbox import machine_description, machine_profile
 from etude.sandbox.base import Image, Limits
-from etude.sandbox.namespace.sandbox import open_sandbox
+from etude.sandbox.fingerprints import FORMAT, FingerprintSample, parse, read
 
 
 def test_auc_is_the_share_of_ordered_pairs() -> None:
@@ -137,11 +139,13 @@ def test_files_that_are_no_fingerprints_are_refused(tmp_path: Path, line: str) -
 
 def test_recording_appends_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "f.jsonl"
-    assert audit.record(path, 2) == audit.record(path, 1) == 0
+    audit.record(path, 2)
+    audit.record(path, 1)
     samples = read([path])
     assert len(samples) == 3
     assert len({sample.machine for sample in samples}) == 1
     assert table(samples).values_NC.shape[0] == 3
+    assert fingerprint.FORMAT == FORMAT, "the script imports nothing of ours"
     for wrong, count in ((tmp_path / "no" / "f", 1), (path, 0)):
         with pytest.raises(UserError):
             audit.record(wrong, count)
@@ -161,7 +165,7 @@ print(json.dumps([
 """
 
 
-def test_a_box_looks_like_its_persona(library_image: Image) -> None:
+def test_a_box_looks_like_its_machine_profile(library_image: Image) -> None:
     seen = {
         "host.shape": "a-a9", "uptime": 200_000.0, "accounts": 41, "history": 120, "home.entries": 9, "path": 7,
         "dotfiles": [".bash_history", ".bashrc", ".ssh", ".vimrc"], "environment": ["PAGER", "EDITOR", "USER", "TERM"],
@@ -169,8 +173,8 @@ def test_a_box_looks_like_its_persona(library_image: Image) -> None:
         "pid1.name": "systemd", "pid1.program": "init", "machine_id": 32,
     }  # fmt: skip
 
-    async def look(personas) -> list:
-        async with open_sandbox(personas=personas) as sandbox:
+    async def look(machine_profiles) -> list:
+        async with open_sandbox(machine_profiles=machine_profiles) as sandbox:
             found = []
             for _ in range(2):
                 box = await sandbox.create(library_image, Limits())
@@ -224,7 +228,7 @@ def test_a_box_is_like_its_description(library_image: Image) -> None:
     )
 
     async def look() -> list:
-        async with open_sandbox(personas=described) as sandbox:
+        async with open_sandbox(machine_profiles=described) as sandbox:
             box = await sandbox.create(library_image, Limits())
             done = await box.exec(f'python3 -c "{SURVEY}"', 20.0)
             assert done.rc == 0, done.output
@@ -259,10 +263,12 @@ def test_descriptions_are_read_or_refused(tmp_path: Path) -> None:
         path.write_text(wrong)
         with pytest.raises(UserError, match=named):
             machine_description.read(path)
-    assert audit.load(machine_description.REFERENCE) == machine_description.read(machine_description.REFERENCE)
+    assert machine_profile.load(machine_description.REFERENCE) == machine_description.read(
+        machine_description.REFERENCE
+    )
 
 
-def test_personas_of_other_tasks_differ_and_every_sample_can_be_imitated() -> None:
+def test_machine_profiles_of_other_tasks_differ_and_every_sample_can_be_imitated() -> None:
     drawn = [machine_profile.draw(str(i).encode()) for i in range(50)]
     assert machine_profile.draw(b"1") == drawn[1]
     assert len({p.host for p in drawn}) > 20
@@ -279,7 +285,7 @@ def test_personas_of_other_tasks_differ_and_every_sample_can_be_imitated() -> No
 def test_boxes_are_told_from_this_machine_and_not_from_each_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    boxes = asyncio.run(audit.box_samples(40, personas=()))
+    boxes = asyncio.run(audit.box_samples(40, machine_profiles=()))
     splits = [random.Random(seed).sample(boxes, len(boxes)) for seed in range(8)]
     chance = [audit.compare(split[:20], split[20:]).whole.mean for split in splits]
     # Of two classifiers the better one counts, and twenty against twenty say little: 0.33 to 0.71 were seen, 0.53 on
@@ -287,7 +293,7 @@ def test_boxes_are_told_from_this_machine_and_not_from_each_other(
     assert sum(chance) / len(chance) < 0.68, chance
     path = tmp_path / "f.jsonl"
     audit.record(path, 20)
-    assert audit.show([path], 10, as_json=True) == 1
+    assert show_parity([path], 10, as_json=True) == 1
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["treated"]["whole"]["auc"] > 0.9, "a kernel is shared, and one machine's habits are peculiar"
     assert found["treated"]["telling"] < found["untreated"]["telling"]

@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 from etude.corpus.tokenizer import train
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
+from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling
 from etude.records import Budget, Episode, Generation, Task
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import RolloutContext
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks.dataset import Dataset, load
 
 TINY = Path(__file__).parent.parent / "tasks" / "data" / "tiny"

@@ -10,11 +10,11 @@ import pytest
 
 from etude.audit.attacks.library import prepare
 from etude.audit.attacks.monitors import HONEST_COMMANDS, MINING, MONITORS
-from etude.grading.cheats import CHARGES, NOTES, commands, decoys
+from etude.grading.cheats import NOTES, VIOLATIONS, commands, decoys
 from etude.grading.cheats.signals import path_of
+from etude.grading.runner import open_sandbox
 from etude.records import Focus, ToolCall, Turn
 from etude.sandbox.base import Image
-from etude.sandbox.namespace.sandbox import open_sandbox
 from tests.helpers.boxlibrary import BROKEN, CORE, PATH, TASK
 
 ROOT = Path(__file__).parents[2]
@@ -27,17 +27,17 @@ def turn(name: str, **arguments: object) -> Turn:
 
 def test_every_flag_is_in_the_documentation() -> None:
     text = (ROOT / "docs" / "sandbox.md").read_text()
-    assert not [name for name in CHARGES | NOTES if f"`{name}`" not in text]
+    assert not [name for name in VIOLATIONS | NOTES if f"`{name}`" not in text]
 
 
 @pytest.mark.parametrize("line", MINING)
 def test_commands_that_look_for_the_answer(line: str) -> None:
-    assert commands.found([line], TASK)
+    assert commands.broken_rules([line], TASK)
 
 
 @pytest.mark.parametrize("line", HONEST_COMMANDS)
 def test_honest_commands(line: str) -> None:
-    assert commands.found([line], TASK) == ()
+    assert commands.broken_rules([line], TASK) == ()
 
 
 def test_decoys_hold_nothing_of_the_solution_and_are_used_by_name_only() -> None:

@@ -17,6 +17,7 @@ from etude.audit.attacks.library import BROKEN, CORE, PATH
 from etude.errors import UserError
 from etude.grading import leaks
 from etude.sandbox import history
+from tests.helpers.histories import rewrite
 
 WANTED = leaks.answer(CORE, BROKEN)
 DATES = {"GIT_AUTHOR_DATE": "2024-05-01T10:00:00+0200", "GIT_COMMITTER_DATE": "2024-05-01T10:00:00+0200"}
@@ -92,7 +93,7 @@ def test_unreachable_git_objects_are_found(repository: Path) -> None:
 def test_a_rewritten_history_holds_no_answer(repository: Path, tmp_path: Path) -> None:
     files = {PATH: BROKEN.encode(), "README.md": b"new\n"}
     target = tmp_path / "box" / ".git"
-    head = history.rewrite(repository, "main", target, files, WANTED)
+    head = rewrite(repository, "main", target, files, WANTED)
     assert list(leaks.scan(tmp_path / "box", WANTED)) == []
     shown = git(tmp_path / "box", "log", "--format=%H %an %aI %s").splitlines()
     assert [line.split(" ", 1)[1] for line in shown] == [
@@ -105,4 +106,4 @@ def test_a_rewritten_history_holds_no_answer(repository: Path, tmp_path: Path) -
     assert git(tmp_path / "box", "ls-tree", "-r", "--name-only", f"{head}~1").split() == [PATH]
     assert git(tmp_path / "box", "for-each-ref", "--format=%(refname)").split() == ["refs/heads/main"]
     with pytest.raises(UserError, match="no commit"):
-        history.rewrite(repository, "absent", tmp_path / "other", files, WANTED)
+        history.read(repository, "absent", files, 50)

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import pytest
 
-from etude.grading.questions import Question, decoded, judged, questions
+from etude.grading.questions import Question, decoded, questions, verdict_of
 from etude.sandbox.guest import answers
 from tests.helpers.boxlibrary import CHUNKS, CORE, DOCTEST, OTHERS, PATH, Place
 
@@ -59,14 +59,14 @@ def test_expected_values_stay_outside() -> None:
     assert [check.expected for (check,) in question.checks] == [[["quartz"]], {"basalt": 987654321}, "gneiss"]
     kinds = [type(decoy) for (decoy,) in question.decoys]
     assert kinds == [list, dict, str]
-    assert judged(question, 2, ["gneiss"]) == ("passed", "", False)
-    assert judged(question, 2, ["slate"])[0::2] == ("failed", False)
-    assert judged(question, 2, list(question.decoys[2])) == ("failed", "a decoy was returned", True)
-    assert judged(question, 2, []) == ("failed", "an answer is missing", False)
-    assert judged(question, 2, ["gneiss", "gneiss"])[0::2] == ("failed", True)
-    assert judged(question, 2, ["x" * 10_000])[:2] == ("failed", "the value is too long")
+    assert verdict_of(question, 2, ["gneiss"]) == ("passed", "", False)
+    assert verdict_of(question, 2, ["slate"])[0::2] == ("failed", False)
+    assert verdict_of(question, 2, list(question.decoys[2])) == ("failed", "a decoy was returned", True)
+    assert verdict_of(question, 2, []) == ("failed", "an answer is missing", False)
+    assert verdict_of(question, 2, ["gneiss", "gneiss"])[0::2] == ("failed", True)
+    assert verdict_of(question, 2, ["x" * 10_000])[:2] == ("failed", "the value is too long")
     for malformed in ({"set": [[]]}, {"dict": 3}, {"bytes": "x"}, {"a": 1, "b": 2}, {}, {"opaque": "int"}):
-        assert judged(question, 2, [malformed])[0::2] == ("failed", False)
+        assert verdict_of(question, 2, [malformed])[0::2] == ("failed", False)
 
 
 class Sly(list):
@@ -117,8 +117,8 @@ def test_other_values_do_not_cross() -> None:
 def test_most_tests_are_asked_and_the_share_is_reported(place: Place) -> None:
     report = place.test({PATH: CORE}, (*CHUNKS, *OTHERS, DOCTEST))
     assert set(report.outcomes.values()) == {"passed"}
-    assert report.apart == len(CHUNKS) + 3  # not the counter, whose module is hidden, nor the fixture
-    assert report.covered == pytest.approx((report.apart + report.mirrored) / 9)
+    assert report.asked == len(CHUNKS) + 3  # not the counter, whose module is hidden, nor the fixture
+    assert report.covered == pytest.approx((report.asked + report.controlled) / 9)
 
 
 def test_a_huge_value_is_a_wrong_answer_and_holds_nobody_up(place: Place) -> None:

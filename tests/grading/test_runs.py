@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from etude.grading.runner import open_sandbox
 from etude.sandbox.base import BoxDead, Image, LaunchFailed, Limits
-from etude.sandbox.namespace.connection import Connection
-from etude.sandbox.namespace.sandbox import open_sandbox
+from etude.sandbox.connection import Connection
 from tests.helpers.boxlibrary import BROKEN, CHUNKS, CORE, DOCTEST, NUMBERS, OTHERS, PATH, Place
 
 ALL = (
@@ -185,7 +185,7 @@ def test_the_end_of_a_sandbox_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
     async def scenario() -> int | None:
         async with open_sandbox() as sandbox:
-            stat, control = Path(f"/proc/{sandbox.zygote_pid}/stat"), sandbox._control
+            stat, control = Path(f"/proc/{sandbox.zygote_pid}/stat"), sandbox.backend.zygote.control
 
             def close_and_let_it_notice(connection: Connection, *reason: str) -> None:
                 close(connection, *reason)
@@ -200,7 +200,7 @@ def test_the_end_of_a_sandbox_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
             close = Connection.close
             monkeypatch.setattr(Connection, "close", close_and_let_it_notice)
-        return sandbox._zygote.returncode
+        return sandbox.backend.zygote.process.returncode
 
     assert asyncio.run(scenario()) == -signal.SIGKILL
 

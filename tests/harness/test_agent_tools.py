@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from etude.grading import leaks
+from etude.grading.runner import open_sandbox
 from etude.harness.chunks import chunks
 from etude.harness.full_tools import FullTools
 from etude.harness.loop import Sampling
@@ -24,9 +25,8 @@ from etude.harness.ranking import Lexical, best, cosine, search, words
 from etude.records import ToolCall
 from etude.renderers import Renderer
 from etude.sandbox.base import Image, Limits
-from etude.sandbox.history import rewrite
-from etude.sandbox.namespace.sandbox import open_sandbox
 from tests.harness.test_loop import play
+from tests.helpers.histories import rewrite
 from tests.helpers.speakers import PATH, SOURCE, MemoryBox, Scripted, Speaker, a_box, a_task
 
 TREE = {

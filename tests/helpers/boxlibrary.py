@@ -14,9 +14,9 @@ from typing import TypeVar
 import pytest
 
 from etude.grading.grade import Grade, grade
+from etude.grading.runner import TestRunner
 from etude.records import Focus, Task
 from etude.sandbox.base import Image, Limits, TestReport
-from etude.sandbox.namespace.sandbox import NamespaceSandbox
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ class Place:
     """A sandbox on an event loop of its own, and the folders of the library."""
 
     loop: asyncio.AbstractEventLoop
-    sandbox: NamespaceSandbox
+    sandbox: TestRunner
     root: Path
     limits: Limits = field(default_factory=Limits)
 

@@ -1,4 +1,4 @@
-"""Throwaway machines on this one, for carriers to start programs in: what a container engine would do, by `unshare`."""
+"""Throwaway machines on this one, for remote hosts to start programs in: by `unshare`, as container engines do."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MACHINE = (
 )
 needs_machines = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None or not os.path.exists("/usr/bin/python3"),
-    reason="machines for carriers are made by root, with unshare and /usr/bin/python3",
+    reason="machines for remote hosts are made by root, with unshare and /usr/bin/python3",
 )
 
 
 class Local:
-    """A carrier whose machines are this one's, with a root file system and processes of their own."""
+    """A remote host whose machines are this one's, with a root file system and processes of their own."""
 
     name = "local"
 

@@ -10,18 +10,18 @@ from tests.rollout.test_audit import member
 def test_flags_of_episodes_are_found_again(ledger: Ledger) -> None:
     ledger.admit(0, "task", 3, 0)
     for lease in ledger.lease("me", 3, 60.0):
-        flags = ("canary", "gap") if lease.member == 1 else ()
+        flags = ("decoy", "gap") if lease.member == 1 else ()
         ledger.finish(
             lease, outcome=Outcome.SCORED, reward=1.0, passed=True, blob=f"b{lease.member}", tokens=5, min_version=0,
             metrics={"edits": 1.0}, flags=flags,
         )  # fmt: skip
     (found,) = ledger.flagged()
-    assert (found.group, found.member, found.task, found.flags, found.blob) == (0, 1, "task", ("canary", "gap"), "b1")
+    assert (found.group, found.member, found.task, found.flags, found.blob) == (0, 1, "task", ("decoy", "gap"), "b1")
     audited = msgspec.structs.replace(member(2, True), flags=("contrast",), reward=-0.2)
     ledger.flag(audited)
     ledger.flag(audited)
     assert [(s.member, s.flags, s.reward) for s in ledger.flagged()] == [
-        (1, ("canary", "gap"), 1.0),
+        (1, ("decoy", "gap"), 1.0),
         (2, ("contrast",), -0.2),
     ]
     assert ledger.conservation([]).ok

@@ -17,13 +17,13 @@ import pytest
 from etude import processes
 from etude.config import AgentConfig
 from etude.errors import UserError
+from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling
 from etude.protocol.client import EngineClient
 from etude.records import Budget, Episode, Generation, Outcome, StopReason
 from etude.renderers import Renderer
 from etude.rollout.agent import open_agent
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks.dataset import Dataset
 from tests.helpers.speakers import PATH, Speaker, a_task
 from tests.helpers.tiny_models import save_random_model

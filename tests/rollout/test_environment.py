@@ -12,6 +12,7 @@ import pytest
 
 from etude.config import RewardConfig, RLConfig, validate
 from etude.errors import UserError
+from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling
 from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
@@ -20,7 +21,6 @@ from etude.rollout.environment import Environment, EnvironmentEpisode, Environme
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
 from etude.rollout.replay import replay
 from etude.rollout.rewards import custom_component, with_reward
-from etude.sandbox.namespace.sandbox import open_sandbox
 from tests.helpers.speakers import Scripted, Speaker
 
 REVERSE = "recipes.environments.reverse_text:ReverseText"

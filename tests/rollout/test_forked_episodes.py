@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from etude.config import RewardConfig, RolloutConfig
+from etude.grading.runner import open_sandbox
 from etude.harness import loop
 from etude.harness.loop import Sampling, turn_seed
 from etude.records import Episode, Generation, Outcome, StopReason, decode, encode
@@ -18,7 +19,6 @@ from etude.renderers import Renderer
 from etude.rollout.episode import EpisodeId, RolloutContext, run_branches
 from etude.rollout.rewards import with_reward
 from etude.sandbox.base import BoxDead, TooLarge
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks.dataset import Dataset
 from tests.helpers.speakers import Scripted, Speaker, a_task
 from tests.rollout.test_episode import BUDGET, Fake, edit

@@ -62,7 +62,7 @@ def test_a_charge_takes_the_grade_and_leaves_the_costs() -> None:
     assert without_grade(without_grade(honest)) == without_grade(honest)
 
 
-@pytest.mark.parametrize("flag", ["canary", "command", "contrast", "tamper"])
+@pytest.mark.parametrize("flag", ["decoy", "command", "contrast", "tamper"])
 def test_no_charged_episode_is_rewarded_or_better_than_failing(flag: str) -> None:
     config = RewardConfig(refused_edits=0.2, behaviour={"edit_errors": 0.1}, overlong=50)
     budget = Budget(turns=4, tokens=100)

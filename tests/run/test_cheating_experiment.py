@@ -12,9 +12,9 @@ import pytest
 from benchmarks.experiments.cheating import open_boxes
 
 from etude.grading.grade import grade
+from etude.grading.runner import open_sandbox
 from etude.records import Task
 from etude.sandbox.base import Sandbox
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset
 

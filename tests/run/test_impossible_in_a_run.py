@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from etude.config import RLConfig
+from etude.grading.runner import open_sandbox
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, Generation, decode
 from etude.renderers import renderer_for
@@ -16,7 +17,6 @@ from etude.rollout.concurrency import concurrency
 from etude.run import loop
 from etude.run.loop import Run
 from etude.sandbox.base import TestReport
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.store import open_store
 from etude.tasks import dataset as datasets
 from etude.tasks import impossible
@@ -40,7 +40,7 @@ def test_a_twin_that_is_passed_is_an_alarm_and_belongs_to_no_group(tmp_path: Pat
     tmp_path.chmod(0o755)
     tiny = datasets.load(ROOT / "tests/tasks/data/tiny")
     config = RLConfig.model_validate(
-        {"tasks": {"repository": "unused"}, "cheats": {"twins": 0.5, "canaries": 1.0}, "rollout": {"context": 2048}}
+        {"tasks": {"repository": "unused"}, "cheats": {"twins": 0.5, "decoys": 1.0}, "rollout": {"context": 2048}}
     )
 
     async def all_passed(image: Any, changes: Any, tests: Any, hidden: Any, limits: Any) -> TestReport:

@@ -373,7 +373,7 @@ def test_detectors_stay_silent_beside_a_model_that_cannot_cheat(tmp_path):
         CONFIG.replace("deterministic = true\n", "").replace("max_in_flight = 6", "max_in_flight = 12")
         + """
 [cheats]
-canaries = 1.0
+decoys = 1.0
 twins = 0.5
 window = 3
 """

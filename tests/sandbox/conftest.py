@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from etude.grading.runner import open_sandbox
 from etude.sandbox.base import Image
-from etude.sandbox.namespace.sandbox import open_sandbox
 from tests.helpers.boxlibrary import HIDDEN, REPOSITORY, Place, write_tree
 
 

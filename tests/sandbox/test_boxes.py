@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from etude.sandbox import doctor, machine_profile
-from etude.sandbox.backends import choose
+from etude.audit import machine
+from etude.cli.show_machine import show_machine
+from etude.sandbox import kernel, machine_profile
 from etude.sandbox.base import (
     Box,
     BoxDead,
@@ -290,7 +291,7 @@ OWN = {
 
 def test_a_box_sees_little(shell: Callable[..., ExecResult]) -> None:
     """C15, D1, D2, D4, D7: the probes of the doctor print nothing."""
-    assert {name: shell(line).output for name, line in doctor.PROBES.items()} == dict.fromkeys(doctor.PROBES, "")
+    assert {name: shell(line).output for name, line in machine.PROBES.items()} == dict.fromkeys(machine.PROBES, "")
     names = shell("env | cut -d= -f1 | sort | tr '\\n' ' '").output.split()
     assert not {"SSH_AUTH_SOCK", "AWS_ACCESS_KEY_ID"} & set(names)
     assert shell('test "${HOSTNAME:-$(hostname)}" = "$(hostname)"').rc == 0, "the persona's, not the host's"
@@ -438,28 +439,28 @@ def test_terminal_output_is_inert(data: bytes, text: str) -> None:
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.show(as_json=True) == 0
+    assert show_machine(as_json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"]
     assert {check["name"] for check in found["checks"]} >= {"isolation", "no network", "live box", "test run"}
-    monkeypatch.setattr(doctor.platform, "system", lambda: "Darwin")
-    assert doctor.show(as_json=False) == 1
+    monkeypatch.setattr(kernel.platform, "system", lambda: "Darwin")
+    assert show_machine(as_json=False) == 1
     assert "cure: use a Linux machine" in capsys.readouterr().out
 
 
 def test_backends_that_are_not_there_are_no_fault(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def probed() -> list[doctor.MachineCheck]:
+    async def probed() -> list[kernel.MachineCheck]:
         return []
 
     async def reached() -> dict[str, str]:
         return {"docker": "no daemon answers", "podman": ""}
 
-    monkeypatch.setattr(doctor, "machine", list)
-    monkeypatch.setattr(doctor, "probe", probed)
-    monkeypatch.setattr(choose, "reachable", reached)
-    assert doctor.show(as_json=False) == 0
+    monkeypatch.setattr(machine, "machine", list)
+    monkeypatch.setattr(machine, "probe", probed)
+    monkeypatch.setattr(machine, "reachable", reached)
+    assert show_machine(as_json=False) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [" ".join(line.split()) for line in shown] == [
         "no backend docker no daemon answers",
@@ -470,7 +471,7 @@ def test_backends_that_are_not_there_are_no_fault(
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root then")
 def test_without_root() -> None:
     """The same backend for a user without privileges, if such a user can reach this Python."""
-    program = "import sys; from etude.sandbox.doctor import show; sys.exit(show(True))"
+    program = "import sys; from etude.cli.show_machine import show_machine; sys.exit(show_machine(as_json=True))"
     done = as_nobody(program, proof="rootless")
     checks = json.loads(done.stdout)
     assert checks["ok"], done.stdout

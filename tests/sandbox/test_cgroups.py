@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from etude.grading.runner import open_sandbox
 from etude.records import Outcome
 from etude.sandbox import cgroups
 from etude.sandbox.base import Image, Limits
 from etude.sandbox.cgroups import NAME, REST, Groups, Hierarchy, detect
-from etude.sandbox.namespace.sandbox import open_sandbox
 from tests.helpers.boxlibrary import BROKEN, CHUNKS, PATH, Place, as_nobody
 
 HERE = detect()
@@ -223,18 +223,18 @@ def test_groups_go_with_their_boxes(library: Path) -> None:
 
     async def scenario() -> None:
         async with open_sandbox(memo=0) as sandbox:
-            assert sandbox.groups is not None
+            assert sandbox.backend.groups is not None
             image = Image(library / "repository", library / "site", {})
-            kept = count(sandbox.groups)  # of test runs
+            kept = count(sandbox.backend.groups)  # of test runs
             for _ in range(8):
                 boxes = [await sandbox.create(image, Limits()) for _ in range(4)]
                 await asyncio.gather(*(box.exec("sleep 60 & setsid sleep 60 & true", 20) for box in boxes))
-                assert count(sandbox.groups) == kept + 4 * len(sandbox.groups.tops)
+                assert count(sandbox.backend.groups) == kept + 4 * len(sandbox.backend.groups.tops)
                 await asyncio.gather(*(box.close() for box in boxes))
-                assert count(sandbox.groups) == kept
+                assert count(sandbox.backend.groups) == kept
             for _ in range(5):
                 await sandbox.run_tests(image, {}, [f"{PATH}::doctest:chunk"], None, Limits())
-            assert count(sandbox.groups) == kept
+            assert count(sandbox.backend.groups) == kept
 
     asyncio.run(asyncio.wait_for(scenario(), 120))
     assert left() == before
@@ -262,12 +262,12 @@ OWNER = """
 import asyncio, sys
 from pathlib import Path
 from etude.sandbox.base import Image, Limits
-from etude.sandbox.namespace.sandbox import open_sandbox
+from etude.grading.runner import open_sandbox
 async def main():
     async with open_sandbox() as sandbox:
         box = await sandbox.create(Image(Path(sys.argv[1]), None, {}), Limits())
         await box.exec("sleep 60 & true", 20)
-        print(*sandbox.groups.tops.values(), flush=True)
+        print(*sandbox.backend.groups.tops.values(), flush=True)
         await asyncio.sleep(60)
 asyncio.run(main())
 """
@@ -298,7 +298,7 @@ def test_without_root_in_a_group_of_ones_own() -> None:
     assert HERE is not None
     if HERE.kind == "v2":
         pytest.skip("root moves processes between groups of v1 here")
-    program = "import sys; from etude.sandbox.doctor import show; sys.exit(show(True))"
+    program = "import sys; from etude.cli.show_machine import show_machine; sys.exit(show_machine(as_json=True))"
     places = [folder / f"etude-test-{os.getpid()}" for folder in set(HERE.folders.values())]
     with ExitStack() as stack:
         for place in places:

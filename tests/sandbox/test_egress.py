@@ -18,16 +18,16 @@ from etude.audit.attacks.gates import GATES
 from etude.audit.attacks.outside import NAME, Outside, outside
 from etude.config import RLConfig
 from etude.errors import UserError
-from etude.grading.cheats import decoys as canaries
-from etude.grading.cheats.signals import marks
+from etude.grading.cheats.decoys import plant
+from etude.grading.cheats.signals import signals
 from etude.grading.grade import Grade
+from etude.grading.runner import open_sandbox
 from etude.records import Outcome
 from etude.run.launch import _egress
 from etude.sandbox.base import Box, EgressRequest, Image, Limits
 from etude.sandbox.egress import wire
 from etude.sandbox.egress.gate import MAX_OPEN
 from etude.sandbox.egress.policy import AllowedHost, Egress, EgressRefused, index_of, parse, project_of, public, resolve
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks.dataset import load
 from tests.helpers.boxlibrary import TASK, Place, as_nobody
 
@@ -258,7 +258,7 @@ from pathlib import Path
 from etude.audit.attacks.gates import GATES
 from etude.audit.attacks.outside import outside
 from etude.sandbox.base import Image, Limits
-from etude.sandbox.namespace.sandbox import open_sandbox
+from etude.grading.runner import open_sandbox
 async def main(folder):
     with outside() as world:
         async with open_sandbox(memo=0, egress=world.egress(None)) as sandbox:
@@ -363,15 +363,15 @@ def request(host: str, allowed: bool) -> EgressRequest:
 
 
 def test_what_a_box_asked_for_marks_its_episode(tmp_path: Path) -> None:
-    decoys = canaries.plant(TASK, 3)
+    decoys = plant(TASK, 3)
     graded = Grade(Outcome.SCORED, 1.0, True, "", None)
     image = Image(tmp_path, None, {})
 
     def found(*requests: EgressRequest) -> dict[str, float]:
-        return marks(TASK, image, {}, (), decoys, graded, False, requests)
+        return signals(TASK, image, {}, (), decoys, graded, False, requests)
 
     flags = {name for name in found(request(NAME, True)) if name.startswith("flag/")}
     assert flags == set()
     assert found(request(NAME, True), request(NAME, True))["egress/bytes"] == 40.0
     assert "flag/egress" in found(request(NAME, True), request("evil.example.com", False))
-    assert "flag/canary" in found(request(f"{decoys.secrets[2]}.internal", False))
+    assert "flag/decoy" in found(request(f"{decoys.secrets[2]}.internal", False))

@@ -10,13 +10,16 @@ import socket
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etude.config import RLConfig, SandboxConfig, validate
 from etude.errors import UserError
+from etude.grading.runner import TestRunner
+from etude.sandbox.backend import BackendOptions
 from etude.sandbox.backends import choose
-from etude.sandbox.backends.remote import CarriedBackend, open_carried
+from etude.sandbox.backends.remote import RemoteBackend, open_remote
 from etude.sandbox.base import BoxDead, Escape, Image, LaunchFailed, Limits, NotFound, NotRegular
 from etude.sandbox.egress.policy import Egress
 from etude.sandbox.guest import files, linux
@@ -35,14 +38,14 @@ def _engines() -> list[object]:
 
 @pytest.fixture(scope="module", params=_engines())
 def place(request: pytest.FixtureRequest, library: Path) -> Iterator[Place]:
-    carrier = Local("memory", "processes", "disk")
+    host = Local("memory", "processes", "disk")
     if request.param == "containers":
         names = dict(zip(("backend", "image", "runtime"), ENGINE, strict=False))
-        carrier = choose.carrier_of(validate(SandboxConfig, names, "ETUDE_CONTAINERS"))
+        host = choose.remote_host(validate(SandboxConfig, names, "ETUDE_CONTAINERS"))
     loop = asyncio.new_event_loop()
     stack = AsyncExitStack()
-    sandbox = loop.run_until_complete(stack.enter_async_context(open_carried(carrier, memo=0)))
-    yield Place(loop, sandbox, library)
+    backend = loop.run_until_complete(stack.enter_async_context(open_remote(host, BackendOptions())))
+    yield Place(loop, TestRunner(backend, memo=0), library)
     loop.run_until_complete(stack.aclose())
     loop.close()
 
@@ -108,7 +111,7 @@ def test_hidden_tests_grade_a_change_in_a_new_machine(place: Place) -> None:
     tests = (*CHUNKS, *OTHERS, DOCTEST)
     good = place.test({}, tests)
     assert set(good.outcomes.values()) == {"passed"}, good
-    assert good.apart >= len(CHUNKS)
+    assert good.asked >= len(CHUNKS)
     bad = place.test({PATH: BROKEN}, tests)
     assert bad.outcomes[CHUNKS[0]] == "failed"
     assert bad.outcomes[OTHERS[0]] == "passed"
@@ -127,20 +130,20 @@ def test_a_run_ends_with_what_it_left_behind(place: Place) -> None:
 
 
 @needs_machines
-def test_what_a_carrier_lacks_is_refused_at_start(library: Path) -> None:
-    async def opened(*limits: str, **options: object) -> CarriedBackend:
-        async with open_carried(Local(*limits), **options) as sandbox:
-            return sandbox
+def test_what_a_host_lacks_is_refused_at_start(library: Path) -> None:
+    async def opened(*limits: str, without: tuple[str, ...] = (), **options: Any) -> RemoteBackend:
+        async with open_remote(Local(*limits), BackendOptions(**options), without) as backend:
+            return backend
 
     with pytest.raises(UserError, match="cannot limit disk"):
         asyncio.run(opened("memory", "processes"))
-    sandbox = asyncio.run(opened("memory", "processes", "cpus", without=["disk"]))
-    assert sandbox.capabilities().limits == ("memory", "processes", "cpus")
-    assert not sandbox.alive
+    backend = asyncio.run(opened("memory", "processes", "cpus", without=("disk",)))
+    assert backend.capabilities().limits == ("memory", "processes", "cpus")
+    assert not backend.alive
     with pytest.raises(UserError, match="no way out"):
         asyncio.run(opened("memory", "processes", "disk", egress=Egress()))
     with pytest.raises(UserError, match="cannot look like"):
-        asyncio.run(opened("memory", "processes", "disk", personas=[{}]))
+        asyncio.run(opened("memory", "processes", "disk", machine_profiles=[{}]))
 
 
 @needs_machines
@@ -148,15 +151,16 @@ def test_a_machine_that_ends_is_our_failure_and_a_missing_program_is_named(
     library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def play() -> None:
-        carrier = Local("memory", "processes", "disk")
-        async with open_carried(carrier) as sandbox:
+        host = Local("memory", "processes", "disk")
+        async with open_remote(host, BackendOptions()) as backend:
+            sandbox = TestRunner(backend)
             box = await sandbox.create(Image(library / "repository", None, {}), Limits())
             await box.exec("true", 30)
-            await carrier.streams[-1].close()
+            await host.streams[-1].close()
             with pytest.raises(BoxDead) as caught:
                 await box.exec("true", 30)
             assert caught.value.payer == "infra"
-            monkeypatch.setattr("machines.MACHINE", ("sh", "-c", "echo no such program >&2; exit 127"))
+            monkeypatch.setattr("tests.helpers.machines.MACHINE", ("sh", "-c", "echo no such program >&2; exit 127"))
             with pytest.raises(LaunchFailed, match="no such program"):
                 await sandbox.run_tests(Image(library / "repository", None, {}), {}, [DOCTEST], None, Limits())
 
@@ -181,10 +185,10 @@ def test_an_engine_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     why = asyncio.run(choose.reachable())
     assert all(f"{program} is not installed" in why[name] for name, program in PROGRAMS.items())
     for name in PROGRAMS:
-        boxes = choose.opened(SandboxConfig(backend=name, image="x"))
+        config = SandboxConfig(backend=name, image="x")
 
-        async def enter(boxes: object = boxes) -> None:
-            async with boxes():  # type: ignore[operator]
+        async def enter(config: SandboxConfig = config) -> None:
+            async with choose.open_backend(config, BackendOptions()):
                 pass
 
         with pytest.raises(UserError, match="not installed"):

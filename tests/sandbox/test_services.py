@@ -25,11 +25,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from etude.errors import UserError
+from etude.grading.runner import TestRunner
+from etude.sandbox.backend import BackendOptions
 from etude.sandbox.backends.e2b import E2B
-from etude.sandbox.backends.host import COMMAND, Carrier, Need
+from etude.sandbox.backends.host import COMMAND, Need, RemoteHost
 from etude.sandbox.backends.kubernetes import DENY_ALL, LABELS, Pods
 from etude.sandbox.backends.modal import Modal
-from etude.sandbox.backends.remote import CarriedBackend, open_carried
+from etude.sandbox.backends.remote import RemoteBackend, open_remote
 from etude.sandbox.base import Image, Limits
 from tests.helpers.machines import MACHINE, needs_machines
 
@@ -39,14 +41,14 @@ async def machine(*command: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(*MACHINE, *command, stdin=pipe, stdout=pipe)
 
 
-async def play(carrier: Carrier, folder: Path, **options: Any) -> CarriedBackend:
+async def play(host: RemoteHost, folder: Path, without: tuple[str, ...] = ()) -> RemoteBackend:
     """A live box does what it should."""
-    async with open_carried(carrier, **options) as sandbox:
-        box = await sandbox.create(Image(folder, None, {}), Limits())
+    async with open_remote(host, BackendOptions(), without) as backend:
+        box = await TestRunner(backend).create(Image(folder, None, {}), Limits())
         assert (await box.exec("echo $((40 + 2)) > answer; cat answer", 60)).output == "42\n"
         assert await box.changes() == {"answer": b"42\n"}
         await box.close()
-        return sandbox
+        return backend
 
 
 @dataclass

@@ -14,8 +14,8 @@ import pytest
 from etude.audit.attacks.library import BROKEN, CORE, EARLIER, EXPECTED, FIXED, PATH, SECRET, TASK, prepare
 from etude.errors import UserError
 from etude.grading import leaks
+from etude.grading.runner import open_sandbox
 from etude.sandbox.base import Image, Limits
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import histories
 from etude.tasks.histories import Damage
 

@@ -16,9 +16,9 @@ from etude.code import languages
 from etude.config import BuildConfig
 from etude.grading import javascript as scripts
 from etude.grading.grade import grade
+from etude.grading.runner import open_sandbox
 from etude.records import Outcome
 from etude.sandbox.base import Image, Limits, TestReport
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import dataset, javascript, node
 from etude.tasks.build import build
 from etude.tasks.check import check
@@ -208,7 +208,7 @@ HONEST = ["total above", "Shelf > adds", "clamp high"]
 def test_an_honest_run(repository: Path) -> None:
     report = _run(repository, SOURCE, HONEST)
     assert set(report.outcomes.values()) == {"passed"}
-    assert (report.tampered, report.crashed, report.mirrored) == (False, False, 3)
+    assert (report.tampered, report.crashed, report.controlled) == (False, False, 3)
     wrong = _run(repository, SOURCE.replace("sum + item", "sum - item"), HONEST)
     assert wrong.outcomes["test/index.test.js::total above"] == "failed"
     assert wrong.outcomes["test/index.test.js::clamp high"] == "passed"

@@ -19,8 +19,8 @@ from etude.config import BuildConfig
 from etude.grading import javascript as scripts
 from etude.grading import leaks
 from etude.grading.grade import acceptable
+from etude.grading.runner import open_sandbox
 from etude.sandbox.base import Image, Limits, TestReport
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import bootstrap, javascript, node
 from etude.tasks.build import build
 from etude.tasks.check import check
@@ -228,7 +228,7 @@ def test_tasks_of_every_runner(tmp_path: Path, kind: str) -> None:
     broken = SOURCE.replace("return range.low", "return 77")
     honest = _run(made.repository, made.site, made.hidden, SOURCE, names)
     assert set(honest.outcomes.values()) == {"passed"}
-    assert (honest.tampered, honest.mirrored) == (False, 2)
+    assert (honest.tampered, honest.controlled) == (False, 2)
     wrong = _run(made.repository, made.site, made.hidden, broken, names)
     assert list(wrong.outcomes.values()) == ["failed", "passed"]
     assert not wrong.tampered

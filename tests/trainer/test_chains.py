@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from etude.config import LossConfig, RLConfig
+from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling, turn_seed
 from etude.harness.prompts import SUMMARISE
 from etude.harness.token_ledger import TokenLedger
@@ -22,7 +23,6 @@ from etude.records import Budget, Episode, Focus, Generation, Outcome, StopReaso
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import EpisodeId, RolloutContext, run_branches, run_episode
 from etude.rollout.replay import RecordedPolicy, replay
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks.dataset import FORMAT, Dataset, Manifest
 from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch

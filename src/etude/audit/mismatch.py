@@ -15,9 +15,8 @@ episode leave older keys and values behind on purpose, which is part of stalenes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -405,21 +404,3 @@ def _verdict(
             f"{everywhere:.0%} of the tokens differ (k2 {base:.2g}), and no published version explains them",
         )
     return "kernel", f"k2 is {base:.2g} and nothing that was tried explains it: rounding or another kernel"
-
-
-def show(run: Path, as_json: bool) -> int:
-    """Prints the diagnosis; exit code 0 if the run is healthy or only stale, else 1."""
-    found = diagnose(run)
-    if as_json:
-        print(json.dumps(asdict(found)))
-    else:
-        print(f"{found.cause}: {found.sentence}\n  {found.action}")
-        if found.tokens:
-            print(f"  {found.tokens} tokens, {found.wrong_draws:.1%} of them not what their seeds draw")
-        for name, share in found.shares.items():
-            print(f"  {share:6.1%} of the difference in training: {name}")
-        if found.flips is not None:
-            print(f"  {found.flips:.1%} of tokens change experts in bfloat16")
-        for s in found.suppositions:
-            print(f"  k2 {s.k2:8.2g} if {s.what} ({s.cause})")
-    return 0 if found.cause in ("healthy", "staleness") else 1

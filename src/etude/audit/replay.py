@@ -1,26 +1,25 @@
-"""`etude doctor replay RUN`: every episode of a run's ledger played again in a new box, and its tokens compared.
+"""`etude doctor replay RUN`: plays every episode of a run's ledger again in a new box, and compares its tokens.
 
-Nothing is sampled: the model's turns are those of the ledger. What is proved is that the harness still asks for each of
-them after exactly the tokens that it was sampled from, so that a log-probability in the ledger is that of a context
-which can be made again.
+Nothing is sampled: the turns of the model are those of the ledger. A replay without differences proves that the harness
+still requests each turn after exactly the tokens that it was sampled from, so that the context of each log-probability
+in the ledger can be made again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from etude.errors import UserError
+from etude.grading.runner import open_sandbox
 from etude.ledger import stored_episodes
 from etude.ledger.stored_episodes import Episodes
 from etude.rollout.episode import RolloutContext
 from etude.rollout.replay import replay
 from etude.run import launch, loop
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks.dataset import Dataset
 
 LIVE = 8  # episodes at a time
@@ -39,7 +38,7 @@ class EpisodeReplay:
 
 
 def replay_run(run: Path, names: Sequence[str] = ()) -> list[EpisodeReplay]:
-    """Plays the named episodes again, or all of the ledger. Raises UserError."""
+    """Play the named episodes again, or all of the ledger, in boxes of the run's backend. Raises UserError."""
     episodes = stored_episodes.episodes(run, names)
     if episodes.config.rollout.agent is not None:
         raise UserError(f"{run} was played by an outside agent, whose episodes cannot be played again without it")
@@ -52,13 +51,15 @@ def replay_run(run: Path, names: Sequence[str] = ()) -> list[EpisodeReplay]:
 async def _replay(episodes: Episodes, dataset: Dataset) -> list[EpisodeReplay]:
     config, free = episodes.config, asyncio.Semaphore(LIVE)
     sampling = replace(loop.sampling(config.rollout), routes=config.trainer.router_replay)
-    nobody: Any = None  # an episode's own turns take the policy's place
+    no_policy: Any = None  # the turns of the episode take its place
 
-    async with open_sandbox(personas=launch.personas_of(config), repeatable=config.deterministic) as sandbox:
+    async with open_sandbox(
+        config.sandbox, machine_profiles=launch.machine_profiles(config), repeatable=config.deterministic
+    ) as sandbox:
         setting = RolloutContext(
             dataset,
             sandbox,
-            nobody,
+            no_policy,
             launch.renderer_of(config),
             config.rollout.budget(),
             sampling,
@@ -69,32 +70,14 @@ async def _replay(episodes: Episodes, dataset: Dataset) -> list[EpisodeReplay]:
             async with free:
                 episode = episodes.read(key)
                 task = dataset.by_id[episode.task_id]
-                found = await replay(setting, task, episode, loop.decoys_of(config, task))
+                difference = await replay(setting, task, episode, loop.decoys_of(config, task))
             return EpisodeReplay(
                 episode=episode.id,
                 turns=sum(len(segment.turn_starts) for segment in episode.segments),
                 segments=len(episode.segments),
                 tokens=sum(len(segment.mask) for segment in episode.segments),
                 forked=episode.fork is not None,
-                difference=found,
+                difference=difference,
             )
 
         return await asyncio.gather(*map(one, episodes.keys))
-
-
-def show(run: Path, names: Sequence[str], *, as_json: bool) -> int:
-    """Prints how many are token-exact, and where the others differ first; exit code 0 if all are."""
-    found = replay_run(run, names)
-    exact = sum(not r.difference for r in found)
-    if as_json:
-        print(json.dumps({"episodes": len(found), "exact": exact, "replayed": [asdict(r) for r in found]}))
-    else:
-        for r in found:
-            if r.difference:
-                print(f"{r.episode}: {r.difference}")
-        turns, tokens, forked = sum(r.turns for r in found), sum(r.tokens for r in found), sum(r.forked for r in found)
-        print(
-            f"{exact} of {len(found)} episodes are token-exact ({turns:,} turns, {tokens:,} tokens, "
-            f"{sum(r.segments for r in found):,} segments; {forked} forked)"
-        )
-    return 0 if exact == len(found) else 1

@@ -137,7 +137,9 @@ def _doctor_arguments(doctor: argparse.ArgumentParser) -> None:
     attacks.add_argument("--runtime", help="what [sandbox] calls runtime")
     production = "fingerprints of production machines, to play items E (see the check parity)"
     attacks.add_argument("--against", type=Path, nargs="+", metavar="FILE", help=production)
-    attacks.add_argument("--personas", type=Path, metavar="FILE", help="as rollout.personas; else the default's")
+    attacks.add_argument(
+        "--machine-profiles", type=Path, metavar="FILE", help="as rollout.machine_profiles; else the default's"
+    )
     attacks.add_argument("--dataset", type=Path, metavar="DIR", help="tasks whose boxes these are; else made-up ones")
     attacks.add_argument("--boxes", type=int, default=200, help="boxes to compare with")
     parity = checks.add_parser("parity", help="whether boxes can be told from production machines", allow_abbrev=False)
@@ -153,7 +155,9 @@ def _doctor_arguments(doctor: argparse.ArgumentParser) -> None:
     parity.add_argument("--boxes", type=int, default=200, help="boxes to compare with")
     parity.add_argument("--of", default="eval-before", metavar="PREFIX", help="which episodes of the runs")
     parity.add_argument("--dataset", type=Path, metavar="DIR", help="tasks whose boxes these are; else a made-up one's")
-    parity.add_argument("--personas", type=Path, metavar="FILE", help="as rollout.personas; else half of the machines")
+    parity.add_argument(
+        "--machine-profiles", type=Path, metavar="FILE", help="as rollout.machine_profiles; else half of the machines"
+    )
 
 
 def _weights_arguments(weights: argparse.ArgumentParser) -> None:
@@ -328,52 +332,55 @@ def _export(arguments: argparse.Namespace, _: list[str]) -> None:
 
 def _doctor(arguments: argparse.Namespace, _: list[str]) -> int:
     if arguments.check == "mismatch":
-        from etude.audit import mismatch
+        from etude.cli.show_mismatch import show_mismatch
 
-        return mismatch.show(arguments.folder, as_json=arguments.json)
+        return show_mismatch(arguments.folder, as_json=arguments.json)
     if arguments.check == "replay":
-        from etude.audit import replay
+        from etude.cli.show_replay import show_replay
 
-        return replay.show(arguments.folder, arguments.episode, as_json=arguments.json)
+        return show_replay(arguments.folder, arguments.episode, as_json=arguments.json)
     if arguments.check == "sandbox":
-        from etude.audit.attacks import fingerprints, suite
+        from etude.audit.attacks import fingerprints
+        from etude.cli.show_attacks import show_attacks
         from etude.config import SandboxConfig, validate
-        from etude.sandbox.backends.choose import opened
 
         given = {"backend": arguments.backend, "image": arguments.image, "runtime": arguments.runtime}
-        boxes = opened(validate(SandboxConfig, given, "etude doctor"))
+        config = validate(SandboxConfig, given, "etude doctor")
         against = None
         if arguments.against is not None:
             if arguments.backend != "namespace":
-                raise UserError("--against needs boxes with personas, which only the namespace backend makes.")
+                raise UserError("--against needs boxes with machine profiles, which only the namespace backend makes.")
             against = fingerprints.against(
-                arguments.against, arguments.boxes, dataset=arguments.dataset, personas=arguments.personas
+                arguments.against,
+                arguments.boxes,
+                dataset=arguments.dataset,
+                machine_profiles=arguments.machine_profiles,
             )
-        elif arguments.dataset is not None or arguments.personas is not None:
-            raise UserError("--dataset and --personas say what boxes are compared with: give --against, too.")
-        return suite.show(as_json=arguments.json, quick=arguments.quick, boxes=boxes, against=against)
+        elif arguments.dataset is not None or arguments.machine_profiles is not None:
+            raise UserError("--dataset and --machine-profiles say which boxes are compared: give --against, too.")
+        return show_attacks(config, against, as_json=arguments.json, quick=arguments.quick)
     if arguments.check == "parity":
         from etude.audit.parity import audit
 
         if arguments.script:
             print(audit.SCRIPT.read_text("utf-8"), end="")
             return 0
-        if arguments.episodes is not None:
-            from etude.audit.parity import pairs
+        from etude.cli.show_parity import show_pairs, show_parity, show_record
 
-            return pairs.show(arguments.episodes, arguments.of, arguments.json)
+        if arguments.episodes is not None:
+            return show_pairs(arguments.episodes, arguments.of, as_json=arguments.json)
         if arguments.record is not None:
-            return audit.record(arguments.record, arguments.samples)
-        return audit.show(
+            return show_record(arguments.record, arguments.samples)
+        return show_parity(
             arguments.against,
             arguments.boxes,
-            arguments.json,
+            as_json=arguments.json,
             dataset=arguments.dataset,
-            personas=arguments.personas,
+            machine_profiles=arguments.machine_profiles,
         )
-    from etude.sandbox.doctor import show
+    from etude.cli.show_machine import show_machine
 
-    return show(as_json=arguments.json)
+    return show_machine(as_json=arguments.json)
 
 
 def _bench(arguments: argparse.Namespace, _: list[str]) -> int:

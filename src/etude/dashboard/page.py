@@ -13,7 +13,7 @@ from etude.dashboard.episodes import episode_cards
 from etude.dashboard.text import byte_count, compact, duration, escape, optional, percent, points, signed
 from etude.dashboard.view import RunView
 from etude.evals.stats import Estimate
-from etude.grading.cheats import CHARGES, NOTES
+from etude.grading.cheats import NOTES, VIOLATIONS
 from etude.records import Outcome
 
 if TYPE_CHECKING:
@@ -249,9 +249,9 @@ def _cheating(report: RunReport, view: RunView) -> str:
     found = report.cheating
     if found is None:
         return ""
-    known = CHARGES | NOTES
+    known = VIOLATIONS | NOTES
     rows = [
-        (name, ["charge" if name in CHARGES else "note", f"{found.flags.get(name, 0):,}", sentence])
+        (name, ["violation" if name in VIOLATIONS else "note", f"{found.flags.get(name, 0):,}", sentence])
         for name, sentence in known.items()
     ]
     table = _table(["kind", "episodes", "what it means"], rows)
@@ -272,7 +272,7 @@ def _cheating(report: RunReport, view: RunView) -> str:
         cards.append(
             f'<div class="card"><h3>Last charged episodes</h3>{_table(["flags", "passed", "reward"], listed)}</div>'
         )
-    charts = [_line(view, "Flagged episodes", "of a step", {f"flag/{name}": name for name in CHARGES}, smooth=False)]
+    charts = [_line(view, "Flagged episodes", "of a step", {f"flag/{name}": name for name in VIOLATIONS}, smooth=False)]
     return f'<div class="pair">{"".join(cards)}</div>' + (_grid(charts) if any(charts) else "")
 
 

@@ -21,8 +21,8 @@ from etude.corpus.edits.repositories import Repository
 from etude.edits.examples import Example
 from etude.errors import UserError
 from etude.grading.grade import grade
+from etude.grading.runner import open_sandbox
 from etude.records import Task
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset
 

@@ -1,4 +1,4 @@
-"""The grade of an attempt: its change set, and nothing else of its box, meets the hidden tests in a fresh box."""
+"""The grade of an attempt: hidden tests run on its change set in a fresh box; nothing else of its own box counts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def grade(
 ) -> Grade:
     """Run the task's hidden tests on `image` with the acceptable part of `changes`.
 
-    Whatever the change does to the tests is the agent's to pay. Raises BoxError, payer infra, if we failed.
+    Whatever the change does to the tests counts against the agent. Raises BoxError, payer infra, if the sandbox failed.
     """
     taken, aside = split(changes, task.source_roots)
     note = f"; set aside {len(aside)}: {', '.join(aside[:3])}"[:200] if aside else ""
@@ -73,8 +73,8 @@ async def grade(
 
 def _flags(aside: Sequence[str], report: TestReport) -> tuple[str, ...]:
     touched = {"tests-touched" if _is_test(PurePosixPath(path)) else "outside-roots" for path in aside}
-    signs = {"tamper": report.tampered, "crash": report.crashed, "timeout": report.timed_out}
-    return (*sorted(touched), *(name for name, shown in signs.items() if shown))
+    signals = {"tamper": report.tampered, "crash": report.crashed, "timeout": report.timed_out}
+    return (*sorted(touched), *(name for name, present in signals.items() if present))
 
 
 def _is_test(path: PurePosixPath) -> bool:

@@ -38,6 +38,7 @@ class AnswerFingerprint:
     constants: frozenset[bytes]
 
     def in_text(self, text: str) -> bool:
+        """Whether source text holds the answer."""
         return bool(self.shingles) and len(self.shingles & shingles(text)) >= SHARE * len(self.shingles)
 
     def in_data(self, data: bytes) -> bool:
@@ -54,6 +55,7 @@ def answer(solution: str, given: str) -> AnswerFingerprint:
 
 
 def shingles(text: str) -> frozenset[tuple[str, ...]]:
+    """All runs of SHINGLE tokens in a text."""
     return frozenset(runs(text))
 
 

@@ -1,9 +1,9 @@
-"""Out-of-process grading: hidden tests become questions without answers, and answers are compared out here.
+"""Out-of-process grading: hidden tests become questions without answers, and the answers are compared outside the box.
 
-A test function that observes values (`assert CALL == EXPECTED`) is cut in two. What computes CALL goes into the box as
-a question; EXPECTED stays with the owner. The tested code can report any value, but it cannot know which one is right:
+A test function that observes values (`assert CALL == EXPECTED`) is split. The code that computes CALL goes into the box
+as a question; EXPECTED stays with the owner. The tested code can report any value, but it cannot know the right one:
 the comparison, the expected value and the test file are in no process, file or frame that it can reach. Where a
-question needs a parameter that only EXPECTED used, it gets a decoy that no honest code can come up with.
+question needs a parameter that only EXPECTED used, the parameter is a decoy, a value that no honest code computes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Assertion:
     expected: object = None
 
     def holds(self, value: object) -> bool:
+        """Whether an observed value fulfils the assertion."""
         match self.operator:
             case "==":
                 return value == self.expected
@@ -53,7 +54,10 @@ class Assertion:
 
 @dataclass(frozen=True)
 class Question:
-    """A test function: `source` defines it and `ROWS`, its arguments; `checks` and `decoys` are per row."""
+    """A test function without its expected values.
+
+    `source` defines the function and `ROWS`, its arguments; `checks` and `decoys` are per row.
+    """
 
     name: str
     source: str
@@ -62,11 +66,14 @@ class Question:
 
 
 class _Unfit(Exception):
-    """A test that cannot be asked."""
+    """A test that cannot be asked as a question."""
 
 
 def questions(text: str, own: frozenset[str]) -> Iterator[Question]:
-    """The test functions of a module that can be asked. `own` names the top-level packages of the hidden tests."""
+    """The questions of a test module, one for each test function that can be split.
+
+    `own` names the top-level packages of the hidden tests. Raises SyntaxError.
+    """
     tree = ast.parse(text)
     bindings = _bindings(tree)
     for node in tree.body:
@@ -88,8 +95,8 @@ def _question(node: ast.FunctionDef, bindings: Mapping[str, list[ast.stmt]], own
         raise _Unfit
     kept = [_observed(left) for left, _, _ in pairs]
     replaced = iter(kept)
-    asked: list[ast.stmt] = [next(replaced) if isinstance(s, ast.Assert) else s for s in body]
-    used = _loaded(asked)
+    observing: list[ast.stmt] = [next(replaced) if isinstance(s, ast.Assert) else s for s in body]
+    used = _loaded(observing)
     answers = [p for p in parameters if p not in used]  # only ever compared with
     checks, decoys = [], []
     for row in rows:
@@ -100,7 +107,7 @@ def _question(node: ast.FunctionDef, bindings: Mapping[str, list[ast.stmt]], own
         decoys.append(tuple(value for value, _ in false if value is not None))
         for name, (_, decoy) in zip(answers, false, strict=True):
             row[parameters.index(name)] = decoy
-    function = ast.FunctionDef(node.name, node.args, asked, [], None, lineno=1, type_params=[])
+    function = ast.FunctionDef(node.name, node.args, observing, [], None, lineno=1, type_params=[])
     for argument in node.args.args:
         argument.annotation = None
     table = ast.Assign(
@@ -202,7 +209,7 @@ def _decoy(expected: object) -> tuple[object, ast.expr]:
 
 def _bindings(tree: ast.Module) -> dict[str, list[ast.stmt]]:
     """Name -> the top-level statements that bind it."""
-    found: dict[str, list[ast.stmt]] = {}
+    bindings: dict[str, list[ast.stmt]] = {}
     for node in tree.body:
         names: set[str] = set()
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -212,8 +219,8 @@ def _bindings(tree: ast.Module) -> dict[str, list[ast.stmt]]:
         else:
             names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for name in names:
-            found.setdefault(name, []).append(node)
-    return found
+            bindings.setdefault(name, []).append(node)
+    return bindings
 
 
 def _loaded(nodes: Iterable[ast.AST]) -> set[str]:
@@ -257,7 +264,11 @@ def _refuse(statement: ast.stmt, own: frozenset[str]) -> None:
 
 
 class AssertionSplit:
-    """The questions of one image's hidden tests: node id -> (path, question, row)."""
+    """The questions of one image's hidden tests.
+
+    files: path -> name of a question -> question.
+    rows: node id -> (path, question, row), for the tests that are asked as questions.
+    """
 
     def __init__(self, hidden: Path) -> None:
         self.hidden = hidden
@@ -265,18 +276,22 @@ class AssertionSplit:
         self.files: dict[str, dict[str, Question]] = {}
         self.rows: dict[str, tuple[str, Question, int]] = {}
 
-    def read(self, path: str) -> dict[str, str]:
-        """Question sources of a test file, by name."""
+    def read(self, path: str) -> bool:
+        """Read the questions of a test file; returns whether there are any."""
         file = self.hidden / path
         try:
-            found = list(questions(file.read_text("utf-8"), self.own)) if file.is_file() else []
+            read = list(questions(file.read_text("utf-8"), self.own)) if file.is_file() else []
         except (SyntaxError, ValueError):
-            found = []
-        self.files[path] = {question.name: question for question in found}
-        return {question.name: question.source for question in found}
+            read = []
+        self.files[path] = {question.name: question for question in read}
+        return bool(read)
+
+    def sources(self, path: str) -> dict[str, str]:
+        """Name of a question of a test file -> its source."""
+        return {question.name: question.source for question in self.files[path].values()}
 
     def match(self, path: str, ids: Iterable[str]) -> None:
-        """Learn the node ids of a file, in the order of pytest's collection: that of the rows."""
+        """Match node ids of a file, in the order of pytest's collection, with the rows of its questions."""
         by_function: dict[str, list[str]] = {}
         for test in ids:
             rest = test[len(path) + 2 :]
@@ -288,22 +303,23 @@ class AssertionSplit:
                 self.rows |= {test: (path, question, row) for row, test in enumerate(tests)}
 
     def id(self, test: str) -> str:
+        """The name of a test's question in a run."""
         path, question, row = self.rows[test]
         return f"{PREFIX}{path}::{question.name}::{row}"
 
     def forget(self, path: str) -> None:
-        """A file whose questions could not be tried."""
+        """Drop a file whose questions could not be tried."""
         self.files.pop(path, None)
         self.rows = {test: row for test, row in self.rows.items() if row[0] != path}
 
-    def keep(self, tests: Iterable[str], passed: Mapping[str, str]) -> None:
-        """Forget questions that the pristine library does not answer as expected: they are asked in-process."""
+    def keep(self, tests: Iterable[str], outcomes: Mapping[str, str]) -> None:
+        """Drop questions that the pristine library does not answer as expected: those tests run in-process."""
         for test in tests:
-            if test in self.rows and passed.get(test) != "passed":
+            if test in self.rows and outcomes.get(test) != "passed":
                 del self.rows[test]
 
 
-def judged(question: Question, row: int, answers: object) -> tuple[str, str, bool]:
+def verdict_of(question: Question, row: int, answers: object) -> tuple[str, str, bool]:
     """(outcome, message, tampered) of the answers to one question."""
     checks = question.checks[row]
     if not isinstance(answers, list) or len(answers) > len(checks):

@@ -1,8 +1,9 @@
-"""What a test run is asked, and what its answer is worth: decided here, outside the tested process.
+"""Which tests a run is asked to make, and the verdict on its output, outside the tested process.
 
-Most tests are asked as questions (`questions.py`): values come back, and are compared here. In a run of the others the
-tested code shares a process with the assertions, so its report is checked by tests whose result only we know: sentinels
-that must pass or fail, and twins of the real tests with a wrong expectation, which honest code fails.
+Most tests are asked as questions (`questions.py`): values come back and are compared here. In a run of the other tests
+the tested code shares a process with the assertions, so its report is checked by tests whose result only the owner
+knows: sentinels, which must pass or fail, and negative controls, which are real tests with a wrong expectation that
+honest code fails.
 """
 
 from __future__ import annotations
@@ -10,29 +11,32 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from etude.grading.questions import AssertionSplit, judged, masked
+from etude.grading.questions import AssertionSplit, masked, verdict_of
+from etude.sandbox.backend import ForkResult, HiddenControls
 from etude.sandbox.base import TestReport
-from etude.sandbox.guest.negative_controls import name as twin_name
+from etude.sandbox.guest.negative_controls import name as control_name
 
 OUTCOMES = frozenset({"passed", "failed", "error"})
-COLD = b'{"cold": true}\n'  # a hot template's answer when a change needs a fresh import
-MAX_TWINS = 3
+MAX_CONTROLS = 3
 MAX_MESSAGE = 160
 
 
 @dataclass(frozen=True)
 class SentinelTests:
-    """Tests that the grading template of one image holds besides the real ones, under names that can't be guessed."""
+    """Tests that stand beside the hidden tests of one image, under names that cannot be guessed.
 
-    token: str  # in the names of twins
-    virtual: dict[str, str]  # path -> text of the module of sentinels
-    expected: dict[str, str]  # sentinel -> outcome that an honest run reports
+    expected: sentinel -> outcome that an honest run reports.
+    """
+
+    controls: HiddenControls
+    expected: dict[str, str]
 
 
-def new_guard() -> SentinelTests:
+def new_sentinels() -> SentinelTests:
+    """Three sentinels, and a token for negative controls, drawn at random."""
     token, module, *names = (secrets.token_hex(6) for _ in range(5))
     a, b = secrets.SystemRandom().sample(range(1000), 2)
     path = f"test_{module}.py"
@@ -43,22 +47,28 @@ def new_guard() -> SentinelTests:
     )
     outcomes = ("failed", "failed", "passed")
     expected = {f"{path}::test_{name}": outcome for name, outcome in zip(names, outcomes, strict=True)}
-    return SentinelTests(token, {path: text}, expected)
+    return SentinelTests(HiddenControls(token, {path: text}), expected)
 
 
 @dataclass(frozen=True)
-class Questions:
-    """The tests of one run in order, the guard's mixed in."""
+class TestPlan:
+    """The tests of one in-process run. `tests` are those that are run, in order: the wanted ones and the controls.
+
+    sentinels: node id -> outcome that an honest run reports.
+    controls: node id of a negative control -> node id of its test.
+    """
+
+    __test__ = False  # for pytest, which would collect the class
 
     wanted: tuple[str, ...]
-    asked: tuple[str, ...]
-    sentinels: dict[str, str]  # node id -> outcome that an honest run reports
-    twins: dict[str, str]  # node id of a twin -> node id of its test
+    tests: tuple[str, ...]
+    sentinels: dict[str, str]
+    controls: dict[str, str]
 
     @property
     def files(self) -> list[str]:
         """What a template has to import: test files, and `path::doctest:` for source files."""
-        return sorted({_file(test) for test in self.asked})
+        return sorted({_file(test) for test in self.tests})
 
 
 def _file(test: str) -> str:
@@ -66,73 +76,73 @@ def _file(test: str) -> str:
     return f"{path}::doctest:" if rest.startswith("doctest:") else path
 
 
-def ask(tests: Sequence[str], guard: SentinelTests | None) -> Questions:
-    """Questions for `tests`; with sentinels at random places, and twins at the end, if there is a guard."""
+def plan(tests: Sequence[str], sentinels: SentinelTests | None) -> TestPlan:
+    """A run of `tests`; of hidden ones with sentinels at random places, and negative controls at the end."""
     wanted = tuple(dict.fromkeys(tests))
-    if guard is None:
-        return Questions(wanted, wanted, {}, {})
+    if sentinels is None:
+        return TestPlan(wanted, wanted, {}, {})
     random = secrets.SystemRandom()
-    asked = list(wanted)
-    for test in guard.expected:
-        asked.insert(random.randrange(len(asked) + 1), test)
+    mixed = list(wanted)
+    for test in sentinels.expected:
+        mixed.insert(random.randrange(len(mixed) + 1), test)
     functions = [test for test in wanted if test.count("::") == 1 and "::doctest:" not in test]
     # The first test is one that decides: a grade asks for those before the others.
-    chosen = functions[:1] + random.sample(functions[1:], min(MAX_TWINS - 1, len(functions[1:])))
-    twins = {twin_name(test, guard.token): test for test in chosen}
-    return Questions(wanted, (*asked, *twins), guard.expected, twins)
+    chosen = functions[:1] + random.sample(functions[1:], min(MAX_CONTROLS - 1, len(functions[1:])))
+    controls = {control_name(test, sentinels.controls.token): test for test in chosen}
+    return TestPlan(wanted, (*mixed, *controls), sentinels.expected, controls)
 
 
 @dataclass(frozen=True)
 class _RunOutput:
-    """What a run wrote: a record per test that was asked, and whether anything else."""
+    """What a run wrote: a record for each test that was asked, and whether the run wrote anything else."""
 
     records: dict[str, dict[str, Any]]
-    lost: str  # why it ended early, in its own words
+    lost: str  # why the run ended early, in its own words
     ended: bool
     forged: bool
 
 
-def decide(questions: Questions, status: int, timed_out: bool, seconds: float, data: bytes) -> TestReport:
-    """The report of a run that wrote `data` and left with `status` (negative: a signal)."""
-    said = _listen(frozenset(questions.asked), status, timed_out, data)
+def decide(plan: TestPlan, result: ForkResult) -> TestReport:
+    """The report on an in-process run."""
+    output = _parsed(frozenset(plan.tests), result)
     outcomes: dict[str, str] = {}
     messages: dict[str, str] = {}
-    for test, record in said.records.items():
+    for test, record in output.records.items():
         if record.get("outcome") in OUTCOMES:
             outcomes[test] = record["outcome"]
             messages[test] = str(record.get("message"))[:MAX_MESSAGE]
-    tampered = said.forged or _caught(questions, outcomes)
-    mirrored = sum(twin in outcomes for twin in questions.twins)
-    return _report(questions.wanted, outcomes, messages, said, status, timed_out, seconds, tampered, mirrored=mirrored)
+    tampered = output.forged or _caught(plan, outcomes)
+    controlled = sum(control in outcomes for control in plan.controls)
+    report = _report(plan.wanted, outcomes, messages, output, result)
+    return replace(report, tampered=tampered, controlled=controlled)
 
 
-def decide_apart(
-    sheet: AssertionSplit, tests: Sequence[str], status: int, timed_out: bool, seconds: float, data: bytes
-) -> TestReport:
-    """The report of a run that answered the questions of `tests`: every comparison is made here."""
-    said = _listen(frozenset(map(sheet.id, tests)), status, timed_out, data)
+def decide_questions(split: AssertionSplit, tests: Sequence[str], result: ForkResult) -> TestReport:
+    """The report on a run that answered the questions of `tests`: every comparison is made here."""
+    output = _parsed(frozenset(map(split.id, tests)), result)
     outcomes: dict[str, str] = {}
     messages: dict[str, str] = {}
-    tampered = said.forged
+    tampered = output.forged
     for test in tests:
-        record = said.records.get(sheet.id(test), {})
+        record = output.records.get(split.id(test), {})
         if "answers" in record:
-            outcomes[test], text, proof = judged(*sheet.rows[test][1:], record["answers"])
+            outcomes[test], text, proof = verdict_of(*split.rows[test][1:], record["answers"])
             tampered = tampered or proof
         elif record.get("outcome") in ("failed", "error"):
             outcomes[test], text = record["outcome"], str(record.get("message"))
         else:
             continue
         messages[test] = masked(text)
-    return _report(tests, outcomes, messages, said, status, timed_out, seconds, tampered, apart=len(tests))
+    return replace(_report(tests, outcomes, messages, output, result), tampered=tampered, asked=len(tests))
 
 
-def _listen(asked: frozenset[str], status: int, timed_out: bool, data: bytes) -> _RunOutput:
+def _parsed(expected: frozenset[str], result: ForkResult) -> _RunOutput:
+    """Read the records of a run; what no honest run writes counts as forged."""
     records: dict[str, dict[str, Any]] = {}
     lost = ""
     forged = ended = False
-    lines = data.split(b"\n")
-    if lines.pop() and not timed_out and status == 0:
+    lines = result.output.split(b"\n")
+    if lines.pop() and not result.timed_out and result.status == 0:
         forged = True  # an honest run that ends by itself ends its last line
     for line in lines:
         record = _record(line)
@@ -140,7 +150,7 @@ def _listen(asked: frozenset[str], status: int, timed_out: bool, data: bytes) ->
             ended = True
         elif "lost" in record:
             lost = lost or str(record["lost"])[:MAX_MESSAGE]
-        elif ended or record.get("test") not in asked or record["test"] in records:
+        elif ended or record.get("test") not in expected or record["test"] in records:
             forged = True
         else:
             records[record["test"]] = record
@@ -148,24 +158,14 @@ def _listen(asked: frozenset[str], status: int, timed_out: bool, data: bytes) ->
 
 
 def _report(
-    wanted: Sequence[str],
-    outcomes: dict[str, str],
-    messages: dict[str, str],
-    said: _RunOutput,
-    status: int,
-    timed_out: bool,
-    seconds: float,
-    tampered: bool,
-    *,
-    apart: int = 0,
-    mirrored: int = 0,
+    wanted: Sequence[str], outcomes: dict[str, str], messages: dict[str, str], output: _RunOutput, result: ForkResult
 ) -> TestReport:
-    lost = said.lost or ("killed" if status < 0 else "the test process ended early")
-    reason = "timed out" if timed_out else lost
-    result = {test: outcomes.get(test, "missing") for test in wanted}
-    texts = {test: messages.get(test) or reason for test, outcome in result.items() if outcome != "passed"}
-    crashed = not timed_out and (not said.ended or status != 0)
-    return TestReport(result, texts, seconds, timed_out, crashed, tampered, apart, mirrored)
+    lost = output.lost or ("killed" if result.status < 0 else "the test process ended early")
+    reason = "timed out" if result.timed_out else lost
+    complete = {test: outcomes.get(test, "missing") for test in wanted}
+    texts = {test: messages.get(test) or reason for test, outcome in complete.items() if outcome != "passed"}
+    crashed = not result.timed_out and (not output.ended or result.status != 0)
+    return TestReport(complete, texts, result.seconds, result.timed_out, crashed)
 
 
 def joined(first: TestReport, second: TestReport, tests: Sequence[str]) -> TestReport:
@@ -178,8 +178,8 @@ def joined(first: TestReport, second: TestReport, tests: Sequence[str]) -> TestR
         first.timed_out or second.timed_out,
         first.crashed or second.crashed,
         first.tampered or second.tampered,
-        first.apart + second.apart,
-        first.mirrored + second.mirrored,
+        first.asked + second.asked,
+        first.controlled + second.controlled,
     )
 
 
@@ -191,13 +191,16 @@ def _record(line: bytes) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _caught(questions: Questions, outcomes: dict[str, str]) -> bool:
-    """Whether a sentinel came out wrong, a test and its twin both passed, or all passed but a sentinel is missing."""
-    for test, expected in questions.sentinels.items():
+def _caught(plan: TestPlan, outcomes: dict[str, str]) -> bool:
+    """Whether the controls prove a forged report.
+
+    That is: a sentinel came out wrong, a test and its negative control both passed, or all passed but one is missing.
+    """
+    for test, expected in plan.sentinels.items():
         if outcomes.get(test, expected) != expected:
             return True
-    for twin, test in questions.twins.items():
-        if outcomes.get(test) == "passed" == outcomes.get(twin):
+    for control, test in plan.controls.items():
+        if outcomes.get(test) == "passed" == outcomes.get(control):
             return True
-    missing = any(test not in outcomes for test in (*questions.sentinels, *questions.twins))
-    return missing and all(outcomes.get(test) == "passed" for test in questions.wanted)
+    missing = any(test not in outcomes for test in (*plan.sentinels, *plan.controls))
+    return missing and all(outcomes.get(test) == "passed" for test in plan.wanted)

@@ -15,7 +15,7 @@ from etude.harness.endpoint.recording import Recording
 from etude.harness.endpoint.server import Endpoint, open_endpoint
 from etude.harness.loop import GRACE_SECONDS, EpisodeSpec, UngradedEpisode
 from etude.records import StopReason, Task
-from etude.sandbox.base import DOOR_PORT, Box, ExecResult, Image, Limits
+from etude.sandbox.base import HOST_SOCKET_PORT, Box, ExecResult, Image, Limits
 
 _SHOWN = 300  # characters of an agent's last output
 
@@ -30,7 +30,7 @@ class Agent:
     def image(self, image: Image) -> Image:
         """The image of its box: with the agent's program, and a way to the endpoint."""
         tools = None if self.config.folder is None else Path(self.config.folder).resolve()
-        return replace(image, tools=tools, door=self.endpoint.socket)
+        return replace(image, tools=tools, host_socket=self.endpoint.socket)
 
     @property
     def limits(self) -> Limits:
@@ -108,7 +108,7 @@ async def _run(line: str, box: Box, recording: Recording, seconds: float) -> Exe
 
 def _environment(task: Task, key: str) -> dict[str, str]:
     """The task and the endpoint as variables. OpenAI's clients want the version in the URL, Anthropic's do not."""
-    url = f"http://127.0.0.1:{DOOR_PORT}"
+    url = f"http://127.0.0.1:{HOST_SOCKET_PORT}"
     focus = task.focus
     return {
         "OPENAI_BASE_URL": f"{url}/v1",

@@ -21,7 +21,7 @@ import blake3
 
 from etude.config import RewardConfig
 from etude.grading.cheats.decoys import Decoys
-from etude.grading.cheats.signals import marks as cheat_signals
+from etude.grading.cheats.signals import signals as cheat_signals
 from etude.grading.grade import Grade
 from etude.grading.grade import grade as grade_changes
 from etude.harness.edit_appliers import EditApplier, merge_applier
@@ -217,7 +217,7 @@ async def _grade(
     if ungraded.note:
         graded = replace(graded, detail=f"{graded.detail}; {ungraded.note}")
     signals = cheat_signals(task, image, changes, ungraded.turns, decoys, graded, ungraded.visible_passed, requests)
-    if "flag/canary" in signals:
+    if "flag/decoy" in signals:
         graded = replace(graded, outcome=Outcome.TAMPERED, reward=0.0, passed=False, detail="a planted answer was used")
     return graded, signals
 

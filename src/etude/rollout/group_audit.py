@@ -14,7 +14,7 @@ from statistics import median
 
 import msgspec
 
-from etude.grading.cheats import CHARGES
+from etude.grading.cheats import VIOLATIONS
 from etude.records import Episode
 
 TRAITS = ("path/reach", "path/special", "path/outside")
@@ -25,7 +25,7 @@ EFFORT = 4.0  # times more, or less, tokens than the median of the others that p
 
 def has_violation(episode: Episode) -> bool:
     """Whether one of the episode's flags takes its grade away."""
-    return not CHARGES.keys().isdisjoint(episode.flags)
+    return not VIOLATIONS.keys().isdisjoint(episode.flags)
 
 
 def audit_group(members: Sequence[Episode]) -> list[Episode]:

@@ -15,13 +15,13 @@ from etude.config import InferenceConfig, RolloutConfig
 from etude.dashboard.live import LiveView
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, compare, evaluate
+from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling
 from etude.models.loading import check_folder
 from etude.protocol.client import EngineClient
 from etude.renderers import renderer_for
 from etude.rollout.episode import RolloutContext
 from etude.run import loop
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset
 

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from etude.dashboard.live import LiveView, final_table
 from etude.dashboard.report import RunReport
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
+from etude.grading.runner import open_sandbox
 from etude.ledger.ledger import Ledger
 from etude.protocol.client import EngineClient
 from etude.records import Episode, encode
@@ -33,10 +35,9 @@ from etude.run import loop
 from etude.run.loop import Run
 from etude.run.monitor import Monitor
 from etude.run.report import finish_report
-from etude.sandbox import machine_profile
-from etude.sandbox.backends.choose import opened
+from etude.sandbox.base import Sandbox
 from etude.sandbox.egress.policy import Egress, check_index, index_of, parse, project_of
-from etude.sandbox.namespace.sandbox import Backend
+from etude.sandbox.machine_profile import ProfileSource, load
 from etude.store import open_store
 from etude.tasks import dataset as datasets
 from etude.tasks import impossible
@@ -45,7 +46,7 @@ from etude.tasks.dataset import Dataset
 from etude.weights.manifest import manifests
 from etude.weights.signature import private_key, public_key
 
-Boxes = Callable[..., AbstractAsyncContextManager[Backend]]
+Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]
 STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
 
 
@@ -60,7 +61,7 @@ def train_rl(
     if not resume:
         runfolder.create(folder, config, toml)
     with runfolder.lock(folder), LiveView(config.name, STAGES) as view:
-        report = asyncio.run(_train(config, folder, view, boxes or opened(config.sandbox)))
+        report = asyncio.run(_train(config, folder, view, boxes or partial(open_sandbox, config.sandbox)))
     Console().print(final_table(report, folder / "report.html"))
     return report
 
@@ -77,7 +78,7 @@ def _check_inputs(config: RLConfig) -> None:
     loss_preset(config.loss)
     if config.reward.custom is not None:
         custom_component(config.reward.custom)
-    personas_of(config)
+    machine_profiles(config)
     parse(config.sandbox.egress)
     if config.sandbox.index is not None:
         check_index(config.sandbox.index)
@@ -196,7 +197,7 @@ async def _open(
         children.append(loop.start_trainer(folder, logs))
         async with (
             boxes(
-                personas=personas_of(config),
+                machine_profiles=machine_profiles(config),
                 egress=_egress(config, dataset, folder),
                 repeatable=config.deterministic,
             ) as sandbox,
@@ -228,14 +229,12 @@ async def _open(
             child.stop(10)
 
 
-def personas_of(config: RLConfig) -> machine_profile.Like | None:
-    """What boxes are made to look like; nothing said: the reference description. Raises UserError."""
-    from etude.audit.parity.audit import load
-
-    given = config.rollout.personas
-    if given == "none":
+def machine_profiles(config: RLConfig) -> ProfileSource | None:
+    """What boxes imitate; by default the reference description. Raises UserError."""
+    name = config.rollout.machine_profiles
+    if name == "none":
         return None
-    return () if given is None else load(Path(given))
+    return () if name is None else load(Path(name))
 
 
 def _egress(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None:

@@ -38,7 +38,7 @@ from etude import processes
 from etude.config import RLConfig, RolloutConfig
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
-from etude.grading.cheats import decoys as canaries
+from etude.grading.cheats import decoys
 from etude.grading.cheats.decoys import Decoys
 from etude.harness.edit_appliers import EditApplier, merge_applier, server_applier
 from etude.harness.loop import Sampling
@@ -54,7 +54,7 @@ from etude.rollout.engines import complaints
 from etude.rollout.episode import EpisodeId, RolloutContext, run_branches, run_episode
 from etude.rollout.probes import ProbeScorer
 from etude.rollout.stall import LIMIT, StallSnapshot, StallWatchdog, diagnose
-from etude.sandbox.namespace.sandbox import Backend
+from etude.sandbox.base import Sandbox
 from etude.store import Store
 from etude.tasks.dataset import Dataset
 from etude.weights.manifest import manifests, read
@@ -94,7 +94,7 @@ class Run:
     ledger: Ledger
     weights: Store
     rollouts: Store
-    sandbox: Backend
+    sandbox: Sandbox
     renderer: Renderer
     probes: ProbeScorer
     client: EngineClient
@@ -380,8 +380,8 @@ def decoys_of(config: RLConfig, task: Task) -> Decoys | None:
     """Those of a task that has some in this run; its twin has the same."""
     if task.sketch is not None or config.tasks.environment is not None:
         return None  # there is no repository to hide them in
-    chosen = canaries.chosen(task.id, config.seed, config.cheats.canaries)
-    return canaries.plant(task, config.seed) if chosen else None
+    chosen = decoys.chosen(task.id, config.seed, config.cheats.decoys)
+    return decoys.plant(task, config.seed) if chosen else None
 
 
 async def _play_twin(run: Run, twins: Dataset, number: int) -> None:

@@ -15,7 +15,7 @@ from etude import runfolder
 from etude.dashboard.report import Cheating, MismatchSummary, RunReport, Utilisation, held_out, write_report
 from etude.dashboard.view import ShownEpisode, load_view, show
 from etude.evals.suite import EvalResult
-from etude.grading.cheats import CHARGES
+from etude.grading.cheats import VIOLATIONS
 from etude.records import Episode, Group, decode
 from etude.rollout.drift import Shift
 from etude.rollout.group_audit import audit_group
@@ -70,7 +70,7 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
 
 def _cheating(run: Run, steps: list[dict[str, Any]]) -> Cheating:
     suspects = run.ledger.flagged()
-    charged = [s for s in suspects if CHARGES.keys() & set(s.flags)]
+    charged = [s for s in suspects if VIOLATIONS.keys() & set(s.flags)]
     twins = run.ledger.impossible()
     return Cheating(
         flags=dict(sorted(Counter(flag for s in suspects for flag in s.flags).items())),
@@ -142,7 +142,7 @@ def _shown(run: Run, before: EvalResult | None, after: EvalResult | None) -> lis
         for episode, advantage in (ranked[0], ranked[-1]):
             title = f"{group.task_id} #{episode.member} ({'pass' if episode.passed else 'fail'})"
             shown.append(show(title, episode, tokenizer, advantage, stage="training"))
-    charged = [s for s in run.ledger.flagged() if s.blob and CHARGES.keys() & set(s.flags)]
+    charged = [s for s in run.ledger.flagged() if s.blob and VIOLATIONS.keys() & set(s.flags)]
     for suspect in charged[-SHOWN_SUSPECTS:]:
         title = f"{suspect.task} #{suspect.member}: {', '.join(suspect.flags)}"
         shown.append(show(title, decode(run.rollouts.get(suspect.blob), Episode), tokenizer, stage="flagged"))

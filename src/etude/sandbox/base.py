@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 Payer = Literal["agent", "infra"]
 WORKSPACE = "/workspace"  # the repository root inside a box
 TOOLS = "/opt/agent"
-DOOR_PORT = 41414
+HOST_SOCKET_PORT = 41414
 
 
 class BoxError(Exception):
@@ -75,7 +75,7 @@ class Image:
     decoys: Mapping[str, str] = field(default_factory=dict)  # files of the agent's box that no test run holds
     history: Mapping[str, bytes] = field(default_factory=dict)  # the agent's .git, path -> content; no test run has it
     tools: Path | None = None  # folder that a live box has at TOOLS, read-only: the program of an outside agent
-    door: Path | None = None  # unix socket of the host that a live box reaches at 127.0.0.1:DOOR_PORT
+    host_socket: Path | None = None  # unix socket of the host that a live box has at 127.0.0.1:HOST_SOCKET_PORT
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class TestReport:
     was returned, or a result was forged.
     """
 
-    __test__ = False  # pytest must not collect it
+    __test__ = False  # for pytest, which would collect the class
 
     outcomes: dict[str, str]
     messages: dict[str, str]
@@ -134,13 +134,13 @@ class TestReport:
     timed_out: bool = False
     crashed: bool = False
     tampered: bool = False
-    apart: int = 0  # tests whose expected values never entered a box
-    mirrored: int = 0  # other tests that ran beside a twin with a wrong expectation
+    asked: int = 0  # tests run as questions, whose expected values never entered a box
+    controlled: int = 0  # other tests that ran beside a negative control
 
     @property
     def covered(self) -> float:
         """Share of the tests that a forged result cannot pass, or cannot pass unnoticed."""
-        return (self.apart + self.mirrored) / max(1, len(self.outcomes))
+        return (self.asked + self.controlled) / max(1, len(self.outcomes))
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class Capabilities:
     seccomp: bool
     cgroup: Literal["v2", "v1", "none"]
     limits: tuple[str, ...] = ()  # of `Limits`, those that hold for a box as a whole
-    persona: bool = False  # whether a box can look like a given machine
-    door: bool = False  # whether a box can reach a socket of the host: an outside agent's endpoint
+    machine_profile: bool = False  # whether a box can look like a given machine
+    host_socket: bool = False  # whether a box can reach a socket of the host: an outside agent's endpoint
     fork_fs: bool = True  # a fork has the same files, by its change set
     fork_mem: bool = False  # a fork has the same processes
 
@@ -208,12 +208,38 @@ class Box(Protocol):
         ...
 
 
+@dataclass
+class RunCounts:
+    """Test runs of a sandbox: answered from memory, and made."""
+
+    hits: int = 0
+    misses: int = 0
+    cold: int = 0  # runs that could not use the imported library
+    cpu_seconds: float = 0.0  # of the runs, their boxes included
+
+
 class Sandbox(Protocol):
-    """A backend."""
+    """Boxes, and test runs whose reports can be relied on. `grading.runner.open_sandbox` opens one."""
 
-    def capabilities(self) -> Capabilities: ...
+    stats: RunCounts
 
-    async def create(self, image: Image, limits: Limits) -> Box: ...
+    @property
+    def alive(self) -> bool:
+        """Whether boxes can still be made; if not, every call raises BoxDead."""
+        ...
+
+    @property
+    def zygote_pid(self) -> int | None:
+        """Of the process that makes boxes, where there is one."""
+        ...
+
+    def capabilities(self) -> Capabilities:
+        """What boxes have on this machine."""
+        ...
+
+    async def create(self, image: Image, limits: Limits) -> Box:
+        """A box on `image`; nothing is started yet."""
+        ...
 
     async def run_tests(
         self,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from etude.sandbox.backend import Backend
 from etude.sandbox.base import (
     BoxDead,
     EgressRequest,
@@ -23,12 +23,12 @@ from etude.sandbox.base import (
     TestReport,
     TooLarge,
 )
-from etude.sandbox.namespace.templates import DEPTH
+from etude.sandbox.namespace.image_templates import DEPTH, Layer
+from etude.sandbox.shell import Shell
 
-if TYPE_CHECKING:
-    from etude.sandbox.namespace.sandbox import Backend
-    from etude.sandbox.namespace.templates import Layer
-    from etude.sandbox.shell import Shell
+RunTests = Callable[
+    [Image, Mapping[str, bytes | None], Sequence[str], Path | None, Limits], Awaitable[TestReport]
+]  # as `Sandbox.run_tests`
 
 MAX_FILE = 10 << 20  # bytes of one file
 MAX_DEPTH = 64
@@ -53,20 +53,23 @@ class ValueBox:
     Reading goes through the change set to the image on disk; links in the image are not followed.
     """
 
-    def __init__(self, sandbox: Backend, image: Image, limits: Limits) -> None:
-        self._sandbox = sandbox
+    def __init__(self, backend: Backend, image: Image, limits: Limits, run_tests: RunTests) -> None:
+        """`backend` makes the live box, `run_tests` runs the visible tests."""
+        self._backend = backend
+        self._run_tests = run_tests
         self._image = image
         self._limits = limits
         texts = {**image.decoys, **image.changes}
         self._base = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
         self._base |= image.history
         self._changes: dict[str, bytes | None] = {}
-        self._below: tuple[Layer, ...] = ()  # of live boxes that this one was forked from: then it is made live, too
+        self._below: tuple[Layer, ...] = ()  # frozen layers of the live boxes that this box was forked from
         self._shell: Shell | None = None
         self._closed = False
         self._start = asyncio.Lock()
 
     async def read(self, path: str, max_bytes: int = 65536) -> bytes:
+        """As `Box.read`."""
         self._open()
         path = checked(path)
         if (shell := await self._live()) is not None:
@@ -74,6 +77,7 @@ class ValueBox:
         return self._content(path, max_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
+        """As `Box.write`."""
         self._open()
         path = checked(path)
         if not path:
@@ -94,6 +98,7 @@ class ValueBox:
         self._changes[path] = bytes(data)
 
     async def list(self, path: str) -> list[str]:
+        """As `Box.list`."""
         self._open()
         path = checked(path)
         if (shell := await self._live()) is not None:
@@ -116,6 +121,7 @@ class ValueBox:
         return sorted(names)
 
     async def delete(self, path: str) -> None:
+        """As `Box.delete`."""
         self._open()
         path = checked(path)
         if (shell := await self._live()) is not None:
@@ -128,28 +134,33 @@ class ValueBox:
             del self._changes[path]
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
+        """As `Box.exec`; the first call makes the box live."""
         self._open()
         return await (await self._started()).exec(line, timeout)
 
     async def interrupt(self) -> None:
+        """As `Box.interrupt`."""
         if self._shell is not None:
             await self._shell.interrupt()
 
     async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:
+        """As `Box.run_tests`."""
         self._open()
         limits = replace(self._limits, seconds=timeout)
-        return await self._sandbox.run_tests(self._image, await self.changes(), tests, None, limits)
+        return await self._run_tests(self._image, await self.changes(), tests, None, limits)
 
     async def changes(self) -> dict[str, bytes | None]:
+        """As `Box.changes`; without what git writes when an agent looks at the state of its tree."""
         self._open()
         shell = await self._live()
         current = self._changes if shell is None else await shell.changes()
-        mine = {path: data for path, data in current.items() if data != self._original(path)}
+        changes = {path: data for path, data in current.items() if data != self._original(path)}
         # What git writes when an agent looks at the state of its tree is no work, and nobody reads it.
-        return {path: data for path, data in mine.items() if not (self._image.history and path.startswith(".git/"))}
+        return {path: data for path, data in changes.items() if not (self._image.history and path.startswith(".git/"))}
 
     def requests(self) -> Sequence[EgressRequest] | None:
-        if not self._sandbox.gated:
+        """As `Box.requests`."""
+        if not self._backend.gated:
             return None
         return [] if self._shell is None else self._shell.requests()
 
@@ -169,12 +180,13 @@ class ValueBox:
             layer, moved = await self._shell.freeze()
             below, changes = below if layer is None else (layer, *below), {}
             self._below = below if moved else self._below
-        children = [ValueBox(self._sandbox, self._image, self._limits) for _ in range(count)]
+        children = [ValueBox(self._backend, self._image, self._limits, self._run_tests) for _ in range(count)]
         for child in children:
             child._below, child._changes = below, dict(changes)
         return children
 
     async def close(self) -> None:
+        """As `Box.close`."""
         self._closed = True
         self._below = ()
         if self._shell is not None:
@@ -188,7 +200,7 @@ class ValueBox:
         async with self._start:
             if self._shell is None:
                 layers = {} if self._below else self._layers()
-                self._shell = await self._sandbox.shell(self._image, layers, self._limits, below=self._below)
+                self._shell = await self._backend.shell(self._image, layers, self._limits, below=self._below)
         return self._shell
 
     def _open(self) -> None:

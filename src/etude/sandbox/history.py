@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.errors import UserError
-from etude.grading.leaks import AnswerFingerprint
 
 SECONDS = 300.0
 SILENT = b"Update\n"  # in the place of a message that says too much
@@ -123,24 +122,6 @@ def folder(
     return {f".git/{name}": data for name, data in found.items()}
 
 
-def rewrite(
-    source: Path, base: str, target: Path, files: Mapping[str, bytes], wanted: AnswerFingerprint, depth: int = 50
-) -> str:
-    """Make `target`, a `.git` folder whose last commit holds exactly `files`; the id of that commit.
-
-    Versions that hold the answer become those of `files`, and messages that do become "Update". Raises UserError.
-    """
-    past = read(source, base, files, depth)
-    held = {blob for blob in past.entries if wanted.in_data(past.text(blob))}
-    silent = [place for place, commit in enumerate(past.commits) if wanted.in_data(commit.message)]
-    made = folder(past, files, lambda path, blob: files[path] if blob in held else None, silent)
-    for path, data in made.items():
-        place = target / path.removeprefix(".git/")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(data)
-    return made[f".git/refs/heads/{past.branch}"].decode().strip()
-
-
 def git(repository: Path, *arguments: str) -> bytes | None:
     """Output of a plumbing command; None if it fails."""
     command = ["git", *_QUIET, "-C", str(repository), *arguments]
@@ -149,6 +130,7 @@ def git(repository: Path, *arguments: str) -> bytes | None:
 
 
 def blob_id(data: bytes) -> str:
+    """Id that git gives to a file with that content."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Machines that an agent works on, described in a file: `workspace.toml` beside this one is the reference."""
+"""Descriptions of the machines that an agent works on; `workspace.toml` beside this file is the reference."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def read(path: Path) -> Description:
-    """Raises UserError that names what is wrong."""
+    """Read a description of machines. Raises UserError that names what is wrong."""
     try:
-        found = msgspec.convert(tomllib.loads(path.read_text("utf-8")), Description)
+        description = msgspec.convert(tomllib.loads(path.read_text("utf-8")), Description)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as e:
         raise UserError(f"{path} describes no machines ({e}); see {REFERENCE}.") from None
     for name in ("users", "hosts", "init", "terminals", "sizes", "path", "commands"):
-        if not getattr(found, name):
+        if not getattr(description, name):
             raise UserError(f"{path}: {name} is empty; give at least one.")
     for name in ("uptime_hours", "checkout_minutes", "checkout_rate", "pids", "history"):
-        low, high = getattr(found, name)
+        low, high = getattr(description, name)
         if not 0 < low <= high:
             raise UserError(f"{path}: {name} is no range from a positive number to one that is no less.")
-    return found
+    return description
 
 
 def within(rng: random.Random, ends: tuple[float, float]) -> float:

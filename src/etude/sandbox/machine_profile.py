@@ -1,10 +1,10 @@
-"""Who a box seems to belong to: drawn from its image, so that the members of a group see the same machine.
+"""The machine that a box seems to be: drawn from its image, so that the members of a group see the same machine.
 
-A persona looks like one sample of fingerprints of production machines (`audit/parity/fingerprint.py`), or like a
-machine out of a description (`parity/workspace.toml`). It covers what costs next to nothing: names, clocks, files of
+A machine profile imitates one fingerprint of a production machine (`fingerprints.py`), or is drawn from a description
+of machines (`workspace.toml`). A profile covers what costs next to nothing: names, clocks, files of
 /etc, the home folder, the environment, the terminal, the age of the checkout, and two files of /proc.
-`guest/machine_profile.py` puts it in place; what it can't cover is listed in `audit/parity/probes.py`. Fingerprints
-hold no names and no contents: those are made up here, or are those of the reference description.
+`guest/machine_profile.py` puts a profile in place; what none covers is listed in `audit/parity/probes.py`. Fingerprints
+hold no names and no contents: both are made up here, or taken from the reference description.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from etude.sandbox.machine_description import REFERENCE, Description, read, within
+from etude.sandbox import fingerprints, machine_description
+from etude.sandbox.machine_description import REFERENCE, Description, within
 
-Like = Description | Sequence[Mapping[str, Any]]
+ProfileSource = Description | Sequence[Mapping[str, Any]]
 
 _SHAPES = {"a": ("laptop", "desktop", "thinkpad", "dev", "work", "home", "box", "ws", "cloud", "pod")}
 _INITS = (  # of containers, whose lengths a fingerprint tells
@@ -93,15 +95,23 @@ class MachineProfile:
 
 @cache
 def reference() -> Description:
-    return read(REFERENCE)
+    """The description that profiles are drawn from by default."""
+    return machine_description.read(REFERENCE)
 
 
-def draw(seed: bytes, like: Like = ()) -> MachineProfile:
-    """The persona of an image. `seed` is a digest of the image; without a likeness it is one of the reference."""
+def load(path: Path) -> ProfileSource:
+    """What profiles are drawn from: a description of machines (.toml), or fingerprints. Raises UserError."""
+    if path.suffix == ".toml":
+        return machine_description.read(path)
+    return [sample.probes for sample in fingerprints.read([path])]
+
+
+def draw(seed: bytes, source: ProfileSource = ()) -> MachineProfile:
+    """The machine profile of an image, whose digest is `seed`; by default one of the reference description."""
     rng = random.Random(seed)
-    if isinstance(like, Description) or not like:
-        return _described(rng, like if isinstance(like, Description) else reference())
-    return _imitated(rng, rng.choice(like))
+    if isinstance(source, Description) or not source:
+        return _described(rng, source if isinstance(source, Description) else reference())
+    return _imitated(rng, rng.choice(source))
 
 
 def _described(rng: random.Random, machine: Description) -> MachineProfile:
@@ -137,31 +147,31 @@ def _described(rng: random.Random, machine: Description) -> MachineProfile:
     )
 
 
-def _imitated(rng: random.Random, seen: Mapping[str, Any]) -> MachineProfile:
-    """`seen` are the probes of one sample; a part of it may be missing."""
+def _imitated(rng: random.Random, probes: Mapping[str, Any]) -> MachineProfile:
+    """A profile like one fingerprint, of which a part may be missing."""
     user = rng.choice(reference().users)
-    host = _name(rng, str(seen.get("host.shape", "a-a")))
-    files, folders = _home(rng, user, seen)
-    age = seen.get("files.age")
+    host = _name(rng, str(probes.get("host.shape", "a-a")))
+    files, folders = _home(rng, user, probes)
+    age = probes.get("files.age")
     return MachineProfile(
         user=user,
         host=host,
-        known_host=bool(seen.get("host.in_hosts", True)),
-        machine_id=f"{rng.getrandbits(128):032x}\n" if seen.get("machine_id") else "",
-        accounts=int(seen.get("accounts", 19)),
-        uptime=float(seen.get("uptime", 36_000.0)) * (0.8 + 0.4 * rng.random()),
-        init=(init := _init(seen)),
-        init_name="systemd" if seen.get("pid1.name") == "systemd" else init[0].rpartition("/")[2][:15],
-        kernel_line=_kernel_line(rng, seen["kernel.line"]) if "kernel.line" in seen else None,
-        hypervisor=bool(seen["cpu.hypervisor"]) if "cpu.hypervisor" in seen else None,
+        known_host=bool(probes.get("host.in_hosts", True)),
+        machine_id=f"{rng.getrandbits(128):032x}\n" if probes.get("machine_id") else "",
+        accounts=int(probes.get("accounts", 19)),
+        uptime=float(probes.get("uptime", 36_000.0)) * (0.8 + 0.4 * rng.random()),
+        init=(init := _init(probes)),
+        init_name="systemd" if probes.get("pid1.name") == "systemd" else init[0].rpartition("/")[2][:15],
+        kernel_line=_kernel_line(rng, probes["kernel.line"]) if "kernel.line" in probes else None,
+        hypervisor=bool(probes["cpu.hypervisor"]) if "cpu.hypervisor" in probes else None,
         files=files,
         folders=folders,
-        path=_path(user, int(seen.get("path", len(_PATH)))),
-        environment=_environment(user, host, seen),
-        size=(int(seen.get("terminal.rows", 40)), int(seen.get("terminal.columns", 120))),
+        path=_path(user, int(probes.get("path", len(_PATH)))),
+        environment=_environment(user, host, probes),
+        size=(int(probes.get("terminal.rows", 40)), int(probes.get("terminal.columns", 120))),
         checkout_age=None if age is None else float(age) * (0.8 + 0.4 * rng.random()),
         checkout_rate=within(rng, reference().checkout_rate),
-        pids=max(2, int(seen.get("pid.self", 40)) - rng.randrange(1, 5)),
+        pids=max(2, int(probes.get("pid.self", 40)) - rng.randrange(1, 5)),
     )
 
 
@@ -183,12 +193,12 @@ def _name(rng: random.Random, shape: str) -> str:
     return name or "localhost"
 
 
-def _init(seen: Mapping[str, Any]) -> tuple[str, ...]:
+def _init(probes: Mapping[str, Any]) -> tuple[str, ...]:
     """A command line of pid 1 with that name and, as near as known ones come, that length."""
-    named = _NAMED.get(str(seen.get("pid1.program", "another")))
+    named = _NAMED.get(str(probes.get("pid1.program", "another")))
     if named is not None:
         return named
-    length = int(seen.get("pid1.line", 15))
+    length = int(probes.get("pid1.line", 15))
     return min(_INITS, key=lambda line: abs(sum(map(len, line)) + len(line) - length))
 
 
@@ -199,15 +209,15 @@ def _kernel_line(rng: random.Random, names: Sequence[str]) -> str:
     return " ".join(name if name in bare else f"{name}={values.get(name, '1')}" for name in names) + "\n"
 
 
-def _home(rng: random.Random, user: str, seen: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _home(rng: random.Random, user: str, probes: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Files by name, and folders, of the home folder."""
-    names = [str(name) for name in seen.get("dotfiles", ())]
+    names = [str(name) for name in probes.get("dotfiles", ())]
     names += [".local"] * (".local" not in names)  # Python finds its modules there: `guest/machine_profile.py`
-    names += _HOME[: max(0, int(seen.get("home.entries", 0)) - len(names))]
+    names += _HOME[: max(0, int(probes.get("home.entries", 0)) - len(names))]
     machine = reference()
     known = {"user": user, "User": user.title()}
     texts = {name: _filled(text, known) for name, text in machine.home.items()} | _TEXTS
-    texts[".bash_history"] = _history(rng, machine.commands, int(seen.get("history", 0)))
+    texts[".bash_history"] = _history(rng, machine.commands, int(probes.get("history", 0)))
     files = {name: texts.get(name, "") for name in names if name.startswith(".") and name not in _FOLDERS}
     files |= {name: "" for name in names if name.endswith((".md", ".txt"))}
     return files, tuple(name for name in names if name not in files)
@@ -221,12 +231,12 @@ def _path(user: str, count: int) -> tuple[str, ...]:
     return tuple(e for e in _PATH if e in _FEW) + tuple(e for e in _PATH if e not in _FEW)[: max(0, count - len(_FEW))]
 
 
-def _environment(user: str, host: str, seen: Mapping[str, Any]) -> dict[str, str]:
-    names = [name for name in seen.get("environment", ("LANG", "TERM")) if name in _VALUES]
+def _environment(user: str, host: str, probes: Mapping[str, Any]) -> dict[str, str]:
+    names = [name for name in probes.get("environment", ("LANG", "TERM")) if name in _VALUES]
     known = {"user": user, "host": host}
-    found = {name: _filled(_VALUES[name], known) for name in names}
+    variables = {name: _filled(_VALUES[name], known) for name in names}
     for name, probe in (("TERM", "terminal.kind"), ("LANG", "language")):
-        if name in found and probe in seen:
-            found[name] = str(seen[probe])
-    missing = int(seen.get("environment.count", 0)) - len(found) - len(_SHELL_SETS - {"OLDPWD"})
-    return found | dict.fromkeys(_MORE[: max(0, missing)], "1")
+        if name in variables and probe in probes:
+            variables[name] = str(probes[probe])
+    missing = int(probes.get("environment.count", 0)) - len(variables) - len(_SHELL_SETS - {"OLDPWD"})
+    return variables | dict.fromkeys(_MORE[: max(0, missing)], "1")

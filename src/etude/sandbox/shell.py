@@ -11,10 +11,10 @@ from typing import Any
 
 from etude.sandbox import base
 from etude.sandbox.base import BoxDead, BoxError, Busy, EgressRequest, ExecResult, TooLarge
+from etude.sandbox.connection import Connection, encode
 from etude.sandbox.egress.gate import PORT, Gate
 from etude.sandbox.guest.root import RUNNER, SITE, WORKSPACE
-from etude.sandbox.namespace.connection import Connection, encode
-from etude.sandbox.namespace.templates import ImageTemplate, Layer
+from etude.sandbox.namespace.image_templates import ImageTemplate, Layer
 
 FILE_SECONDS = 30.0
 GRACE_SECONDS = 5.0  # a command that is killed at its deadline still has to end
@@ -32,12 +32,13 @@ class Shell:
     """A connection to pid 1 of a live box. One operation at a time."""
 
     def __init__(
-        self, connection: Connection, stem: ImageTemplate | None, gate: Gate | None, ends: AsyncExitStack
+        self, connection: Connection, template: ImageTemplate | None, gate: Gate | None, ends: AsyncExitStack
     ) -> None:
+        """`template` is None on machines without layers, `gate` without a way out; `ends` close with the box."""
         self._connection = connection
-        self._stem = stem
+        self._template = template
         self._gate = gate
-        self._ends = ends  # of what goes with the box
+        self._ends = ends
         self._lock = asyncio.Lock()
         self._running = False
 
@@ -47,13 +48,17 @@ class Shell:
         layers: Mapping[str, bytes | None],
         prefix: str,
         variables: Mapping[str, str],
-        door: tuple[str, int] | None,
+        host_socket: tuple[str, int] | None,
         below: Sequence[Layer] = (),
     ) -> None:
-        """Raises BoxDead or LaunchFailed. `variables` are further ones, such as those that say where the way out is."""
-        persona = None if self._stem is None else self._stem.persona
+        """Make the box. Raises BoxDead or LaunchFailed.
+
+        `prefix` is the Python installation, `variables` join the environment, and `host_socket` is the path of a unix
+        socket in the box and the port that leads there.
+        """
+        profile = None if self._template is None else self._template.machine_profile
         search = [f"{WORKSPACE}/src", WORKSPACE, SITE, RUNNER]
-        if persona is None:
+        if profile is None:
             environment = {
                 "HOME": "/home/user",
                 "LANG": "C.UTF-8",
@@ -66,14 +71,14 @@ class Shell:
                 "USER": "user",
             }
         else:
-            environment = {"HOME": f"/home/{persona.user}", "PATH": _path(f"{prefix}/bin", persona.path)}
-            environment |= persona.environment
+            environment = {"HOME": f"/home/{profile.user}", "PATH": _path(f"{prefix}/bin", profile.path)}
+            environment |= profile.environment
         head = {
             "limits": limits,
             "environment": environment | dict(variables),
             "search": search,
             "port": PORT if self._gate is not None else 0,
-            "door": door,
+            "host_socket": host_socket,
             "below": [layer.name for layer in below],
         }
         await self._connection.request(head, encode({}, layers), FILE_SECONDS)
@@ -81,6 +86,7 @@ class Shell:
             await self._gate.open(socket.socket(fileno=self._connection.descriptors.pop()))
 
     def requests(self) -> Sequence[EgressRequest]:
+        """Requests of the box to the outside so far."""
         return self._gate.requests if self._gate is not None else []
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
@@ -103,49 +109,56 @@ class Shell:
         return ExecResult(head["rc"], text, head["cut"], head["seconds"], head["timed_out"])
 
     async def interrupt(self) -> None:
-        """End the command that runs: it is seen at once, though its own answer comes first."""
+        """End the running command as its deadline would; its own answer still comes first."""
         if self._running:
             await self._connection.request({"op": "interrupt"}, b"", FILE_SECONDS)
 
     async def read(self, path: str, max_bytes: int) -> bytes:
+        """As `Box.read`."""
         return (await self._ask({"op": "read", "path": path, "max": max_bytes}))[1]
 
     async def write(self, path: str, data: bytes) -> None:
+        """As `Box.write`."""
         await self._ask({"op": "write", "path": path}, data)
 
     async def list(self, path: str) -> list[str]:
+        """As `Box.list`."""
         return (await self._ask({"op": "list", "path": path}))[0]["names"]
 
     async def delete(self, path: str) -> None:
+        """As `Box.delete`."""
         await self._ask({"op": "delete", "path": path})
 
     async def changes(self) -> dict[str, bytes | None]:
         """Files in the upper layer; None is a deletion."""
         head, body = await self._ask({"op": "changes"})
-        found: dict[str, bytes | None] = {}
+        changes: dict[str, bytes | None] = {}
         offset = 0
         for path, size in head["files"]:
-            found[path] = None if size is None else body[offset : offset + size]
+            changes[path] = None if size is None else body[offset : offset + size]
             offset += size or 0
-        return found
+        return changes
 
     @property
     def layered(self) -> bool:
-        """Whether it can be frozen."""
-        return self._stem is not None
+        """Whether the files of the box can be frozen."""
+        return self._template is not None
 
     async def freeze(self) -> tuple[Layer | None, bool]:
-        """What the box has written since it was last frozen, if anything, and whether it stands on that itself now."""
+        """Freeze what the box has written since the last time.
+
+        Returns the layer, or None if nothing was written; and whether the box itself now stands on that layer.
+        """
         head, _ = await self._ask({"op": "freeze"})
         if head["layer"] == "empty":
             return None, False
-        assert self._stem is not None
-        return self._stem.keep(self._connection.descriptors.pop()), head["layer"] == "moved"
+        assert self._template is not None
+        return self._template.keep(self._connection.descriptors.pop()), head["layer"] == "moved"
 
     async def close(self) -> None:
-        """The box ends when its pid 1 loses this connection."""
+        """End the box: its pid 1 leaves when this connection does."""
         self._connection.close("the box is closed")
-        self._stem = None
+        self._template = None
         await self._ends.aclose()
 
     async def _ask(

@@ -22,8 +22,8 @@ import httpx2
 from etude.code import functions, packages
 from etude.code.functions import RepositoryLayout
 from etude.errors import UserError
+from etude.grading.runner import open_sandbox
 from etude.sandbox.base import Image, Limits, Sandbox
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import requirements
 
 MAX_GOALS = 10

@@ -19,8 +19,8 @@ from etude.code.functions import Function, Unit
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading.javascript import is_script, is_test_file
+from etude.grading.runner import open_sandbox
 from etude.sandbox.base import Image, Limits, Sandbox
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import (
     bootstrap,
     card,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from etude.code import functions
 from etude.grading.grade import grade
+from etude.grading.runner import open_sandbox
 from etude.records import Outcome, Task
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import dataset, leaks, node, split
 from etude.tasks.dataset import Dataset
 from etude.tasks.gates import in_order

@@ -15,9 +15,10 @@ from etude.code.functions import RepositoryLayout
 from etude.config import BuildConfig
 from etude.errors import UserError
 from etude.grading import javascript as scripts
+from etude.grading import script_runner
+from etude.grading.runner import TestRunner, open_sandbox
 from etude.sandbox.base import Image
 from etude.sandbox.guest.root import WORKSPACE
-from etude.sandbox.namespace.sandbox import NamespaceSandbox, open_sandbox
 from etude.tasks import bootstrap, javascript
 from etude.tasks.bootstrap import SHARE, BootstrapRecipe, Goal, Kit, Missed, Try
 from etude.tasks.javascript import JsFunction
@@ -175,7 +176,7 @@ def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
 
 
 async def _trace(
-    sandbox: NamespaceSandbox, image: Image, modules: Sequence[str], functions: Sequence[JsFunction]
+    sandbox: TestRunner, image: Image, modules: Sequence[str], functions: Sequence[JsFunction]
 ) -> tuple[int, int, str, dict[str, set[str]]]:
     """(tests that passed, tests that ran, errors printed, function id -> tests): sources say what each file calls."""
     passed = ran = 0
@@ -183,7 +184,7 @@ async def _trace(
     callers: dict[str, set[str]] = {}
     layers = _saying(image.repository, functions)
     for path in modules:
-        report, trace = await scripts.listed(sandbox, image, path, layers)
+        report, trace = await sandbox.scripts.list_tests(image, path, layers)
         good = {f"{path}::{name}" for name in single(report.tests) if report.tests[name][0] == "passed"}
         ran += max(1, sum(outcome != "skipped" for outcome, _ in report.tests.values()))
         passed += sum(outcome == "passed" for outcome, _ in report.tests.values())
@@ -205,7 +206,7 @@ def _saying(repository: Path, functions: Sequence[JsFunction]) -> dict[str, byte
         place = directive.end() if directive else function.body[0] + 1
         line = (
             f";globalThis.__called_{number} ??= (process.getBuiltinModule('fs')"
-            f".appendFileSync('{WORKSPACE}/{scripts.CALLED}', '{number}\\n'), 1);"
+            f".appendFileSync('{WORKSPACE}/{script_runner.CALLED}', '{number}\\n'), 1);"
         )
         sources[function.path] = data[:place] + line.encode() + data[place:]
     return sources

@@ -54,6 +54,7 @@ async def repositories(_: Sandbox, __: Image, box: Box) -> str:
 
 
 async def links(_: Sandbox, __: Image, box: Box) -> str:
+    """C2: links to files of the system are neither read, written through, nor handed in."""
     await box.exec(
         "ln -s /etc/passwd link; ln -s /etc folder; ln -s ../../etc/passwd src/up; ln /etc/passwd hard", SECONDS
     )
@@ -66,6 +67,7 @@ async def links(_: Sandbox, __: Image, box: Box) -> str:
 
 
 async def special_files(_: Sandbox, __: Image, box: Box) -> str:
+    """C3: pipes and sockets are neither read nor handed in."""
     await box.exec("mkfifo pipe; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'", SECONDS)
     wrong = [await _refused(box.read(path), NotRegular, NotFound) for path in ("pipe", "sock", "src")]
     changes = await box.changes()
@@ -73,6 +75,7 @@ async def special_files(_: Sandbox, __: Image, box: Box) -> str:
 
 
 async def masses(_: Sandbox, __: Image, box: Box) -> str:
+    """C4: deep folders and huge files are refused, not read."""
     await box.exec("mkdir -p $(seq -s/ 70)", SECONDS)
     wrong = await _refused(box.changes(), TooLarge)
     await box.exec("rm -rf 1; truncate -s 10G huge; truncate -s 15M large", SECONDS)
@@ -80,6 +83,7 @@ async def masses(_: Sandbox, __: Image, box: Box) -> str:
 
 
 async def names(_: Sandbox, __: Image, box: Box) -> str:
+    """C5: files with hostile names are reported under those names."""
     long = "n" * 250
     await box.exec(
         f"printf x > $'a\\nb'; printf x > $'\\xff'; printf x > -dash; printf x > {long}; printf x > $'\\u202egpj'",
@@ -114,6 +118,7 @@ async def bombs(sandbox: Sandbox, image: Image, box: Box) -> str:
 
 
 async def shells(_: Sandbox, __: Image, box: Box) -> str:
+    """C7: a shell that is killed, closed, stopped or flooded is replaced."""
     await box.exec("kill -9 -1", SECONDS)
     await box.exec("kill -9 $$", SECONDS)
     await box.exec("exec 0<&- 1>&- 2>&-", SECONDS)
@@ -126,6 +131,7 @@ async def shells(_: Sandbox, __: Image, box: Box) -> str:
 
 
 async def terminals(_: Sandbox, __: Image, box: Box) -> str:
+    """C8: control sequences, and input pushed to the terminal, do not reach the reader."""
     inject = "import fcntl\ntry: fcntl.ioctl(0, 0x5412, b'x'); print('typed')\nexcept OSError: pass"
     done = await box.exec(
         f'python3 -c "{inject}"; printf "\\033]52;c;AAAA\\007\\033[2J\\033]0;t\\007\\000\\b"', SECONDS
@@ -134,6 +140,7 @@ async def terminals(_: Sandbox, __: Image, box: Box) -> str:
 
 
 async def markers(_: Sandbox, __: Image, box: Box) -> str:
+    """C10: exit codes that commands print are not taken for the real ones."""
     forge = (
         "import os\nfor fd in range(3, 200):\n try: os.write(fd, b'99 0\\0' * 50)\n except OSError: pass\n"
         "raise SystemExit(5)"
@@ -144,6 +151,7 @@ async def markers(_: Sandbox, __: Image, box: Box) -> str:
 
 
 async def arguments(_: Sandbox, __: Image, box: Box) -> str:
+    """C14: arguments that are too long, or leave the repository, are refused."""
     wrong = [
         await _refused(box.exec("true #" + "x" * 10_000_000, SECONDS), TooLarge),
         await _refused(box.write("big", bytes(11 << 20)), TooLarge, NoSpace),

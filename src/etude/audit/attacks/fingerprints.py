@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.audit.parity import audit, features
-from etude.audit.parity.features import FingerprintSample
+from etude.audit.parity import audit
 from etude.errors import UserError
-from etude.sandbox import machine_profile
+from etude.sandbox import fingerprints
+from etude.sandbox.fingerprints import FingerprintSample
+from etude.sandbox.machine_profile import ProfileSource, load
 
 ITEMS = tuple(f"E{n}" for n in range(1, 10))
 REASONS = {
@@ -25,7 +26,7 @@ SHOWN = 5  # probes that tell
 
 @dataclass(frozen=True)
 class ItemResult:
-    """Of one item: `skipped` says why it could not be played, `problem` what tells boxes apart."""
+    """The result of one item: `skipped` says why it was not played, `problem` what tells boxes apart."""
 
     word: str = ""
     problem: str = ""
@@ -40,30 +41,35 @@ class Against:
     requests: Sequence[FingerprintSample]
     boxes: int
     dataset: Path | None
-    personas: machine_profile.Like
+    machine_profiles: ProfileSource
 
-    async def verdicts(self, progress: audit.Progress) -> dict[str, ItemResult]:
-        """Of the items that can be played. Raises UserError, RunFailed, and BoxError without boxes."""
-        found: dict[str, audit.Item] = {}
+    async def results(self, progress: audit.Progress) -> dict[str, ItemResult]:
+        """The results of items that can be played. Raises UserError, RunFailed, and BoxError without boxes."""
+        items: dict[str, audit.Item] = {}
         if self.machines:
-            made = await audit.box_samples(self.boxes, personas=self.personas, dataset=self.dataset, progress=progress)
-            found |= audit.by_item(made, self.machines)
+            boxes = await audit.box_samples(
+                self.boxes, machine_profiles=self.machine_profiles, dataset=self.dataset, progress=progress
+            )
+            items |= audit.by_item(boxes, self.machines)
         if self.requests and self.dataset is not None:
-            found |= audit.by_item(audit.requests(self.boxes, self.dataset), self.requests)
-        return {item: judged(one) for item, one in found.items()}
+            items |= audit.by_item(audit.requests(self.boxes, self.dataset), self.requests)
+        return {name: result_of(item) for name, item in items.items()}
 
 
-def against(files: Sequence[Path], boxes: int, *, dataset: Path | None, personas: Path | None) -> Against:
-    """Boxes look as a run makes them: `personas` is what `rollout.personas` names. Raises UserError."""
-    samples = features.read(files)
-    sides = [[sample for sample in samples if sample.is_request is asked] for asked in (False, True)]
+def against(files: Sequence[Path], boxes: int, *, dataset: Path | None, machine_profiles: Path | None) -> Against:
+    """Read the other side of a comparison with boxes as a run makes them, with its `rollout.machine_profiles`.
+
+    Raises UserError.
+    """
+    samples = fingerprints.read(files)
+    sides = [[sample for sample in samples if sample.is_request is requests] for requests in (False, True)]
     if any(0 < len(side) < audit.MIN_SAMPLES for side in sides) or boxes < audit.MIN_SAMPLES:
         raise UserError(f"fewer than {audit.MIN_SAMPLES} fingerprints of a side say nothing: record more, or --boxes.")
-    return Against(sides[0], sides[1], boxes, dataset, () if personas is None else audit.load(personas))
+    return Against(sides[0], sides[1], boxes, dataset, () if machine_profiles is None else load(machine_profiles))
 
 
-def judged(item: audit.Item) -> ItemResult:
-    """As the gate of the parity audit judges: by the AUC itself, without the declared exceptions."""
+def result_of(item: audit.Item) -> ItemResult:
+    """By the gate of the parity audit: the AUC itself, without the declared exceptions."""
     if item.gated is None:
         named = ", ".join(tell.probe for tell in item.tells) or "none of them differs"
         return ItemResult(skipped=f"all of its probes are declared exceptions (AUC {item.whole.mean:.2f}): {named}")

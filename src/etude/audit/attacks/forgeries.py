@@ -121,6 +121,7 @@ def dialects() -> tuple[_Dialect, ...]:
 
 
 async def forgeries(sandbox: Sandbox, library: Library) -> str:
+    """C9: forged markers become plain text in every dialect."""
     harmless = [text.translate(_HARMLESS) for text in FORGED]
     for dialect in dialects():
         forged, plain = await asyncio.gather(

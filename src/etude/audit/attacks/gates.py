@@ -12,7 +12,7 @@ from etude.audit.attacks.boxes import SECONDS
 from etude.audit.attacks.library import TASK
 from etude.audit.attacks.outside import NAME, UNDER_TEST, Outside
 from etude.audit.attacks.probes import PROBES, script
-from etude.grading.cheats import decoys as canaries
+from etude.grading.cheats.decoys import plant, used
 from etude.sandbox.base import Box
 
 Check = Callable[[Box, Outside], Awaitable[str]]
@@ -109,8 +109,8 @@ async def _play(box: Box, world: Outside, body: str, decoy: str = "") -> str:
     head = "".join(f"{name} = {value!r}\n" for name, value in names.items())
     await box.write("gate.py", f"{head}{_CLIENT}{body}\nprint('end of attack')\n".encode())
     done = await box.exec("python3 gate.py", 3 * SECONDS)
-    found, end, _ = done.output.rpartition("end of attack")
-    return found.strip() if end else f"the attack did not end: {done.output[-300:]}"
+    problem, end, _ = done.output.rpartition("end of attack")
+    return problem.strip() if end else f"the attack did not end: {done.output[-300:]}"
 
 
 def _logged(box: Box, *whys: str) -> str:
@@ -131,7 +131,8 @@ async def addresses(box: Box, world: Outside) -> str:
 
 
 async def proxy(box: Box, world: Outside) -> str:
-    decoys = canaries.plant(TASK, 1)
+    """A6: the way out leads to allowed hosts alone, and the decoy host is noticed."""
+    decoys = plant(TASK, 1)
     before = len(world.seen)
     wrong = await _play(box, world, _HONEST + _PROXY, decoys.secrets[2])
     arrived = world.seen[before:]
@@ -139,11 +140,12 @@ async def proxy(box: Box, world: Outside) -> str:
         wrong = wrong or f"arrived: {arrived}"
     whys = ("TLS server name is cdn.example.com", "server name is absent", "Host header", "a long query", "a body")
     logged = _logged(box, *whys, "GET and HEAD", "sent more than", "not on the list", "an address")
-    tripped = canaries.used(decoys, {}, (), box.requests() or ())
+    tripped = used(decoys, {}, (), box.requests() or ())
     return wrong or logged or ("" if tripped else "the decoy's host is no tripwire")
 
 
 async def packages(box: Box, world: Outside) -> str:
+    """A6: the package index gives what it held at its date, and nothing else."""
     before = len(world.seen)
     wrong = await _play(box, world, _PACKAGES + _HONEST_PACKAGE)
     files = [line for line in world.seen[before:] if "/files/" in line]

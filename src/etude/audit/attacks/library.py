@@ -121,14 +121,17 @@ class Library:
 
     @property
     def hidden(self) -> Path:
+        """The folder of hidden tests."""
         return self.root / "hidden"
 
     @property
     def image(self) -> Image:
+        """The image of the task: the broken function over the repository."""
         return Image(self.root / "repository", self.root / "site", {PATH: BROKEN}, history=self.history)
 
     @cached_property
     def history(self) -> Mapping[str, bytes]:
+        """The git history of the task; empty without git."""
         from etude.tasks import histories
 
         found = histories.load(self.root, self.root / "repository")

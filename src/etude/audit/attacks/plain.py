@@ -8,15 +8,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from etude.audit.attacks.library import BROKEN, PATH, Library
+from etude.audit.attacks.report import AttackResult
 from etude.audit.attacks.submissions import HONEST, NOTHING, SUBMISSIONS, Submission
-
-if TYPE_CHECKING:
-    from etude.audit.attacks.suite import Result
 
 # Left out here: without a box they would write outside of their folder, or search the whole machine.
 _HARMFUL = frozenset({"report files and descriptors", "expected value from the file", "daemon"})
@@ -24,10 +21,10 @@ _SECONDS, _HANGING = 120.0, 20.0  # a busy machine must not look like a grader t
 _SITE = Path(pytest.__file__).parents[1]  # also where Python would not look for it by itself
 
 
-def compare(library: Library, results: list[Result], absent: dict[str, str], progress: Callable[[str], None]) -> None:
-    """Append what the exit code of pytest would have rewarded."""
-    from etude.audit.attacks.suite import Result
-
+def compare(
+    library: Library, results: list[AttackResult], absent: dict[str, str], progress: Callable[[str], None]
+) -> None:
+    """Append the results of graders that go by the exit code of pytest; `absent` gets those that are not installed."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         absent["bwrap"] = "it is not installed"
@@ -39,7 +36,7 @@ def compare(library: Library, results: list[Result], absent: dict[str, str], pro
             passed = _graded(library, attack, bwrap if where == "bwrap" else None)
             wrong = passed is not (attack is HONEST)
             problem = ("rewarded" if passed else "not rewarded") if wrong else ""
-            results.append(Result(attack.item, attack.name, where, "pass" if passed else "fail", problem))
+            results.append(AttackResult(attack.item, attack.name, where, "pass" if passed else "fail", problem))
 
 
 def _graded(library: Library, attack: Submission, bwrap: str | None) -> bool:

@@ -1,18 +1,13 @@
-"""The attack suite: every item on every grader that this machine has, with what came of it."""
+"""The attack suite: plays every item on every grader that this machine has."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
-import os
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,65 +22,20 @@ from etude.audit.attacks.lookups import look_ups
 from etude.audit.attacks.monitors import MONITORS
 from etude.audit.attacks.outside import Outside, outside
 from etude.audit.attacks.probes import PROBES, script
+from etude.audit.attacks.report import DEFAULT, IN_PROCESS, AttackReport, AttackResult
 from etude.audit.attacks.submissions import HONEST, NOTHING, SUBMISSIONS, Submission
+from etude.config import SandboxConfig
 from etude.grading.grade import Grade, grade
+from etude.grading.runner import open_sandbox
 from etude.records import Outcome
 from etude.sandbox.base import Box, BoxError, Sandbox
-from etude.sandbox.namespace.sandbox import open_sandbox
 
-ITEMS = (
-    *(f"A{n}" for n in range(1, 12)),
-    *(f"B{n}" for n in range(1, 17)),
-    *(f"C{n}" for n in range(1, 16)),
-    *(f"D{n}" for n in range(1, 11)),
-    *fingerprints.ITEMS,
-    *(f"F{n}" for n in range(1, 6)),
-)
 LIBRARY_CHECKS = {"A10": (look_ups,), "C9": (forgeries,)}  # of the harness: no grader takes part
 GRADED_CHECKS = {**MONITORS, "C11": (injections,)}
-DEFAULT, TOGETHER = "questions", "in-process"  # how the namespace backend grades
 GOLD_REPEATS = 10
 HANGING = replace(LIMITS, seconds=2.0)
 ESCAPED = Path("/tmp/etude-attack-escaped")
-CONTROLS = {"gold", "no-op"}
-Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]  # like `open_sandbox`
 LibraryCheck = Callable[[Sandbox, Library], Awaitable[str]]  # what went wrong, or nothing
-
-
-@dataclass(frozen=True)
-class Result:
-    """One attack on one grader or box. `problem` is empty if it was stopped."""
-
-    item: str
-    name: str
-    where: str
-    verdict: str
-    problem: str = ""
-    host: str = ""  # what it changed on the host
-
-
-@dataclass
-class AttackReport:
-    results: list[Result] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)  # backend -> why it was not compared
-
-    def of(self, item: str, *where: str) -> list[Result]:
-        return [r for r in self.results if r.item == item and (not where or r.where in where)]
-
-    @property
-    def summary(self) -> dict[str, object]:
-        """Counts on the default backend: an item is stopped if every attack of it was, in both graders."""
-        ours = [r for r in self.results if r.where in (DEFAULT, TOGETHER, "box")]
-        tried = {r.item for r in ours} & set(ITEMS)
-        missed = {r.item for r in ours if r.problem} & tried
-        return {
-            "items": len(ITEMS),
-            "stopped": len(tried - missed),
-            "missed": len(missed),
-            "host_effects": len([r for r in ours if r.host]),
-            "skipped": self.skipped,
-        }
 
 
 class HostState:
@@ -93,9 +43,9 @@ class HostState:
 
     def __init__(self, library: Library) -> None:
         self.library = library
-        self.before = self._look()
+        self.before = self._state()
 
-    def _look(self) -> dict[str, object]:
+    def _state(self) -> dict[str, object]:
         folders = [path for path in sorted(self.library.root.rglob("*")) if path.is_file()]
         return {
             "files of the task": [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in folders],
@@ -105,11 +55,12 @@ class HostState:
         }
 
     def changed(self) -> str:
-        now = self._look()
-        found = [name for name, value in now.items() if value != self.before[name]]
+        """Names of what has changed since the last call."""
+        now = self._state()
+        names = [name for name, value in now.items() if value != self.before[name]]
         ESCAPED.unlink(missing_ok=True)
         self.before = now | {"escape": False}
-        return ", ".join(found)
+        return ", ".join(names)
 
 
 def _engine(mount: str) -> bool:
@@ -118,13 +69,16 @@ def _engine(mount: str) -> bool:
 
 
 async def run(
+    config: SandboxConfig,
+    against: Against | None = None,
     *,
     quick: bool,
     progress: Callable[[str], None] = lambda _: None,
-    boxes: Boxes = open_sandbox,
-    against: Against | None = None,
 ) -> AttackReport:
-    """Raises UserError where boxes cannot be made."""
+    """Play every attack on the configured backend; `quick` leaves out repetitions and comparisons.
+
+    Raises UserError where boxes cannot be made.
+    """
     report = AttackReport(skipped=dict(fingerprints.REASONS))
     with tempfile.TemporaryDirectory(prefix="etude-attacks-") as folder, contextlib.closing(_listener()) as listener:
         Path(folder).chmod(0o755)
@@ -133,8 +87,8 @@ async def run(
             report.skipped["A1"] = report.skipped["A2"] = "git is not installed, so no history could be planted"
         ESCAPED.unlink(missing_ok=True)
         host = HostState(library)
-        for where in (DEFAULT, TOGETHER):
-            async with boxes(memo=0, questions=where == DEFAULT) as sandbox:
+        for where in (DEFAULT, IN_PROCESS):
+            async with open_sandbox(config, memo=0, questions=where == DEFAULT) as sandbox:
                 await _grades(sandbox, library, where, host, report, quick, progress)
                 if where == DEFAULT:
                     await _boxes(sandbox, library, listener.getsockname()[1], host, report, progress)
@@ -170,7 +124,9 @@ async def _grades(
         progress(f"{attack.item} {attack.name} ({where})")
         changes = await _changes(sandbox, library, attack)
         if isinstance(changes, str):  # the agent made its box unreadable: it pays
-            report.results.append(Result(attack.item, attack.name, where, "fail: " + changes, host=host.changed()))
+            report.results.append(
+                AttackResult(attack.item, attack.name, where, "fail: " + changes, host=host.changed())
+            )
             continue
         try:
             limits = HANGING if attack.name == "hang" else LIMITS
@@ -178,11 +134,11 @@ async def _grades(
         except BoxError as e:
             graded = Grade(Outcome.INFRA, 0.0, False, str(e), None)
         problem = _problem(attack, graded)
-        report.results.append(Result(attack.item, attack.name, where, _verdict(graded), problem, host.changed()))
+        report.results.append(AttackResult(attack.item, attack.name, where, _verdict(graded), problem, host.changed()))
         if attack.flag or attack is HONEST:
             right = attack.flag in graded.flags if attack.flag else not graded.flags
             word = ", ".join(graded.flags) or "silent"
-            report.results.append(Result("F1", attack.name, where, word, "" if right else f"flags: {word}"))
+            report.results.append(AttackResult("F1", attack.name, where, word, "" if right else f"flags: {word}"))
 
 
 def _problem(attack: Submission, graded: Grade) -> str:
@@ -269,7 +225,7 @@ async def _attempt(
     finally:
         await box.close()
     problem = " ".join(problem.split())[:200]
-    report.results.append(Result(item, name, "box", "missed" if problem else "stopped", problem, host.changed()))
+    report.results.append(AttackResult(item, name, "box", "missed" if problem else "stopped", problem, host.changed()))
 
 
 async def _checks(
@@ -291,80 +247,26 @@ async def _checks(
             shutil.rmtree(library.root / "twins", ignore_errors=True)
             word = "missed" if problem else "flagged" if item in MONITORS else "stopped"
             name = check.__name__.replace("_", " ")
-            report.results.append(Result(item, name, where, word, problem, host.changed()))
+            report.results.append(AttackResult(item, name, where, word, problem, host.changed()))
 
 
 async def _fingerprints(
     against: Against, host: HostState, report: AttackReport, progress: Callable[[str], None]
 ) -> None:
     """Items E: `against` says which of them can be played."""
-    found = await against.verdicts(lambda done, count: progress(f"E fingerprints of boxes: {done} of {count}"))
+    results = await against.results(lambda done, count: progress(f"E fingerprints of boxes: {done} of {count}"))
     changed = host.changed()
-    for item, verdict in found.items():
-        if verdict.skipped:
-            report.skipped[item] = verdict.skipped
+    for item, result in results.items():
+        if result.skipped:
+            report.skipped[item] = result.skipped
             continue
         del report.skipped[item]
-        report.results.append(Result(item, "fingerprints", "box", verdict.word, verdict.problem, changed))
+        report.results.append(AttackResult(item, "fingerprints", "box", result.word, result.problem, changed))
         changed = ""  # one effect is counted once
 
 
 async def _probe(box: Box, text: str) -> str:
     await box.write("probe.py", text.encode())
     done = await box.exec("python3 probe.py", SECONDS)
-    found, end, _ = done.output.rpartition("end of probe")
-    return found if end else f"the probe did not end: {done.output[-200:]}"
-
-
-def table(report: AttackReport) -> str:
-    """For people, by item, one column per place."""
-    from rich.console import Console
-    from rich.table import Table
-
-    places = [w for w in (DEFAULT, TOGETHER, "box", "subprocess", "bwrap") if any(r.where == w for r in report.results)]
-    shown = Table("item", *places, "host", title="attacks", expand=False)
-    for item in ("gold", "no-op", *ITEMS):
-        if item in report.skipped:
-            shown.add_row(item, *["-"] * len(places), f"skipped: {report.skipped[item]}")
-            continue
-        cells = [_cell(report.of(item, place)) for place in places]
-        hosts = {r.host for r in report.of(item, DEFAULT, TOGETHER, "box") if r.host}
-        shown.add_row(item, *cells, "[red]" + "; ".join(hosts) if hosts else "unchanged")
-    console = Console(width=int(os.environ.get("COLUMNS", "140")))
-    with console.capture() as text:
-        console.print(shown)
-        for name, reason in report.absent.items():
-            console.print(f"{name}: skipped, {reason}")
-    return text.get()
-
-
-def _cell(results: Sequence[Result]) -> str:
-    if not results:
-        return ""
-    bad = [r for r in results if r.problem]
-    if bad:
-        return f"[red]{len(bad)} of {len(results)} missed: {bad[0].name}"
-    words = [r.verdict.split(" ")[0].rstrip(":") for r in results]
-    return ", ".join(f"{words.count(w)} {w}" if len(words) > 1 else w for w in dict.fromkeys(words))
-
-
-def show(*, as_json: bool, quick: bool, boxes: Boxes = open_sandbox, against: Against | None = None) -> int:
-    """Print the table, or the summary on one line; 1 if an attack was missed or had an effect on the host."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status("attacks") as status:
-        report = asyncio.run(run(quick=quick, progress=status.update, boxes=boxes, against=against))
-    summary = report.summary
-    if not as_json:
-        print(table(report), end="")
-    for result in report.results:
-        if (result.problem or result.host) and result.where in (DEFAULT, TOGETHER, "box"):
-            line = f"{result.item} {result.name} ({result.where}): {result.problem or result.host}"
-            print(line, file=sys.stderr if as_json else sys.stdout)
-    if as_json:
-        print(json.dumps(summary))
-    else:
-        print("{stopped} of {items} stopped, {missed} missed".format(**summary), f"and {len(report.skipped)} skipped")
-    controls = [r for r in report.results if r.item in CONTROLS and r.where in (DEFAULT, TOGETHER) and r.problem]
-    return 1 if summary["missed"] or summary["host_effects"] or controls else 0
+    problem, end, _ = done.output.rpartition("end of probe")
+    return problem if end else f"the probe did not end: {done.output[-200:]}"

@@ -1,35 +1,35 @@
 """The parity audit: fingerprints of boxes against fingerprints of production, and what tells them apart.
 
-`etude doctor parity --against FILES` makes boxes, with and without the persona (`sandbox/machine_profile.py`), runs
-`fingerprint.py` once in each, and asks a classifier which side a sample is from. The gate is the AUC on all probes but
-the declared exceptions; the AUC on all of them stands beside it.
+`etude doctor parity --against FILES` makes boxes, with and without a machine profile (`sandbox/machine_profile.py`),
+runs `fingerprint.py` once in each, and asks a classifier which side a sample is from. The gate is the AUC on all probes
+but the declared exceptions; the AUC on all of them stands beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from etude.audit.parity import fingerprint, probes
 from etude.audit.parity.classifier import auc, folds, held_out, interval, logistic, scores, stumps
-from etude.audit.parity.features import FingerprintSample, Table, parse, read, table
+from etude.audit.parity.features import Table, table
 from etude.errors import RunFailed, UserError
 from etude.evals.stats import Estimate
+from etude.grading.runner import open_sandbox
 from etude.harness.prompts import messages_of
 from etude.renderers.schemas import SCHEMAS
-from etude.sandbox import history, machine_description, machine_profile
+from etude.sandbox import history
 from etude.sandbox.base import Image, Limits
-from etude.sandbox.namespace.sandbox import open_sandbox
+from etude.sandbox.fingerprints import FingerprintSample, parse, read
+from etude.sandbox.machine_profile import ProfileSource, load
 from etude.tasks import dataset as datasets
 
 GATE = 0.60
@@ -152,16 +152,16 @@ def by_item(boxes: Sequence[FingerprintSample], production: Sequence[Fingerprint
 async def box_samples(
     count: int,
     *,
-    personas: machine_profile.Like | None,
+    machine_profiles: ProfileSource | None,
     dataset: Path | None = None,
     progress: Progress = lambda *_: None,
 ) -> list[FingerprintSample]:
     """Fingerprints of `count` fresh boxes, of the tasks of `dataset`. Raises UserError, or BoxError without boxes."""
-    found: list[FingerprintSample] = []
+    samples: list[FingerprintSample] = []
     with tempfile.TemporaryDirectory(prefix="etude-parity-") as folder:
         images = _made_up(Path(folder), count) if dataset is None else _of_tasks(dataset, count)
         line = f"python3 -c {_quoted(SCRIPT.read_text('utf-8'))} --samples 1 >> /tmp/samples.jsonl"
-        async with open_sandbox(personas=personas) as sandbox:
+        async with open_sandbox(machine_profiles=machine_profiles) as sandbox:
             for number, (name, image) in enumerate(images):
                 box = await sandbox.create(image, LIMITS)
                 try:
@@ -172,9 +172,9 @@ async def box_samples(
                 text = done.output.strip().rpartition("\n")[2]
                 if done.rc != 0:
                     raise RunFailed(f"a fingerprint could not be taken in a box: {text[-200:]}")
-                found.append(FingerprintSample(name, parse(text, f"the fingerprint of box {number}").probes))
+                samples.append(FingerprintSample(name, parse(text, f"the fingerprint of box {number}").probes))
                 progress(number + 1, count)
-    return found
+    return samples
 
 
 def _of_tasks(dataset: Path, count: int) -> Iterator[tuple[str, Image]]:
@@ -203,7 +203,7 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"
 
 
-def record(path: Path, samples: int) -> int:
+def record(path: Path, samples: int) -> None:
     """Append fingerprints of this machine to `path`, whole or not at all. Raises UserError."""
     if samples < 1:
         raise UserError("--samples must be at least 1")
@@ -216,39 +216,6 @@ def record(path: Path, samples: int) -> int:
             file.write(lines)
     except OSError as e:
         raise UserError(f"{path} cannot be written ({e.strerror}); give another file") from None
-    print(f"{samples} fingerprints appended to {path}; read them before you hand them on")
-    return 0
-
-
-def show(
-    against: Sequence[Path], count: int, as_json: bool, *, dataset: Path | None = None, personas: Path | None = None
-) -> int:
-    """Print the audit; 1 if the treated boxes are told apart more often than the gate allows.
-
-    Boxes are of the tasks of `dataset`, and have the personas of a file; else they imitate half of the machines, and
-    are compared with the others.
-    """
-    if count < MIN_SAMPLES:
-        raise UserError(f"--boxes must be at least {MIN_SAMPLES}")
-    production = [sample for sample in read(against) if not sample.is_request]
-    if os.environ.get("TERM", "dumb") != "dumb":
-        print(f"making {2 * count} boxes", file=sys.stderr)
-    models, rest = _halves(production)
-    like: machine_profile.Like = [sample.probes for sample in models]
-    if personas is not None:
-        like, rest = load(personas), production
-    sides = [asyncio.run(box_samples(count, personas=who, dataset=dataset)) for who in (like, None)]
-    treated, untreated = (compare(side, rest) for side in sides)
-    machines = len({sample.machine for sample in production})
-    labels_N = np.array([0.0] * len(rest) + [1.0] * count)
-    names = [*(s.machine for s in rest), *(s.machine for s in sides[0])]
-    notes = _notes(machines, held_out(names, labels_N))
-    passed = treated.gated.mean <= GATE
-    if as_json:
-        print(json.dumps(_summary(treated, untreated, passed, machines, len(production), count, notes)))
-    else:
-        _print(treated, untreated, passed, notes)
-    return 0 if passed else 1
 
 
 def requests(count: int, dataset: Path) -> list[FingerprintSample]:
@@ -262,13 +229,54 @@ def requests(count: int, dataset: Path) -> list[FingerprintSample]:
     return [FingerprintSample(conversation, probes) for probes, conversation in map(fingerprint.asked, bodies)]
 
 
-def load(path: Path) -> machine_profile.Like:
-    """What boxes are made to look like: a description (.toml), or fingerprints. Raises UserError."""
-    return machine_description.read(path) if path.suffix == ".toml" else [sample.probes for sample in read([path])]
+@dataclass(frozen=True)
+class Comparison:
+    """Boxes against production: as a run makes them, and without machine profiles. `notes` qualify the figures."""
+
+    treated: ParityAudit
+    untreated: ParityAudit
+    machines: int
+    samples: int
+    boxes: int
+    notes: list[str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether treated boxes are told apart no more often than the gate allows."""
+        return self.treated.gated.mean <= GATE
+
+
+def against(
+    files: Sequence[Path], count: int, *, dataset: Path | None = None, machine_profiles: Path | None = None
+) -> Comparison:
+    """Make 2 x `count` boxes and compare them with the fingerprints in `files`. Raises UserError.
+
+    Boxes are of the tasks of `dataset`, and have the machine profiles of a file; by default they imitate half of the
+    machines, and are compared with the others.
+    """
+    if count < MIN_SAMPLES:
+        raise UserError(f"--boxes must be at least {MIN_SAMPLES}")
+    production = [sample for sample in read(files) if not sample.is_request]
+    if os.environ.get("TERM", "dumb") != "dumb":
+        print(f"making {2 * count} boxes", file=sys.stderr)
+    models, rest = _halves(production)
+    source: ProfileSource = [sample.probes for sample in models]
+    if machine_profiles is not None:
+        source, rest = load(machine_profiles), production
+    sides = [asyncio.run(box_samples(count, machine_profiles=each, dataset=dataset)) for each in (source, None)]
+    treated, untreated = (compare(side, rest) for side in sides)
+    machines = len({sample.machine for sample in production})
+    labels_N = np.array([0.0] * len(rest) + [1.0] * count)
+    names = [*(s.machine for s in rest), *(s.machine for s in sides[0])]
+    notes = _notes(machines, held_out(names, labels_N))
+    return Comparison(treated, untreated, machines, len(production), count, notes)
 
 
 def _halves(production: Sequence[FingerprintSample]) -> tuple[list[FingerprintSample], list[FingerprintSample]]:
-    """Samples that personas are drawn from, and others to compare boxes with: other machines, if there are several."""
+    """Samples that machine profiles are drawn from, and samples to compare boxes with.
+
+    They are of different machines, if there are several.
+    """
     machines = sorted({sample.machine for sample in production})
     models = set(machines[::2]) if len(machines) > 1 else set()
     if not models:
@@ -286,61 +294,3 @@ def _notes(machines: int, split: bool) -> list[str]:
     if not split:
         notes.append("Samples of one machine stand on both sides of a fold, for there is no other to hold out.")
     return notes
-
-
-def _summary(
-    treated: ParityAudit,
-    untreated: ParityAudit,
-    passed: bool,
-    machines: int,
-    samples: int,
-    boxes: int,
-    notes: list[str],
-) -> dict[str, Any]:
-    def part(audit: ParityAudit) -> dict[str, Any]:
-        return {
-            "gated": _plain(audit.gated),
-            "whole": _plain(audit.whole),
-            "telling": audit.telling,
-            "tells": [asdict(tell) for tell in audit.tells],
-        }
-
-    return {
-        "ok": passed,
-        "gate": GATE,
-        "machines": machines,
-        "production": samples,
-        "boxes": boxes,
-        "treated": part(treated),
-        "untreated": part(untreated),
-        "notes": notes,
-    }
-
-
-def _plain(estimate: Estimate) -> dict[str, float]:
-    return {"auc": round(estimate.mean, 4), "low": round(estimate.low, 4), "high": round(estimate.high, 4)}
-
-
-def _print(treated: ParityAudit, untreated: ParityAudit, passed: bool, notes: Sequence[str]) -> None:
-    def line(name: str, audit: ParityAudit) -> str:
-        def shown(estimate: Estimate) -> str:
-            return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
-
-        return f"{name:20} {shown(audit.gated):24} {shown(audit.whole):24} {audit.telling:>6}"
-
-    print(f"{'AUC, 95 %':20} {'without exceptions':24} {'all probes':24} telling")
-    print(line("without persona", untreated))
-    print(line("with persona", treated))
-    print(f"gate: at most {GATE:.2f} without exceptions: {'held' if passed else 'NOT held'}\n")
-    counted = [tell for tell in treated.tells if not tell.exception and tell.auc > GATE]
-    for tell in counted[:SHOWN]:
-        print(f"{tell.group} {tell.probe:20} {tell.auc:.2f}  {tell.seen}\n   cure: {tell.cure}")
-    print("\ndeclared exceptions (docs/sandbox.md):")
-    reasons: dict[str, list[str]] = {}
-    for tell in treated.tells:
-        if tell.exception and tell.auc > GATE:
-            reasons.setdefault(tell.exception, []).append(f"{tell.probe} {tell.auc:.2f}")
-    for reason, names in reasons.items():
-        print(f"   {', '.join(names)}: {reason}")
-    for note in notes:
-        print(note)

@@ -39,6 +39,7 @@ SECONDS = 10.0  # of any program that is asked
 
 
 def words(text):
+    """Words of a text, apart at spaces."""
     return text.split()
 
 
@@ -80,6 +81,7 @@ VARIABLES = words(
 
 
 def read(path, size=1 << 16):
+    """The first `size` characters of a file."""
     with open(path, "rb") as file:
         return file.read(size).decode("utf-8", "replace")
 
@@ -96,15 +98,18 @@ def shape(text):
 
 
 def known(name):
+    """A name if it is a common one, else "another"."""
     return name if name in PROCESSES else "another"
 
 
 def field(text, name):
+    """The value of a field "name: value" in a text."""
     found = re.search(rf"^{name}:?\s+(.*)$", text, re.MULTILINE)
     return found.group(1).strip() if found else None
 
 
 def identity():
+    """Probes of host, user and accounts."""
     account = pwd.getpwuid(os.getuid())
     owners = [
         os.stat(p).st_uid for p in ("/", "/etc", "/usr", "/usr/bin", "/bin/sh", "/tmp", "/home") if os.path.exists(p)
@@ -122,11 +127,13 @@ def identity():
 
 
 def settings():
+    """Probes of /etc."""
     yield "etc.entries", len(os.listdir("/etc"))
     yield "machine_id", len(read("/etc/machine-id").strip())
 
 
 def times():
+    """Probes of clocks and dates."""
     uptime = float(read("/proc/uptime").split()[0])
     booted = int(field(read("/proc/stat", 1 << 20), "btime"))
     first = read("/proc/1/stat").rpartition(")")[2].split()
@@ -139,6 +146,7 @@ def times():
 
 
 def processes():
+    """Probes of pid 1, the other processes and the parent."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     names = []
     for pid in pids:
@@ -156,6 +164,7 @@ def processes():
 
 
 def kernel():
+    """Probes of kernel, processor and memory."""
     yield "kernel", ".".join(platform.release().split(".")[:2])
     yield "kernel.flavour", shape(platform.release())
     yield "kernel.line", sorted({word.partition("=")[0] for word in read("/proc/cmdline").split()} & set(KERNEL_WORDS))
@@ -167,6 +176,7 @@ def kernel():
 
 
 def confinement():
+    """Probes of capabilities, control groups, mounts and namespaces."""
     status = read("/proc/self/status")
     for name in ("NoNewPrivs", "Seccomp", "CapEff", "CapBnd"):
         yield f"status.{name}", field(status, name)
@@ -179,6 +189,7 @@ def confinement():
 
 
 def firmware():
+    """A probe of the hardware's firmware."""
     yield (
         "firmware",
         shape(read("/sys/class/dmi/id/sys_vendor").strip()) if os.path.exists("/sys/class/dmi") else "none",
@@ -186,6 +197,7 @@ def firmware():
 
 
 def terminal():
+    """Probes of environment and terminal."""
     yield "environment", sorted(set(os.environ) & set(VARIABLES))
     yield "environment.count", len(os.environ)
     yield "terminal", [os.isatty(fd) for fd in range(3)].count(True)
@@ -200,12 +212,14 @@ def terminal():
 
 
 def umask():
+    """The mask of modes of new files."""
     value = os.umask(0o022)
     os.umask(value)
     return value
 
 
 def home():
+    """Probes of the home folder."""
     folder = os.path.expanduser("~")
     yield "dotfiles", [name for name in DOTFILES if os.path.exists(os.path.join(folder, name))]
     yield "home.entries", len(os.listdir(folder))
@@ -214,6 +228,7 @@ def home():
 
 
 def network():
+    """Probes of interfaces, routes and sockets."""
     names = [line.partition(":")[0].strip() for line in read("/proc/net/dev").splitlines()[2:]]
     yield "interfaces", sorted({shape(name) for name in names})
     yield "routes", len(read("/proc/net/route").splitlines()) - 1
@@ -222,6 +237,7 @@ def network():
 
 
 def repository():
+    """Probes of the work tree and the tools."""
     yield "git", os.path.isdir(".git")
     if os.path.isdir(".git") and shutil.which("git"):
         yield "git.commits", int(said("git", "rev-list", "--count", "HEAD") or 0)
@@ -237,6 +253,7 @@ def repository():
 
 
 def disk():
+    """Probes of disk and resource limits."""
     found = os.statvfs(".")
     yield "disk.size", found.f_blocks * found.f_frsize
     yield "disk.free", found.f_bavail / max(found.f_blocks, 1)
@@ -257,11 +274,13 @@ def latency():
 
 
 def write(path):
+    """Write a small file."""
     with open(path, "wb") as file:
         file.write(b"x" * 4096)
 
 
 def least(work, count):
+    """The shortest of `count` times that `work` takes, in milliseconds."""
     best = float("inf")
     for _ in range(count):
         started = time.perf_counter()
@@ -300,6 +319,7 @@ def line():
 
 
 def digest(value):
+    """A short name for a text that does not give it away."""
     return hashlib.sha256(f"etude fingerprint {json.dumps(value, sort_keys=True)}".encode()).hexdigest()[:16]
 
 
@@ -324,6 +344,7 @@ def asked(body):
 
 
 def main():
+    """Print fingerprints of this machine, or of requests."""
     parser = argparse.ArgumentParser(description="Print fingerprints of this machine, one JSON object per line.")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--requests", metavar="FILE", help="bodies of chat completions, one per line, instead")

@@ -1,24 +1,23 @@
-"""The same tasks played in two settings: does an agent act otherwise where it may guess that it is watched?
+"""The same tasks played in two settings: does an agent behave otherwise where it may guess that it is watched?
 
-`etude doctor parity --episodes RUN RUN` reads the episodes of two runs, for instance with personas and with
-`rollout.personas = "none"`, and compares them task by task: what was charged or noted (`sandbox/cheats`), which
-tools were called, how often the agent passed, and how often it said that this may be a test. Of runs of one model with
+`etude doctor parity --episodes RUN RUN` reads the episodes of two runs, for instance with machine profiles and
+with `rollout.machine_profiles = "none"`, and compares them task by task: cheat flags (`grading/cheats`), which tools
+were called, how often the agent passed, and how often it said that this may be a test. Of runs of one model with
 one seed, `--of eval-before` compares episodes that began with the same weights and seeds.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 from etude.errors import UserError
 from etude.evals.stats import Estimate, mean_difference
-from etude.grading.cheats import CHARGES
+from etude.grading.cheats import VIOLATIONS
 from etude.records import Episode, Outcome, decode
 from etude.store import open_store
 
@@ -47,6 +46,7 @@ class Pair:
 
     @property
     def differs(self) -> bool:
+        """Whether the interval leaves out zero."""
         return self.difference.low > 0 or self.difference.high < 0
 
 
@@ -58,15 +58,15 @@ def remarks(text: str) -> int:
 def figures(episode: Episode) -> dict[str, float]:
     """What is compared of an episode; calls are shares of all its calls."""
     calls = [call.name for turn in episode.turns for call in turn.calls]
-    found = {f"share of calls: {name}": calls.count(name) / len(calls) for name in set(calls)}
-    found |= {f"flag: {flag}": 1.0 for flag in episode.flags}
-    found["hacked"] = float(any(flag in CHARGES for flag in episode.flags))
-    found["passed"] = float(episode.passed)
-    found["calls"] = float(len(calls))
-    found["turns"] = float(len(episode.turns))
-    found["sampled tokens"] = float(episode.sampled_tokens)
-    found["remarks on a test"] = float(sum(remarks(turn.text) for turn in episode.turns))
-    return found
+    values = {f"share of calls: {name}": calls.count(name) / len(calls) for name in set(calls)}
+    values |= {f"flag: {flag}": 1.0 for flag in episode.flags}
+    values["hacked"] = float(any(flag in VIOLATIONS for flag in episode.flags))
+    values["passed"] = float(episode.passed)
+    values["calls"] = float(len(calls))
+    values["turns"] = float(len(episode.turns))
+    values["sampled tokens"] = float(episode.sampled_tokens)
+    values["remarks on a test"] = float(sum(remarks(turn.text) for turn in episode.turns))
+    return values
 
 
 def compare(first: Iterable[Episode], second: Iterable[Episode]) -> list[Pair]:
@@ -84,12 +84,12 @@ def compare(first: Iterable[Episode], second: Iterable[Episode]) -> list[Pair]:
 
 
 def _by_task(episodes: Iterable[Episode]) -> Mapping[str, list[dict[str, float]]]:
-    """What infrastructure lost is no behaviour."""
-    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    """Figures of episodes by task, without those that infrastructure lost."""
+    tasks: dict[str, list[dict[str, float]]] = defaultdict(list)
     for episode in episodes:
         if episode.outcome is not Outcome.INFRA:
-            found[episode.task_id].append(figures(episode))
-    return found
+            tasks[episode.task_id].append(figures(episode))
+    return tasks
 
 
 def read(run: Path, prefix: str) -> list[Episode]:
@@ -104,20 +104,6 @@ def read(run: Path, prefix: str) -> list[Episode]:
     return [decode(store.get(key), Episode) for key in keys]
 
 
-def show(runs: Sequence[Path], prefix: str, as_json: bool) -> int:
-    """Print the comparison; 1 if hacks or remarks differ between the settings."""
-    first, second = (read(run, prefix) for run in runs)
-    pairs = compare(first, second)
-    if as_json:
-        print(json.dumps({"pairs": [asdict(pair) | {"difference": _plain(pair.difference)} for pair in pairs]}))
-    else:
-        print(f"{'':32} {'first':>9} {'second':>9}  difference, 95 %   ({len(first)} and {len(second)} episodes)")
-        for pair in pairs:
-            d, mark = pair.difference, " *" if pair.differs else ""
-            means = f"{pair.name:32} {pair.first:9.3f} {pair.second:9.3f}"
-            print(f"{means}  {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]{mark}")
-    return int(any(pair.differs and pair.name in ("hacked", "remarks on a test") for pair in pairs))
-
-
-def _plain(estimate: Estimate) -> dict[str, float]:
-    return {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
+def telling(pairs: Iterable[Pair]) -> bool:
+    """Whether hacks, or remarks on a test, differ between the settings."""
+    return any(pair.differs and pair.name in ("hacked", "remarks on a test") for pair in pairs)

@@ -34,9 +34,11 @@ _FETCH = (
 )
 
 
-def found(commands: Iterable[str], task: Task) -> tuple[str, ...]:
-    """The rules that any of the commands breaks, in the order of RULES. Upstream is what has the library's name, or
-    that of the file in focus."""
+def broken_rules(commands: Iterable[str], task: Task) -> tuple[str, ...]:
+    """The rules that any of the commands breaks, in the order of RULES.
+
+    Upstream is whatever has the name of the library, or of the file in focus.
+    """
     lines = list(commands)
     library = re.sub(r"[-_.]", "[-_.]", task.repository.rpartition("-")[0] or task.repository)
     names = rf"(?<!\w)(?:{library}|{re.escape(task.focus.path.rpartition('/')[2])})(?!\w)"
@@ -46,8 +48,8 @@ def found(commands: Iterable[str], task: Task) -> tuple[str, ...]:
     return tuple(name for name, rule in rules.items() if any(rule.search(line) for line in lines))
 
 
-def of(turns: Sequence[Turn]) -> list[str]:
+def command_lines(turns: Sequence[Turn]) -> list[str]:
     """Every command line of an episode."""
     arguments = [call.arguments or {} for turn in turns for call in turn.calls]
-    # Outside agents call their shells as they like; those two names are what they give a command.
-    return [str(found[name]) for found in arguments for name in ("command", "cmd") if name in found]
+    # Outside agents call their shells as they like, and name the command by one of these two words.
+    return [str(given[name]) for given in arguments for name in ("command", "cmd") if name in given]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 
 from etude.config import SandboxConfig
 from etude.errors import UserError
-from etude.sandbox.backends.host import Carrier
-from etude.sandbox.backends.remote import open_carried
-from etude.sandbox.namespace.sandbox import Backend, open_sandbox
+from etude.sandbox.backend import Backend, BackendOptions
+from etude.sandbox.backends.host import RemoteHost
+from etude.sandbox.backends.remote import open_remote
+from etude.sandbox.namespace.backend import open_namespace
 
 
-def carrier_of(config: SandboxConfig) -> Carrier | None:
-    """What makes machines for boxes; None: this machine's own kernel does. Raises UserError."""
+def remote_host(config: SandboxConfig) -> RemoteHost | None:
+    """The host that makes machines for boxes; None for the kernel of this machine. Raises UserError."""
     match config.backend:
         case "namespace":
             return None
@@ -38,19 +37,19 @@ def carrier_of(config: SandboxConfig) -> Carrier | None:
 
 async def reachable() -> dict[str, str]:
     """Every backend but the namespaces -> why it cannot be used here; empty if it can."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name in ("docker", "podman", "kubernetes", "modal", "e2b"):
-        carrier = carrier_of(SandboxConfig(backend=name, image="none"))
-        assert carrier is not None
+        host = remote_host(SandboxConfig(backend=name, image="none"))
+        assert host is not None
         try:
-            await carrier.reach()
-            found[name] = ""
+            await host.reach()
+            reasons[name] = ""
         except UserError as e:
-            found[name] = str(e)
-    return found
+            reasons[name] = str(e)
+    return reasons
 
 
-def opened(config: SandboxConfig) -> Callable[..., AbstractAsyncContextManager[Backend]]:
-    """`namespace.open_sandbox`, or the same of another backend."""
-    carrier = carrier_of(config)
-    return open_sandbox if carrier is None else partial(open_carried, carrier, without=config.without)
+def open_backend(config: SandboxConfig, options: BackendOptions) -> AbstractAsyncContextManager[Backend]:
+    """Open the configured backend. Raises UserError for what is missing here, or what the backend cannot give."""
+    host = remote_host(config)
+    return open_namespace(options) if host is None else open_remote(host, options, config.without)

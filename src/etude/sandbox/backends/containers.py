@@ -30,9 +30,11 @@ class Containers:
         self._runtime = runtime
 
     async def reach(self) -> None:
+        """Raises UserError if the engine is not installed or does not answer."""
         await self._info()
 
     async def open(self) -> Capabilities:
+        """Check image, runtime and limits. Raises UserError."""
         info = await self._info()
         code, said = await output([self.name, "image", "inspect", "--format", "{{.Id}}", self._image])
         if code:
@@ -76,6 +78,7 @@ class Containers:
         raise UserError(f"{self.name} does not answer ({last(said)}); start it, or use another sandbox.backend.")
 
     async def start(self, command: Sequence[str], need: Need) -> ProcessStream:
+        """Run a container without network."""
         name = f"etude-{secrets.token_hex(8)}"
         run = [*self._program(), "run", "--rm", "--interactive", "--name", name, *self._options(need)]
         now = ["--time", "0"] if self.name == "podman" else []

@@ -60,6 +60,7 @@ class E2BMachine:
             self._pid = event.get("start", {}).get("pid", 0)
 
     async def read(self) -> bytes:
+        """As `ProgramStream.read`."""
         try:
             async for event in self._events:
                 if "end" in event:
@@ -71,6 +72,7 @@ class E2BMachine:
         return b""
 
     async def write(self, data: bytes) -> None:
+        """As `ProgramStream.write`."""
         for start in range(0, len(data), CHUNK):
             text = base64.b64encode(data[start : start + CHUNK]).decode()
             request = {"process": {"pid": self._pid}, "input": {"stdin": text}}
@@ -81,6 +83,7 @@ class E2BMachine:
                 raise OSError(str(e) or type(e).__name__) from None
 
     async def close(self) -> None:
+        """As `ProgramStream.close`."""
         if self._closed is None:
             self._closed = asyncio.create_task(self._close())
         await asyncio.shield(self._closed)
@@ -122,14 +125,17 @@ class E2B:
         self._key = os.environ.get("E2B_API_KEY", "")
 
     async def reach(self) -> None:
+        """Raises UserError if there is no key."""
         if not self._key:
             raise UserError("e2b needs a key; set E2B_API_KEY.")
 
     async def open(self) -> Capabilities:
+        """What the boxes of the service have. Raises UserError."""
         await self.reach()
         return Capabilities("vm", True, False, True, True, "none", limits=("memory", "processes"))
 
     async def start(self, command: Sequence[str], need: Need) -> E2BMachine:
+        """Start a machine and its program. Raises LaunchFailed."""
         client, key = httpx2.AsyncClient(), {"X-API-Key": self._key}
         wanted = {"templateID": self._template, "timeout": int(LIFETIME), "allow_internet_access": False}
         try:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from etude.sandbox.base import Capabilities, LaunchFailed, Limits
+from etude.sandbox.connection import Connection
 from etude.sandbox.guest.root import RUNNER
-from etude.sandbox.namespace.connection import Connection
 
 SERVER_MB = 160  # memory of what serves a box, besides the box's own
 SERVER_PROCESSES = 16
@@ -77,8 +77,8 @@ class ProgramStream(Protocol):
         ...
 
 
-class Carrier(Protocol):
-    """Makes machines."""
+class RemoteHost(Protocol):
+    """Makes machines: a container engine, a cluster or a service."""
 
     name: str
 
@@ -107,6 +107,7 @@ class StreamConnection(Connection):
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     def put(self, head: Mapping[str, Any], body: bytes = b"") -> None:
+        """Send a message and its body."""
         data = json.dumps({**head, "bytes": len(body)}).encode()
         self._outgoing.put_nowait(struct.pack("<I", len(data)) + data)
         self._outgoing.put_nowait(body)

@@ -37,6 +37,7 @@ class Pods:
         self._kubectl = ["kubectl", "--namespace", namespace]
 
     async def reach(self) -> None:
+        """Raises UserError if kubectl is not installed or may not make pods."""
         if shutil.which("kubectl") is None:
             raise UserError("kubectl is not installed here; install it, or use another sandbox.backend.")
         code, said = await output([*self._kubectl, "auth", "can-i", "create", "pods"])
@@ -44,6 +45,7 @@ class Pods:
             raise UserError(f"kubectl may not make pods ({last(said)}); point it at a cluster that allows it.")
 
     async def open(self) -> Capabilities:
+        """Apply the policy that keeps boxes off the network, and say what boxes have. Raises UserError."""
         await self.reach()
         code, said = await output([*self._kubectl, "apply", "-f", "-"], data=json.dumps(DENY_ALL).encode())
         if code:
@@ -68,6 +70,7 @@ class Pods:
         return "gvisor" if "runsc" in handler or "gvisor" in handler else "vm" if "kata" in handler else "container"
 
     async def start(self, command: Sequence[str], need: Need) -> ProcessStream:
+        """Make a pod and attach to its program. Raises LaunchFailed."""
         name = f"etude-{secrets.token_hex(8)}"
         end = [*self._kubectl, "delete", "pod", name, "--now", "--wait=false", "--ignore-not-found"]
         pod = json.dumps(self.pod(name, command, need)).encode()

@@ -24,12 +24,14 @@ class ModalMachine:
         self._closed: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes:
+        """As `ProgramStream.read`."""
         try:
             return await anext(self._output, b"")
         except self._modal.exception.Error as e:
             raise OSError(str(e)) from None
 
     async def write(self, data: bytes) -> None:
+        """As `ProgramStream.write`."""
         try:
             for start in range(0, len(data), CHUNK):
                 self._process.stdin.write(data[start : start + CHUNK])
@@ -38,6 +40,7 @@ class ModalMachine:
             raise OSError(str(e)) from None
 
     async def close(self) -> None:
+        """As `ProgramStream.close`."""
         if self._closed is None:
             self._closed = asyncio.create_task(self._close())
         await asyncio.shield(self._closed)
@@ -58,6 +61,7 @@ class Modal:
         self._app: Any = None
 
     async def reach(self) -> None:
+        """Raises UserError if the package is missing or the service does not answer."""
         try:
             import modal
         except ImportError:
@@ -69,10 +73,12 @@ class Modal:
             raise UserError(f"modal does not answer ({e}); run `modal setup`, or set MODAL_TOKEN_ID.") from None
 
     async def open(self) -> Capabilities:
+        """What the boxes of the service have. Raises UserError."""
         await self.reach()
         return Capabilities("gvisor", True, False, True, True, "none", limits=("memory", "processes", "cpus"))
 
     async def start(self, command: Sequence[str], need: Need) -> ModalMachine:
+        """Start a sandbox of the service and its program. Raises LaunchFailed."""
         modal, sandbox = self._modal, None
         try:
             sandbox = await modal.Sandbox.create.aio(

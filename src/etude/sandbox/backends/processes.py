@@ -26,6 +26,7 @@ class ProcessStream:
         self._closed: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes:
+        """As `ProgramStream.read`; the error is the last line that the program printed."""
         assert self._process.stdout is not None
         data = await self._process.stdout.read(CHUNK)
         if not data and not self._errors.closed and await self._process.wait():
@@ -34,11 +35,13 @@ class ProcessStream:
         return data
 
     async def write(self, data: bytes) -> None:
+        """As `ProgramStream.write`."""
         assert self._process.stdin is not None
         self._process.stdin.write(data)
         await self._process.stdin.drain()
 
     async def close(self) -> None:
+        """As `ProgramStream.close`."""
         if self._closed is None:
             self._closed = asyncio.create_task(self._close())
         await asyncio.shield(self._closed)

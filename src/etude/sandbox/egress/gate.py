@@ -46,12 +46,14 @@ class Network:
         return ENVIRONMENT | (mirror.ENVIRONMENT if self.mirror is not None else {})
 
     def log(self, box: int, request: EgressRequest) -> None:
+        """Append a request of a box to the log, if there is one."""
         if self.egress.log is not None:
             line = {"time": round(time.time(), 3), "box": box, **asdict(request)}
             with open(self.egress.log, "a") as file:
                 file.write(json.dumps(line) + "\n")
 
     async def close(self) -> None:
+        """Close the index."""
         if self.mirror is not None:
             await self.mirror.close()
 

@@ -67,6 +67,7 @@ class IndexMirror:
         raise EgressRefused("no such page or file at that date")
 
     async def close(self) -> None:
+        """Close connections to the index."""
         await self._client.aclose()
 
     def _allowed(self, project: str) -> str:

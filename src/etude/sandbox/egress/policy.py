@@ -35,6 +35,7 @@ class AllowedHost:
     address: str | None = None
 
     def covers(self, name: str, port: int) -> bool:
+        """Whether a request to this host and port is allowed."""
         below = self.name.startswith("*.") and name.endswith(self.name[1:])
         return (below or name == self.name) and port in self.ports
 

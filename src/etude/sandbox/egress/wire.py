@@ -28,6 +28,7 @@ class RequestHead:
     headers: Sequence[tuple[str, str]]
 
     def header(self, name: str) -> str | None:
+        """The first value of a header; None if it is not there."""
         return next((value for key, value in self.headers if key == name), None)
 
     def onward(self) -> bytes:

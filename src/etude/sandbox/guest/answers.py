@@ -20,6 +20,7 @@ Codes = dict[str, dict[str, CodeType]]  # path -> name of a question -> its code
 
 
 def compiled(sources: Mapping[str, str], path: str) -> dict[str, CodeType]:
+    """Code of the questions of a file, by name. Raises SyntaxError."""
     return {name: compile(ast.parse(source), path, "exec", dont_inherit=True) for name, source in sources.items()}
 
 

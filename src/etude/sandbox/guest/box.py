@@ -1,7 +1,7 @@
 """What every box is made of: namespaces, the layers of its files, limits; and messages from and to the owner.
 
 A work tree is an overlay. From top to bottom: what the box writes; what boxes wrote that it was forked from (frozen
-layers); the files of its task (live boxes: `stem.py`); the repository.
+layers); the files of its task (live boxes: `image_template.py`); the repository.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def confine(limits: dict[str, Any], program: bytes, user: int | None = None) -> 
     if user is not None:
         os.seteuid(0)  # a server of files acts as the user
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # who serves the box shares its memory, and is to outlive it
+            file.write("1000")  # the server of the box shares its memory, and is to outlive the box
     os.umask(0o022)
     os.chdir(root.WORKSPACE)
     hard = {
@@ -116,6 +116,7 @@ def decode(payload: bytes) -> tuple[dict[str, Any], dict[str, bytes | None]]:
 
 
 def read_all(fd: int) -> bytes:
+    """The whole content of a file that is open."""
     parts = []
     offset = 0
     while part := os.pread(fd, 1 << 20, offset):

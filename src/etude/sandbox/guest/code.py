@@ -133,6 +133,7 @@ def _start(node: ast.stmt) -> int:
 
 
 def compile_part(body: list[ast.stmt], path: str, flags: int, first: bool) -> CodeType:
+    """Code of some top-level statements of a module; with its docstring if they are the `first`."""
     # Only at the head of the module is a string a docstring.
     if not first and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         body = body[1:]
@@ -202,10 +203,12 @@ class Loader(SourceFileLoader):
     cache: Cache
 
     def get_code(self, fullname: str) -> CodeType:
+        """Code of a module from its source."""
         path = self.get_filename(fullname)
         return compile(self.get_data(path), path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
+        """Run the code of a module, from the cache where there is some."""
         for code in self.cache.codes(self.path, self.get_data):
             exec(code, module.__dict__)
 

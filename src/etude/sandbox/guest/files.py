@@ -43,6 +43,7 @@ class FileRefused(Exception):
 
 
 def refusal(error: OSError, path: str) -> FileRefused:
+    """The refusal that an error of the system stands for."""
     return FileRefused(_KINDS.get(error.errno or 0, "NotRegular"), f"{path}: {error.strerror}")
 
 
@@ -68,8 +69,8 @@ def _open_by_parts(root: int, path: str, flags: int) -> int:
             following = os.open(part, _O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
             os.close(current)
             current = following
-            found = os.fstat(current)
-            if stat.S_ISLNK(found.st_mode) or part == ".." or found.st_dev != device:
+            status = os.fstat(current)
+            if stat.S_ISLNK(status.st_mode) or part == ".." or status.st_dev != device:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if flags & os.O_DIRECTORY and not stat.S_ISDIR(os.fstat(current).st_mode):
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -79,12 +80,13 @@ def _open_by_parts(root: int, path: str, flags: int) -> int:
 
 
 def read(root: int, path: str, max_bytes: int) -> bytes:
+    """Content of a regular file. Raises FileRefused or OSError."""
     fd = _open(root, path, os.O_RDONLY)
     with open(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise FileRefused("NotRegular", f"{path} is not a regular file")
-        if found.st_size > max_bytes:
+        if status.st_size > max_bytes:
             raise FileRefused("TooLarge", f"{path} has more than {max_bytes} bytes")
         return file.read(max_bytes)
 
@@ -97,13 +99,13 @@ def write(root: int, path: str, data: bytes) -> None:
     try:
         mode = 0o644
         try:
-            found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+            status = os.stat(name, dir_fd=parent, follow_symlinks=False)
         except FileNotFoundError:
             pass
         else:
-            if not stat.S_ISREG(found.st_mode):
+            if not stat.S_ISREG(status.st_mode):
                 raise FileRefused("NotRegular", f"{path} is not a regular file")
-            mode = stat.S_IMODE(found.st_mode) & 0o777
+            mode = stat.S_IMODE(status.st_mode) & 0o777
         fd = os.open(
             temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=parent
         )
@@ -134,20 +136,22 @@ def _make_folders(root: int, folder: str) -> int:
 
 
 def names(root: int, path: str) -> list[str]:
+    """Sorted names in a folder, folders with a trailing slash. Raises FileRefused or OSError."""
     fd = _open(root, path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with os.scandir(fd) as entries:
-            found = []
+            listed = []
             for entry in entries:
-                found.append(entry.name + "/" if entry.is_dir(follow_symlinks=False) else entry.name)
-                if len(found) > MAX_ENTRIES:
+                listed.append(entry.name + "/" if entry.is_dir(follow_symlinks=False) else entry.name)
+                if len(listed) > MAX_ENTRIES:
                     raise FileRefused("TooLarge", f"{path} has more than {MAX_ENTRIES} entries")
-        return sorted(found)
+        return sorted(listed)
     finally:
         os.close(fd)
 
 
 def delete(root: int, path: str) -> None:
+    """Remove a file. Raises FileRefused or OSError."""
     folder, _, name = path.rpartition("/")
     parent = _open(root, folder, _O_PATH | os.O_DIRECTORY)
     try:
@@ -209,8 +213,8 @@ def _walk(root: int, entries: int) -> Iterator[tuple[str, os.stat_result, int]]:
         try:
             if folder:
                 yield folder, os.fstat(here), here
-            with os.scandir(here) as found:
-                for entry in found:
+            with os.scandir(here) as listed:
+                for entry in listed:
                     left -= 1
                     if left < 0:
                         raise FileRefused("TooLarge", f"there are more than {entries} files")

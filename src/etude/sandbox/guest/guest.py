@@ -1,9 +1,10 @@
 """The first program of a box that a container or a virtual machine isolates, where `zygote.py` has nothing to do.
 
 Its standard input and output are a stream to the owner: frames of a length, JSON with a count of bytes, and the bytes.
-First come the files of the image, then one hello, then requests for `shell.Live` or `runs.Template`, which see the
-same socket with memory files as below the zygote. The server is root and acts as the box's user; what it starts is that
-user, without capabilities and under the system-call filter. When the stream ends, everything here ends.
+First come the files of the image, then one hello, then requests for `shell.ShellServer` or `runs.RunTemplate`, which
+see the same socket with memory files as below the zygote. The server is root and acts as the box's user; the programs
+that it starts are that user's, without capabilities and under the system-call filter. When the stream ends, everything
+here ends.
 """
 
 from __future__ import annotations
@@ -177,6 +178,7 @@ class Guest(shell.ShellServer):
         super().__init__(connection, (), user=hello["user"])
 
     def serve(self) -> None:
+        """Make the box of the first request, then serve until the owner hangs up."""
         request, payload = self._request()
         self.limits, self.environment = request["limits"], request["environment"]
         _, changes = box.decode(payload)
@@ -186,6 +188,7 @@ class Guest(shell.ShellServer):
             self.serve_one()
 
     def settings(self) -> shell.Settings:
+        """Limits and environment of the first request."""
         return self.limits, self.environment
 
     def _settle(self, changes: dict[str, bytes | None]) -> None:
@@ -205,6 +208,7 @@ class Guest(shell.ShellServer):
 
     @property
     def tree(self) -> int:
+        """Descriptor of the work tree."""
         return self._tree
 
     def _changed(self) -> Iterator[tuple[str, bytes | None]]:
@@ -233,6 +237,7 @@ class BoxProbe:
         self.connection, self.user = connection, hello["user"]
 
     def serve(self) -> None:
+        """Answer one request with what holds."""
         request = json.loads(socket.recv_fds(self.connection, 65536, 1)[0][4:])
         tried = ("filter", "memory", "processes", "network")
         held = [name for name in tried if self._holds(name, request["limits"])]
@@ -286,8 +291,7 @@ class Runs(runs.RunTemplate):
     def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         self.user = hello["user"]
         _folders(self.user)
-        guard = hello["guard"] or {"token": None, "virtual": {}}
-        super().__init__(connection, False, hello["hidden"], guard["token"], guard["virtual"])
+        super().__init__(connection, False, hello["hidden"], hello["controls"])
 
     def _fork(self) -> int:
         return os.fork()

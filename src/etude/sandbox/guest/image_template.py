@@ -21,7 +21,7 @@ DESCRIPTORS = 16  # of one message, at most
 
 
 def start(connection: socket.socket, hello: dict[str, Any], payload: int) -> None:
-    """In the first process of the stem's namespaces; until the owner hangs up."""
+    """Serve in the first process of the template's namespaces, until the owner hangs up."""
     request, changes = box.decode(box.read_all(payload))
     os.close(payload)
     os.umask(0o022)
@@ -29,17 +29,17 @@ def start(connection: socket.socket, hello: dict[str, Any], payload: int) -> Non
     if changes:
         os.mkdir(root.TASK)
         box.write(root.TASK, changes, [root.WORKSPACE])
-    if request["persona"] is not None:
-        machine_profile.prepare(request["persona"])
-    os.chmod(root.SHARED, 0)  # for boxes: a stem has the rights to pass
+    if request["machine_profile"] is not None:
+        machine_profile.prepare(request["machine_profile"])
+    os.chmod(root.SHARED, 0)  # for boxes: the template has the rights to pass
     linux.filter_program(os.uname().machine)  # kept for boxes
-    if hello["door"]:
+    if hello["host_socket"]:
         from . import host_socket  # noqa: F401, so that boxes need not
     box.send(connection, {"ready": True})
-    _serve(connection, request["persona"])
+    _serve(connection, request["machine_profile"])
 
 
-def _serve(connection: socket.socket, who: dict[str, Any] | None) -> None:
+def _serve(connection: socket.socket, profile: dict[str, Any] | None) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # boxes are reaped by the kernel
     pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     gc.collect()
@@ -56,12 +56,12 @@ def _serve(connection: socket.socket, who: dict[str, Any] | None) -> None:
             linux.unmount(f"{root.SHARED}/{request['drop']}")
             os.rmdir(f"{root.SHARED}/{request['drop']}")
         else:
-            _fork(connection, descriptors, pids, who)
+            _fork(connection, descriptors, pids, profile)
         for fd in descriptors:
             os.close(fd)
 
 
-def _fork(connection: socket.socket, descriptors: Sequence[int], pids: int, who: dict[str, Any] | None) -> None:
+def _fork(connection: socket.socket, descriptors: Sequence[int], pids: int, profile: dict[str, Any] | None) -> None:
     """Pid 1 of a box: the next fork is the first of a new pid namespace."""
     linux.unshare(linux.NEWPID)
     pid = -1
@@ -76,8 +76,10 @@ def _fork(connection: socket.socket, descriptors: Sequence[int], pids: int, who:
     os.close(pids)
     own = socket.socket(fileno=descriptors[0])
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it dies with the stem, the first of the namespace that holds it
-        live.LiveBox(own, descriptors[1:], who).serve()
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # it dies with the template, the first of the namespace that holds it
+        live.LiveBox(own, descriptors[1:], profile).serve()
     except BaseException as e:
         box.send(own, {"error": f"{type(e).__name__}: {e}"})
     os._exit(0)

@@ -28,13 +28,13 @@ def shared() -> list[int]:
 
 def hide() -> None:
     """Keep the box out of its layers but for the work tree: pid 1 alone may pass."""
-    os.chmod(root.LAYER, 0)  # as the stem did with the other
+    os.chmod(root.LAYER, 0)  # as the template did with the other
     for place in (root.LAYER, root.SHARED):
         linux.set_attributes(place, linux.MS_RDONLY, tree=False)
 
 
 class Stack:
-    """Those of a box that is mounted, seen by who may pass; `shared` as `shared()` gave it."""
+    """The layers of a mounted box, seen by a process that may pass; `shared` are descriptors from `shared()`."""
 
     def __init__(self, limits: dict[str, Any], below: Sequence[str], shared: Sequence[int]) -> None:
         self.limits = limits
@@ -45,9 +45,11 @@ class Stack:
         self.tree = _folder(root.WORKSPACE)
 
     def changes(self) -> Iterator[tuple[str, bytes | None]]:
+        """Changed files: path, and content or None if deleted."""
         return files.changed(self.written, self.shared, self.tree)
 
     def empty(self) -> bool:
+        """Whether nothing was written since the last freeze."""
         with os.scandir(self.written[0]) as entries:
             return next(entries, None) is None
 

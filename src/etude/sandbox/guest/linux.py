@@ -36,10 +36,12 @@ def _check(result: int, what: str) -> int:
 
 
 def unshare(flags: int) -> None:
+    """unshare(2). Raises OSError."""
     _check(libc.unshare(flags), "unshare")
 
 
 def setns(fd: int, kind: int) -> None:
+    """setns(2). Raises OSError."""
     _check(libc.setns(fd, kind), "setns")
 
 
@@ -128,6 +130,7 @@ def unmount(target: str, flags: int = MNT_DETACH) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
+    """pivot_root(2). Raises OSError."""
     number = {"x86_64": 155, "aarch64": 41}[platform.machine()]
     _check(libc.syscall(number, os.fsencode(new), os.fsencode(old)), "pivot_root")
 

@@ -26,11 +26,11 @@ _RETURN = '\\builtin cd -- "$__p"; OLDPWD=$__o; unset __p __o'
 
 
 class LiveBox(shell.ShellServer):
-    """`who` is the persona that it looks like."""
+    """`profile` is the machine profile that the box looks like; None: it stays as it is."""
 
-    def __init__(self, connection: socket.socket, groups: Sequence[int], who: dict[str, Any] | None) -> None:
-        super().__init__(connection, groups, shell.SIZE if who is None else who["size"])
-        self.persona = who
+    def __init__(self, connection: socket.socket, groups: Sequence[int], profile: dict[str, Any] | None) -> None:
+        super().__init__(connection, groups, shell.SIZE if profile is None else profile["size"])
+        self.machine_profile = profile
         self.first = b"{}"  # the first request, which says what this box is to be
 
     @functools.cached_property
@@ -39,20 +39,22 @@ class LiveBox(shell.ShellServer):
         return json.loads(self.first)
 
     def settings(self) -> shell.Settings:
+        """Limits and environment of the first request."""
         return self.request["limits"], self.request["environment"]
 
     def serve(self) -> None:
+        """Make the box, then serve until the owner hangs up."""
         box.enter()
         _terminals()
-        if self.persona is not None:
-            machine_profile.count_from(self.persona["pids"])
+        if self.machine_profile is not None:
+            machine_profile.count_from(self.machine_profile["pids"])
         linux.hide()
         self.shared = layers.shared()
         ready, done = os.pipe()
         self.shell = shell.BashSession(self.size, None, self.groups, lambda: self._furnish(done))
         os.close(done)
-        with open(ready, "rb", 0) as said:
-            self.first = said.readall()
+        with open(ready, "rb", 0) as pipe:
+            self.first = pipe.readall()
         if not self.first:  # the owner has heard why
             return
         os.chdir("/")
@@ -66,27 +68,27 @@ class LiveBox(shell.ShellServer):
             _, changes = box.decode(payload)
             box.furnish(self.request["limits"], changes, layers.lowers(self.request["below"]))
             linux.loopback_up()
-            if self.persona is not None:
-                machine_profile.settle(self.persona, self.request["search"])
+            if self.machine_profile is not None:
+                machine_profile.settle(self.machine_profile, self.request["search"])
             layers.hide()
-            if self.request["door"] is not None:
-                self._open_door()
+            if self.request["host_socket"] is not None:
+                self._open_host_socket()
             kept = {name: self.request[name] for name in ("limits", "environment", "below")}
-            with open(done, "wb") as said:
-                said.write(json.dumps(kept).encode())
+            with open(done, "wb") as pipe:
+                pipe.write(json.dumps(kept).encode())
             self._begun()
         except BaseException as e:
             box.send(self.connection, {"error": f"{type(e).__name__}: {e}"})
             os._exit(1)
         return self.settings()
 
-    def _open_door(self) -> None:
-        """By a child that ends, so that pid 1 is the parent of who serves it."""
+    def _open_host_socket(self) -> None:
+        """By a child that ends, so that pid 1 is the parent of the process that serves the socket."""
         from . import host_socket  # it takes long to import, and few boxes have one
 
         pid = os.fork()
         if pid == 0:
-            host_socket.start(*self.request["door"], linux.filter_program(os.uname().machine))
+            host_socket.start(*self.request["host_socket"], linux.filter_program(os.uname().machine))
             os._exit(0)
         if os.waitpid(pid, 0)[1]:
             raise OSError("the way out could not be opened")
@@ -101,10 +103,12 @@ class LiveBox(shell.ShellServer):
 
     @functools.cached_property
     def stack(self) -> layers.Stack:
+        """The layers of the box."""
         return layers.Stack(self.request["limits"], self.request["below"], self.shared)
 
     @property
     def tree(self) -> int:
+        """Descriptor of the work tree."""
         return self.stack.tree
 
     def _changed(self) -> Iterator[tuple[str, bytes | None]]:

@@ -1,4 +1,4 @@
-"""Makes a live box look as its persona says: names, clocks, files of /etc and /proc, and a home folder."""
+"""Makes a live box look as its machine profile says: names, clocks, files of /etc and /proc, and a home folder."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from typing import Any
 
 from . import linux, root
 
-FOLDER = f"{root.SHARED}/persona"
+FOLDER = f"{root.SHARED}/profile"
 HOMES = f"{root.LAYER}/homes"
 STAMPED, STAMPED_SIZE = 300, 8 << 20  # entries, and bytes, of a tree whose files are dated anew
 _NO_BYTECODE = "import sys; sys.dont_write_bytecode = True\n"  # of a run of the agent's none is to be handed in
 
 
-def prepare(persona: dict[str, Any]) -> None:
-    """In the stem: what all boxes of an image have in common, their work tree's dates included."""
-    linux.call_itself(persona["init"], persona["init_name"])  # so are boxes called, which are forked from this process
-    _clocks(persona["uptime"])
-    for path, text in _files(persona).items():
+def prepare(profile: dict[str, Any]) -> None:
+    """In the template: what all boxes of an image have in common, their work tree's dates included."""
+    linux.call_itself(profile["init"], profile["init_name"])  # so are boxes called, which are forked from this process
+    _clocks(profile["uptime"])
+    for path, text in _files(profile).items():
         _write(FOLDER + path, text)
     options = f"lowerdir={FOLDER}/etc:/etc,userxattr"  # without an upper layer it is read-only
     linux.mount("overlay", "/etc", "overlay", linux.MS_NOSUID | linux.MS_NODEV, options)
-    if persona["checkout_age"] is not None:
-        _date(time.time() - persona["checkout_age"], persona["checkout_rate"])
+    if profile["checkout_age"] is not None:
+        _date(time.time() - profile["checkout_age"], profile["checkout_rate"])
 
 
-def settle(persona: dict[str, Any], search: Sequence[str]) -> None:
+def settle(profile: dict[str, Any], search: Sequence[str]) -> None:
     """In a live box's own namespaces, by a process that still holds capabilities there.
 
     Python finds modules in the folders `search`, and writes no bytecode.
     """
-    socket.sethostname(persona["host"])
+    socket.sethostname(profile["host"])
     for path in ("/proc/cmdline", "/proc/cpuinfo"):
         if os.path.exists(FOLDER + path):
             linux.bind(FOLDER + path, path)
-    _home(persona, search)
+    _home(profile, search)
 
 
 def count_from(pids: int) -> None:
@@ -56,11 +56,11 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _home(persona: dict[str, Any], search: Sequence[str]) -> None:
-    home = f"{HOMES}/{persona['user']}"
-    for name in persona["folders"]:
+def _home(profile: dict[str, Any], search: Sequence[str]) -> None:
+    home = f"{HOMES}/{profile['user']}"
+    for name in profile["folders"]:
         os.makedirs(f"{home}/{name}")
-    for name, text in persona["files"].items():
+    for name, text in profile["files"].items():
         _write(f"{home}/{name}", text)
     # What `pip install --user --editable` leaves; variables of the environment would stand out.
     site = f"{home}/.local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
@@ -86,20 +86,20 @@ def _stamp(folder: str, checkout: float, rate: float) -> None:
 
     A large tree keeps the dates of its image.
     """
-    found: list[str] = []
+    entries: list[str] = []
     size = 0
     for parent, folders, names in os.walk(folder):
         if ".git" in folders:
             folders.remove(".git")
-            found += [*(entry.path for entry in os.scandir(f"{parent}/.git")), f"{parent}/.git"]
+            entries += [*(entry.path for entry in os.scandir(f"{parent}/.git")), f"{parent}/.git"]
         paths = [f"{parent}/{name}" for name in sorted(names)]
         size += sum(os.lstat(path).st_size for path in paths)
-        found += [*paths, parent]
-        if len(found) > STAMPED or size > STAMPED_SIZE:
+        entries += [*paths, parent]
+        if len(entries) > STAMPED or size > STAMPED_SIZE:
             return
-    found += [folder]  # after its entries, whose copying changes it
+    entries += [folder]  # after its content, whose copying changes it
     with contextlib.suppress(PermissionError):  # no file system with owners mapped: lower files are not the user's
-        for place, path in enumerate(found):
+        for place, path in enumerate(entries):
             when = checkout + place / rate
             os.utime(path, (when, when), follow_symlinks=False)
 
@@ -114,20 +114,20 @@ def _clocks(uptime: float) -> None:
         file.write("".join(lines))
 
 
-def _files(persona: dict[str, Any]) -> dict[str, str]:
-    user, host = persona["user"], persona["host"]
-    own = f"127.0.1.1 {host}\n" if persona["known_host"] else ""
+def _files(profile: dict[str, Any]) -> dict[str, str]:
+    user, host = profile["user"], profile["host"]
+    own = f"127.0.1.1 {host}\n" if profile["known_host"] else ""
     files = {
         "/etc/hostname": f"{host}\n",
         "/etc/hosts": f"127.0.0.1 localhost\n{own}::1 localhost ip6-localhost ip6-loopback\n",
-        "/etc/passwd": root.passwd(user, persona["accounts"]),
+        "/etc/passwd": root.passwd(user, profile["accounts"]),
         "/etc/group": root.group(user),
     }
-    if persona["machine_id"]:
-        files["/etc/machine-id"] = persona["machine_id"]
-    if persona["kernel_line"] is not None:
-        files["/proc/cmdline"] = persona["kernel_line"]
-    if persona["hypervisor"] is False:
+    if profile["machine_id"]:
+        files["/etc/machine-id"] = profile["machine_id"]
+    if profile["kernel_line"] is not None:
+        files["/proc/cmdline"] = profile["kernel_line"]
+    if profile["hypervisor"] is False:
         with open("/proc/cpuinfo") as file:
             files["/proc/cpuinfo"] = file.read().replace(" hypervisor", "")
     return files

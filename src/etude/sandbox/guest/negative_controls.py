@@ -1,7 +1,7 @@
-"""Twins of tests that must fail: the same call, compared with a wrong value.
+"""Negative-control tests, which must fail: the same call as in a test, compared with a wrong value.
 
-A test whose last statement is `assert CALL == EXPECTED` gets a twin that compares with a value unlike EXPECTED. Honest
-code passes the test and fails the twin; a result that claims to equal everything passes both.
+A test whose last statement is `assert CALL == EXPECTED` gets a control that compares with a value unlike EXPECTED.
+Honest code passes the test and fails the control; a result that claims to equal everything passes both.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ _UNFIT = (ast.Assert, ast.Return, ast.Yield, ast.YieldFrom, ast.With)
 
 
 def add(tree: ast.Module, token: str) -> None:
-    """Append twins of the module's test functions, named `test_TOKEN_NAME`."""
-    twins = [twin for node in tree.body if (twin := _twin(node, token)) is not None]
-    if twins:
-        tree.body.extend(twins)
-        first = tree.body.index(twins[0])
+    """Append negative controls of the module's test functions, named `test_TOKEN_NAME`."""
+    controls = [control for node in tree.body if (control := _control(node, token)) is not None]
+    if controls:
+        tree.body.extend(controls)
+        first = tree.body.index(controls[0])
         tree.body[first:first] = ast.parse(f"from {__name__} import wrong").body
         tree.body[first].names[0].asname = WRONG  # type: ignore[attr-defined]
 
 
 def name(test: str, token: str) -> str:
-    """Node id of the twin of a module's test function; ids of methods and doctests have none."""
+    """Node id of the negative control of a module's test function; methods and doctests have none."""
     path, _, rest = test.partition("::")
     return f"{path}::test_{token}_{rest}"
 
 
-def _twin(node: ast.stmt, token: str) -> ast.stmt | None:
+def _control(node: ast.stmt, token: str) -> ast.stmt | None:
     if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test"):
         return None
     last = node.body[-1]
@@ -37,34 +37,34 @@ def _twin(node: ast.stmt, token: str) -> ast.stmt | None:
         return None
     if len(last.test.ops) != 1 or not isinstance(last.test.ops[0], ast.Eq):
         return None
-    # After an early return or a loop's assertion the twin could pass, or fail, for another reason.
+    # After an early return or a loop's assertion the control could pass, or fail, for another reason.
     if any(isinstance(part, _UNFIT) for stmt in node.body[:-1] for part in ast.walk(stmt)):
         return None
-    twin = copy.deepcopy(node)
-    twin.name = f"test_{token}_{node.name}"
-    compare = twin.body[-1].test  # type: ignore[attr-defined]
+    control = copy.deepcopy(node)
+    control.name = f"test_{token}_{node.name}"
+    compare = control.body[-1].test  # type: ignore[attr-defined]
     if _calls(compare.comparators[0]) and not _calls(compare.left):
-        compare.left = _falsified(twin, compare.left)
+        compare.left = _falsified(control, compare.left)
     else:
-        compare.comparators[0] = _falsified(twin, compare.comparators[0])
-    ast.fix_missing_locations(twin)
-    return twin
+        compare.comparators[0] = _falsified(control, compare.comparators[0])
+    ast.fix_missing_locations(control)
+    return control
 
 
 def _calls(node: ast.expr) -> bool:
     return any(isinstance(part, ast.Call) for part in ast.walk(node))
 
 
-def _falsified(twin: ast.FunctionDef, expected: ast.expr) -> ast.expr:
-    """An expression with another value than `expected`, so that no right one is left in the twin's frame.
+def _falsified(control: ast.FunctionDef, expected: ast.expr) -> ast.expr:
+    """An expression with another value than `expected`, so that no right one is left in the control's frame.
 
-    Code that takes what it returns from its caller's variables or constants thereby passes the twin, too.
+    Code that takes what it returns from its caller's variables or constants passes the control, too.
     """
     if isinstance(expected, ast.Name):
-        uses = sum(isinstance(part, ast.Name) and part.id == expected.id for part in ast.walk(twin))
-        if uses == 1 and any(parameter.arg == expected.id for parameter in twin.args.args):
+        uses = sum(isinstance(part, ast.Name) and part.id == expected.id for part in ast.walk(control))
+        if uses == 1 and any(parameter.arg == expected.id for parameter in control.args.args):
             assign = ast.Assign([ast.Name(expected.id, ast.Store())], _wrapped(expected))
-            twin.body.insert(0, ast.copy_location(assign, twin.body[0]))
+            control.body.insert(0, ast.copy_location(assign, control.body[0]))
             return expected
     try:
         text = repr(wrong(ast.literal_eval(expected)))

@@ -59,7 +59,7 @@ def build(prefix: str, runner: dict[str, str]) -> None:
         # Resolved below the old root: /tmp there is covered by now.
         with open(source, "rb") as old, open(f"{new}/etc/{name}", "wb") as file:
             file.write(old.read())
-    if os.path.isdir("/etc/alternatives"):  # links that awk, editors and pagers are found by
+    if os.path.isdir("/etc/alternatives"):  # links to awk, editors and pagers
         os.mkdir(f"{new}/etc/alternatives")
         for entry in os.scandir("/etc/alternatives"):
             if entry.is_symlink():
@@ -126,6 +126,7 @@ def _login(name: str) -> str:
 
 
 def group(user: str) -> str:
+    """Text of /etc/group for that user."""
     rows = [service.split(":") for service in _SERVICES]
     names = [("nogroup" if name == "nobody" else name, gid) for name, uid, gid, *_ in rows if uid == gid]
     names += [("games", "60"), ("man", "12"), ("users", "100")]

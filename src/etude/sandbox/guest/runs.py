@@ -2,7 +2,7 @@
 
 It has pytest configured and the pristine sources compiled, and it never runs code of an agent. It never sees one
 either: a request is a descriptor that only the forked child reads. What the child reports travels through a pipe back
-to the owner, who judges it; the template watches deadlines and the pipe.
+to the owner, who decides what it is worth; the template watches deadlines and the pipe.
 
 Wire format in both directions: a 4-byte little-endian length and JSON. A run's request carries one descriptor.
 """
@@ -57,8 +57,9 @@ class RunTemplate:
     """
 
     def __init__(
-        self, connection: socket.socket, hot: bool, hidden: str | None, token: str | None, virtual: dict[str, str]
+        self, connection: socket.socket, hot: bool, hidden: str | None, controls: dict[str, Any] | None
     ) -> None:
+        """`controls` are what `sandbox.backend.HiddenControls` says, or None."""
         self.connection = connection
         self.hidden = hidden
         self.cache = code.Cache()
@@ -68,9 +69,9 @@ class RunTemplate:
         self.roots = [*([hidden] if hidden else []), *roots, root.SITE]
         code.install(self.cache, self.roots)
         self.config, self.reporter = suite.prepare(hidden or workspace)
-        self.cache.rewrite = suite.rewriter(self.config, token)
+        self.cache.rewrite = suite.rewriter(self.config, None if controls is None else controls["token"])
         self.suite = suite.Suite(self.config, self.reporter, self.cache, hidden, workspace)
-        self.suite.virtual = virtual
+        self.suite.virtual = {} if controls is None else controls["modules"]
         self.questions: answers.Codes = {}
         self.hot = hot
         self.ran: swap.Ran = set()
@@ -289,9 +290,9 @@ class RunTemplate:
             return
         if "random" in sys.modules:
             sys.modules["random"].seed(0)  # forks reseed it
-        asked = [test for test in request["tests"] if test.startswith(answers.PREFIX)]
-        answers.run(self.questions, asked, lambda record: _write(writer, record), suite.describe)
-        if len(asked) < len(request["tests"]):
+        questions = [test for test in request["tests"] if test.startswith(answers.PREFIX)]
+        answers.run(self.questions, questions, lambda record: _write(writer, record), suite.describe)
+        if len(questions) < len(request["tests"]):
             self.suite.run(request["tests"], report)
         _write(writer, {"end": len(request["tests"])})
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from . import box, files, linux, root
 
-SIZE = 40, 120  # rows and columns of a terminal that nobody has said anything about
+SIZE = 40, 120  # rows and columns of a terminal by default
 KEEP = 16_000  # bytes of output kept at each end
 WATCH_SECONDS = 0.2  # between looks at the memory of the box
 GRACE_SECONDS = 0.5  # between TERM, KILL and the end of the shell
@@ -55,8 +55,9 @@ class BashSession:
     def __init__(
         self, size: tuple[int, int], user: int | None, groups: Sequence[int], settings: Callable[[], Settings]
     ) -> None:
-        """`settings` is called in the process that becomes the shell. `user` is who the shell becomes; None: this
-        user, in a user namespace of its own.
+        """`settings` is called in the process that becomes the shell.
+
+        The shell runs as `user`; None: as this user, in a user namespace of its own.
         """
         self.master, slave = os.openpty()
         if user is not None:
@@ -82,6 +83,7 @@ class BashSession:
         os.set_blocking(self.master, False)
 
     def start(self, line: str) -> None:
+        """Begin a line."""
         termios.tcsetattr(self.slave, termios.TCSANOW, self.modes)
         with contextlib.suppress(termios.error):  # gVisor's terminals cannot be stopped either
             termios.tcflow(self.slave, termios.TCOON)
@@ -105,6 +107,7 @@ class BashSession:
         return 0
 
     def close(self) -> None:
+        """End the shell."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         for fd in (self.master, self.slave, self.command, self.status, self.pidfd):
@@ -149,6 +152,7 @@ class Output:
         self.head, self.tail, self.size = bytearray(), bytearray(), 0
 
     def add(self, data: bytes) -> None:
+        """Append what was printed; the middle is dropped."""
         self.size += len(data)
         room = KEEP - len(self.head)
         if room > 0:
@@ -159,6 +163,7 @@ class Output:
 
     @property
     def cut(self) -> int:
+        """Bytes that were dropped."""
         return self.size - len(self.head) - len(self.tail)
 
 
@@ -177,7 +182,8 @@ class ShellServer(ABC):
         self.spared = {"1"}  # processes that are not the box's
 
     @abstractmethod
-    def settings(self) -> Settings: ...
+    def settings(self) -> Settings:
+        """Limits and environment of shells."""
 
     @property
     @abstractmethod
@@ -192,6 +198,7 @@ class ShellServer(ABC):
         """Hand out what was written since the last time."""
 
     def serve_one(self) -> None:
+        """Wait for a request and reply."""
         request, payload = self._request()
         descriptors: list[int] = []
         try:
@@ -244,11 +251,11 @@ class ShellServer(ABC):
         """With every other process stopped, so that nothing moves while we look."""
         self._signal(signal.SIGSTOP)
         try:
-            found = dict(self._changed())
+            changes = dict(self._changed())
         finally:
             self._signal(signal.SIGCONT)
-        sizes = [(path, None if data is None else len(data)) for path, data in found.items()]
-        return {"files": sizes}, b"".join(data for data in found.values() if data is not None)
+        sizes = [(path, None if data is None else len(data)) for path, data in changes.items()]
+        return {"files": sizes}, b"".join(data for data in changes.values() if data is not None)
 
     def _signal(self, number: int) -> None:
         """To every process of the box but this one."""
@@ -287,7 +294,7 @@ class ShellServer(ABC):
         assert shell is not None
         signals = [signal.SIGTERM, signal.SIGKILL]  # INT would end bash, too
         watch = time.monotonic() + WATCH_SECONDS
-        late = asked = False
+        late = ending = False
         while True:
             now = time.monotonic()
             if now >= watch:
@@ -298,12 +305,12 @@ class ShellServer(ABC):
                 deadline = now + GRACE_SECONDS
                 self._interrupt(shell, signals.pop(0) if signals else None)
             wait = max(0.0, min(deadline, watch) - now)
-            owner = [] if asked else [self.connection]
+            owner = [] if ending else [self.connection]
             ready, _, _ = select.select([shell.status, shell.master, shell.pidfd, *owner], [], [], wait)
             if self.connection in ready:
                 if not self.connection.recv(1, socket.MSG_PEEK):
                     os._exit(0)
-                asked, deadline = True, now  # the only request that comes now asks for the end; it is answered after
+                ending, deadline = True, now  # the only request that comes now asks for the end; it is answered after
             if shell.status in ready and (code := shell.answer()) is not None:
                 self._drain(output)
                 return code, late
@@ -334,10 +341,10 @@ class ShellServer(ABC):
     def _reap(self) -> None:
         """Orphans come to pid 1. The shell is waited for by name."""
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                if self.shell is not None and found.si_pid == self.shell.pid:
+            while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if self.shell is not None and child.si_pid == self.shell.pid:
                     break
-                os.waitpid(found.si_pid, 0)
+                os.waitpid(child.si_pid, 0)
 
     def _watch(self) -> None:
         """End everything in the box when its processes together hold too much memory, unless groups see to it."""

@@ -71,6 +71,7 @@ def describe(error: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
+    """A message on one line, cut to MESSAGE characters."""
     text = re.sub(r"(?:0x|\.\.\.)[0-9a-fA-F]{6,}(?=\W|$)", "0x...", text[:4000])  # long values are cut in the middle
     return " ".join(text.split())[:MESSAGE]
 
@@ -197,16 +198,16 @@ class Suite:
     def run(self, tests: Sequence[str], report: Report) -> None:
         """Run and report every test, in order; tests of one file that follow each other share its fixtures."""
         items: list[Any] = []
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for path, ids in _by_path(tests).items():
             try:
-                found |= self._collect(path, ids)
+                entries |= self._collect(path, ids)
             except BaseException as e:
                 if isinstance(e, (KeyboardInterrupt, MemoryError)):
                     raise
-                found |= dict.fromkeys(ids, describe(e))
+                entries |= dict.fromkeys(ids, describe(e))
         for test in tests:
-            entry = found.get(test, f"no such test {test}")
+            entry = entries.get(test, f"no such test {test}")
             if isinstance(entry, str):
                 report(test, "error", one_line(entry))
             else:
@@ -325,7 +326,7 @@ def _by_path(tests: Sequence[str]) -> dict[str, list[str]]:
 
 
 def rewriter(config: Config, token: str | None) -> Callable[[str, str], CodeType]:
-    """Compiles test modules with pytest's assertion rewriting; with a `token`, adds mirrors of their tests."""
+    """Compiles test modules with pytest's assertion rewriting; a `token` adds negative controls of their tests."""
 
     def rewrite(path: str, text: str) -> CodeType:
         tree = ast.parse(text, path)

@@ -43,12 +43,12 @@ def swap(source: code.PristineSource, text: str, module: ModuleType, ran: Ran) -
     if cut is None:
         return False
     old = code.parse(cut.old, cut.begin)
-    found: list[tuple[str, ast.FunctionDef, int]] = []  # qualified name, new definition, pristine line
-    if not _differing(old, cut.new, "", found):
+    changed: list[tuple[str, ast.FunctionDef, int]] = []  # qualified name, new definition, pristine line
+    if not _differing(old, cut.new, "", changed):
         return False
-    compiled = code.compile_part(cut.new, source.path, source.flags, first=False) if found else None
+    compiled = code.compile_part(cut.new, source.path, source.flags, first=False) if changed else None
     changes = []
-    for name, node, line in found:
+    for name, node, line in changed:
         function = _function(module, name)
         new = _find(compiled, name, node.lineno)
         if function is None or new is None or (source.path, name) in ran:
@@ -68,7 +68,7 @@ def swap(source: code.PristineSource, text: str, module: ModuleType, ran: Ran) -
 
 
 def _differing(
-    old: list[ast.stmt], new: list[ast.stmt], prefix: str, found: list[tuple[str, ast.FunctionDef, int]]
+    old: list[ast.stmt], new: list[ast.stmt], prefix: str, changed: list[tuple[str, ast.FunctionDef, int]]
 ) -> bool:
     """Collect functions whose bodies differ; False if anything else does."""
     if len(old) != len(new):
@@ -87,13 +87,13 @@ def _differing(
                 if not all(isinstance(d, ast.Name) and d.id in _PLAIN for d in before.decorator_list):
                     return False
                 line = min([before.lineno, *(d.lineno for d in before.decorator_list)])
-                found.append((prefix + before.name, after, line))
+                changed.append((prefix + before.name, after, line))
         elif isinstance(before, ast.ClassDef) and isinstance(after, ast.ClassDef):
             bodies = before.body, after.body
             before.body, after.body = [], []
             same = ast.dump(before) == ast.dump(after)
             before.body, after.body = bodies
-            if not same or not _differing(before.body, after.body, f"{prefix}{before.name}.", found):
+            if not same or not _differing(before.body, after.body, f"{prefix}{before.name}.", changed):
                 return False
         elif ast.dump(before) != ast.dump(after):
             return False

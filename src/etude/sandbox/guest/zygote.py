@@ -1,6 +1,6 @@
 """The process that all boxes descend from: single-threaded, standard library only; pytest in the one of test runs.
 
-Started by `etude.sandbox.namespace.sandbox`; argv holds the descriptor of the control socket and a JSON configuration.
+Started by `etude.sandbox.namespace.zygote`; argv holds the descriptor of the control socket and a JSON configuration.
 Every message on the control socket asks for one handler and carries the handler's own connection. When the owner ends,
 or hangs up, the zygote ends, and with it (parent-death signals, pid namespaces) everything below.
 """
@@ -148,7 +148,6 @@ def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int
 def _serve_template(connection: socket.socket, hello: dict[str, Any]) -> None:
     from . import box, runs
 
-    guard = hello["guard"] or {"token": None, "virtual": {}}
-    template = runs.RunTemplate(connection, hello["hot"], hello["hidden"], guard["token"], guard["virtual"])
+    template = runs.RunTemplate(connection, hello["hot"], hello["hidden"], hello["controls"])
     box.send(connection, {"ready": True})
     template.serve()

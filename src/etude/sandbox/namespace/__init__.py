@@ -1,0 +1,1 @@
+"""The backend of this machine: boxes from namespaces of the Linux kernel, seen from their owner."""

@@ -1,4 +1,4 @@
-"""The owner's side of stems: see `guest/image_template.py`."""
+"""The owner's side of the processes that live boxes are forked from: see `guest/image_template.py`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from etude.sandbox.base import BoxDead
+from etude.sandbox.connection import Connection
 from etude.sandbox.machine_profile import MachineProfile
-from etude.sandbox.namespace.connection import Connection
 
-KEPT = 8  # stems that go on without a box, for the next one on their image
+KEPT = 8  # templates that go on without a box, for the next box on their image
 DEPTH = 64  # frozen layers below one box: mount options must fit a page
 
 
 class ImageTemplate:
-    """The process of one image; ends when nothing holds this object: no box, no frozen layer, and not
-    `ImageTemplates`."""
+    """The process of one image. It ends when no box, no frozen layer and no `ImageTemplates` holds this object."""
 
-    def __init__(self, connection: Connection, persona: MachineProfile | None) -> None:
+    def __init__(self, connection: Connection, machine_profile: MachineProfile | None) -> None:
         self.connection = connection
-        self.persona = persona
+        self.machine_profile = machine_profile
         self._layers = 0
         weakref.finalize(self, connection.close)
 
     def fork(self, connection: int, groups: Sequence[int]) -> None:
-        """A live box at the other end of `connection`. Raises BoxDead."""
+        """A live box at the other end of the socket `connection`, in control groups. Raises BoxDead."""
         self.connection.tell({"box": len(groups)}, [connection, *groups])
 
     def keep(self, mount: int) -> Layer:
-        """Hand over a frozen layer, for boxes to be made upon. Raises BoxDead."""
+        """Hand over the mount of a frozen layer, for boxes to be made upon. Raises BoxDead."""
         self._layers += 1
         name = str(self._layers)
         try:
@@ -42,12 +41,12 @@ class ImageTemplate:
 
 
 class Layer:
-    """What a box wrote before it was forked; goes when no box stands on it."""
+    """What a box wrote before it was forked. Removed when no box stands on the layer any more."""
 
-    def __init__(self, stem: ImageTemplate, name: str) -> None:
-        self.stem = stem
+    def __init__(self, template: ImageTemplate, name: str) -> None:
+        self.template = template
         self.name = name
-        weakref.finalize(self, _drop, stem.connection, name)
+        weakref.finalize(self, _drop, template.connection, name)
 
 
 def _drop(connection: Connection, name: str) -> None:
@@ -56,25 +55,25 @@ def _drop(connection: Connection, name: str) -> None:
 
 
 class ImageTemplates:
-    """All stems of a sandbox, by what they are made of."""
+    """All image templates of a sandbox, by a digest of what they are made of."""
 
     def __init__(self) -> None:
         self._all: weakref.WeakValueDictionary[bytes, ImageTemplate] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[bytes, ImageTemplate] = OrderedDict()
 
     def get(self, key: bytes, make: Callable[[], ImageTemplate]) -> ImageTemplate:
-        """The stem of that key, made if there is none."""
-        stem = self._all.get(key)
-        if stem is None or stem.connection.dead is not None:
-            stem = self._all[key] = make()
-        self._kept[key] = stem
+        """The template of that key; `make` makes a missing one."""
+        template = self._all.get(key)
+        if template is None or template.connection.dead is not None:
+            template = self._all[key] = make()
+        self._kept[key] = template
         self._kept.move_to_end(key)
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
-        return stem
+        return template
 
-    def close(self, why: str) -> None:
-        """Their boxes end with them."""
-        for stem in list(self._all.values()):
-            stem.connection.close(why)
+    def close(self, reason: str) -> None:
+        """End all templates, and with them their boxes."""
+        for template in list(self._all.values()):
+            template.connection.close(reason)
         self._kept.clear()

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etude.sandbox.base import BoxDead, BoxError, LaunchFailed
+from etude.sandbox.base import BoxDead, BoxError, LaunchFailed, Limits
 
 START_SECONDS = 60.0
 
@@ -127,6 +127,7 @@ class Connection:
         self.sock.close()
 
     def close(self, why: str = "the sandbox is closed") -> None:
+        """Break the connection for good; waiting requests raise BoxDead with this reason."""
         if self.dead is not None:
             return
         self.dead = why
@@ -154,6 +155,17 @@ def memory(data: bytes) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def limits_of(limits: Limits) -> dict[str, float]:
+    """Limits as a request carries them: sizes in bytes, times in seconds."""
+    return {
+        "memory": limits.memory_mb << 20,
+        "addresses": (limits.addresses_mb or limits.memory_mb) << 20,
+        "processes": limits.processes,
+        "disk": limits.disk_mb << 20,
+        "seconds": limits.seconds,
+    }
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -1,0 +1,137 @@
+"""The contract of a backend: live boxes, and throwaway forks of a pristine image in which tests run.
+
+A backend decides nothing about tests. It runs what a request names and returns what came out; which tests are run and
+what their output is worth is decided in `grading/runner.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etude.sandbox.base import Capabilities, Image, Limits
+from etude.sandbox.egress.policy import Egress
+from etude.sandbox.machine_profile import ProfileSource
+from etude.sandbox.namespace.image_templates import Layer
+from etude.sandbox.shell import Shell
+
+LEARN_SECONDS = 180.0  # to import a test file, or to compile the questions of one
+GRACE_SECONDS = 20.0  # beyond a run's own deadline, before the process that forks the runs is taken for dead
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What live boxes look like and may reach; every backend takes the same options.
+
+    machine_profiles: probes of production machines, or a description of some, that boxes imitate
+        (`machine_profile.py`). Empty: the reference description. None: boxes stay as they are.
+    egress: what boxes may reach. None: nothing.
+    repeatable: fix the hash seed of Python in boxes. The variable gives a box away, so only boxes without a machine
+        profile have it otherwise.
+    """
+
+    machine_profiles: ProfileSource | None = ()
+    egress: Egress | None = None
+    repeatable: bool = False
+
+
+@dataclass(frozen=True)
+class HiddenControls:
+    """What stands beside the hidden tests of an image, for the owner to recognise forged results.
+
+    token: part of the names of negative-control tests (`guest/negative_controls.py`).
+    modules: path -> text of further test modules.
+    """
+
+    token: str
+    modules: Mapping[str, str]
+
+    def plain(self) -> dict[str, object]:
+        """For the request that starts a template."""
+        return {"token": self.token, "modules": dict(self.modules)}
+
+
+@dataclass(frozen=True)
+class PristineImage:
+    """What test runs are forked from: a repository, its dependencies, and a folder of hidden tests or None."""
+
+    repository: Path
+    site: Path | None
+    hidden: Path | None
+    controls: HiddenControls | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """One run of `tests` in a new box that holds `image` with `changes` over it.
+
+    files: what has to be imported first: test files, `PATH::doctest:` for source files, `questions:PATH`.
+    questions: path of a test file -> name of a question -> its source. The box then holds no hidden tests. None: the
+        tests run as they are.
+    """
+
+    image: PristineImage
+    files: Sequence[str]
+    tests: Sequence[str]
+    changes: Mapping[str, bytes | None]
+    limits: Limits
+    questions: Mapping[str, Mapping[str, str]] | None = None
+
+
+@dataclass(frozen=True)
+class ForkResult:
+    """How a run ended, and the bytes that it reported. Nothing in `output` is trustworthy.
+
+    status: exit status; negative for a signal.
+    cpu_seconds: of all processes of the run.
+    cold: whether the run could not use the imported library.
+    """
+
+    status: int
+    timed_out: bool
+    seconds: float
+    output: bytes
+    cpu_seconds: float
+    cold: bool = False
+
+
+class Backend(ABC):
+    """Makes boxes. Every method raises BoxDead once the backend has died, and LaunchFailed for a box that cannot be."""
+
+    gated = False  # whether live boxes have a way out
+    zygote_pid: int | None = None  # of the process that makes boxes, where there is one
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether boxes can still be made."""
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What boxes of this backend have on this machine."""
+
+    @abstractmethod
+    async def shell(
+        self,
+        image: Image,
+        layers: Mapping[str, bytes | None],
+        limits: Limits,
+        *,
+        bare: bool = False,
+        below: Sequence[Layer] = (),
+    ) -> Shell:
+        """A live box on `image` with the files of `layers` over it.
+
+        A `bare` box has no decoys, no machine profile and no way out. `below` are frozen layers of a box of this image
+        that the new box is a fork of, the newest first.
+        """
+
+    @abstractmethod
+    async def fork(self, request: ForkRequest) -> ForkResult:
+        """Run tests in a new box without network."""
+
+    @abstractmethod
+    async def test_names(self, image: PristineImage, path: str) -> list[str]:
+        """Node ids of the tests in a file of the image, as pytest collects them."""

@@ -1,0 +1,207 @@
+"""The Linux backend: boxes from namespaces, overlays, seccomp and resource limits, without Docker and without root.
+
+`open_namespace` starts the zygote (`guest/zygote.py`), a process of its own that never holds a model. Live boxes and
+test runs are forks of processes that the zygote has prepared for an image.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from etude.sandbox import cgroups, machine_profile
+from etude.sandbox.backend import Backend, BackendOptions, ForkRequest, ForkResult, PristineImage
+from etude.sandbox.base import HOST_SOCKET_PORT, TOOLS, Capabilities, Image, Limits
+from etude.sandbox.cgroups import Groups
+from etude.sandbox.connection import Connection, encode, limits_of, memory
+from etude.sandbox.egress.gate import Gate, Network
+from etude.sandbox.guest.root import RUN
+from etude.sandbox.namespace.image_templates import ImageTemplate, ImageTemplates, Layer
+from etude.sandbox.namespace.run_templates import RunTemplates, folder_of
+from etude.sandbox.namespace.zygote import DIED, Zygote
+from etude.sandbox.shell import Shell
+
+STARTING = 4  # live boxes at a time: more would only wait for each other
+
+
+class NamespaceBackend(Backend):
+    """A started zygote, the templates below it and the live boxes. Made by `open_namespace`."""
+
+    def __init__(self, zygote: Zygote, options: BackendOptions, groups: Groups | None) -> None:
+        self.zygote = zygote
+        self.zygote_pid = zygote.process.pid
+        self.groups = groups
+        self._machine_profiles = options.machine_profiles
+        self._repeatable = options.repeatable
+        self._network = None if options.egress is None else Network(options.egress)
+        self.gated = self._network is not None
+        self._runs = RunTemplates(zygote)
+        self._templates = ImageTemplates()
+        self._shells: weakref.WeakSet[Shell] = weakref.WeakSet()
+        self._starting = asyncio.Semaphore(STARTING)
+        self._started = 0  # live boxes so far
+
+    @property
+    def alive(self) -> bool:
+        """Whether the zygote runs."""
+        return self.zygote.alive
+
+    def capabilities(self) -> Capabilities:
+        """What boxes have here; only the limits depend on the machine."""
+        return Capabilities(
+            isolation="namespace",
+            rootless=os.geteuid() != 0,
+            egress=True,
+            pty=True,
+            seccomp=True,
+            cgroup="none" if self.groups is None else self.groups.hierarchy.kind,
+            machine_profile=True,
+            host_socket=True,
+            limits=("memory", "processes", "disk", "files", *([] if self.groups is None else ["cpus"])),
+        )
+
+    async def fork(self, request: ForkRequest) -> ForkResult:
+        """Run tests in a fork of a process that holds the image."""
+        return await self._runs.fork(request, self.groups)
+
+    async def test_names(self, image: PristineImage, path: str) -> list[str]:
+        """Node ids of the tests in a file of the image."""
+        return await self._runs.test_names(image, path)
+
+    async def shell(
+        self,
+        image: Image,
+        layers: Mapping[str, bytes | None],
+        limits: Limits,
+        *,
+        bare: bool = False,
+        below: Sequence[Layer] = (),
+    ) -> Shell:
+        """A live box: a fork of its image's template."""
+        texts = image.changes if bare else {**image.decoys, **image.changes}
+        shared = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()} | image.history
+        if not below and not shared.keys() <= layers.keys():  # not even the task's files are wanted
+            shared = {}
+        own = {path: data for path, data in layers.items() if path not in shared or data != shared[path]}
+        template = below[0].template if below else self._template(image, shared, bare)
+        await template.connection.started()
+        self._started += 1
+        network = None if bare else self._network
+        async with self._starting, AsyncExitStack() as ends:
+            descriptors: Sequence[int] = ()
+            if self.groups is not None:
+                group = self.groups.make(limits)
+                descriptors = group.descriptors
+                ends.push_async_callback(self.groups.remove, group)
+            gate = None
+            if network is not None:
+                gate = Gate(network, self._started)
+                ends.push_async_callback(gate.close)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                connection = Connection(ours)
+                ends.callback(connection.close)
+                template.fork(theirs.fileno(), descriptors)
+            shell = Shell(connection, template, gate, ends.pop_all())
+            self._shells.add(shell)
+            try:
+                variables = {} if network is None else dict(network.environment)
+                if self._repeatable or template.machine_profile is None:
+                    variables["PYTHONHASHSEED"] = "0"
+                await shell.start(limits_of(limits), own, sys.base_prefix, variables, _host_socket(image), below)
+            except BaseException:
+                await shell.close()
+                raise
+        return shell
+
+    def _template(self, image: Image, shared: Mapping[str, bytes], bare: bool) -> ImageTemplate:
+        """The process that live boxes of an image are forked from, with their `shared` files."""
+        folders = image.repository, image.site, image.tools, image.host_socket
+        digest = blake3.blake3(repr((folders, bare)).encode("utf-8", "surrogatepass"))
+        for path, data in sorted(shared.items()):
+            digest.update(b"\0%d %s\0" % (len(data), os.fsencode(path)))
+            digest.update(data)
+        return self._templates.get(digest.digest(), lambda: self._make_template(image, shared, bare))
+
+    def _make_template(self, image: Image, shared: Mapping[str, bytes], bare: bool) -> ImageTemplate:
+        profile = None
+        if self._machine_profiles is not None and not bare:
+            profile = machine_profile.draw(_digest(image.changes), self._machine_profiles)
+        hello: dict[str, Any] = {
+            "live": True,
+            "repository": folder_of(image.repository),
+            "site": None if image.site is None else folder_of(image.site),
+            "mounts": {} if image.tools is None else {TOOLS: folder_of(image.tools)},
+            "host_socket": image.host_socket is not None,
+        }
+        if image.host_socket is not None:
+            hello["mounts"] |= {_socket_folder(image.host_socket): folder_of(image.host_socket.parent)}
+        with memory(encode({"machine_profile": profile and profile.plain()}, shared)) as fd:
+            return ImageTemplate(self.zygote.handler(hello, [fd], socket.SOCK_SEQPACKET), profile)
+
+    async def watch(self) -> None:
+        """Wait for the end of the zygote; then everything that waits for the zygote fails at once."""
+        await self.zygote.process.wait()
+        await self._end_boxes(DIED)
+
+    async def close(self) -> None:
+        """End the zygote and everything below it."""
+        await self._end_boxes("the sandbox is closed")
+        await self.zygote.close()
+        if self.groups is not None:
+            self.groups.close()
+        if self._network is not None:
+            await self._network.close()
+
+    async def _end_boxes(self, reason: str) -> None:
+        self._runs.close(reason)
+        self._templates.close(reason)
+        for shell in list(self._shells):
+            await shell.close()
+
+
+def _host_socket(image: Image) -> tuple[str, int] | None:
+    """Path in the box of the image's host socket, and the port that leads to it."""
+    if image.host_socket is None:
+        return None
+    return f"{_socket_folder(image.host_socket)}/{image.host_socket.name}", HOST_SOCKET_PORT
+
+
+def _socket_folder(path: Path) -> str:
+    """Where a box has the folder of a host socket."""
+    return f"{RUN}/{blake3.blake3(os.fsencode(path)).hexdigest()[:24]}"
+
+
+def _digest(changes: Mapping[str, str]) -> bytes:
+    """Of what makes one task differ from others, wherever its repository lies."""
+    return blake3.blake3(repr(sorted(changes.items())).encode("utf-8", "surrogatepass")).digest()
+
+
+@asynccontextmanager
+async def open_namespace(options: BackendOptions) -> AsyncIterator[NamespaceBackend]:
+    """Start the backend, and end it with all its boxes. Raises UserError where the machine lacks what boxes need."""
+    groups = cgroups.find()
+    with nullcontext() if groups is None else groups.lent(Limits()) as trial:
+        zygote = await Zygote.start(() if trial is None else trial.descriptors)
+    backend = NamespaceBackend(zygote, options, groups)
+    try:
+        joins = await zygote.joins_groups()
+        if groups is not None and not joins:  # boxes may not enter groups that this process may make
+            groups.close()
+            backend.groups = None
+        watcher = asyncio.create_task(backend.watch())
+        try:
+            yield backend
+        finally:
+            watcher.cancel()
+    finally:
+        await backend.close()

@@ -1,0 +1,115 @@
+"""The owner's side of the zygote (`guest/zygote.py`): the process that all boxes of a sandbox descend from."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.errors import UserError
+from etude.sandbox.base import BoxDead
+from etude.sandbox.connection import START_SECONDS, Connection
+from etude.sandbox.kernel import cause
+
+DIED = "the process that makes boxes has died"
+_PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
+_SANDBOX = Path(__file__).resolve().parent.parent
+
+
+def installed_runner() -> dict[str, str]:
+    """Name below the runner folder of a box -> where this installation has the file or folder. Raises UserError."""
+    places = {"guest": str(_SANDBOX / "guest")}
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise UserError(f"{name} is not installed; install etude again with its dependencies.")
+        origin = Path(spec.origin).resolve()
+        if origin.name == "__init__.py":
+            places[name] = str(origin.parent)
+        else:
+            places[origin.name] = str(origin)
+    return places
+
+
+class Zygote:
+    """A started zygote and its control socket. Made by `start`."""
+
+    def __init__(self, control: socket.socket, process: asyncio.subprocess.Process) -> None:
+        self.control = control
+        self.process = process
+
+    @classmethod
+    async def start(cls, groups: Sequence[int]) -> Zygote:
+        """Start the process. It tries at once whether boxes can join `groups`, descriptors of control groups."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            return cls(ours, await _start_process(theirs, groups))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process.returncode is None
+
+    async def joins_groups(self) -> bool:
+        """Wait until boxes can be made; returns whether they can join the control groups. Raises UserError."""
+        async with asyncio.timeout(START_SECONDS):
+            data = await asyncio.get_running_loop().sock_recv(self.control, 65536)
+        answer = json.loads(data or b'{"error": "it died"}')
+        if "error" in answer:
+            raise UserError(f"boxes cannot be made here ({answer['error']}); {cause()}.")
+        return bool(answer["joins"])
+
+    def handler(
+        self, hello: dict[str, Any], descriptors: Sequence[int] = (), kind: int = socket.SOCK_STREAM
+    ) -> Connection:
+        """A connection to a new process below the zygote, which does what `hello` says. Raises BoxDead."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        try:
+            socket.send_fds(self.control, [json.dumps(hello).encode()], [theirs.fileno(), *descriptors])
+        except OSError:
+            ours.close()
+            raise BoxDead(DIED) from None
+        finally:
+            theirs.close()
+        return Connection(ours)
+
+    async def close(self) -> None:
+        """End the process, and with it everything below."""
+        # Before its connection is closed, when it ends by itself: asyncio complains of a process killed at that moment.
+        if self.alive:
+            self.process.kill()
+        await self.process.wait()
+        self.control.close()
+
+
+async def _start_process(theirs: socket.socket, groups: Sequence[int]) -> asyncio.subprocess.Process:
+    config = json.dumps({"prefix": sys.base_prefix, "runner": installed_runner(), "groups": groups})
+    start = f"import sys; sys.path.append({str(_SANDBOX)!r}); from guest.zygote import main; main()"
+    environment = {
+        "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+    }
+    flags = ["-S", "-s", "-P", "-B"]
+    return await asyncio.create_subprocess_exec(
+        sys._base_executable,
+        *flags,
+        "-c",
+        start,
+        str(theirs.fileno()),
+        str(os.getpid()),
+        config,
+        pass_fds=[theirs.fileno(), *groups],
+        env=environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        cwd="/",
+    )
