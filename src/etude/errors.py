@@ -1,4 +1,4 @@
-"""Errors that a user can act on."""
+"""Errors that several parts of etude raise and catch."""
 
 
 class UserError(Exception):
@@ -14,3 +14,7 @@ class RunFailed(Exception):
 
     The message says what happened and how to go on. The command line prints it and exits with code 1.
     """
+
+
+class SwapUndone(Exception):
+    """New weights were not taken: the live tensors hold the version before, whole, and the engine goes on with it."""

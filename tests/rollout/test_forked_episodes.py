@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from etude.config import RewardConfig, RolloutConfig
 from etude.harness import loop
 from etude.harness.loop import Sampling, turn_seed
+from etude.protocol.wire import GenerateRequest
 from etude.records import Episode, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from etude.rollout.episode import EpisodeId, RolloutContext, play_forks
@@ -33,10 +34,10 @@ class Members(Scripted):
         turns = {seed: iter(way) for seed, way in ways.items()}
         self._ways = {turn_seed(seed, n): way for seed, way in turns.items() for n in range(20)}
 
-    async def generate(self, ids: list[int], **request: Any) -> Generation:
-        said = next(self._ways.get(request["seed"], self._trunk))
+    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
+        said = next(self._ways.get(request.seed, self._trunk))
         self.turns = lambda _: said
-        return await super().generate(ids, **request)
+        return await super().generate(request, *rest)
 
 
 def members(speaker: Speaker) -> Members:

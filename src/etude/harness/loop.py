@@ -22,6 +22,7 @@ from etude.harness.ledger import TokenLedger
 from etude.harness.prompts import AGAIN, SUMMARISE, Opening, open_task, reopen_task
 from etude.harness.sketches import Apply, merged
 from etude.harness.tools import READ_ONLY, Tools
+from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
 from etude.renderers import Renderer
 from etude.sandbox.base import Box, BoxError
@@ -62,22 +63,10 @@ class Policy(Protocol):
     """What samples a turn; the engine's client is one."""
 
     async def generate(
-        self,
-        ids: list[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        stop: Sequence[int],
-        seed: int,
-        timeout: float,
-        **options: Any,
+        self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
     ) -> Generation:
-        """At most `max_tokens` tokens after `ids`, the stop token included. TimeoutError after `timeout` seconds.
-
-        `options` asks for the experts of the positions from `routes_from` on, has the ids of `documents` that stand
-        before `ids`, the name of the `session`, or `on_tokens`, which is called with sampled ids as they come.
-        """
+        """Samples one answer; `on_tokens` is called with the sampled ids as they come. TimeoutError after `timeout`
+        seconds."""
         ...
 
 
@@ -316,21 +305,20 @@ class _Loop:
         seconds = self._deadline - now
         if seconds <= 0:
             return None
-        options: dict[str, Any] = {"routes_from": ledger.routed} if sampling.routes else {}
-        options |= {"documents": ledger.documents} if ledger.documents else {}
+        request = GenerateRequest(
+            ids=prompt,
+            max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop=tuple(self._play.renderer.stop_ids),
+            seed=turn_seed(self._play.seed, len(self.turns)),
+            routes_from=ledger.routed if sampling.routes else None,
+            documents=ledger.documents,
+        )
         try:
             # The policy keeps its own deadline, and knows whether the engine was lost or only slow.
             async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
-                generation = await self._play.policy.generate(
-                    prompt,
-                    max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    stop=self._play.renderer.stop_ids,
-                    seed=turn_seed(self._play.seed, len(self.turns)),
-                    timeout=seconds,
-                    **options,
-                )
+                generation = await self._play.policy.generate(request, seconds)
         except TimeoutError:
             return None
         if generation.finish_reason == "abort":

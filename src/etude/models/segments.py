@@ -65,14 +65,17 @@ class Graph:
 
     @property
     def length(self) -> int:
+        """T, the number of tokens."""
         return int(self.offsets[-1])
 
     @property
     def ids_T(self) -> np.ndarray:
+        """int64 [T]: the token ids."""
         return _concatenate([node.ids_n for node in self.nodes])
 
     @property
     def positions_T(self) -> np.ndarray:
+        """int64 [T]: the rotary position of every token."""
         return _concatenate([np.arange(node.start, node.start + len(node)) for node in self.nodes])
 
     @property
@@ -207,10 +210,10 @@ def trie(
                 nodes.append(Node(rows[i][start:end], start))
             above[i] += (at,)
     count = len(nodes)
-    families: dict[tuple[int, ...], list[int]] = {}
+    siblings: dict[tuple[int, ...], list[int]] = {}
     for i, seen in enumerate(above):
-        families.setdefault(seen, []).append(i)
-    for seen, members in families.items():
+        siblings.setdefault(seen, []).append(i)
+    for seen, members in siblings.items():
         _grow(nodes, paths, rows, keys, members, seen, min_share)
     return Trie(Graph(tuple(nodes)), tuple(paths), count)
 

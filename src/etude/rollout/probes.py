@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from etude.errors import UserError
-from etude.protocol.client import EngineClient, EngineError, Scored
+from etude.protocol.client import EngineClient, EngineError
+from etude.protocol.wire import SequenceScores
 from etude.records import Record, Task, decode, encode
 from etude.renderers import Renderer
 from etude.store import ObjectMissing, Store
@@ -36,7 +37,7 @@ class ProbeResult(Record, frozen=True, kw_only=True):
     """What one engine, named by its URL, said of the sequences."""
 
     engine: str
-    scored: Scored
+    scored: SequenceScores
 
 
 def make(tasks: Sequence[Task], renderer: Renderer, count: int, length: int) -> Sequences:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from etude.grading.cheats.decoys import Decoys
 from etude.harness.ledger import TokenLedgerError
 from etude.harness.loop import UngradedEpisode, fork_episode, run_episode
+from etude.protocol.wire import GenerateRequest
 from etude.records import Episode, Generation, Routes, Segment, StopReason, Task
 from etude.rollout import apply_edits
 from etude.rollout.episode import RolloutContext
@@ -72,14 +72,14 @@ class Recorded:
         return len(self._turns)
 
     async def generate(
-        self, ids: list[int], *, max_tokens: int, stop: Sequence[int], routes_from: int | None = None, **options: Any
+        self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
     ) -> Generation:
         """See `harness.loop.Policy`."""
         if self.played == self.turns:
             raise TokenLedgerError(f"turn {self.played} was never sampled")
         segment, start, end = self._turns[self.played]
         ids_T, _, logprobs_T, versions_T = segment.arrays()
-        asked = [token for document in options.get("documents", ()) for token in document] + ids
+        asked = [token for part in (*request.documents, request.ids) for token in part]
         if ids_T[:start].tolist() != asked:
             at = next((i for i, (a, b) in enumerate(zip(ids_T[:start], asked, strict=False)) if a != b), len(asked))
             raise TokenLedgerError(
@@ -92,8 +92,8 @@ class Recorded:
             ids=said,
             logprobs=logprobs_T[start:end].tolist(),
             versions=versions_T[start:end].tolist(),
-            finish_reason="stop" if said and said[-1] in stop else "length",
-            routes=None if routes_from is None else _routes(segment, routes_from, end - 1),
+            finish_reason="stop" if said and said[-1] in request.stop else "length",
+            routes=None if request.routes_from is None else _routes(segment, request.routes_from, end - 1),
             recipe=segment.recipe,
         )
 

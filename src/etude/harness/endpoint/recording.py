@@ -21,6 +21,7 @@ import msgspec
 from etude.harness.endpoint.conversation import AgentRequest, RequestRefused, digest, digests
 from etude.harness.ledger import TokenLedger
 from etude.harness.loop import Aborted, EpisodeSpec, UngradedEpisode, turn_seed
+from etude.protocol.wire import GenerateRequest
 from etude.records import Generation, Segment, StopReason, Turn
 from etude.renderers import Message, ParsedTurn, Renderer
 from etude.renderers.base import content_text
@@ -296,20 +297,18 @@ class Recording:
         prompt = ledger.prompt()
         left = budget.tokens - sum(branch.ledger.sampled for branch in self._branches)
         limits = (max_tokens or sampling.max_tokens, sampling.max_tokens, left, budget.context - len(ledger))
-        options: dict[str, Any] = {"routes_from": ledger.routed} if sampling.routes else {}
+        request = GenerateRequest(
+            ids=prompt,
+            max_tokens=max(1, min(limits)),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop=tuple(self.renderer.stop_ids),
+            seed=turn_seed(self._play.seed, spoken.number),
+            session=self._session,
+            routes_from=ledger.routed if sampling.routes else None,
+        )
         async with asyncio.timeout(seconds + 1.0):  # the policy keeps its own deadline
-            generation = await self._play.policy.generate(
-                prompt,
-                max_tokens=max(1, min(limits)),
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                stop=self.renderer.stop_ids,
-                seed=turn_seed(self._play.seed, spoken.number),
-                timeout=seconds,
-                session=self._session,
-                on_tokens=spoken.grow,
-                **options,
-            )
+            generation = await self._play.policy.generate(request, seconds, spoken.grow)
         if generation.finish_reason == "abort":
             raise Aborted("the engine aborted a turn")
         generation = self._cut(generation, spoken.stops, len(prompt))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from etude.config import RLConfig
-from etude.models.batch_invariant import exact, possible
+from etude.models.batch_invariant import batch_invariant, possible
 from etude.trainer.optimizer import MasterAdamW, learning_rate
 from etude.trainer.rl import presets
 from etude.trainer.rl.batch import Batch, PromptRow, Samples, collate, token_rows
@@ -62,7 +62,7 @@ def train_step(
     None: no self-check. In deterministic mode each row is its own forward pass, so gradients do not depend on how
     episodes were packed, and exact where it can be, so log-probabilities have the engine's bits.
     """
-    with exact(config.deterministic and possible(model)):
+    with batch_invariant(config.deterministic and possible(model)):
         reset_peak(config.trainer.device)
         sums = Sums()
         updates = [_update(model, rows, share, config, sums) for rows, share in shares(batch.rows, config.loss.updates)]
