@@ -90,7 +90,7 @@ class Bench:
         """Of every token of the tail, and how many document tokens were there before."""
         row = RunningSequence(Request(ids=tail, max_tokens=1, documents=tuple(documents)), None, None)
         while not self.documents.gather(row, 0, 0):
-            assert self.documents.compute(50, 0, alone=False)
+            assert self.documents.compute(50, 0, serial=False)
         row.pages = list(range(-(-len(row.request.prompt) // BLOCK)))
         cached = self.documents.assemble(row, 0)
         table = np.array([row.pages], dtype=np.int32)

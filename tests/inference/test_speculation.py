@@ -33,8 +33,8 @@ def model():
     return model_of()
 
 
-def engine_of(model, curve=FLAT, **options):
-    engine = Engine(model, EngineConfig(**options))
+def engine_of(model, curve=FLAT, routes=False, **options):
+    engine = Engine(model, EngineConfig(**options), routes=routes)
     assert engine.runner.speculation is not None
     engine.runner.speculation._curve = curve
     return engine
@@ -87,7 +87,7 @@ def test_any_draft_in_a_ragged_batch_gives_the_plain_answer(model, temperature):
     ]
     expected = run(Engine(model, PLAIN), *plain)
     requests = [drafted(r, damaged(g.ids, i)) for i, (r, g) in enumerate(zip(plain, expected, strict=True))]
-    engine = engine_of(model, rows=7, prefill_tokens=48)
+    engine = engine_of(model, max_batch=7, prefill_tokens=48)
     for one, other in zip(expected, run(engine, *requests), strict=True):
         assert_same(other, one)
     assert 0 < engine.counters.accepted_tokens < engine.counters.drafted_tokens
@@ -178,7 +178,7 @@ def test_sampling_keeps_its_distribution():
         rows = torch.tensor([[*ids, a] for a in range(12)])
         second_VV = torch.softmax(model(input_ids=rows).logits[:, -1], -1)
     expected = (first_V[:, None] * second_VV).double().numpy().ravel()
-    engine = engine_of(model, rows=128)
+    engine = engine_of(model, max_batch=128)
     draft = [int(first_V.argmax()), int(second_VV[first_V.argmax()].argmax()), 1]
     requests = [drafted(Request(ids=ids, max_tokens=3, seed=i), draft) for i in range(3000)]
     observed = np.zeros(144)
@@ -273,5 +273,5 @@ def test_450_edits_in_float32_without_a_mismatch():
     requests = [Request(ids=rng.integers(32, 4096, 40).tolist(), max_tokens=60, temperature=0.0) for _ in range(450)]
     plain = run(Engine(model, EngineConfig(max_batch=32, speculate=False)), *requests)
     drafts = [drafted(r, damaged(g.ids, i)) for i, (r, g) in enumerate(zip(requests, plain, strict=True))]
-    fast = run(engine_of(model, rows=32), *drafts)
+    fast = run(engine_of(model, max_batch=32), *drafts)
     assert [g.ids for g in fast] == [g.ids for g in plain]

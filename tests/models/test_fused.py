@@ -28,7 +28,7 @@ def ours(model: nn.Module, kind: str) -> list[bool]:
 def engine_logits(model: nn.Module, sizes: list[int]) -> torch.Tensor:
     """Of one row of tokens, fed in passes of these sizes."""
     cache = PagedCache(model.config, num_bytes=2**20, max_length=96, dtype=torch.float32, device=torch.device("cpu"))
-    table = np.arange(cache.blocks_per_row, dtype=np.int32)[None]
+    table = np.arange(cache.pages_per_sequence, dtype=np.int32)[None]
     ids = np.random.default_rng(1).integers(0, 97, sum(sizes))
     logits, start = [], 0
     for size in sizes:

@@ -48,7 +48,7 @@ class RetrievalScore:
 
 def evaluate_retrieval(
     models: Sequence[Path],
-    engine: EngineConfig,
+    inference: EngineConfig,
     *,
     masks: Sequence[str],
     repositories: Sequence[Path],
@@ -63,7 +63,7 @@ def evaluate_retrieval(
     for model in models:
         check_folder(model)
     asked = questions(repositories, samples, seed)
-    measured = [one for model in models for one in measure(model, engine, asked, masks, orders, seed)]
+    measured = [one for model in models for one in measure(model, asked, masks, orders, seed, inference)]
     # The masks of a model, and the models under a mask.
     pairs = [(a, b) for a, b in combinations(measured, 2) if (a.model == b.model) != (a.mask == b.mask)]
     clusters = [number for number, sample in enumerate(asked) for _ in sample.questions]
@@ -98,17 +98,17 @@ def questions(repositories: Sequence[Path], count: int, seed: int) -> list[Retri
 
 def measure(
     model: Path,
-    config: EngineConfig,
     asked: Sequence[RetrievalSample],
     masks: Sequence[str],
     orders: int,
     seed: int,
+    inference: EngineConfig = EngineConfig(),
 ) -> list[RetrievalScore]:
     """Greedy answers of a model's own engine. Order 0 is that of the samples, the others are random."""
     renderer, tokenizer = renderer_for(model), load_tokenizer(model)
     encoder = tokenizer.backend_tokenizer
     encoder.encode_special_tokens = True  # text that spells a special token is text
-    engine = load_engine(model, config.model_copy(update={"max_batch": 64, "documents_mb": 1024}))
+    engine = load_engine(model, inference.model_copy(update={"max_batch": 64, "documents_mb": 1024}))
     engine.start()
     try:
         measured = []

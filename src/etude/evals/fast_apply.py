@@ -56,7 +56,7 @@ class Applied:
 
 
 def evaluate_edits(
-    models: Sequence[Path], suite: Path, engine: EngineConfig, *, way: str, max_edits: int | None, as_json: bool,
+    models: Sequence[Path], suite: Path, inference: EngineConfig, *, way: str, max_edits: int | None, as_json: bool,
     tests: Path | None = None, split: str = "heldout", judge: Judge | None = None,
 ) -> int:  # fmt: skip
     """Print grades with 95 % intervals, by language, size and noise. With `tests`, a task dataset, the edits are those
@@ -67,7 +67,7 @@ def evaluate_edits(
     if not examples:
         raise UserError("the suite holds no edits: raise --max-tasks")
     answers = [("merge", [merged(example) for example in examples], 0.0)]
-    answers += [(str(model), *run(model, engine, examples, way)) for model in models]
+    answers += [(str(model), *run(model, examples, way, inference)) for model in models]
     named = [(name, judged(with_tests(applied, dataset), judge), seconds) for name, applied, seconds in answers]
     for name, applied, seconds in named:
         _show(name, applied, seconds, way if name != "merge" else "no model")
@@ -118,7 +118,9 @@ def judged(applied: Sequence[Applied], judge: Judge | None) -> list[Applied]:
     return result
 
 
-def run(folder: Path, config: EngineConfig, examples: Sequence[Example], way: str) -> tuple[list[Applied], float]:
+def run(
+    folder: Path, examples: Sequence[Example], way: str, inference: EngineConfig = EngineConfig()
+) -> tuple[list[Applied], float]:
     """Every edit by the model of a folder, greedily and with drafts; and the seconds it took. Raises UserError."""
     from etude.inference.engine.engine import load_engine
     from etude.inference.engine.requests import RunningSequence
@@ -126,7 +128,7 @@ def run(folder: Path, config: EngineConfig, examples: Sequence[Example], way: st
     from etude.renderers import renderer_for
     from etude.renderers.base import load_tokenizer
 
-    engine = load_engine(folder, config.model_copy(update={"max_batch": _MAX_BATCH}))
+    engine = load_engine(folder, inference.model_copy(update={"max_batch": _MAX_BATCH}))
     has_chat = (folder / "chat_template.jinja").is_file()
     applier = Applier(load_tokenizer(folder), renderer_for(folder) if has_chat else None)
     asked: list[tuple[RunningSequence, AnswerCollector] | None] = []

@@ -29,7 +29,7 @@ from etude.tasks.dataset import Dataset
 def evaluate_models(
     models: Sequence[Path],
     suite: Path,
-    engine: EngineConfig,
+    inference: EngineConfig,
     *,
     split: str,
     samples: int,
@@ -46,7 +46,7 @@ def evaluate_models(
         for model in models:
             view.stage(str(model))
             options = {"split": split, "samples": samples, "max_tasks": max_tasks, "seed": seed}
-            results.append(asyncio.run(_measure(model, engine, dataset, view, options)))
+            results.append(asyncio.run(_measure(model, inference, dataset, view, options)))
     for model, result in zip(models, results, strict=True):
         rates = ", ".join(f"pass@{k} {100 * rate:.1f} %" for k, rate in sorted(result.pass_k.items()) if k > 1)
         print(f"{model}: pass@1 {_percent(result.pass_1)}" + (f", {rates}" if rates else ""))
@@ -58,10 +58,10 @@ def evaluate_models(
 
 
 async def _measure(
-    model: Path, config: EngineConfig, dataset: Dataset, view: LiveView, options: dict[str, object]
+    model: Path, inference: EngineConfig, dataset: Dataset, view: LiveView, options: dict[str, object]
 ) -> EvalResult:
     rollout = RolloutConfig()
-    shared = config.model_dump(include=set(EngineConfig.model_fields))
+    shared = inference.model_dump(include=set(EngineConfig.model_fields))
     serving = ServerConfig(**shared, model=str(model), port=0, max_length=rollout.context)
     with tempfile.TemporaryDirectory(prefix="etude-eval-") as folder:
         logs = Path(folder)
@@ -72,7 +72,7 @@ async def _measure(
                 plain = Sampling(temperature=rollout.temperature)
                 return await evaluate(
                     RolloutContext(dataset, sandbox, client, renderer_for(model), rollout.budget(), plain),
-                    concurrency=config.max_batch,
+                    concurrency=inference.max_batch,
                     progress=view.evaluated,
                     **options,  # type: ignore[arg-type]
                 )
