@@ -1,7 +1,7 @@
-"""Batch-invariant mode: what is computed of a token has the same bits whatever other tokens are in its pass.
+"""Batch-invariant mode: the results of a token have the same bits whatever other tokens are in its pass.
 
 Engine and trainer then agree in every bit, however the engine batched, cut and cached. It holds on the CPU in float32.
-What makes the bits of a plain pass depend on its other tokens, and what is done about it:
+In a plain pass the bits depend on its other tokens for these reasons; beside each is its remedy:
 
     matrix products    the library takes other kernels for fewer than 16 rows (seen with MKL 2024.2), elementwise
                        functions others for the last elements: passes, and the rows of each expert, have a multiple of

@@ -111,7 +111,7 @@ def replay(
 
 
 class _Hook:
-    """What the routers of one pass are given, and sums of what was done."""
+    """Gives the routers of one pass their experts, and sums up statistics."""
 
     def __init__(self, routes_TLK: Tensor, weight_T: Tensor, plausible: float, sums: ReplayStatistics) -> None:
         self.routes_TLK, self.weight_T, self.plausible, self.sums = routes_TLK, weight_T, plausible, sums
@@ -148,7 +148,7 @@ class _Hook:
         self.sums.flipped += float(self.weight_T[differs_T].sum())
 
     def close(self) -> None:
-        """Adds what is per token."""
+        """Adds the statistics per token."""
         fed_T = self.routes_TLK[:, 0, 0] != UNFED
         known, (_, layers, slots) = float(self.weight_T[self.known_T].sum()), self.routes_TLK.shape
         self.sums.fed = float(self.weight_T[fed_T].sum())

@@ -1,7 +1,7 @@
 """The segment graph: runs of tokens, and which of them see which. Shared prompts and documents are both one of these.
 
 A node's tokens see themselves causally and the nodes in `sees` wholly. In a prefix tree a node sees all its ancestors,
-so every path from a root is a plain causal row, and what is computed once for the tree equals what separate rows give.
+so every path from a root is a plain causal row, and a pass over the tree gives each row the values of its own pass.
 
 Suffixes: T tokens of the whole graph in layout order (the nodes one after the other), n tokens of one node.
 """

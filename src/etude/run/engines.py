@@ -13,7 +13,7 @@ START_SECONDS = 180.0
 
 
 def server_config(folder: Path, config: RLConfig, number: int) -> ServerConfig:
-    """What inference server `number` of the run in `folder` is started with."""
+    """The configuration of inference server `number` of the run in `folder`."""
     inference, key = config.inference, config.weights.signing_key
     engine = inference.model_dump(exclude=set(InferenceConfig.model_fields) - set(ServerConfig.model_fields))
     source = WeightSource(

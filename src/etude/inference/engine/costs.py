@@ -1,4 +1,4 @@
-"""What a pass over n tokens costs, measured or learned; and how many drafted tokens are worth feeding.
+"""The cost of a pass over n tokens, measured or learned; and how many drafted tokens are worth feeding.
 
 A pass costs T(n). With R sequences that emit e_r tokens each, drafts are chosen to maximise sum log e_r - R log T(n).
 For one sequence that is tokens per second; among several, a sequence's gain must outweigh the delay of all others
@@ -126,7 +126,7 @@ class LearnedCosts:
         self._kept = {s: kept for s, kept in self._kept.items() if kept[2] > self._passes - _FORGOTTEN}
 
     def curve(self) -> CostCurve:
-        """The curve of what was noted so far."""
+        """The curve of the passes noted so far."""
         points = [self._kept[size][:2] for size in sorted(self._kept)] or [(1.0, 1.0)]
         if len(points) == 1:
             tokens, seconds = points[0]

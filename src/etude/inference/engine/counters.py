@@ -1,4 +1,4 @@
-"""What an engine counts."""
+"""The counters of an engine, for `/health` and `/metrics`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The document cache: keys and values of documents by (hash of token ids, weight version, recipe), for any place.
 
-    gather (hold what is there, make room for the rest) -> compute, beside decoding -> assemble into a sequence's pages
+    gather (hold what is cached, make room for the rest) -> compute, beside decoding -> assemble into a sequence's pages
 
 A request takes all the memory its documents need at once or waits without any, so requests never wait for each other in
 a circle. Entries that no request holds are evicted, least recently used first. Only `check` and `stats` are called from

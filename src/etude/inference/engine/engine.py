@@ -191,7 +191,7 @@ class Engine:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the thread, if something did."""
+        """The error that ended the thread, or None."""
         return self._failure
 
     def _check_open(self) -> None:

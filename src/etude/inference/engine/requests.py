@@ -111,12 +111,12 @@ class RunningSequence:
     undrafted: bool = False  # the next token is decided without drafts beside it
 
     def abort(self) -> None:
-        """Finish at the next step with what is sampled so far and reason "abort"."""
+        """Finish at the next step with the tokens sampled so far and reason "abort"."""
         self.aborted = True
 
 
 class SequenceStates:
-    """What each step needs of the running sequences, as arrays over slots: no step loops over sequences in Python.
+    """The running sequences as arrays over slots, so that no step loops over sequences in Python.
 
     `count` sequences run at a time, each with up to `max_length` tokens on `pages` pages.
     """

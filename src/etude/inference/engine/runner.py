@@ -1,4 +1,4 @@
-"""One pass after the other: feed a batch to the model, draw tokens, and verify what was drafted."""
+"""One pass after the other: feed a batch to the model, draw tokens, and verify drafts."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _WORTH_WAITING = 16  # prompt tokens saved by waiting for another prompt
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """What one pass computes: the last token of every decoding sequence, and chunks of prompts (how many tokens)."""
+    """The tokens of one pass: the last of every decoding sequence, and chunks of prompts with their sizes."""
 
     decoding: list[RunningSequence]
     chunks: list[tuple[RunningSequence, int]]

@@ -1,4 +1,4 @@
-"""What all routes of the server share: bodies, answers, errors, and clients that go away."""
+"""Helpers of all routes: bodies, answers, errors, and clients that go away."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _SETTLE_SECONDS = 1.0  # how long a choice cut by a stop string may take to end,
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # what is computed
+    # the task
     "suffix": ("",),
     "echo": (False,),
     "best_of": (1,),
