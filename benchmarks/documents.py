@@ -31,16 +31,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.table import Table
-from benchmarks.threads import one_thread
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.table import Table
+from benchmarks.threads import one_thread
+from etude.config import EngineConfig
 from etude.corpus.retrieval import RetrievalSample
 from etude.evals.documents import measure, questions
 from etude.inference.engine.cache import NO_MATCH
-from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.engine import Engine
 from etude.inference.engine.forward import logits_of
-from etude.inference.engine.requests import RunningSequence
+from etude.inference.engine.requests import Request, RunningSequence
 from etude.models import attention, experts
 from etude.models.attention import SegmentLayout
 from etude.models.kernels import BLOCK
@@ -65,7 +66,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 def _run(fulls: int, repeats: int, orders: int, samples: int) -> dict[str, Any]:
     model = _model()
-    engine = Engine(model, limits=EngineLimits(speculate=False))
+    engine = Engine(model, EngineConfig(speculate=False))
     rng = np.random.default_rng(0)
     _first(engine, Request(ids=_ids(rng, 40), documents=(_ids(rng, 40),), max_tokens=1))  # compiles the kernels
     table = Table("documents")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import inspect
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from etude.edits.edit import Edit
-from etude.inference.engine.engine import Request
+from etude.inference.engine.requests import Request
 from etude.inference.server.apply import Applier
 
 MODEL = Path(__file__).parent.parent / "models" / "nano"
@@ -62,7 +63,7 @@ def case(applier: Applier, text: str, edits: int, seed: int) -> Case:
     file = applier.encode_answer(text + close)
     blocks = difflib.SequenceMatcher(None, file, answer, autojunk=False).get_matching_blocks()
     changed = 1 - sum(block.size for block in blocks) / len(answer)
-    return Case(replace(request, max_tokens=len(answer)), answer, changed)
+    return Case(msgspec.structs.replace(request, max_tokens=len(answer)), answer, changed)
 
 
 def sketch(before: list[str], after: list[str]) -> str:

@@ -20,21 +20,24 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
 from benchmarks import edits_vllm
 from benchmarks.edit_cases import MODEL, Case, large_cases, random_model, suite_cases
 from benchmarks.edits_trained import trained
 from benchmarks.rollout_drafts import rollouts
 from benchmarks.threads import one_thread
-from tokenizers import Tokenizer
-from transformers import PreTrainedModel
-
+from etude.config import EngineConfig
 from etude.inference.engine.drafts import DraftSource
-from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
 from etude.inference.server.apply import Applier
 from etude.models import attention, experts
 from etude.models.loading import load_model
@@ -162,8 +165,8 @@ def _lookup(model: PreTrainedModel, case: Case, n: int, k: int) -> float:
 
 def _large(model: PreTrainedModel, cases: list[Case], tokens: int, quick: bool, add: Callable[..., None]) -> None:
     fast, plain = (
-        Engine(model, limits=EngineLimits(rows=1)),
-        Engine(model, limits=EngineLimits(rows=1, speculate=False)),
+        Engine(model, EngineConfig(max_batch=1)),
+        Engine(model, EngineConfig(max_batch=1, speculate=False)),
     )
     _ours(fast, cases[0])  # compiles the kernels, measures the costs
     settings = [(3, 64)] if quick else [(n, k) for n in (2, 3, 5) for k in (10, 32, 64, 128)]
@@ -186,8 +189,8 @@ def _large(model: PreTrainedModel, cases: list[Case], tokens: int, quick: bool, 
 
 def _suite(model: PreTrainedModel, cases: list[Case], tokens: int, add: Callable[..., None]) -> None:
     fast, plain = (
-        Engine(model, limits=EngineLimits(rows=1)),
-        Engine(model, limits=EngineLimits(rows=1, speculate=False)),
+        Engine(model, EngineConfig(max_batch=1)),
+        Engine(model, EngineConfig(max_batch=1, speculate=False)),
     )
     gains = [_plain(plain, case, tokens) / _ours(fast, case).decode for case in cases]
     what = f"plain decoding, decode alone, {len(cases)} edits, forced answers"
@@ -206,9 +209,9 @@ def _bundled(count: int, tokens: int, add: Callable[..., None]) -> tuple[int, bo
     mismatches, margins = [], []
     for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype)
-        said = _answers(Engine(model, limits=EngineLimits(rows=16, speculate=False)), requests)
-        drafted = [replace(r, sources=(_edited(a, rng),)) for r, a in zip(requests, said, strict=True)]
-        again = _answers(Engine(model, limits=EngineLimits(rows=16)), drafted)
+        said = _answers(Engine(model, EngineConfig(max_batch=16, speculate=False)), requests)
+        drafted = [msgspec.structs.replace(r, sources=(_edited(a, rng),)) for r, a in zip(requests, said, strict=True)]
+        again = _answers(Engine(model, EngineConfig(max_batch=16)), drafted)
         different = [(r, a, b) for r, a, b in zip(requests, said, again, strict=True) if a != b]
         mismatches.append(len(different))
         margins += [_margin(model, r.ids, a, b) for r, a, b in different if dtype == torch.bfloat16]
@@ -251,8 +254,8 @@ def _unrelated(model: PreTrainedModel, rng: np.random.Generator) -> float:
     At temperature 1 the model would repeat itself, and drafts from its own text would hide what the prediction costs.
     """
     fast, plain = (
-        Engine(model, limits=EngineLimits(rows=1)),
-        Engine(model, limits=EngineLimits(rows=1, speculate=False)),
+        Engine(model, EngineConfig(max_batch=1)),
+        Engine(model, EngineConfig(max_batch=1, speculate=False)),
     )
     source = DraftSource("prediction", rng.integers(32, 4096, 400).astype(np.int32))
     ratios = []
@@ -261,7 +264,7 @@ def _unrelated(model: PreTrainedModel, rng: np.random.Generator) -> float:
         times = []
         for engine, sources in ((plain, ()), (fast, (source,))):
             start = time.perf_counter()
-            _answers(engine, [replace(request, sources=sources)])
+            _answers(engine, [msgspec.structs.replace(request, sources=sources)])
             times.append(time.perf_counter() - start)
         ratios.append(times[1] / times[0])
     return statistics.median(ratios[1:])

@@ -5,16 +5,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
+from etude.config import EngineConfig
 from etude.edits import examples as tables
 from etude.edits.edit import DoesNotFit, Edit
 from etude.errors import UserError
 from etude.evals.fast_apply import SUITE
-from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
 from etude.inference.server.apply import Applier
 from etude.models.loading import load_model
 from etude.renderers import renderer_for
@@ -38,12 +41,12 @@ def trained(count: int, add: Callable[..., None]) -> int:
     model = load_model(MODEL)
     requests, wanted, characters = _requests(count, model.config.max_position_embeddings)
     fast, plain = (
-        Engine(model, limits=EngineLimits(rows=1)),
-        Engine(model, limits=EngineLimits(rows=1, speculate=False)),
+        Engine(model, EngineConfig(max_batch=1)),
+        Engine(model, EngineConfig(max_batch=1, speculate=False)),
     )
     for engine in (fast, plain):
         _timed(engine, requests[0])  # compiles the kernels, measures the costs
-    pairs = [(_timed(plain, replace(r, sources=())), _timed(fast, r)) for r in requests]
+    pairs = [(_timed(plain, msgspec.structs.replace(r, sources=())), _timed(fast, r)) for r in requests]
     gains = [slow.decode / quick.decode for slow, quick in pairs if quick.decode > 0]
     whole = [(slow.prefill + slow.decode) / (quick.prefill + quick.decode) for slow, quick in pairs]
     exact = sum(quick.ids[: len(ids)] == ids for (_, quick), ids in zip(pairs, wanted, strict=True))

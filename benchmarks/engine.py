@@ -26,14 +26,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
+
 from benchmarks.random_models import describe, save
 from benchmarks.table import Table
 from benchmarks.threads import one_thread
 from benchmarks.vllm_process import Vllm, missing
-from transformers import PreTrainedModel
-
-from etude.inference.engine.engine import Engine, EngineLimits, Request
-from etude.inference.engine.requests import RunningSequence
+from etude.config import EngineConfig
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request, RunningSequence
 from etude.models.loading import load_model
 
 MODEL = Path(__file__).parent.parent / "models" / "nano"
@@ -61,7 +62,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 def _bundled(table: Table, tokens: int) -> None:
     model = load_model(MODEL)
-    engine = Engine(model, limits=EngineLimits(rows=128))
+    engine = Engine(model, EngineConfig(max_batch=128))
     with ExitStack() as stack:
         vllm = None if missing() else stack.enter_context(Vllm(**VLLM, model=str(MODEL), dtype="float32"))
         prefill = _compare(table, engine, vllm, (1, 8, 32, 64), tokens)
@@ -82,7 +83,7 @@ def _larger(table: Table, size: str, dtype: torch.dtype) -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         save(size, dtype, Path(folder))
         model = load_model(folder, dtype=dtype)
-        engine = Engine(model, limits=EngineLimits(rows=max(VLLM_BATCHES)))
+        engine = Engine(model, EngineConfig(max_batch=max(VLLM_BATCHES)))
         vllm = None if missing() else stack.enter_context(Vllm(**VLLM, model=folder, dtype=_text(dtype)))
         _compare(table, engine, vllm, VLLM_BATCHES, LARGER_TOKENS, f"@{_name(size, dtype)}", f", {describe(model)}")
 

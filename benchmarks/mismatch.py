@@ -27,9 +27,11 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.table import Table
 from benchmarks.threads import one_thread
-from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.config import EngineConfig
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
 from etude.models import attention, experts
-from etude.models.batch_invariant import exact
+from etude.models.batch_invariant import batch_invariant
 from etude.models.loading import load_model
 from etude.models.router_replay import UNFED
 from etude.records import Generation
@@ -121,7 +123,7 @@ def _token_rows(sampled: Rows) -> TokenRows:
 
 def _replay(model: PreTrainedModel, groups: int, tokens: int, repeats: int) -> dict[str, float]:
     """k3 with and without replay, flips, and what replay costs; the trainer shares prompts, as it does in a run."""
-    sampled = _sample(Engine(model, limits=EngineLimits(rows=64, routes=True)), groups, tokens, routes=True)
+    sampled = _sample(Engine(model, EngineConfig(max_batch=64), routes=True), groups, tokens, routes=True)
     rows = _token_rows(sampled)
     parts = plan(rows, "auto", BUDGET, shape_of(model)).parts
     outcomes = {"on": evaluate(model, parts, rows.count), "off": evaluate(model, parts, rows.count, replays=False)}
@@ -148,25 +150,25 @@ def _recorded(sampled: Rows) -> torch.Tensor:
 
 def _recording(model: PreTrainedModel, groups: int, tokens: int, repeats: int) -> float:
     """Seconds of sampling with recorded routes over without."""
-    with_, without = (Engine(model, limits=EngineLimits(rows=64, routes=on)) for on in (True, False))
+    with_, without = (Engine(model, EngineConfig(max_batch=64), routes=on) for on in (True, False))
     return _ratio(lambda: _cold(with_, groups, tokens, routes=True), lambda: _cold(without, groups, tokens), repeats)
 
 
 def _deterministic(model: PreTrainedModel, groups: int, tokens: int, repeats: int) -> tuple[float, int, float, float]:
     """Largest difference, tokens compared, and seconds in deterministic mode over those without: engine, trainer."""
     ours, theirs = (
-        Engine(model, limits=EngineLimits(rows=64, speculate=False), deterministic=on) for on in (True, False)
+        Engine(model, EngineConfig(max_batch=64, speculate=False), deterministic=on) for on in (True, False)
     )
     sampled = _sample(ours, groups, tokens)
     rows = _token_rows(sampled)
-    with exact():
+    with batch_invariant():
         found = evaluate(model, plan(rows, "rows", BUDGET, shape_of(model)).parts, rows.count)
     largest = float((found.logprobs_N - _recorded(sampled)).abs().max())
     some = _token_rows(sampled[:16])
     parts = plan(some, "rows", BUDGET, shape_of(model)).parts
 
     def train(on: bool) -> None:
-        with exact(on):
+        with batch_invariant(on):
             _train(model, parts, some.count)
 
     engine = _ratio(lambda: _cold(ours, 8, tokens), lambda: _cold(theirs, 8, tokens), repeats)

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.edit_cases import MODULES, source
+from etude.config import EngineConfig
 from etude.corpus import dialect
 from etude.corpus.episodes import break_function
 from etude.corpus.filters import File, function_texts, keep_function
-from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
 from etude.models.loading import load_model
 from etude.renderers import renderer_for
 
@@ -32,8 +34,8 @@ def rollouts(quick: bool, add: Callable[..., None]) -> int:
     """
     model = load_model(MODEL)
     fast, plain = (
-        Engine(model, limits=EngineLimits(rows=64)),
-        Engine(model, limits=EngineLimits(rows=64, speculate=False)),
+        Engine(model, EngineConfig(max_batch=64)),
+        Engine(model, EngineConfig(max_batch=64, speculate=False)),
     )
     alone, different, turns = 0, 0, 0
     for batch in (1, 8) if quick else (1, 4, 8, 16, 32, 64):

@@ -28,8 +28,10 @@ import torch
 
 from benchmarks.table import row
 from etude import processes
+from etude.config import ServerConfig, WeightSource
 from etude.errors import UserError
 from etude.models.loading import load_model, named_tensors
+from etude.run.engines import engine_url, spawn_engine
 from etude.store import ENDPOINTS, Store, open_store
 from etude.weights.payloads import PayloadSource
 from etude.weights.publisher import Publisher
@@ -76,6 +78,17 @@ def _process(folder: Path, name: str, *argv: str, env: dict[str, str] | None = N
         child.stop(30)
 
 
+@contextmanager
+def _server(folder: Path, store: str) -> Iterator[str]:
+    """The URL of an inference server that follows a store."""
+    source = WeightSource(weights=store)
+    child = spawn_engine(ServerConfig(model=str(NANO), port=0, threads=1, source=source), folder)
+    try:
+        yield engine_url(child, folder)
+    finally:
+        child.stop(30)
+
+
 # --- pause ------------------------------------------------------------------------------------------------------------
 
 
@@ -83,8 +96,7 @@ def _pauses(folder: Path, versions: int) -> list[dict[str, Any]]:
     store, current = open_store(str(folder / "pause")), _nano()
     publisher = Publisher(store, anchor_versions=10**6, anchor_share=1e9)
     publisher.publish(0, current, (), {})
-    server = ["etude.inference.server.server", "--model", str(NANO), "--port", "0", "--weights", store.url]
-    with _process(folder, "server", *server) as url, httpx2.Client(base_url=url, trust_env=False) as http:
+    with _server(folder, store.url) as url, httpx2.Client(base_url=url, trust_env=False) as http:
         arrivals: list[float] = []
         ended = threading.Event()
         with ThreadPoolExecutor(1) as pool:

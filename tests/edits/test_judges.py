@@ -14,12 +14,13 @@ from typing import Any
 import httpx2
 import pytest
 
-from etude import processes
+from etude.config import ServerConfig
 from etude.edits.examples import Example
 from etude.edits.grade import EditGrade
 from etude.edits.judge import Judge, JudgeVerdict, question, read, verdicts
 from etude.errors import UserError
 from etude.evals.fast_apply import Applied, judged, summary
+from etude.run.engines import engine_url, spawn_engine
 from tests.helpers.libraries import module
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
@@ -148,11 +149,9 @@ def test_a_text_cannot_close_its_tag() -> None:
 
 def test_etude_serve_is_a_judge(tmp_path: Path) -> None:
     """A model that was never taught to judge: whatever it says is read, and what does not fit is refused."""
-    ready = tmp_path / "ready.json"
-    arguments = ["etude.inference.server.server", "--model", str(NANO), "--port", "0", "--ready-file", str(ready)]
-    server = processes.start("server", [*arguments, "--parent-death"], tmp_path / "server.log")
+    server = spawn_engine(ServerConfig(model=str(NANO), port=0, threads=1), tmp_path)
     try:
-        url = json.loads(processes.wait_for_file(ready, server, 180))["url"] + "/v1"
+        url = engine_url(server, tmp_path) + "/v1"
         name = httpx2.get(f"{url}/models", timeout=60).json()["data"][0]["id"]
         long = replace(EDIT, file=module(3, False) * 200)
         found = verdicts(Judge(url, name), [(EDIT, "a = 3\n"), (long, "a = 3\n")])

@@ -12,6 +12,7 @@ from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling
+from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Task
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import RolloutContext
@@ -28,11 +29,11 @@ class Solver:
         self.asked: dict[str, int] = {}
         self.seeds: list[int] = []
 
-    async def generate(self, ids: list[int], *, seed: int, **_: object) -> Generation:
-        prompt = self.tokenizer.decode(ids, skip_special_tokens=False)
+    async def generate(self, request: GenerateRequest, *_: object) -> Generation:
+        prompt = self.tokenizer.decode(request.ids, skip_special_tokens=False)
         task = next(task for task in self.tasks if task.instruction in prompt)
         self.asked[task.id] = self.asked.get(task.id, 0) + 1
-        self.seeds.append(seed)
+        self.seeds.append(request.seed)
         turn = "<|call|>finish<|end|>"
         if self.asked[task.id] <= self.solved:
             old, new = the_edit(task)

@@ -1,17 +1,17 @@
 """The `apply` tool: a sketch laid into a file by the merge, and by the bundled apply model behind a real server."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from etude import processes
 from etude.cli import main
+from etude.config import ServerConfig
 from etude.harness.edit_appliers import server_applier
 from etude.harness.full_tools import FullTools
 from etude.records import ToolCall
+from etude.run.engines import engine_url, spawn_engine
 from etude.sandbox.base import ApplyFailed
 from tests.helpers.speakers import MemoryBox, a_task
 
@@ -59,10 +59,8 @@ def test_a_sketch_that_cannot_be_laid_changes_nothing(path: str, sketch: str, wh
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("apply")
-    ready = folder / "ready.json"
-    argv = ["etude.inference.server.server", "--model", str(MODEL), "--port", "0", "--ready-file", str(ready)]
-    child = processes.start("server", [*argv, "--cache-mb", "64"], folder / "server.log")
-    yield json.loads(processes.wait_for_file(ready, child, 120.0))["url"]
+    child = spawn_engine(ServerConfig(model=str(MODEL), port=0, threads=1, cache_mb=64), folder)
+    yield engine_url(child, folder)
     child.stop(20)
 
 

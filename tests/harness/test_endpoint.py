@@ -17,6 +17,7 @@ import pytest
 from etude.harness.endpoint.recording import RecordedFork, Recording
 from etude.harness.endpoint.server import MAX_BODY, Endpoint, open_endpoint
 from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode
+from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Generation, StopReason
 from etude.renderers import Renderer
 from tests.helpers.speakers import Scripted, Speaker, a_task
@@ -35,10 +36,10 @@ class Held(Scripted):
         super().__init__(turns)
         self.let_go = asyncio.Event()
 
-    async def generate(self, ids: list[int], **request: Any) -> Generation:
-        generation = await super().generate(ids, **request)
+    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
+        generation = await super().generate(request, *rest)
         for token in generation.ids[:-1]:
-            request["on_tokens"]([token])
+            rest[1]([token])
         await self.let_go.wait()
         return generation
 
@@ -126,8 +127,8 @@ def test_a_conversation_that_goes_on_appends_only_what_is_new(hermes: Renderer, 
     (segment,) = draft.segments
     ids = segment.arrays()[0].tolist()
     assert [ids[: len(prompt)] for prompt in policy.prompts] == policy.prompts
-    assert [r["temperature"] for r in policy.requests] == [1.0] * 3
-    assert len({r["session"] for r in policy.requests}) == 1
+    assert [r.temperature for r in policy.requests] == [1.0] * 3
+    assert len({r.session for r in policy.requests}) == 1
     said = [hermes.text(turn[:-1]) for turn in script[:2]]
     messages = [SYSTEM, GO, {"role": "assistant", "content": said[0]}, tool("\n\n<|im_start|>assistant\n")]
     messages += [{"role": "assistant", "content": said[1]}, tool("1"), tool("2"), {"role": "user", "content": "And?"}]

@@ -15,6 +15,7 @@ import pytest
 from etude.harness import loop
 from etude.harness.loop import Aborted, EpisodeSpec, Sampling, UngradedEpisode, run_agent_loop, turn_seed
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError
+from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Generation, Routes, StopReason, Task
 from etude.renderers import Renderer, renderer_for
 from etude.sandbox.base import BoxDead, ExecResult
@@ -222,11 +223,11 @@ def test_time_ends_the_episode_between_turns_and_inside_one(
     renderer, speaker = dialect
 
     class Slow(Scripted):
-        async def generate(self, ids: list[int], **request: Any) -> Generation:
+        async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
             if self.prompts:
-                assert request["timeout"] <= 0.2
+                assert rest[0] <= 0.2
                 await asyncio.Event().wait()  # never
-            return await super().generate(ids, **request)
+            return await super().generate(request, *rest)
 
     draft = play(renderer, Slow([speaker.turn(("list", {}))]), spend({"seconds": 0.2}))
     assert (draft.stop_reason, len(draft.turns), draft.timed_out) == (StopReason.SECONDS, 1, False)
@@ -254,7 +255,7 @@ def test_turns_are_seeded_by_episode_and_number(compact: Renderer, compact_folde
     def run(seed: int) -> tuple[list[Any], bytes]:
         policy = Scripted(script)
         draft = play(compact, policy, seed=seed)
-        return [r["seed"] for r in policy.requests], draft.segments[0].ids
+        return [r.seed for r in policy.requests], draft.segments[0].ids
 
     seeds, ids = run(1)
     assert seeds == [turn_seed(1, n) for n in range(8)]
@@ -296,8 +297,8 @@ def test_a_generation_that_does_not_add_up_is_refused(
     """T14."""
 
     class Spoiled(Scripted):
-        async def generate(self, ids: list[int], **request: Any) -> Generation:
-            return spoil(await super().generate(ids, **request))
+        async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
+            return spoil(await super().generate(request, *rest))
 
     with pytest.raises(TokenLedgerError):
         play(compact, Spoiled([Speaker(compact_folder).turn(("finish", {}))]))
@@ -306,11 +307,11 @@ def test_a_generation_that_does_not_add_up_is_refused(
 class Routed(Scripted):
     """Tells the experts of every fed position it is asked for: layer 0 and 1 of position p have p % 7 and p % 5."""
 
-    async def generate(self, ids: list[int], **request: Any) -> Generation:
-        generation = await super().generate(ids, **request)
-        positions = np.arange(request["routes_from"], len(ids) + len(generation.ids) - 1)
+    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
+        generation = await super().generate(request, *rest)
+        positions = np.arange(request.routes_from, len(request.ids) + len(generation.ids) - 1)
         data = np.stack([positions % 7, positions % 5], axis=1).astype("u1").tobytes()
-        routes = Routes(first=request["routes_from"], ids=data, layers=2, slots=1)
+        routes = Routes(first=request.routes_from, ids=data, layers=2, slots=1)
         return msgspec.structs.replace(generation, routes=routes)
 
 
@@ -324,7 +325,7 @@ def test_routes_travel_once_and_cover_all_that_was_fed(dialect: tuple[Renderer, 
     assert (routes.first, routes.end) == (0, length - 1), "the last sampled token was never fed"
     positions = np.arange(length - 1)
     assert np.array_equal(routes.array()[:, :, 0], np.stack([positions % 7, positions % 5], axis=1))
-    asked = [request["routes_from"] for request in policy.requests]
+    asked = [request.routes_from for request in policy.requests]
     fed = [len(prompt) + len(said) - 1 for prompt, said in zip(policy.prompts, work(speaker, 4), strict=True)]
     assert asked == [0, *fed[:-1]], "each turn asks for what is not known yet"
 
@@ -333,16 +334,16 @@ def test_without_replay_nobody_asks_for_routes(compact: Renderer, compact_folder
     policy = Scripted([Speaker(compact_folder).turn(("finish", {}))])
     (segment,) = play(compact, policy).segments
     assert segment.routes is None
-    assert "routes_from" not in policy.requests[0]
+    assert policy.requests[0].routes_from is None
 
 
 @pytest.mark.parametrize("first", [-1, 1])
 def test_routes_of_other_positions_are_refused(compact: Renderer, compact_folder: Path, first: int) -> None:
     class Shifted(Routed):
-        async def generate(self, ids: list[int], **request: Any) -> Generation:
-            generation = await super().generate(ids, **request)
+        async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
+            generation = await super().generate(request, *rest)
             assert generation.routes is not None
-            moved = msgspec.structs.replace(generation.routes, first=request["routes_from"] + first)
+            moved = msgspec.structs.replace(generation.routes, first=request.routes_from + first)
             return msgspec.structs.replace(generation, routes=moved)
 
     with pytest.raises(TokenLedgerError, match="experts of positions"):
@@ -380,8 +381,8 @@ def test_how_far_keys_lag_behind_their_tokens(
     speaker = Speaker(compact_folder)
 
     class Lagging(Scripted):
-        async def generate(self, ids: list[int], **request: Any) -> Generation:
-            generation = await super().generate(ids, **request)
+        async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
+            generation = await super().generate(request, *rest)
             versions, oldest = [7] * len(generation.ids), kv_versions[len(self.prompts) - 1]
             return msgspec.structs.replace(generation, versions=versions, kv_version=oldest)
 
@@ -394,8 +395,8 @@ def test_each_token_keeps_its_version(compact: Renderer, compact_folder: Path) -
     said = Speaker(compact_folder).turn(("list", {}))
 
     class Swapped(Scripted):
-        async def generate(self, ids: list[int], **request: Any) -> Generation:
-            generation = await super().generate(ids, **request)
+        async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
+            generation = await super().generate(request, *rest)
             return msgspec.structs.replace(generation, versions=list(range(len(generation.ids))))
 
     draft = play(compact, Swapped(lambda n: said), spend({"turns": 2}))
@@ -407,7 +408,7 @@ def test_an_aborted_turn_and_a_lost_box_are_raised(compact: Renderer, compact_fo
     speaker = Speaker(compact_folder)
 
     class Abort(Scripted):
-        async def generate(self, ids: list[int], **request: Any) -> Generation:
+        async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
             return Generation(ids=[], logprobs=[], versions=[], finish_reason="abort")
 
     with pytest.raises(Aborted):
@@ -454,9 +455,9 @@ def test_memory_grows_by_tokens_only(dialect: tuple[Renderer, Speaker]) -> None:
     class Counting:
         n = 0
 
-        async def generate(self, ids: list[int], **request: Any) -> Generation:
+        async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
             Counting.n += 1
-            held[Counting.n] = tracemalloc.get_traced_memory()[0] - 8 * len(ids)
+            held[Counting.n] = tracemalloc.get_traced_memory()[0] - 8 * len(request.ids)
             said = turn if Counting.n < 90 else speaker.turn(("finish", {}))
             return Generation(ids=said, logprobs=[-1.0] * len(said), versions=[0] * len(said), finish_reason="stop")
 

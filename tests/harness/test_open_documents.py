@@ -11,14 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from etude import processes
+from etude.config import ServerConfig
 from etude.harness.documents import open_file, pieces
 from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode, run_agent_loop, turn_seed
 from etude.harness.token_ledger import TokenLedgerError
 from etude.protocol.client import EngineClient
+from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Focus, Generation, StopReason, Task, token_digest
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.text import document_text
+from etude.run.engines import engine_url, spawn_engine
 from etude.sandbox.base import TestReport
 from tests.harness.test_loop import WIDE, Routed, play
 from tests.helpers.speakers import PATH, SOURCE, MemoryBox, Scripted, Speaker, a_box, a_task
@@ -57,9 +59,9 @@ class Three:
 class Squid(Scripted):
     """Says how documents were computed, as the engine does."""
 
-    async def generate(self, ids: list[int], **request: Any) -> Generation:
-        generation = await super().generate(ids, **request)
-        return msgspec.structs.replace(generation, recipe=RECIPE if request.get("documents") else "")
+    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
+        generation = await super().generate(request, *rest)
+        return msgspec.structs.replace(generation, recipe=RECIPE if request.documents else "")
 
 
 @pytest.fixture(params=["compact", "hermes"])
@@ -120,8 +122,8 @@ def test_tasks_of_one_file_share_all_pieces_but_the_broken_ones() -> None:
     assert len([ids for ids in first if ids in second]) == 3
 
 
-def documents_of(request: dict[str, Any]) -> list[list[int]]:
-    return [list(ids) for ids in request.get("documents", ())]
+def documents_of(request: GenerateRequest) -> list[list[int]]:
+    return [list(ids) for ids in request.documents]
 
 
 def test_the_open_file_stands_before_the_conversation(dialect: tuple[Renderer, Speaker]) -> None:
@@ -135,7 +137,7 @@ def test_the_open_file_stands_before_the_conversation(dialect: tuple[Renderer, S
     expected = [renderer.document(PATH, p.text) for p in pieces(SOURCE)]
     assert sent == expected
     assert documents_of(policy.requests[1]) == sent
-    assert "documents" not in plain.requests[0]
+    assert plain.requests[0].documents == ()
     if speaker.compact:
         assert policy.prompts == plain.prompts
     (segment,), (bare,) = draft.segments, without.segments
@@ -213,22 +215,23 @@ def test_a_long_result_becomes_a_document_and_begins_a_segment(dialect: tuple[Re
     assert (draft.metrics["segments"], draft.metrics["turns"]) == (2, 4)
     assert draft.metrics["sampled_tokens"] == sum(map(len, said))
     assert draft.metrics["tokens_prefix_property"] == 4
-    assert [r["seed"] for r in policy.requests] == [turn_seed(7, n) for n in range(4)]
+    assert [r.seed for r in policy.requests] == [turn_seed(7, n) for n in range(4)]
 
 
 class RoutedSquid(Routed):
-    async def generate(self, ids: list[int], **request: Any) -> Generation:
+    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
         """Positions count documents."""
-        before = [token for one in request["documents"] for token in one]
-        generation = await super().generate(before + ids, **request)
-        self.prompts[-1] = ids
+        before = [token for one in request.documents for token in one]
+        generation = await super().generate(msgspec.structs.replace(request, ids=before + request.ids), *rest)
+        self.prompts[-1] = request.ids
+        self.requests[-1] = request
         return msgspec.structs.replace(generation, recipe=RECIPE)
 
 
 def test_a_new_segment_asks_for_the_experts_of_all_its_positions(dialect: tuple[Renderer, Speaker]) -> None:
     renderer, speaker = dialect
     draft, policy, _ = read_twice(renderer, speaker, RoutedSquid, routes=True)
-    asked = [request["routes_from"] for request in policy.requests]
+    asked = [request.routes_from for request in policy.requests]
     first = sum(map(len, documents_of(policy.requests[0]))) + len(policy.prompts[0]) + len(policy.turns[0]) - 1
     assert asked[:3] == [0, first, 0]
     assert asked[3] > 0
@@ -262,8 +265,8 @@ def test_an_engine_that_dropped_the_documents_is_noticed(compact: Renderer, comp
     speaker = Speaker(compact_folder)
 
     class Changing(Squid):
-        async def generate(self, ids: list[int], **request: Any) -> Generation:
-            generation = await super().generate(ids, **request)
+        async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
+            generation = await super().generate(request, *rest)
             return msgspec.structs.replace(generation, recipe=recipe) if len(self.prompts) > 1 else generation
 
     with pytest.raises(TokenLedgerError, match="computed the documents as"):
@@ -293,20 +296,10 @@ def broken(n: int) -> tuple[Task, str]:
 
 def test_documents_are_computed_once_for_a_group_and_for_tasks_of_a_repository(tmp_path: Path) -> None:
     """Two tasks, three members each, in the bundled model's server: every piece of the file is computed once."""
-    ready = tmp_path / "ready.json"
-    argv = [
-        "etude.inference.server.server",
-        "--model",
-        str(NANO),
-        "--port",
-        "0",
-        "--ready-file",
-        str(ready),
-        "--parent-death",
-    ]
-    child = processes.start("server", [*argv, "--cache-mb", "64", "--max-length", "1024"], tmp_path / "log")
+    config = ServerConfig(model=str(NANO), port=0, threads=1, cache_mb=64, max_length=1024)
+    child = spawn_engine(config, tmp_path)
     try:
-        url = json.loads(processes.wait_for_file(ready, child, 300.0))["url"]
+        url = engine_url(child, tmp_path)
         drafts, health = asyncio.run(_two_groups(url))
     finally:
         child.stop(20)

@@ -23,6 +23,7 @@ from etude.harness.loop import (
 )
 from etude.harness.prompts import AGAIN, MEMORY, SUMMARISE
 from etude.harness.token_ledger import TokenLedgerError
+from etude.protocol.wire import GenerateRequest
 from etude.records import Generation, StopReason
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.replay import RecordedPolicy
@@ -49,13 +50,13 @@ class Agent(Scripted):
         self._turns, self._summaries = iter(turns), iter(summaries)
         self.asked: list[int] = []  # numbers of the requests for a summary
 
-    async def generate(self, ids: list[int], **request: Any) -> Generation:
-        asked = ids[-20:] == self._ends
+    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
+        asked = request.ids[-20:] == self._ends
         if asked:
             self.asked.append(len(self.prompts))
         said = next(self._summaries if asked else self._turns)
         self.turns = lambda _: said
-        return await super().generate(ids, **request)
+        return await super().generate(request, *rest)
 
 
 def long_box() -> MemoryBox:
@@ -88,14 +89,14 @@ def test_a_long_episode_is_a_chain_of_segments(dialect: Dialect) -> None:  # noq
     assert (draft.metrics["turns"], draft.metrics["summaries"], draft.metrics["summary_errors"]) == (8, count, 0)
     assert len(draft.segments) == draft.metrics["segments"] == count + 1
     assert len(draft.turns) == 8 + count == sum(len(s.turn_starts) for s in draft.segments)
-    assert [r["seed"] for r in agent.requests] == [turn_seed(7, n) for n in range(8 + count)]
+    assert [r.seed for r in agent.requests] == [turn_seed(7, n) for n in range(8 + count)]
     sampled = [i for s in draft.segments for i in s.arrays()[0][s.arrays()[1] == 1].tolist()]
     assert len(sampled) == draft.metrics["sampled_tokens"]
     assert speaker.tokenizer.decode(sampled).count("Found") == count, "summaries are sampled tokens"
     for number, at in enumerate(agent.asked, 1):
         asked, begun = renderer.text(agent.prompts[at]), renderer.text(agent.prompts[at + 1])
         assert len(agent.prompts[at]) >= chain(renderer, speaker).summarise_at
-        assert agent.requests[at]["max_tokens"] == 60
+        assert agent.requests[at].max_tokens == 60
         # The request stands behind the results of the turn before: never inside a call.
         said = draft.segments[number - 1]
         start = said.turn_starts[-2]
@@ -279,11 +280,11 @@ class Members(Agent):
             for seed, call in ((11, right), (12, wrong))
         }  # fmt: skip
 
-    async def generate(self, ids: list[int], **request: Any) -> Generation:
+    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
         numbers = {turn_seed(seed, n): seed for seed in (11, 12) for n in range(40)}
-        if (seed := numbers.get(request["seed"])) is not None and ids[-20:] != self._ends:
+        if (seed := numbers.get(request.seed)) is not None and request.ids[-20:] != self._ends:
             self._turns = self._ways[seed]
-        return await super().generate(ids, **request)
+        return await super().generate(request, *rest)
 
 
 def test_forks_share_their_first_tokens_and_nothing_after(dialect: Dialect) -> None:  # noqa: F811

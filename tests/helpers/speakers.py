@@ -6,9 +6,11 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from etude.protocol.wire import GenerateRequest
 from etude.records import Focus, Generation, Task
 from etude.renderers.schemas import COMPACT_PARAMETERS
 from etude.sandbox.base import EgressRequest, ExecResult, NotFound, NotRegular, TestReport
@@ -116,17 +118,15 @@ class Scripted:
     def __init__(self, turns: Sequence[list[int]] | Callable[[int], list[int]]) -> None:
         self.turns = turns
         self.prompts: list[list[int]] = []
-        self.requests: list[dict[str, object]] = []
+        self.requests: list[GenerateRequest] = []
 
-    async def generate(self, ids: list[int], **request: object) -> Generation:
+    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
         n = len(self.prompts)
-        self.prompts.append(list(ids))
+        self.prompts.append(list(request.ids))
         self.requests.append(request)
         said = self.turns(n) if callable(self.turns) else self.turns[n]
-        limit = request["max_tokens"]
-        assert isinstance(limit, int)
-        cut = said[:limit]
-        reason = "stop" if cut and cut[-1] in request["stop"] else "length"  # type: ignore[operator]
+        cut = said[: request.max_tokens]
+        reason = "stop" if cut and cut[-1] in request.stop else "length"
         return Generation(ids=cut, logprobs=[-0.5] * len(cut), versions=[n] * len(cut), finish_reason=reason)
 
 

@@ -14,11 +14,12 @@ from etude import runfolder
 from etude.config import RLConfig
 from etude.harness.loop import turn_seed
 from etude.harness.token_ledger import TokenLedger
-from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
 from etude.ledger.ledger import Ledger
 from etude.models.loading import load_model, named_tensors
 from etude.models.router_replay import routers
-from etude.protocol.client import Scored
+from etude.protocol.wire import SequenceScores
 from etude.records import Episode, Generation, Outcome, StopReason, encode, segment_digest
 from etude.rollout import probes
 from etude.store import open_store
@@ -159,7 +160,7 @@ def engine_of(config: RLConfig, tensors: dict[str, torch.Tensor], version: int) 
     """An engine that serves these tensors under this version, and keeps routes."""
     model = load_model(config.model.path)
     set_weights(model, tensors)
-    return Engine(model, version=version, limits=EngineLimits(routes=True))
+    return Engine(model, version=version, routes=True)
 
 
 def flip(model: torch.nn.Module) -> None:
@@ -195,5 +196,5 @@ def answer(run: Path, engine: Engine, number: int = 0, digest: str = "") -> None
         engine.step()
     found = [future.result(0) for future in futures]
     (version,) = {version for version, _ in found}
-    scored = Scored(version=version, digest=digest, logprobs=tuple(logprobs for _, logprobs in found))
+    scored = SequenceScores(version=version, digest=digest, logprobs=tuple(logprobs for _, logprobs in found))
     probes.write_result(store, number, probes.ProbeResult(engine=f"http://engine-{number}", scored=scored))

@@ -2,7 +2,8 @@
 
 import threading
 
-from etude.inference.engine.engine import Engine, Request
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
 from tests.helpers.tiny_models import random_model
 
 

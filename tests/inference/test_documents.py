@@ -19,11 +19,12 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from etude.config import EngineConfig
 from etude.inference.engine.cache import PagedCache
 from etude.inference.engine.documents import Documents
-from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.engine import Engine
 from etude.inference.engine.forward import logits_of
-from etude.inference.engine.requests import RunningSequence
+from etude.inference.engine.requests import Request, RunningSequence
 from etude.models import attention, experts
 from etude.models.attention import SegmentLayout
 from etude.models.documents import refusal
@@ -89,7 +90,7 @@ class Bench:
         """Of every token of the tail, and how many document tokens were there before."""
         row = RunningSequence(Request(ids=tail, max_tokens=1, documents=tuple(documents)), None, None)
         while not self.documents.gather(row, 0, 0):
-            assert self.documents.compute(50, 0, alone=False)
+            assert self.documents.compute(50, 0, serial=False)
         row.pages = list(range(-(-len(row.request.prompt) // BLOCK)))
         cached = self.documents.assemble(row, 0)
         table = np.array([row.pages], dtype=np.int32)
@@ -220,9 +221,9 @@ def test_with_plain_requests_chunks_and_speculation_beside_them(model):
         else Request(ids=tokens(50, i), max_tokens=20, seed=i)
         for i in range(10)
     ]  # fmt: skip
-    engine = Engine(model, limits=EngineLimits(prefill_tokens=24, rows=4))
+    engine = Engine(model, EngineConfig(prefill_tokens=24, max_batch=4))
     for request, generation in zip(requests, run(engine, *requests), strict=True):
-        assert_same(generation, run(Engine(model, limits=EngineLimits(speculate=False)), request)[0])
+        assert_same(generation, run(Engine(model, EngineConfig(speculate=False)), request)[0])
 
 
 def test_equal_tokens_in_other_documents_are_another_prompt(model):
@@ -260,7 +261,7 @@ def test_the_next_turn_and_a_group_find_their_prefix(model):
 
 def test_eviction_under_load_keeps_results(model):
     pool = [tokens(30, 100 + i) for i in range(8)]
-    engine = Engine(model, limits=EngineLimits(document_bytes=100 * TOKEN_BYTES, rows=3, prefill_tokens=32))
+    engine = Engine(model, EngineConfig(documents_mb=100 * TOKEN_BYTES / 2**20, max_batch=3, prefill_tokens=32))
     rng = np.random.default_rng(0)
     requests = [
         ask([pool[j] for j in rng.permutation(8)[: 1 + i % 3]], tokens(8, i), max_tokens=1 + i % 7) for i in range(30)
@@ -292,7 +293,7 @@ def test_a_new_version_misses():
 def test_a_swap_before_assembly_begins_again():
     """Half of the documents are computed by the old weights: none of that is used."""
     model = model_of()
-    engine = Engine(model, limits=EngineLimits(prefill_tokens=16))
+    engine = Engine(model, EngineConfig(prefill_tokens=16))
     row = engine.submit(ask())
     for _ in range(4):
         engine.step()
@@ -340,7 +341,7 @@ def test_deterministic_bits_do_not_depend_on_what_is_cached(model):
 
 
 def test_experts_are_those_of_the_masked_pass(model):
-    engine = Engine(model, limits=EngineLimits(routes=True))
+    engine = Engine(model, routes=True)
     run(engine, ask(DOCUMENTS[::-1]))
     generation = run(engine, ask(routes_from=0))[0]
     assert generation.cached_document_tokens == 138
@@ -352,7 +353,7 @@ def test_experts_are_those_of_the_masked_pass(model):
 
 
 def test_aborted_requests_let_go(model):
-    engine = Engine(model, limits=EngineLimits(prefill_tokens=8, document_bytes=140 * TOKEN_BYTES))
+    engine = Engine(model, EngineConfig(prefill_tokens=8, documents_mb=140 * TOKEN_BYTES / 2**20))
     rows = [engine.submit(ask()), engine.submit(ask([tokens(80, 1)]))]  # the second waits for room
     for _ in range(3):
         engine.step()
@@ -365,7 +366,7 @@ def test_aborted_requests_let_go(model):
 
 
 def test_a_request_that_needs_all_the_room_gets_it_though_small_ones_keep_coming(model):
-    engine = Engine(model, limits=EngineLimits(prefill_tokens=16, rows=4, document_bytes=140 * TOKEN_BYTES))
+    engine = Engine(model, EngineConfig(prefill_tokens=16, max_batch=4, documents_mb=140 * TOKEN_BYTES / 2**20))
     small = [engine.submit(ask([tokens(40, 200)]))]
     engine.step()
     large = engine.submit(ask())
@@ -389,7 +390,7 @@ def test_a_document_given_twice_is_computed_once(model):
 
 
 def test_what_cannot_be_served_is_one_sentence(model):
-    engine = Engine(model, limits=EngineLimits(max_length=160, document_bytes=100 * TOKEN_BYTES))
+    engine = Engine(model, EngineConfig(documents_mb=100 * TOKEN_BYTES / 2**20), max_length=160)
     for request, message in (
         (ask([[8], []]), "document 1 is empty: leave it out"),
         (ask(tail=[]), "nothing follows the documents: add a prompt"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from etude.inference.engine.costs import CostCurve, measure
-from etude.inference.engine.drafts import MATCHES, Drafter, DraftSource, Shared, longest_match
+from etude.inference.engine.drafts import MATCHES, Drafter, DraftSource, SharedRates, longest_match
 
 
 def ids(*values):
@@ -45,7 +45,7 @@ def test_an_edited_answer_takes_a_few_passes():
     rng = np.random.default_rng(0)
     source = rng.integers(0, 1000, 600).astype(np.int32)
     answer = np.concatenate([source[:100], ids(1, 2, 3), source[100:300], source[320:500], ids(7), source[501:]])
-    drafter = Drafter((DraftSource("merge", source),), 3, Shared())
+    drafter = Drafter((DraftSource("merge", source),), 3, SharedRates())
     passes, _ = play(drafter, ids(4, 5, 6), answer, 64)
     # 584 tokens in drafts of 64, an insertion of 3, a deletion and a replacement: each costs a few passes.
     assert passes <= 30
@@ -59,8 +59,8 @@ def test_the_second_source_takes_over_where_the_first_is_lost():
     file, sketch = (rng.integers(0, 1000, n).astype(np.int32) for n in (200, 80))
     answer = np.concatenate([file[:100], sketch, file[100:]])
     sources = (DraftSource("file", file), DraftSource("sketch", sketch))
-    passes, _ = play(Drafter(sources, 1, Shared()), ids(3), answer, 64)
-    without, _ = play(Drafter(sources[:1], 1, Shared()), ids(3), answer, 64)
+    passes, _ = play(Drafter(sources, 1, SharedRates()), ids(3), answer, 64)
+    without, _ = play(Drafter(sources[:1], 1, SharedRates()), ids(3), answer, 64)
     assert passes <= 20
     assert without > passes + 50
 
@@ -68,14 +68,14 @@ def test_the_second_source_takes_over_where_the_first_is_lost():
 def test_a_useless_source_is_soon_not_believed():
     rng = np.random.default_rng(2)
     source, answer = (rng.integers(0, 5, 400).astype(np.int32) for _ in range(2))
-    drafter = Drafter((DraftSource("prediction", source),), 1, Shared())
+    drafter = Drafter((DraftSource("prediction", source),), 1, SharedRates())
     _, drafted = play(drafter, ids(3), answer, 64, CostCurve([1, 512], [1.0, 200.0]))
     assert 0 < drafted < 100
 
 
 def test_what_was_proposed_and_not_fed_teaches_too():
     source = np.arange(400, dtype=np.int32)
-    drafter = Drafter((DraftSource("prediction", source),), 1, Shared())
+    drafter = Drafter((DraftSource("prediction", source),), 1, SharedRates())
     history = np.concatenate([ids(999), source[:300]])
     before = drafter.propose(history[:1], 64).rate
     for n in range(2, 300):
@@ -85,7 +85,7 @@ def test_what_was_proposed_and_not_fed_teaches_too():
 
 
 def test_empty_sources_and_a_short_history():
-    drafter = Drafter((DraftSource("prediction", ids()),), 1, Shared())
+    drafter = Drafter((DraftSource("prediction", ids()),), 1, SharedRates())
     assert len(drafter.propose(ids(1), 10).ids) == 0
     assert len(drafter.propose(ids(1, 2), 10).ids) == 0
     loop = ids(*([1, 2, 3, 4] * 8))

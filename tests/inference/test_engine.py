@@ -4,13 +4,14 @@ Log-probability tolerance 2e-4: fp32 on both sides, but the engine's attention s
 at other batch sizes; through four layers of a model with wide weights that moves logits of size 30 by a few 1e-5.
 """
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.config import EngineConfig
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
 from etude.models import attention, experts
 from etude.models.kernels import BLOCK
 from tests.helpers.tiny_models import random_model
@@ -83,7 +84,7 @@ def test_bfloat16_agrees_with_a_plain_forward_pass_and_a_float32_head():
 
 def test_batching_and_chunked_prefill_change_nothing(model):
     requests = [Request(ids=prompt(10 + 9 * i, i), max_tokens=5 + 7 * i, seed=i, temperature=i % 2) for i in range(9)]
-    batched = run(Engine(model, limits=EngineLimits(prefill_tokens=48, rows=5)), *requests)
+    batched = run(Engine(model, EngineConfig(prefill_tokens=48, max_batch=5)), *requests)
     for request, generation in zip(requests, batched, strict=True):
         assert_same(generation, run(Engine(model), request)[0])
 
@@ -108,7 +109,7 @@ def test_a_group_costs_one_prompt_and_its_completions_under_every_version():
         lambda _module, _args, options: fed.append(len(options["layout"].row_N)), with_kwargs=True
     )
     try:
-        engine = Engine(model, limits=EngineLimits(prefill_tokens=40, speculate=False))
+        engine = Engine(model, EngineConfig(prefill_tokens=40, speculate=False))
         fed.clear()
         for version in (0, 1):
             if version:
@@ -123,11 +124,11 @@ def test_a_group_costs_one_prompt_and_its_completions_under_every_version():
 
 
 def test_the_next_turn_finds_the_last_one(model):
-    engine = Engine(model, limits=EngineLimits(routes=True))
+    engine = Engine(model, routes=True)
     first = Request(ids=prompt(40), max_tokens=30, seed=1)
     turn = run(engine, first)[0]
     second = Request(ids=first.ids + turn.ids + prompt(11, 3), max_tokens=8, seed=2, routes_from=0)
-    warm, cold = run(engine, second)[0], run(Engine(model, limits=EngineLimits(routes=True)), second)[0]
+    warm, cold = run(engine, second)[0], run(Engine(model, routes=True), second)[0]
     assert warm.cached_tokens == 40 + 30 - 1  # the last sampled token was never fed
     assert_same(warm, cold)
     assert warm.routes == cold.routes
@@ -137,7 +138,7 @@ def test_the_next_turn_finds_the_last_one(model):
 
 
 def test_a_full_cache_evicts_and_goes_on(model):
-    engine = Engine(model, limits=EngineLimits(cache_bytes=8 * BLOCK * 4 * 2 * 2 * 64 * 4, max_length=128))
+    engine = Engine(model, EngineConfig(cache_mb=8 * BLOCK * 4 * 2 * 2 * 64 * 4 / 2**20), max_length=128)
     assert engine.cache.num_pages == 8
     for i in range(12):
         request = Request(ids=prompt(50, i), max_tokens=20, seed=i)
@@ -163,7 +164,7 @@ def test_deterministic_mode_is_bitwise_however_it_is_batched(kind):
         Request(ids=prompt(9 + 13 * (i // 3), i // 3), max_tokens=3 + 9 * i, seed=i, temperature=(0.0, 0.7, 1.0)[i % 3])
         for i in range(12)
     ]
-    engine = Engine(model, limits=EngineLimits(prefill_tokens=37, rows=7), deterministic=True)
+    engine = Engine(model, EngineConfig(prefill_tokens=37, max_batch=7), deterministic=True)
     together = run(engine, *requests)
     assert sum(g.cached_tokens for g in together) > 100
     turn = Request(ids=requests[9].ids + together[9].ids + prompt(5), max_tokens=9)
@@ -277,7 +278,7 @@ def test_pause_modes(model):
 
 def test_experts_are_the_routers_choice(model):
     request = Request(ids=prompt(45), max_tokens=10, seed=3, routes_from=0)
-    engine = Engine(model, limits=EngineLimits(routes=True))
+    engine = Engine(model, routes=True)
     generation = run(engine, request)[0]
     recorded = generation.routes.array()
     assert recorded.shape == (45 + 10 - 1, 2, 2)
@@ -288,17 +289,17 @@ def test_experts_are_the_routers_choice(model):
     for layer, logits_TE in enumerate(logits):
         assert np.array_equal(recorded[:, layer], logits_TE.softmax(-1).topk(2).indices.numpy())
     for first in (1, 31, 32, 44):
-        later = run(engine, dataclasses.replace(request, routes_from=first))[0].routes
+        later = run(engine, msgspec.structs.replace(request, routes_from=first))[0].routes
         assert (later.first, later.end) == (first, 54)
         assert np.array_equal(later.array(), recorded[first:])
-    assert run(engine, dataclasses.replace(request, routes_from=None))[0].routes is None
+    assert run(engine, msgspec.structs.replace(request, routes_from=None))[0].routes is None
 
 
 def test_routes_of_a_cached_prompt_are_those_it_was_computed_with(model):
     """A prompt computed in one batch may have other experts than in another: what is told is what lies beside its keys.
 
     So the ids in the cache are made recognisable, and come back through whole blocks and through the copied tail."""
-    engine = Engine(model, limits=EngineLimits(routes=True))
+    engine = Engine(model, routes=True)
     ids = prompt(75)
     run(engine, Request(ids=ids, max_tokens=1))
     with torch.inference_mode():
@@ -314,7 +315,7 @@ def test_routes_of_more_than_256_experts_and_of_none(model):
     dense = model_of("qwen3")
     for other, layers in ((wide, 2), (dense, 0)):
         request = Request(ids=prompt(40), max_tokens=3, routes_from=2)
-        routes = run(Engine(other, limits=EngineLimits(routes=True)), request)[0].routes
+        routes = run(Engine(other, routes=True), request)[0].routes
         if not layers:
             assert routes is None
             continue
@@ -329,7 +330,7 @@ def test_routes_of_more_than_256_experts_and_of_none(model):
 
 
 def test_bad_requests(model):
-    engine = Engine(model, limits=EngineLimits(max_length=64))
+    engine = Engine(model, max_length=64)
     for request, message in (
         (Request(ids=[], max_tokens=1), "empty"),
         (Request(ids=prompt(64), max_tokens=1), "context of 64"),

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from etude.edits.edit import Edit
 from etude.inference.server.apply import Applier
-from etude.inference.server.prompt_parsing import ApplyPrompt, find
+from etude.inference.vllm.prompt_parsing import ApplyPrompt, parse_prompt
 from etude.renderers import renderer_for
 
 MODEL = Path(__file__).parents[2] / "models" / "nano"
@@ -25,7 +25,7 @@ def test_what_our_prompts_ask_for(text, dialect):
     sketch = SKETCH if "size" in text else "# ... existing code ...\nx = 1\n"
     request, close = applier.request(Edit(text, sketch, "Do it."), 4096)
     prompt = tokenizer.decode(request.ids, skip_special_tokens=False)
-    assert find(prompt) == ApplyPrompt(text, sketch, "<updated-code>\n", close)
+    assert parse_prompt(prompt) == ApplyPrompt(text, sketch, "<updated-code>\n", close)
     assert prompt.endswith("<updated-code>\n")
 
 
@@ -33,7 +33,7 @@ def test_tags_inside_the_file_give_all_a_suffix():
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     file = FILE + 'TAGS = "<code>\\n</code>\\n<update>\\n</update>"\n'
     request, close = Applier(tokenizer, None).request(Edit(file, SKETCH), 4096)
-    asked = find(tokenizer.decode(request.ids, skip_special_tokens=False))
+    asked = parse_prompt(tokenizer.decode(request.ids, skip_special_tokens=False))
     assert asked is not None
     assert (asked.code, asked.update, asked.close) == (file, SKETCH, close)
     assert close != "</updated-code>"
@@ -42,20 +42,20 @@ def test_tags_inside_the_file_give_all_a_suffix():
 def test_the_last_edit_of_a_conversation_counts():
     one = "<code>\na = 1\n</code>\n<update>\na = 2\n</update>\n"
     other = "<code>b = 1\n</code>\n\n<update>b = 2\n</update>\n"
-    assert find(one + "<updated-code>\na = 2\n</updated-code>\n" + other) == ApplyPrompt(
+    assert parse_prompt(one + "<updated-code>\na = 2\n</updated-code>\n" + other) == ApplyPrompt(
         "b = 1\n", "b = 2\n", "<updated-code>\n", "</updated-code>"
     )
 
 
 def test_of_fenced_blocks_the_longest_is_the_file_and_one_with_a_marker_the_sketch():
     prompt = f"Apply\n```python\n{SKETCH}```\nto\n```python\n{FILE * 4}```\nand run\n```\nls\n```\n"
-    assert find(prompt) == ApplyPrompt(FILE * 4, SKETCH, "```python\n", "```")
+    assert parse_prompt(prompt) == ApplyPrompt(FILE * 4, SKETCH, "```python\n", "```")
     nested = f"~~~md\n```\ncode\n```\n{FILE}~~~\n"
-    assert find(nested) == ApplyPrompt(f"```\ncode\n```\n{FILE}", "", "~~~md\n", "~~~")
+    assert parse_prompt(nested) == ApplyPrompt(f"```\ncode\n```\n{FILE}", "", "~~~md\n", "~~~")
 
 
 @pytest.mark.parametrize(
     "prompt", ["", "hello", "```python\nnever closed\n", "<update>\nx\n</update>", "<code>\nx\n</code>\n<update>\nopen"]
 )
 def test_other_prompts_ask_for_nothing(prompt):
-    assert find(prompt) is None
+    assert parse_prompt(prompt) is None

@@ -12,20 +12,24 @@ import sys
 from pathlib import Path
 
 import httpx2
+import msgspec
 import numpy as np
 import openai
 import pytest
 import torch
 
-from etude import processes
+from etude.cli import main
+from etude.config import ServerConfig, WeightSource
 from etude.errors import UserError
 from etude.inference.engine.configuration import digest_of
 from etude.inference.server.content_parts import document_text
-from etude.inference.server.server import main
+from etude.inference.server.server import run
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.client import EngineClient, EngineError
+from etude.protocol.wire import GenerateRequest
 from etude.renderers import renderer_for
 from etude.renderers.base import PlainEncoder, load_tokenizer
+from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
 from etude.weights.manifest import create, key
 from etude.weights.publisher import Publisher
@@ -35,17 +39,17 @@ NANO = Path(__file__).parents[2] / "models" / "nano"
 SECONDS = 120.0
 
 
-def start(folder, *options):
-    ready, log = folder / "ready.json", folder / "server.log"
-    argv = ["etude.inference.server.server", "--model", str(NANO), "--port", "0", "--ready-file", str(ready)]
-    child = processes.start("server", [*argv, "--cache-mb", "128", *options], log)
-    return child, json.loads(processes.wait_for_file(ready, child, SECONDS))["url"]
+def start(folder, source=None, **options):
+    following = None if source is None else WeightSource(**source)
+    config = ServerConfig(model=str(NANO), port=0, threads=1, cache_mb=128, source=following, **options)
+    child = spawn_engine(config, folder)
+    return child, engine_url(child, folder)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    child, url = start(folder, "--weights", str(folder / "weights"), "--parent-death", "--routes")
+    child, url = start(folder, {"weights": str(folder / "weights")}, routes=True)
     yield folder, child, url
     child.stop(20)
     assert child.exit_code == 0, child.log.read_text()
@@ -88,10 +92,11 @@ def test_generate_as_json_with_curl(url):
 def test_client_repeats_itself_and_counts_as_one_session(url):
     async def play():
         async with EngineClient([url]) as client:
-            options = {"temperature": 1.0, "top_p": 0.9, "stop": [6], "seed": 7, "timeout": SECONDS}
             ids = list(range(100, 150))
-            turns = [await client.generate(ids, max_tokens=20, **options) for _ in range(2)]
-            longer = await client.generate(ids + turns[0].ids, max_tokens=3, **options)
+            request = GenerateRequest(ids=ids, max_tokens=20, top_p=0.9, stop=(6,), seed=7)
+            turns = [await client.generate(request, SECONDS) for _ in range(2)]
+            further = msgspec.structs.replace(request, ids=ids + turns[0].ids, max_tokens=3)
+            longer = await client.generate(further, SECONDS)
             health = await client.health(url)
         return ids, turns, longer, health
 
@@ -108,28 +113,27 @@ def test_client_repeats_itself_and_counts_as_one_session(url):
 def test_a_streamed_generation_is_told_as_it_is_sampled_and_ends_with_its_reader(url):
     async def play():
         async with EngineClient([url]) as client:
-            options = {"temperature": 1.0, "top_p": 0.9, "stop": [], "timeout": SECONDS}
-            told, ids = [], list(range(100, 150))
-            generation = await client.generate(ids, max_tokens=300, seed=7, on_tokens=told.append, **options)
-            whole = await client.generate(ids, max_tokens=300, seed=7, **options)
+            parts, ids = [], list(range(100, 150))
+            request = GenerateRequest(ids=ids, max_tokens=300, top_p=0.9, seed=7)
+            generation = await client.generate(request, SECONDS, parts.append)
+            whole = await client.generate(request, SECONDS)
             with pytest.raises(EngineError, match="the prompt is empty"):
-                await client.generate([], max_tokens=9, seed=0, on_tokens=told.append, **options)
+                await client.generate(GenerateRequest(ids=[], max_tokens=9), SECONDS, parts.append)
             begun = asyncio.Event()
-            left = asyncio.create_task(
-                client.generate(ids, max_tokens=3900, seed=8, on_tokens=lambda _: begun.set(), **options)
-            )
+            long = msgspec.structs.replace(request, max_tokens=3900, seed=8)
+            left = asyncio.create_task(client.generate(long, SECONDS, lambda _: begun.set()))
             await asyncio.wait_for(begun.wait(), SECONDS)
             left.cancel()
             async with asyncio.timeout(SECONDS):  # far less than what is left would take
                 while (await client.health(url))["running"]:
                     await asyncio.sleep(0.01)
             sampled = (await client.health(url))["generated_tokens"]
-        return told, generation, whole, sampled
+        return parts, generation, whole, sampled
 
     before = httpx2.get(f"{url}/health").json()["generated_tokens"]
-    told, generation, whole, sampled = asyncio.run(play())
-    assert [token for part in told for token in part] == generation.ids == whole.ids
-    assert len(told) > 1
+    parts, generation, whole, sampled = asyncio.run(play())
+    assert [token for part in parts for token in part] == generation.ids == whole.ids
+    assert len(parts) > 1
     assert generation.versions == [0] * 300
     assert sampled - before < 600 + 3900
 
@@ -137,7 +141,7 @@ def test_a_streamed_generation_is_told_as_it_is_sampled_and_ends_with_its_reader
 def test_client_errors(url):
     async def fail(base, ids, timeout):
         async with EngineClient([base]) as client:
-            await client.generate(ids, max_tokens=9, temperature=1.0, top_p=1.0, stop=[], seed=0, timeout=timeout)
+            await client.generate(GenerateRequest(ids=ids, max_tokens=9), timeout)
 
     with pytest.raises(EngineError, match="the prompt is empty"):
         asyncio.run(fail(url, [], SECONDS))
@@ -155,7 +159,7 @@ def test_scores_are_those_of_a_plain_pass(url, http):
 
     async def ask(ids):
         async with EngineClient([url]) as client:
-            await client.generate(ids[0], max_tokens=1, temperature=1.0, top_p=1.0, stop=[], seed=0, timeout=SECONDS)
+            await client.generate(GenerateRequest(ids=ids[0], max_tokens=1), SECONDS)
             return await client.score(url, ids, SECONDS)
 
     scored, model = asyncio.run(ask(sequences)), load_model(NANO)
@@ -188,9 +192,8 @@ def test_health_says_how_it_computes(http):
 def test_a_client_that_goes_away_aborts_its_request(url, http):
     async def leave():
         async with EngineClient([url]) as client:
-            options = {"temperature": 1.0, "top_p": 1.0, "stop": [], "seed": 0}
             with pytest.raises(TimeoutError):
-                await client.generate([40] * 20, max_tokens=4000, timeout=0.3, **options)
+                await client.generate(GenerateRequest(ids=[40] * 20, max_tokens=4000), 0.3)
             async with asyncio.timeout(SECONDS):
                 while (await client.health(url))["running"]:
                     pass  # every turn of the loop waits for the server
@@ -292,8 +295,8 @@ def test_documents_over_http(url, http, chat):
 
     async def ask(documents):
         async with EngineClient([url]) as client:
-            more = {"max_tokens": 12, "temperature": 0.0, "top_p": 1.0, "stop": [], "seed": 0, "timeout": SECONDS}
-            return await client.generate(tail, documents=documents, **more)
+            request = GenerateRequest(ids=tail, documents=tuple(documents), max_tokens=12, temperature=0.0)
+            return await client.generate(request, SECONDS)
 
     packed = asyncio.run(ask(ids))
     as_json = http.post("/generate", json={"ids": tail, "documents": ids, "max_tokens": 12, "temperature": 0.0}).json()
@@ -360,6 +363,46 @@ def test_errors_have_openais_shape(http, chat):
         chat.chat.completions.create(model="gpt-7", messages=ASK)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("suffix", "\n    return x\n"),
+        ("echo", True),
+        ("best_of", 3),
+        ("logit_bias", {"50": -100}),
+        ("frequency_penalty", 0.5),
+        ("top_k", 20),
+        ("response_format", {"type": "json_object"}),
+        ("guided_regex", "a+"),
+        ("ignore_eos", True),
+    ],
+)
+def test_fields_that_would_change_the_answer_are_refused_by_name(http, field, value):
+    body = {"prompt": "def f(x):", "max_tokens": 2, field: value}
+    chat = {"messages": ASK, "max_tokens": 2, field: value}
+    for route, data in (("/v1/completions", body), ("/v1/chat/completions", chat)):
+        refused = http.post(route, json=data)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+        assert refused.json()["error"]["message"] == f"{field} is not supported: leave it out"
+
+
+def test_fields_that_change_nothing_are_ignored(http):
+    neutral = {"suffix": None, "echo": False, "logit_bias": {}, "top_k": -1, "response_format": {"type": "text"}}
+    body = {"prompt": "def f(x):", "max_tokens": 2} | neutral | {"store": True, "metadata": {"a": "b"}, "user": "me"}
+    assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_what_cannot_be_read_is_refused(http):
+    image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}]
+    refused = http.post("/v1/chat/completions", json={"messages": messages})
+    assert (refused.status_code, "'image_url' is not supported" in refused.text) == (400, True)
+    refused = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 0})
+    assert (refused.status_code, "max_tokens must be at least 1" in refused.text) == (400, True)
+    refused = http.post("/generate", json={"ids": [40], "max_tokens": 2, "temprature": 0})
+    assert (refused.status_code, "temprature" in refused.text) == (400, True)
+
+
 def test_pause_keeps_requests_and_resume_goes_on(http, url):
     assert http.get("/is_paused").json() == {"is_paused": False}
     assert http.post("/pause?mode=later").status_code == 400
@@ -368,8 +411,8 @@ def test_pause_keeps_requests_and_resume_goes_on(http, url):
 
     async def generate_over_a_pause():
         async with EngineClient([url]) as client, httpx2.AsyncClient(base_url=url) as admin:
-            options = {"max_tokens": 3, "temperature": 1.0, "top_p": 1.0, "stop": [], "seed": 0, "timeout": SECONDS}
-            task = asyncio.create_task(client.generate([40, 41], **options))
+            request = GenerateRequest(ids=[40, 41], max_tokens=3)
+            task = asyncio.create_task(client.generate(request, SECONDS))
             while not (await client.health(url))["waiting"]:
                 pass  # every turn of the loop waits for the server
             assert not task.done()
@@ -430,14 +473,13 @@ def test_a_store_that_goes_back_is_not_followed_after_a_restart(tmp_path):
     for version in range(2):
         tensors["model.norm.weight"] += 0.125
         published.append(publisher.publish(version, tensors, (), {}))
-    options = ["--weights", str(tmp_path / "weights"), "--public-key", str(tmp_path / "key.pub")]
-    options += ["--accepted", str(tmp_path / "accepted.json"), "--parent-death"]
+    source = {"weights": str(tmp_path / "weights"), "public_key": tmp_path / "key.pub"}
+    source |= {"accepted": tmp_path / "accepted.json"}
 
     def served():
-        child, url = start(tmp_path, *options)
+        child, url = start(tmp_path, source)
         health = httpx2.get(f"{url}/health", timeout=SECONDS).json()
         child.stop(20)
-        (tmp_path / "ready.json").unlink()
         return health
 
     assert served()["digest"] == published[1].digest
@@ -452,47 +494,52 @@ def test_versions_of_a_model_with_another_vocabulary_are_not_served(tmp_path):
     tensors = {name: tensor.bfloat16() for name, tensor in named_tensors(load_model(NANO)).items()}
     tensors["model.norm.weight"] += 0.125
     published = Publisher(store, model="0" * 32).publish(0, tensors, (), {})
-    child, url = start(tmp_path, "--weights", str(tmp_path / "weights"), "--parent-death")
+    child, url = start(tmp_path, {"weights": str(tmp_path / "weights")})
     health = httpx2.get(f"{url}/health", timeout=SECONDS).json()
     child.stop(20)
     assert "another config.json or tokenizer.json" in health["error"]
     assert health["digest"] != published.digest
 
 
-def test_options_that_need_others_are_said(tmp_path, capsys):
-    for options, reason in (
-        (["--relay", "http://127.0.0.1:1"], "need --weights"),
-        (["--weights", str(tmp_path), "--accepted", str(tmp_path / "a")], "--accepted needs --public-key"),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            main(["--model", str(NANO), *options])
-        assert stopped.value.code == 2
-        assert reason in capsys.readouterr().err
-    command = [sys.executable, "-m", "etude.cli.main", "serve", str(NANO), "--accepted", "a"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 2
-    assert "--accepted needs --public-key" in done.stderr
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--relay", "http://127.0.0.1:1"], "--relay: give the store with --weights, too"),
+        (["--weights", "store", "--accepted", "a"], "--accepted needs --public-key"),
+        (["--threads", "0"], "threads: Input should be greater than or equal to 1"),
+        (["--cache-mb", "0.1"], "raise cache_mb, which is 0.1 (--cache-mb of `etude serve`"),
+    ],
+)
+def test_wrong_flags_are_one_sentence(flags, reason, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["serve", str(NANO), "--port", "0", *flags])
+    assert stopped.value.code == 2
+    assert reason in capsys.readouterr().err
 
 
-def test_user_errors_are_one_sentence(tmp_path, capsys):
+def test_user_errors_are_one_sentence(tmp_path, capfd):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
-        assert main(["--model", str(NANO), "--port", port]) == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}"):
+            run(ServerConfig(model=str(NANO), port=port))
     folder = tmp_path / "cut"
     shutil.copytree(NANO, folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    assert main(["--model", str(folder), "--port", "0"]) == 2
-    assert "is damaged" in capsys.readouterr().err
+    child = spawn_engine(ServerConfig(model=str(folder), port=0), tmp_path)
+    with pytest.raises(UserError, match="is damaged"):
+        engine_url(child, tmp_path)
+    assert child.exit_code == 2
+    with pytest.raises(UserError, match="is not a folder"):
+        run(ServerConfig(model=str(tmp_path / "nothing"), port=0))
 
 
 def test_it_dies_with_its_parent(tmp_path):
     """A parent that is killed leaves no server behind."""
     script = (
         "import sys, pathlib, time; import tests.inference.test_server as t\n"
-        "child, url = t.start(pathlib.Path(sys.argv[1]), '--parent-death'); print(child.popen.pid, flush=True)\n"
+        "child, url = t.start(pathlib.Path(sys.argv[1])); print(child.popen.pid, flush=True)\n"
         "time.sleep(300)"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
@@ -504,10 +551,3 @@ def test_it_dies_with_its_parent(tmp_path):
         assert select.select([server], [], [], 20)[0], "the server outlived its parent"
     finally:
         os.close(server)
-
-
-def test_serve_raises_user_errors(tmp_path):
-    from etude.inference.server.server import serve
-
-    with pytest.raises(UserError, match="is not a folder"):
-        serve(tmp_path / "nothing", port=0)

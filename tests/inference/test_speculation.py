@@ -1,21 +1,22 @@
 """Speculative edits: whatever is drafted, a row says what it would have said without."""
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from etude.config import EngineConfig
 from etude.inference.engine.costs import CostCurve
 from etude.inference.engine.drafts import DraftSource
-from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
 from etude.inference.engine.sampling import MARGIN, sample
-from etude.inference.engine.speculation import kept
+from etude.inference.engine.speculation import accepted_length
 from etude.models import attention, experts
 from tests.helpers.tiny_models import random_model
 
 TOLERANCE = 2e-4  # as in test_engine.py
-PLAIN = EngineLimits(speculate=False)
+PLAIN = EngineConfig(speculate=False)
 FLAT = CostCurve([1, 512], [1.0, 1.5])  # drafts pay
 STEEP = CostCurve([1, 512], [1.0, 512.0])  # they never do
 
@@ -32,10 +33,10 @@ def model():
     return model_of()
 
 
-def engine_of(model, curve=FLAT, **limits):
-    engine = Engine(model, limits=EngineLimits(**limits))
-    assert engine._speculation is not None
-    engine._speculation._curve = curve
+def engine_of(model, curve=FLAT, routes=False, **options):
+    engine = Engine(model, EngineConfig(**options), routes=routes)
+    assert engine.runner.speculation is not None
+    engine.runner.speculation._curve = curve
     return engine
 
 
@@ -54,7 +55,7 @@ def run(engine, *requests, between=lambda step: None):
 
 
 def drafted(request, ids, name="prediction"):
-    return dataclasses.replace(request, sources=(DraftSource(name, np.array(ids, np.int32)),))
+    return msgspec.structs.replace(request, sources=(DraftSource(name, np.array(ids, np.int32)),))
 
 
 def damaged(ids, seed):
@@ -84,9 +85,9 @@ def test_any_draft_in_a_ragged_batch_gives_the_plain_answer(model, temperature):
     plain = [
         Request(ids=prompt(8 + 5 * i, i), max_tokens=30 + 3 * i, seed=i, temperature=temperature) for i in range(18)
     ]
-    expected = run(Engine(model, limits=PLAIN), *plain)
+    expected = run(Engine(model, PLAIN), *plain)
     requests = [drafted(r, damaged(g.ids, i)) for i, (r, g) in enumerate(zip(plain, expected, strict=True))]
-    engine = engine_of(model, rows=7, prefill_tokens=48)
+    engine = engine_of(model, max_batch=7, prefill_tokens=48)
     for one, other in zip(expected, run(engine, *requests), strict=True):
         assert_same(other, one)
     assert 0 < engine.counters.accepted_tokens < engine.counters.drafted_tokens
@@ -94,7 +95,7 @@ def test_any_draft_in_a_ragged_batch_gives_the_plain_answer(model, temperature):
 
 def test_a_right_draft_takes_few_passes_and_experts_are_the_same(model):
     request = Request(ids=prompt(20), max_tokens=200, temperature=0.0, routes_from=0)
-    (plain,) = run(Engine(model, limits=dataclasses.replace(PLAIN, routes=True)), request)
+    (plain,) = run(Engine(model, PLAIN, routes=True), request)
     engine = engine_of(model, routes=True)
     (fast,) = run(engine, drafted(request, plain.ids))
     assert_same(fast, plain)
@@ -108,7 +109,7 @@ def test_a_right_draft_takes_few_passes_and_experts_are_the_same(model):
 
 def test_usage_counts_every_place_once(model):
     request = Request(ids=prompt(20), max_tokens=100, temperature=0.0)
-    (plain,) = run(Engine(model, limits=PLAIN), request)
+    (plain,) = run(Engine(model, PLAIN), request)
     wrong = [*plain.ids[:40], *((np.array(plain.ids[40:50]) + 1) % 90), *plain.ids[50:]]
     (fast,) = run(engine_of(model), drafted(request, wrong))
     assert fast.ids == plain.ids
@@ -119,14 +120,14 @@ def test_usage_counts_every_place_once(model):
 
 def test_stop_and_length_inside_an_accepted_run(model):
     request = Request(ids=prompt(20), max_tokens=60, temperature=0.0)
-    (plain,) = run(Engine(model, limits=PLAIN), request)
+    (plain,) = run(Engine(model, PLAIN), request)
     stop = plain.ids[25]
     cut = plain.ids.index(stop) + 1
-    (stopped,) = run(engine_of(model), drafted(dataclasses.replace(request, stop=(stop,)), plain.ids))
+    (stopped,) = run(engine_of(model), drafted(msgspec.structs.replace(request, stop=(stop,)), plain.ids))
     assert (stopped.ids, stopped.finish_reason) == (plain.ids[:cut], "stop")
     assert len(stopped.logprobs) == len(stopped.versions) == cut
     for limit in (1, 2, 7):
-        (short,) = run(engine_of(model), drafted(dataclasses.replace(request, max_tokens=limit), plain.ids))
+        (short,) = run(engine_of(model), drafted(msgspec.structs.replace(request, max_tokens=limit), plain.ids))
         assert (short.ids, short.finish_reason) == (plain.ids[:limit], "length")
 
 
@@ -134,7 +135,7 @@ def test_the_own_text_is_a_source(model):
     """A model with little but its last token to go by falls into a loop, and the loop is drafted."""
     model = model_of("llama", num_hidden_layers=1, initializer_range=0.02)
     request = Request(ids=prompt(20), max_tokens=150, temperature=0.0)
-    (plain,) = run(Engine(model, limits=PLAIN), request)
+    (plain,) = run(Engine(model, PLAIN), request)
     engine = engine_of(model)
     assert_same(run(engine, request)[0], plain)
     assert engine.counters.steps < 100
@@ -144,13 +145,13 @@ def test_the_own_text_is_a_source(model):
 def test_a_swap_between_passes_leaves_drafts_valid():
     """Swapped after the first token, both engines go on with new weights over the old keys of the prompt."""
     request = Request(ids=prompt(20), max_tokens=120, temperature=0.0)
-    (before,) = run(Engine(model_of(), limits=PLAIN), request)
+    (before,) = run(Engine(model_of(), PLAIN), request)
     generations = []
-    for kind, asked in ((PLAIN, request), (EngineLimits(), drafted(request, before.ids))):
+    for kind, asked in ((PLAIN, request), (EngineConfig(), drafted(request, before.ids))):
         model = model_of()
-        engine = Engine(model, limits=kind)
-        if engine._speculation is not None:
-            engine._speculation._curve = FLAT
+        engine = Engine(model, kind)
+        if engine.runner.speculation is not None:
+            engine.runner.speculation._curve = FLAT
 
         @torch.no_grad()
         def scale(model=model):
@@ -177,7 +178,7 @@ def test_sampling_keeps_its_distribution():
         rows = torch.tensor([[*ids, a] for a in range(12)])
         second_VV = torch.softmax(model(input_ids=rows).logits[:, -1], -1)
     expected = (first_V[:, None] * second_VV).double().numpy().ravel()
-    engine = engine_of(model, rows=128)
+    engine = engine_of(model, max_batch=128)
     draft = [int(first_V.argmax()), int(second_VV[first_V.argmax()].argmax()), 1]
     requests = [drafted(Request(ids=ids, max_tokens=3, seed=i), draft) for i in range(3000)]
     observed = np.zeros(144)
@@ -195,12 +196,12 @@ def test_sampling_keeps_its_distribution():
 
 def test_verification_keeps_what_was_drawn():
     draft, safe = np.array([5, 6, 7]), np.ones(4, bool)
-    assert kept(draft, np.array([5, 6, 7, 8]), safe, ()) == 4
-    assert kept(draft, np.array([5, 9, 7, 8]), safe, ()) == 2
-    assert kept(draft, np.array([4, 6, 7, 8]), safe, ()) == 1
-    assert kept(draft, np.array([5, 6, 7, 8]), safe, (6,)) == 2
-    assert kept(draft, np.array([5, 6, 7, 8]), np.array([True, False, True, True]), ()) == 1
-    assert kept(draft, np.array([5, 6, 7, 8]), np.array([False, True, True, True]), ()) == 0
+    assert accepted_length(draft, np.array([5, 6, 7, 8]), safe, ()) == 4
+    assert accepted_length(draft, np.array([5, 9, 7, 8]), safe, ()) == 2
+    assert accepted_length(draft, np.array([4, 6, 7, 8]), safe, ()) == 1
+    assert accepted_length(draft, np.array([5, 6, 7, 8]), safe, (6,)) == 2
+    assert accepted_length(draft, np.array([5, 6, 7, 8]), np.array([True, False, True, True]), ()) == 1
+    assert accepted_length(draft, np.array([5, 6, 7, 8]), np.array([False, True, True, True]), ()) == 0
 
 
 def test_a_tie_is_decided_alone(model):
@@ -209,7 +210,7 @@ def test_a_tie_is_decided_alone(model):
     with torch.no_grad():
         model.get_input_embeddings().weight[8::2] = model.get_input_embeddings().weight[7:-1:2]
     request = Request(ids=prompt(12), max_tokens=40, temperature=0.0)
-    (plain,) = run(Engine(model, limits=PLAIN), request)
+    (plain,) = run(Engine(model, PLAIN), request)
     engine = engine_of(model)
     assert_same(run(engine, drafted(request, plain.ids))[0], plain)
     assert engine.counters.steps >= 40  # every draw of a twin is a tie
@@ -228,7 +229,7 @@ def test_margins_say_how_far_a_draw_was_from_another_token():
 
 def test_where_drafts_do_not_pay_nothing_is_drafted(model):
     request = Request(ids=prompt(20), max_tokens=30, temperature=0.0)
-    (plain,) = run(Engine(model, limits=PLAIN), request)
+    (plain,) = run(Engine(model, PLAIN), request)
     engine = engine_of(model, STEEP)
     assert run(engine, drafted(request, plain.ids))[0].ids == plain.ids
     assert engine.counters.drafted_tokens == 0
@@ -239,8 +240,8 @@ def test_where_drafts_do_not_pay_nothing_is_drafted(model):
 
 def test_the_curve_is_measured_once_per_model(model):
     engine, other = Engine(model), Engine(model)
-    assert engine._speculation.curve is other._speculation.curve
-    points = engine._speculation.curve.points
+    assert engine.runner.speculation.curve is other.runner.speculation.curve
+    points = engine.runner.speculation.curve.points
     assert [n for n, _ in points][:4] == [1, 2, 4, 8]
     assert [s for _, s in points] == sorted(s for _, s in points)
 
@@ -248,11 +249,11 @@ def test_the_curve_is_measured_once_per_model(model):
 @pytest.mark.parametrize("length", [2, 8, 33])
 def test_a_short_context_is_measured_too(model, length):
     request = Request(ids=[50], max_tokens=40, temperature=0.0)
-    (plain,) = run(Engine(model, limits=EngineLimits(max_length=length, speculate=False)), request)
+    (plain,) = run(Engine(model, EngineConfig(speculate=False), max_length=length), request)
     assert len(plain.ids) == length - 1
-    engine = Engine(model, limits=EngineLimits(max_length=length))
+    engine = Engine(model, max_length=length)
     assert_same(run(engine, drafted(request, plain.ids))[0], plain)
-    assert len(engine._speculation.curve.points) >= 2
+    assert len(engine.runner.speculation.curve.points) >= 2
 
 
 def test_bad_sources_are_refused(model):
@@ -270,7 +271,7 @@ def test_450_edits_in_float32_without_a_mismatch():
     model = load_model(Path(__file__).parents[2] / "models" / "nano")
     rng = np.random.default_rng(0)
     requests = [Request(ids=rng.integers(32, 4096, 40).tolist(), max_tokens=60, temperature=0.0) for _ in range(450)]
-    plain = run(Engine(model, limits=EngineLimits(rows=32, speculate=False)), *requests)
+    plain = run(Engine(model, EngineConfig(max_batch=32, speculate=False)), *requests)
     drafts = [drafted(r, damaged(g.ids, i)) for i, (r, g) in enumerate(zip(requests, plain, strict=True))]
-    fast = run(engine_of(model, rows=32), *drafts)
+    fast = run(engine_of(model, max_batch=32), *drafts)
     assert [g.ids for g in fast] == [g.ids for g in plain]

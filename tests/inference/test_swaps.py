@@ -17,12 +17,16 @@ import pytest
 import torch
 
 from etude import processes
+from etude.config import ServerConfig, WeightSource
 from etude.errors import SwapUndone
-from etude.inference.engine.engine import Engine, Request
-from etude.inference.server.weights import WeightSource, WeightWatcher
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
+from etude.inference.server.weights import WeightWatcher
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.client import EngineClient
+from etude.protocol.wire import GenerateRequest
 from etude.records import Generation
+from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
 from etude.weights.live import LiveTensors
 from etude.weights.publisher import Publisher
@@ -69,7 +73,7 @@ def replayed(store, request: Request, told: Generation) -> Generation:
 def test_tags_reproduce_every_token_of_a_generation_over_swaps(versions, at):
     model = model_of(seed=2)
     engine = Engine(model, deterministic=True)
-    follower = WeightWatcher(engine, model, WeightSource(store=versions.url))
+    follower = WeightWatcher(engine, WeightSource(weights=versions.url))
     receiver = follower._member.receiver
     receiver.apply(receiver.poll(0))
     request = Request(ids=prompt(40), max_tokens=30, seed=3)
@@ -100,7 +104,7 @@ def test_tags_reproduce_every_token_of_a_generation_over_swaps(versions, at):
 def test_a_swap_that_does_not_take_is_undone_and_the_engine_goes_on(versions, monkeypatch):
     model = model_of(seed=2)
     engine = Engine(model)
-    follower = WeightWatcher(engine, model, WeightSource(store=versions.url))
+    follower = WeightWatcher(engine, WeightSource(weights=versions.url))
     receiver = follower._member.receiver
     receiver.apply(receiver.poll(0))
     before = follower.live_digest()
@@ -125,7 +129,7 @@ def test_a_swap_that_does_not_take_is_undone_and_the_engine_goes_on(versions, mo
 def test_rot_is_repaired_while_the_engine_stands_still(versions):
     model = model_of(seed=2)
     engine = Engine(model)
-    follower = WeightWatcher(engine, model, WeightSource(store=versions.url))
+    follower = WeightWatcher(engine, WeightSource(weights=versions.url))
     engine.start()
     try:
         follower.poll()
@@ -156,8 +160,9 @@ def test_a_streaming_client_sees_no_error_while_versions_arrive(tmp_path):
     publisher = Publisher(store, anchor_versions=4)
     publisher.publish(0, current, (), {})
     relay = start(tmp_path, "relay", "etude.weights.relay", "--store", store.url)
-    options = ["--model", str(NANO), "--port", "0", "--cache-mb", "64", "--weights", store.url, "--relay", relay[1]]
-    server = start(tmp_path, "server", "etude.inference.server.server", *options)
+    source = WeightSource(weights=store.url, relay=relay[1])
+    child = spawn_engine(ServerConfig(model=str(NANO), port=0, threads=1, cache_mb=64, source=source), tmp_path)
+    server = child, engine_url(child, tmp_path)
     ended, tokens, reasons = threading.Event(), [], []
 
     def stream() -> None:
@@ -174,9 +179,8 @@ def test_a_streaming_client_sees_no_error_while_versions_arrive(tmp_path):
 
     async def generate(number: int) -> Generation:
         async with EngineClient([server[1]]) as client:
-            return await client.generate(
-                list(range(40, 80)), max_tokens=20, temperature=1.0, top_p=1.0, stop=[], seed=number, timeout=SECONDS
-            )
+            request = GenerateRequest(ids=list(range(40, 80)), max_tokens=20, seed=number)
+            return await client.generate(request, SECONDS)
 
     async def serves(version: int) -> dict:
         async with EngineClient([server[1]]) as client, asyncio.timeout(SECONDS):

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from etude.errors import UserError
-from etude.inference.vllm.feed import NotLive, VllmServer, bring, feed, follow
+from etude.inference.vllm.feed import NotLive, VllmServer, feed, follow, update_to
 from etude.inference.vllm.layout import check_plain, live_tensors
 from etude.inference.vllm.worker import Following, WorkerExtension
 from etude.store import open_store
@@ -214,7 +214,7 @@ def test_feed_brings_a_server_to_the_newest_version(store):
     assert said[0] == f"{url} serves no version of this store yet"
     assert f"version 2 is live, digest {manifests[2].digest}, pause" in said[1]
     assert [asked for asked in vllm.asked if asked != "etude_status"] == [
-        "etude_open", "etude_stage", "pause", "etude_flip", "reset", "named", "resume"
+        "etude_open", "etude_stage", "pause", "etude_swap", "reset", "named", "resume"
     ]  # fmt: skip
     assert (vllm.paused, vllm.weight_version) == (False, "2")
 
@@ -240,17 +240,17 @@ def test_live_weights_that_are_not_the_manifests_are_an_error_and_the_old_ones_c
     with answering(vllm.app()) as url:
         server = VllmServer(url)
         follow(server, store.url)
-        bring(server, 0, 60)
+        update_to(server, 0, 60)
         touched = vllm.worker._etude.live["norm"]
         assert torch.equal(made[0]["norm"][:1], made[1]["norm"][:1])  # the next version does not write there
         touched[0] += 1
         with pytest.raises(NotLive, match=f"their digest is [0-9a-f]*, published was {manifests[1].digest[:12]}"):
-            bring(server, 1, 60)
+            update_to(server, 1, 60)
         assert vllm.worker._etude.receiver.version == 0
         assert (vllm.paused, vllm.weight_version) == (False, "0")
         touched[0] = made[0]["norm"][0]
         assert digest(vllm.worker._etude.live) == manifests[0].digest
-        assert bring(server, 1, 60).digest == manifests[1].digest
+        assert update_to(server, 1, 60).digest == manifests[1].digest
 
 
 def test_a_swap_that_was_cut_off_is_finished(store):
@@ -258,7 +258,7 @@ def test_a_swap_that_was_cut_off_is_finished(store):
     publish(store, 1)
     with answering(vllm.app()) as url:
         server = VllmServer(url)
-        bring(server, 0, 60)
+        update_to(server, 0, 60)
         vllm.paused, vllm.weight_version = True, "default"  # killed after the flip
         vllm.asked.clear()
         assert follow(server, store.url) == 0
@@ -271,7 +271,7 @@ def test_a_server_that_holds_a_mixture_stays_paused(store):
     publish(store, 1)
     with answering(vllm.app()) as url:
         server = VllmServer(url)
-        bring(server, 0, 60)
+        update_to(server, 0, 60)
         vllm.worker._etude.live["norm"][0] += 1
         vllm.paused = True
         with pytest.raises(
@@ -288,7 +288,7 @@ def test_a_damaged_version_leaves_the_server_where_it_is(store):
     store.put(key, store.get(key)[:-1])
     with answering(vllm.app()) as url:
         with pytest.raises(NotLive, match="version 0: its payload"):
-            bring(VllmServer(url), 0, 60)
+            update_to(VllmServer(url), 0, 60)
         with pytest.raises(UserError, match="stays at version -1: version 0"):
             feed(VllmServer(url), store, once=True, deadline=0.0)
     assert "pause" not in vllm.asked
@@ -300,7 +300,7 @@ def test_a_server_that_loaded_its_weights_anew_is_not_written_to(store):
     with answering(vllm.app()) as url:
         vllm.model.qkv = torch.nn.Parameter(vllm.model.qkv.data.clone(), False)
         with pytest.raises(NotLive, match="loaded its weights anew"):
-            bring(VllmServer(url), 0, 60)
+            update_to(VllmServer(url), 0, 60)
     assert not vllm.paused
 
 

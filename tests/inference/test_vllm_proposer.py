@@ -14,7 +14,7 @@ from etude.edits.edit import Edit
 from etude.errors import UserError
 from etude.inference.engine.costs import LearnedCosts
 from etude.inference.server.apply import Applier
-from etude.inference.vllm.proposer import RowDrafts, sources
+from etude.inference.vllm.proposer import SequenceDrafts, sources
 
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).parents[2] / "models" / "nano" / "tokenizer.json"))
 APPLIER = Applier(TOKENIZER, None)
@@ -78,7 +78,7 @@ class Target:
 def drafts(clock=None, longest=64, max_length=CONTEXT, rows=16):
     """With a clock that tells the same cost for every pass, drafts are as long as they may be."""
     ticks = iter(range(10**9))
-    return RowDrafts(TOKENIZER, longest, max_length, rows, clock or (lambda: float(next(ticks))))
+    return SequenceDrafts(TOKENIZER, longest, max_length, rows, clock or (lambda: float(next(ticks))))
 
 
 def test_an_answer_takes_few_passes():

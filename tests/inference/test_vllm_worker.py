@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from etude.cli import main
-from etude.inference.vllm.feed import VllmServer, bring, follow
+from etude.inference.vllm.feed import VllmServer, follow, update_to
 from etude.models.loading import load_model, named_tensors
 from etude.store import open_store
 from etude.weights.export import export
@@ -25,7 +25,7 @@ pytestmark = needs_vllm
 
 def follower(model: Path, log: Path) -> AbstractContextManager[str]:
     """The URL of a vLLM server of `model` with etude's worker class."""
-    worker = "--worker-extension-cls", "etude.inference.vllm.worker.Follower"
+    worker = "--worker-extension-cls", "etude.inference.vllm.worker.WorkerExtension"
     return serving(model, log, *OPTIONS.split(), *worker, VLLM_SERVER_DEV_MODE="1")
 
 
@@ -74,15 +74,15 @@ def test_vllm_serves_what_a_fresh_server_of_the_version_would(tmp_path, capsys):
         server = VllmServer(url)
         assert follow(server, store.url) == -1
         base = [completed(url, prompt, 24) for prompt in PROMPTS]
-        assert bring(server, 0).digest == digests[0]  # the anchor
+        assert update_to(server, 0).digest == digests[0]  # the anchor
         digests += [publish(1), publish(2)]
-        assert bring(server, 1).digest == digests[1]
+        assert update_to(server, 1).digest == digests[1]
         came: list[int] = []
         begun = threading.Event()
         running = threading.Thread(target=lambda: came.append(streamed(url, 450, begun)))
         running.start()
         assert begun.wait(120)
-        assert bring(server, 2).digest == digests[2]
+        assert update_to(server, 2).digest == digests[2]
         assert running.is_alive(), "the request was to be under way while a version went live"
         running.join(300)
         assert came == [450]

@@ -30,7 +30,7 @@ def model_of(kind):
 
 
 def hidden(model, ids):
-    with batch_invariant.exact():
+    with batch_invariant.batch_invariant():
         extra = batch_invariant.padding(len(ids))
         return model.get_decoder()(input_ids=F.pad(ids, (0, extra))[None], use_cache=False).last_hidden_state[0]
 
@@ -73,8 +73,8 @@ def test_what_cannot_be_exact_is_not_promised():
 def test_off_nothing_is_padded():
     rows_ND = torch.randn(5, 4)
     assert batch_invariant.padded(rows_ND) is rows_ND
-    with batch_invariant.exact(False):
+    with batch_invariant.batch_invariant(False):
         assert batch_invariant.padding(5) == 0
-    with batch_invariant.exact():
+    with batch_invariant.batch_invariant():
         assert batch_invariant.padding(5) == 11
         assert batch_invariant.padding(32) == 0

@@ -52,7 +52,7 @@ def test_padding() -> None:
     assert [[gemm.padding(rows, *kind) for rows in (0, 5, 16, 17, 24)] for kind in kinds] == [
         [0, 0, 0, 7, 0], [0, 0, 0, 15, 8], [0, 0, 0, 0, 0],
     ]  # fmt: skip
-    with batch_invariant.exact():
+    with batch_invariant.batch_invariant():
         assert [gemm.padding(rows, *kinds[0]) for rows in (0, 5, 16, 17, 24)] == [0, 11, 0, 15, 8]
 
 
@@ -117,7 +117,7 @@ def test_who_takes_them() -> None:
         assert gemm.few(few, weight)
         assert not gemm.few(many, weight)
         assert not gemm.few(few.bfloat16(), weight.bfloat16())
-        with batch_invariant.exact():
+        with batch_invariant.batch_invariant():
             assert not gemm.few(few, weight)
             assert torch.equal(gemm.head(few, weight), batch_invariant.head(few, weight))
         module = experts(4, 8, 4)

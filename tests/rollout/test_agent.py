@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shlex
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -14,16 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude import processes
-from etude.config import AgentConfig
+from etude.config import AgentConfig, ServerConfig
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling
 from etude.protocol.client import EngineClient
+from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Outcome, StopReason
 from etude.renderers import Renderer
 from etude.rollout.agent import open_agent
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
+from etude.run.engines import engine_url, spawn_engine
 from etude.tasks.dataset import Dataset
 from tests.helpers.speakers import PATH, Speaker, a_task
 from tests.helpers.tiny_models import save_random_model
@@ -53,10 +53,8 @@ def engine(hermes_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """The URL of an inference server with a small random model that has the tokenizer of the hermes tests."""
     folder = tmp_path_factory.mktemp("engine")
     save_random_model(hermes_folder, "qwen3", vocab_size=1280, max_position_embeddings=8192, eos_token_id=1)
-    ready = folder / "ready.json"
-    argv = ["etude.inference.server.server", "--model", str(hermes_folder), "--port", "0", "--ready-file", str(ready)]
-    child = processes.start("engine", [*argv, "--parent-death", "--cache-mb", "64"], folder / "log")
-    yield json.loads(processes.wait_for_file(ready, child, SECONDS))["url"]
+    child = spawn_engine(ServerConfig(model=str(hermes_folder), port=0, threads=1, cache_mb=64), folder)
+    yield engine_url(child, folder)
     child.stop(20)
 
 
@@ -67,12 +65,12 @@ class Forced:
         self.client, self.url, self.turns = client, url, list(turns)
         self.said: list[list[int]] = []
 
-    async def generate(self, ids: list[int], **_: Any) -> Generation:
+    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
         said = self.turns[len(self.said)]
         self.said.append(said)
-        scored = await self.client.score(self.url, [ids + said], 60.0)
+        scored = await self.client.score(self.url, [request.ids + said], 60.0)
         assert scored is not None
-        logprobs = scored.logprobs[0][len(ids) - 1 :]
+        logprobs = scored.logprobs[0][len(request.ids) - 1 :]
         return Generation(ids=said, logprobs=logprobs, versions=[scored.version] * len(said), finish_reason="stop")
 
 

@@ -17,6 +17,7 @@ from etude.errors import UserError
 from etude.harness.loop import Sampling
 from etude.inference.server.apply import Applier
 from etude.protocol.client import EngineError
+from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from etude.renderers.base import load_tokenizer
@@ -87,7 +88,7 @@ def test_the_question_is_that_of_the_apply_model(tables: Path, compact: Renderer
     applier = Applier(load_tokenizer(compact_folder), compact)
     request, _ = applier.request(Edit(FILE, SKETCH, "Multiply."), 2000)
     assert policy.prompts == [list(request.ids)]
-    assert policy.requests[0]["max_tokens"] == BUDGET.tokens
+    assert policy.requests[0].max_tokens == BUDGET.tokens
 
 
 def test_there_is_one_turn_and_no_tool(tables: Path, compact: Renderer, compact_folder: Path) -> None:
@@ -99,7 +100,7 @@ def test_there_is_one_turn_and_no_tool(tables: Path, compact: Renderer, compact_
 
 def test_a_lost_engine_is_not_the_model_s_fault(tables: Path, compact: Renderer) -> None:
     class Lost:
-        async def generate(self, ids: list[int], **request: object) -> Any:
+        async def generate(self, request: GenerateRequest, *rest: Any) -> Any:
             raise EngineError("gone")
 
     episode = played(tables, compact, Lost())

@@ -18,6 +18,7 @@ from etude.grading.runner import open_sandbox
 from etude.harness import loop
 from etude.harness.loop import Sampling
 from etude.protocol.client import EngineError
+from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
@@ -170,7 +171,7 @@ def test_who_pays_for_a_broken_box(
 @pytest.mark.parametrize("error", [EngineError("the server is gone"), "abort"])
 def test_a_lost_engine_is_ours(dataset: Dataset, compact: Renderer, error: EngineError | str) -> None:
     class Lost:
-        async def generate(self, ids: list[int], **_: Any) -> Generation:
+        async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
             if isinstance(error, EngineError):
                 raise error
             return Generation(ids=[], logprobs=[], versions=[], finish_reason="abort")

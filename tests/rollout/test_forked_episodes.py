@@ -14,6 +14,7 @@ from etude.config import RewardConfig, RolloutConfig
 from etude.grading.runner import open_sandbox
 from etude.harness import loop
 from etude.harness.loop import Sampling, turn_seed
+from etude.protocol.wire import GenerateRequest
 from etude.records import Episode, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from etude.rollout.episode import EpisodeId, RolloutContext, run_branches
@@ -35,10 +36,10 @@ class Members(Scripted):
             turn_seed(seed, n): turns_of_branch for seed, turns_of_branch in turns.items() for n in range(20)
         }
 
-    async def generate(self, ids: list[int], **request: Any) -> Generation:
-        said = next(self._branches.get(request["seed"], self._prefix))
+    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
+        said = next(self._branches.get(request.seed, self._prefix))
         self.turns = lambda _: said
-        return await super().generate(ids, **request)
+        return await super().generate(request, *rest)
 
 
 def members(speaker: Speaker) -> Members:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from etude.config import RLConfig
 from etude.grading.runner import open_sandbox
 from etude.ledger.ledger import Ledger
+from etude.protocol.wire import GenerateRequest
 from etude.records import Episode, Generation, decode
 from etude.renderers import renderer_for
 from etude.rollout.concurrency import concurrency
@@ -31,7 +32,7 @@ class Finishes:
         tokenizer = Tokenizer.from_file(str(ROOT / "models/nano/tokenizer.json"))
         self.ids = tokenizer.encode("<|call|>finish<|end|>", add_special_tokens=False).ids
 
-    async def generate(self, ids: list[int], **_: Any) -> Generation:
+    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
         n = len(self.ids)
         return Generation(ids=self.ids, logprobs=[-0.1] * n, versions=[3] * n, finish_reason="stop")
 

@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.inference.engine.engine import Engine, EngineLimits, Request
-from etude.models.batch_invariant import exact
+from etude.config import EngineConfig
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
+from etude.models.batch_invariant import batch_invariant
 from etude.models.loading import load_model, named_tensors
 from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch
@@ -22,7 +24,7 @@ NANO = Path(__file__).parents[2] / "models" / "nano"
 
 def sampled(model, temperature, groups, tokens):
     """Groups of four that share prompts of many lengths, then a second turn of each, in one busy engine."""
-    engine = Engine(model, limits=EngineLimits(rows=7, prefill_tokens=48), deterministic=True)
+    engine = Engine(model, EngineConfig(max_batch=7, prefill_tokens=48), deterministic=True)
     requests = [
         Request(ids=prompt(g, 11 + 17 * g), max_tokens=tokens + 3 * m, seed=10 * g + m, temperature=temperature)
         for g in range(groups)
@@ -62,7 +64,7 @@ def assert_equal_bits(model, found, temperature):
     tokens = TokenRows(ids, at)
     recorded_N = np.concatenate([np.array(g.logprobs, np.float32) for _, g in found])
     plain_N = evaluate(model, rows(tokens), tokens.count, temperature=temperature).logprobs_N.numpy()
-    with exact():
+    with batch_invariant():
         exact_N = evaluate(model, rows(tokens), tokens.count, temperature=temperature).logprobs_N.numpy()
     assert tokens.count > 500
     assert np.array_equal(exact_N, recorded_N)
@@ -75,7 +77,7 @@ def test_a_deterministic_step_measures_no_mismatch(tmp_path):
     _, config = new_run(tmp_path, "moe", deterministic=True, **tables)
     model = load_model(config.model.path)
     set_weights(model, {name: t.bfloat16() for name, t in named_tensors(model).items()})  # as they are published
-    engine = Engine(model, limits=EngineLimits(routes=True), deterministic=True)
+    engine = Engine(model, routes=True, deterministic=True)
     groups = [play(engine, 1, routes=True), play(engine, 2, routes=True)]
     trained = load_model(config.model.path)
     batch = make_batch((), groups, routes=(2, 2))

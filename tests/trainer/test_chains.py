@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from etude.config import LossConfig, RLConfig
+from etude.config import EngineConfig, LossConfig, RLConfig
 from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling, turn_seed
 from etude.harness.prompts import SUMMARISE
 from etude.harness.token_ledger import TokenLedger
-from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
 from etude.models.loading import load_model, named_tensors
+from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Focus, Generation, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import EpisodeId, RolloutContext, run_branches, run_episode
@@ -148,9 +150,10 @@ class Forced:
         self._ways = {turn_seed(seed, n): way for seed, way in turns.items() for n in range(200)}
         self.summaries: list[tuple[list[int], int, Generation]] = []
 
-    async def generate(self, ids: list[int], *, max_tokens: int, seed: int, **request: Any) -> Generation:
+    async def generate(self, request: GenerateRequest, *_: Any) -> Generation:
+        ids, seed = request.ids, request.seed
         if ids[-20:] == self._ends:
-            asked = Request(ids=ids, max_tokens=max_tokens, seed=seed, stop=tuple(request["stop"]))
+            asked = Request(ids=ids, max_tokens=request.max_tokens, seed=seed, stop=request.stop)
             found = await asyncio.wrap_future(self._engine.submit(asked).future)
             self.summaries.append((ids, seed, found))
             return found
@@ -186,7 +189,7 @@ def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
         seed: [short, say.turn(("edit", {"old": "amount / 3\n", "new": new}), ("test", {})), say.turn(("finish", {}))]
         for seed, new in zip(SEEDS, ("amount * 3\n", "amount\n"), strict=True)
     }
-    engine = Engine(load_model(NANO), limits=EngineLimits(cache_bytes=64 << 20), deterministic=True)
+    engine = Engine(load_model(NANO), EngineConfig(cache_mb=64), deterministic=True)
     engine.start()
     forced = Forced(engine, renderer, trunk, ways)
     dataset = a_dataset(tmp_path)

@@ -16,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.audit.mismatch import _pieces
+from etude.config import EngineConfig
 from etude.errors import RunFailed
 from etude.harness.token_ledger import TokenLedger
-from etude.inference.engine.engine import Engine, EngineLimits, Request
-from etude.models.batch_invariant import exact
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
+from etude.models.batch_invariant import batch_invariant
 from etude.models.loading import load_model, named_tensors
 from etude.models.segments import row_graph, trie
 from etude.records import Episode, Outcome, StopReason, decode, encode
@@ -265,7 +267,7 @@ def an_episode(group, member, segments):
 
 def test_the_trainer_has_the_log_probabilities_of_the_engine(model):
     """At lag 0, for two groups with documents in other orders, one without, and blobs that were written and read."""
-    engine = Engine(model, limits=EngineLimits(prefill_tokens=50))
+    engine = Engine(model, EngineConfig(prefill_tokens=50))
     groups = [play(engine, 1, DOCUMENTS), play(engine, 2, DOCUMENTS[2:] + DOCUMENTS[:1]), play(engine, 3, [])]
     assert engine.documents.counters.misses == len(DOCUMENTS)
     groups = [[decode(encode(e), Episode) for e in members] for members in groups]
@@ -300,7 +302,7 @@ def test_a_step_replays_the_experts_of_document_tokens(tmp_path, execution):
     _, config = new_run(tmp_path, "moe", trainer=trainer)
     model = load_model(config.model.path)
     set_weights(model, {name: t.bfloat16() for name, t in named_tensors(model).items()})  # as they are published
-    engine = Engine(model, limits=EngineLimits(routes=True))
+    engine = Engine(model, routes=True)
     flip(engine.model)
     groups = [play(engine, 1, DOCUMENTS, routes=True), play(engine, 2, DOCUMENTS[::-1], routes=True)]
     found = {}
@@ -323,7 +325,7 @@ def test_no_bit_differs_in_deterministic_mode(tmp_path, kind):
     yarn = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}
     overrides = yarn if kind == "yarn" else {}
     model = load_model(save_random_model(tmp_path / "m", "qwen3" if overrides else kind, **overrides))
-    engine = Engine(model, limits=EngineLimits(rows=5, prefill_tokens=37), deterministic=True)
+    engine = Engine(model, EngineConfig(max_batch=5, prefill_tokens=37), deterministic=True)
     groups = [
         play(engine, 1, DOCUMENTS, temperature=0.7), play(engine, 2, DOCUMENTS[2:] + DOCUMENTS[:1], temperature=0.7)
     ]  # fmt: skip
@@ -331,7 +333,7 @@ def test_no_bit_differs_in_deterministic_mode(tmp_path, kind):
     tokens = token_rows(make_batch((), groups).rows)
     recorded_N = np.concatenate([s.arrays()[2][s.arrays()[1] == 1] for g in groups for e in g for s in e.segments])
     plain_N = evaluate(model, rows(tokens), tokens.count, temperature=0.7).logprobs_N.numpy()
-    with exact():
+    with batch_invariant():
         exact_N = evaluate(model, rows(tokens), tokens.count, temperature=0.7).logprobs_N.numpy()
     assert np.array_equal(exact_N, recorded_N)
     assert not np.array_equal(plain_N, recorded_N), "else there was nothing to do"
@@ -340,7 +342,7 @@ def test_no_bit_differs_in_deterministic_mode(tmp_path, kind):
 def test_gradients_of_exact_rows_are_those_of_rows(model):
     tokens = a_group(np.random.default_rng(4))
     expected, truth = gradients(model, rows(tokens), tokens)
-    with exact():
+    with batch_invariant():
         outcome, ours = gradients(model, rows(tokens), tokens)
     assert apart(ours, truth) <= LIMIT
     assert torch.allclose(outcome.logprobs_N, expected.logprobs_N, atol=1e-5)
@@ -351,7 +353,7 @@ def test_a_deterministic_step_measures_no_mismatch(tmp_path):
     _, config = new_run(tmp_path, "moe", deterministic=True, **tables)
     model = load_model(config.model.path)
     set_weights(model, {name: t.bfloat16() for name, t in named_tensors(model).items()})
-    engine = Engine(model, limits=EngineLimits(routes=True), deterministic=True)
+    engine = Engine(model, routes=True, deterministic=True)
     groups = [play(engine, 1, DOCUMENTS, routes=True), play(engine, 2, DOCUMENTS[1:], routes=True)]
     trained = load_model(config.model.path)
     batch = make_batch((), groups, routes=(2, 2))

@@ -86,7 +86,7 @@ def from_the_engine(model: PreTrainedModel, sample: DocumentSample, tail: np.nda
         request = Request(ids=tail.tolist(), max_tokens=1, documents=tuple(ids.tolist() for ids in order))
         row = RunningSequence(request, None, None)
         while not store.gather(row, 0, 0):
-            assert store.compute(50, 0, alone=False)
+            assert store.compute(50, 0, serial=False)
         row.pages = list(range(-(-len(request.prompt) // BLOCK)))
         store.assemble(row, 0)
     every = np.arange(len(tail))

@@ -13,9 +13,11 @@ import torch
 import uvicorn
 
 from etude import runfolder
+from etude.config import EngineConfig
 from etude.errors import RunFailed
 from etude.inference.engine import cache
-from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
 from etude.inference.server.server import build_app
 from etude.inference.server.weights import ServedVersion, WeightWatcher
 from etude.models.loading import load_model, named_tensors
@@ -98,12 +100,12 @@ def test_scores_neither_read_nor_leave_keys_and_rows_go_on(tmp_path, monkeypatch
 
 
 @contextmanager
-def serving(config, tensors, version, **limits):
+def serving(config, tensors, version, engine_config=None):
     """An inference server of these tensors on a thread: its URL, engine and follower."""
-    engine = Engine(engine_of(config, tensors, version).model, version=version, limits=EngineLimits(**limits))
-    follower = WeightWatcher(engine, engine.model, None)
+    engine = Engine(engine_of(config, tensors, version).model, engine_config, version=version)
+    follower = WeightWatcher(engine, None)
     server = uvicorn.Server(
-        uvicorn.Config(build_app(engine, follower, engine.model, Path(config.model.path)), port=0, log_level="error")
+        uvicorn.Config(build_app(engine, follower, Path(config.model.path)), port=0, log_level="error")
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -192,7 +194,10 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
                 await loop._observe_versions(watched)
         return watched
 
-    with serving(config, tensors, 0) as (url, one, _), serving(config, tensors, 0, rows=4) as (other, two, follower):
+    with (
+        serving(config, tensors, 0) as (url, one, _),
+        serving(config, tensors, 0, EngineConfig(max_batch=4)) as (other, two, follower),
+    ):
         one.start()
         two.start()
         watched = asyncio.run(look([url, other], follower))
@@ -265,7 +270,7 @@ def test_an_answer_that_is_no_number_is_as_wrong_as_can_be(tmp_path):
     store = open_store(str(run / "probes"))
     trainer = TrainerProbes(store, load_model(config.model.path), exactly=False)
     trainer.score(0)
-    scored = probes.Scored(version=0, digest="", logprobs=([float("nan"), -1.0],))
+    scored = probes.SequenceScores(version=0, digest="", logprobs=([float("nan"), -1.0],))
     probes.write_result(store, 0, probes.ProbeResult(engine="http://e", scored=scored))
     (found,) = trainer.arrived()
     assert found.k2 > 100
@@ -278,7 +283,7 @@ def test_limits_of_an_engine_are_in_its_configuration(tmp_path):
 
     _, config = new_run(tmp_path)
     model = load_model(config.model.path)
-    one, same, other = (configuration(Engine(model, limits=EngineLimits(rows=n))) for n in (4, 4, 8))
+    one, same, other = (configuration(Engine(model, EngineConfig(max_batch=n))) for n in (4, 4, 8))
     assert (one["head"], one["log_softmax"], one["dtype"]) == ("float32", "float32", "float32")
     assert digest_of(one) == digest_of(same) != digest_of(other)
     assert complaints({"http://a": one, "http://b": same}) == []

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from etude.errors import RunFailed
-from etude.inference.engine.engine import Engine, EngineLimits, Request
+from etude.inference.engine.engine import Engine
+from etude.inference.engine.requests import Request
 from etude.models import attention, experts
 from etude.models.loading import load_model, named_tensors
 from etude.models.router_replay import MISSING, UNFED
@@ -149,7 +150,7 @@ def test_replay_at_least_halves_the_mismatch_of_bfloat16():
     model.set_attn_implementation(attention.NAME)
     model.set_experts_implementation(experts.NAME)
     model.to(torch.bfloat16)
-    engine = Engine(model, limits=EngineLimits(routes=True))
+    engine = Engine(model, routes=True)
     prompts = np.random.default_rng(0).integers(7, 97, (4, 24)).tolist()
     rows_ = [engine.submit(Request(ids=p, max_tokens=40, seed=i, routes_from=0)) for i, p in enumerate(prompts * 4)]
     for _ in range(500):

@@ -87,7 +87,7 @@ def test_deterministic_mode_is_a_plain_loop_over_rows_to_the_bit(folder):
     def loss(logprobs_M, item_M):
         return -(samples.advantages_N[item_M] * logprobs_M).sum() / 320
 
-    with batch_invariant.exact():
+    with batch_invariant.batch_invariant():
         run(model, separate(tokens), tokens.count, loss)
     ours = [p.grad for p in model.parameters()]
     plain = load_model(folder)
@@ -100,7 +100,7 @@ def test_deterministic_mode_is_a_plain_loop_over_rows_to_the_bit(folder):
                 2, -(-len(ids) // batch_invariant.TILE) * batch_invariant.TILE, dtype=torch.long
             )
             padded[: len(ids)], positions[: len(ids)] = ids, torch.arange(len(ids))
-            with batch_invariant.exact():
+            with batch_invariant.batch_invariant():
                 hidden = plain.model(input_ids=padded[None], position_ids=positions[None], use_cache=False)
                 hidden_ND = hidden.last_hidden_state[0].index_select(0, sampled - 1)
                 logits = batch_invariant.head(hidden_ND, plain.lm_head.weight)

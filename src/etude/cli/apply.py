@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from etude.config import EngineConfig
 from etude.edits.edit import Edit, read_text
 from etude.errors import UserError
 
@@ -16,7 +17,14 @@ _COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}
 
 
 def apply(
-    path: Path, sketch: str | None, sketch_file: Path | None, *, instruction: str, model: Path | None, check: bool
+    path: Path,
+    sketch: str | None,
+    sketch_file: Path | None,
+    *,
+    instruction: str,
+    model: Path | None,
+    check: bool,
+    engine: EngineConfig = EngineConfig(),
 ) -> int:
     """Edit `path`; `model` None merges without a model, `check` only prints. Raises UserError, the file untouched."""
     if (sketch is None) == (sketch_file is None):
@@ -26,32 +34,31 @@ def apply(
         sketch = read_text(sketch_file)
     before = read_text(path)
     edit = Edit(before, sketch, instruction)
-    after = edit.merged() if model is None else _rewritten(edit, model)
+    after = edit.merged() if model is None else _rewritten(edit, model, engine)
     show(path, before, after)
     if not check and after != before:
         write(path, before, after)
     return 0
 
 
-def _rewritten(edit: Edit, folder: Path) -> str:
+def _rewritten(edit: Edit, folder: Path, config: EngineConfig) -> str:
     """What the model makes of the edit."""
-    from etude.inference.engine.engine import Engine, EngineLimits
+    from etude.inference.engine.engine import load_engine
     from etude.inference.server.apply import Applier
-    from etude.models.loading import load_model
     from etude.renderers import renderer_for
     from etude.renderers.base import load_tokenizer
 
     edit.merged()  # what is wrong with the sketch is known before a model is loaded
-    engine = Engine(load_model(folder), limits=EngineLimits(rows=1))
+    engine = load_engine(folder, config.model_copy(update={"max_batch": 1}))
     has_chat = (folder / "chat_template.jinja").is_file()
     applier = Applier(load_tokenizer(folder), renderer_for(folder) if has_chat else None)
     request, close = applier.request(edit, engine.max_length)
-    answer = applier.answer(close)
+    answer = applier.collector(close)
     engine.start()
     try:
-        row = engine.submit(request, answer)
-        answer.watch(row)
-        row.future.result(_SECONDS)
+        sequence = engine.submit(request, answer)
+        answer.watch(sequence)
+        sequence.future.result(_SECONDS)
     except TimeoutError:
         raise UserError(f"the model did not end within {_SECONDS:.0f} seconds: use a smaller one") from None
     finally:

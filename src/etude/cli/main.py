@@ -38,6 +38,9 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
         prog="etude", description="Train your own coding agent on your own product.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=_version())
+    from etude.cli.flags import add_flags
+    from etude.config import InferenceConfig
+
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: object, text: str, *, overrides: bool = False) -> argparse.ArgumentParser:
@@ -76,21 +79,15 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     evaluate.add_argument("--seed", type=int, default=0)
     evaluate.add_argument("--against", type=Path, help="a second model: paired difference, second minus first")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    add_flags(evaluate.add_argument_group("engine"), InferenceConfig, ("threads", "device", "dtype"))
     files = evaluate.add_argument_group("retrieval", "questions about files of a repository (docs/documents.md)")
     files.add_argument("--documents", choices=("full", "own", "both"), help="which see each other; default: both")
     files.add_argument("--repository", type=Path, nargs="+", help="folders; default: libraries kept out of training")
     files.add_argument("--orders", type=int, help="random orders of the documents, the first included; default: 1")
 
-    serve = command("serve", _serve, "serve a model over an OpenAI-compatible HTTP API")
-    serve.add_argument("model", type=Path, help="HF folder")
-    serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8000)
-    serve.add_argument("--threads", type=int, default=2)
-    serve.add_argument("--cache-mb", type=int, default=512, help="memory for keys and values")
-    serve.add_argument("--documents-mb", type=int, default=256, help="memory for keys and values of documents")
-    serve.add_argument("--weights", help="store URL to take new versions from")
-    serve.add_argument("--public-key", type=Path, help="serve only versions whose manifests this key has signed")
-    serve.add_argument("--accepted", type=Path, help="file that remembers, for --public-key, what was served last")
+    from etude.cli import serve
+
+    serve.add(command("serve", serve.run, "serve a model over an OpenAI-compatible HTTP API"))
 
     _weights_arguments(command("weights", _weights, "look at, check, move and tidy the versions of a weight store"))
 
@@ -102,6 +99,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     which = apply.add_mutually_exclusive_group()
     which.add_argument("--model", type=Path, help="HF folder of an apply model, e.g. models/nano-apply")
     which.add_argument("--no-model", action="store_true", help="only the deterministic merge (the default)")
+    add_flags(apply.add_argument_group("engine", "with --model"), InferenceConfig, ("device", "dtype"))
     apply.add_argument("--check", action="store_true", help="print the difference and write nothing")
 
     export = command("export", _export, "write the episodes of a run as ATIF trajectories, tokens included")
@@ -238,12 +236,17 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _eval(arguments: argparse.Namespace, _: list[str]) -> None:
+    from etude.cli.flags import from_flags
+    from etude.config import InferenceConfig
+
     models = [arguments.model, *([arguments.against] if arguments.against else [])]
+    engine = from_flags(arguments, InferenceConfig, **({} if hasattr(arguments, "threads") else {"threads": 2}))
     if arguments.suite == Path("retrieval"):
         from etude.evals.documents import MASKS, evaluate_retrieval
 
         return evaluate_retrieval(
             models,
+            engine,
             masks=[mask for mask in MASKS if arguments.documents in (None, "both", mask)],
             repositories=arguments.repository or (),
             samples=100 if arguments.max_tasks is None else arguments.max_tasks,
@@ -264,6 +267,7 @@ def _eval(arguments: argparse.Namespace, _: list[str]) -> None:
         return evaluate_edits(
             models,
             arguments.suite,
+            engine,
             way=arguments.format,
             max_edits=arguments.max_tasks,
             as_json=arguments.json,
@@ -278,30 +282,12 @@ def _eval(arguments: argparse.Namespace, _: list[str]) -> None:
     evaluate_models(
         models,
         arguments.suite,
+        engine,
         split=arguments.split,
         samples=arguments.samples,
         max_tasks=arguments.max_tasks,
         seed=arguments.seed,
         as_json=arguments.json,
-    )
-
-
-def _serve(arguments: argparse.Namespace, _: list[str]) -> None:
-    from etude.inference.server.server import serve
-    from etude.inference.server.weights import WeightSource
-
-    url, key, accepted = arguments.weights, arguments.public_key, arguments.accepted
-    if (key and not url) or (accepted and not key):
-        raise UserError("--accepted needs --public-key, which needs --weights: give all that are needed")
-    weights = WeightSource(store=url, public_key=key, accepted=accepted) if url else None
-    serve(
-        arguments.model,
-        host=arguments.host,
-        port=arguments.port,
-        threads=arguments.threads,
-        weights=weights,
-        cache_mb=arguments.cache_mb,
-        documents_mb=arguments.documents_mb,
     )
 
 
@@ -313,6 +299,8 @@ def _weights(arguments: argparse.Namespace, _: list[str]) -> int:
 
 def _apply(arguments: argparse.Namespace, _: list[str]) -> int:
     from etude.cli.apply import apply
+    from etude.cli.flags import from_flags
+    from etude.config import InferenceConfig
 
     return apply(
         arguments.file,
@@ -321,6 +309,7 @@ def _apply(arguments: argparse.Namespace, _: list[str]) -> int:
         instruction=arguments.instruction,
         model=arguments.model,
         check=arguments.check,
+        engine=from_flags(arguments, InferenceConfig),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from etude.config import EngineConfig
 from etude.corpus import build, retrieval
 from etude.corpus.filters import FunctionText
 from etude.corpus.retrieval import HELD_OUT, RetrievalOptions, RetrievalSample
@@ -18,9 +19,9 @@ from etude.corpus.sources import fetch
 from etude.errors import UserError
 from etude.evals.retrieval import RetrievalResult, summary
 from etude.evals.stats import Estimate, paired_difference
-from etude.inference.engine.engine import Engine, EngineLimits
+from etude.inference.engine.engine import load_engine
 from etude.inference.engine.requests import Request
-from etude.models.loading import check_folder, load_model, load_tokenizer
+from etude.models.loading import check_folder, load_tokenizer
 from etude.renderers import renderer_for
 from etude.renderers.text import document_text
 
@@ -47,6 +48,7 @@ class RetrievalScore:
 
 def evaluate_retrieval(
     models: Sequence[Path],
+    inference: EngineConfig,
     *,
     masks: Sequence[str],
     repositories: Sequence[Path],
@@ -61,7 +63,7 @@ def evaluate_retrieval(
     for model in models:
         check_folder(model)
     asked = questions(repositories, samples, seed)
-    measured = [one for model in models for one in measure(model, asked, masks, orders, seed)]
+    measured = [one for model in models for one in measure(model, asked, masks, orders, seed, inference)]
     # The masks of a model, and the models under a mask.
     pairs = [(a, b) for a, b in combinations(measured, 2) if (a.model == b.model) != (a.mask == b.mask)]
     clusters = [number for number, sample in enumerate(asked) for _ in sample.questions]
@@ -95,13 +97,18 @@ def questions(repositories: Sequence[Path], count: int, seed: int) -> list[Retri
 
 
 def measure(
-    model: Path, asked: Sequence[RetrievalSample], masks: Sequence[str], orders: int, seed: int
+    model: Path,
+    asked: Sequence[RetrievalSample],
+    masks: Sequence[str],
+    orders: int,
+    seed: int,
+    inference: EngineConfig = EngineConfig(),
 ) -> list[RetrievalScore]:
-    """Greedy answers of a model's own engine, in float32. Order 0 is that of the samples, the others are random."""
-    loaded, renderer, tokenizer = load_model(model), renderer_for(model), load_tokenizer(model)
+    """Greedy answers of a model's own engine. Order 0 is that of the samples, the others are random."""
+    renderer, tokenizer = renderer_for(model), load_tokenizer(model)
     encoder = tokenizer.backend_tokenizer
     encoder.encode_special_tokens = True  # text that spells a special token is text
-    engine = Engine(loaded, limits=EngineLimits(rows=64, document_bytes=2**30))
+    engine = load_engine(model, inference.model_copy(update={"max_batch": 64, "documents_mb": 1024}))
     engine.start()
     try:
         measured = []

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from etude.config import EngineConfig
 from etude.corpus.edits.card import bin_name
 from etude.edits import examples as tables
 from etude.edits.edit import DoesNotFit, Edit, NotClosed
@@ -28,7 +29,7 @@ from etude.evals.stats import Estimate, paired_difference, pass_rate
 from etude.evals.tested_edits import Tested
 
 SUITE = Path(__file__).parents[1] / "edits" / "suite" / "heldout.parquet"
-_ROWS = 8  # edits in the engine at a time
+_MAX_BATCH = 8  # edits in the engine at a time
 _SECONDS = 1800.0  # without one finished edit
 _LENGTHS = (20, 40, 100, 400)
 
@@ -55,8 +56,8 @@ class Applied:
 
 
 def evaluate_edits(
-    models: Sequence[Path], suite: Path, *, way: str, max_edits: int | None, as_json: bool, tests: Path | None = None,
-    split: str = "heldout", judge: Judge | None = None,
+    models: Sequence[Path], suite: Path, inference: EngineConfig, *, way: str, max_edits: int | None, as_json: bool,
+    tests: Path | None = None, split: str = "heldout", judge: Judge | None = None,
 ) -> int:  # fmt: skip
     """Print grades with 95 % intervals, by language, size and noise. With `tests`, a task dataset, the edits are those
     that undo the mutations of its split; `judge` is asked about answers that fail. Raises UserError."""
@@ -66,7 +67,7 @@ def evaluate_edits(
     if not examples:
         raise UserError("the suite holds no edits: raise --max-tasks")
     answers = [("merge", [merged(example) for example in examples], 0.0)]
-    answers += [(str(model), *run(model, examples, way)) for model in models]
+    answers += [(str(model), *run(model, examples, way, inference)) for model in models]
     named = [(name, judged(with_tests(applied, dataset), judge), seconds) for name, applied, seconds in answers]
     for name, applied, seconds in named:
         _show(name, applied, seconds, way if name != "merge" else "no model")
@@ -117,16 +118,17 @@ def judged(applied: Sequence[Applied], judge: Judge | None) -> list[Applied]:
     return result
 
 
-def run(folder: Path, examples: Sequence[Example], way: str) -> tuple[list[Applied], float]:
+def run(
+    folder: Path, examples: Sequence[Example], way: str, inference: EngineConfig = EngineConfig()
+) -> tuple[list[Applied], float]:
     """Every edit by the model of a folder, greedily and with drafts; and the seconds it took. Raises UserError."""
-    from etude.inference.engine.engine import Engine, EngineLimits
+    from etude.inference.engine.engine import load_engine
     from etude.inference.engine.requests import RunningSequence
     from etude.inference.server.apply import AnswerCollector, Applier
-    from etude.models.loading import load_model
     from etude.renderers import renderer_for
     from etude.renderers.base import load_tokenizer
 
-    engine = Engine(load_model(folder), limits=EngineLimits(rows=_ROWS))
+    engine = load_engine(folder, inference.model_copy(update={"max_batch": _MAX_BATCH}))
     has_chat = (folder / "chat_template.jinja").is_file()
     applier = Applier(load_tokenizer(folder), renderer_for(folder) if has_chat else None)
     asked: list[tuple[RunningSequence, AnswerCollector] | None] = []
@@ -138,7 +140,7 @@ def run(folder: Path, examples: Sequence[Example], way: str) -> tuple[list[Appli
         except DoesNotFit:
             asked.append(None)
             continue
-        answer = applier.answer(close)
+        answer = applier.collector(close)
         row = engine.submit(request, answer)
         answer.watch(row)
         asked.append((row, answer))

@@ -24,6 +24,7 @@ from etude.harness.documents import results_as_documents
 from etude.harness.edit_appliers import EditApplier, merge_applier
 from etude.harness.prompts import AGAIN, SUMMARISE, Opening, open_task
 from etude.harness.token_ledger import TokenLedger
+from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Generation, Segment, StopReason, Task, ToolCall, Turn
 from etude.renderers import Renderer
 from etude.sandbox.base import Box, BoxError
@@ -55,22 +56,10 @@ class Policy(Protocol):
     """The source of sampled turns; the engine's client is one."""
 
     async def generate(
-        self,
-        ids: list[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        stop: Sequence[int],
-        seed: int,
-        timeout: float,
-        **options: Any,
+        self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
     ) -> Generation:
-        """At most `max_tokens` tokens after `ids`, the stop token included. TimeoutError after `timeout` seconds.
-
-        `options`: `routes_from`, the first position whose experts are asked for; `documents`, the ids of documents
-        before `ids`; `session`, a name; `on_tokens`, which is called with sampled ids as they come.
-        """
+        """Samples one answer; `on_tokens` is called with the sampled ids as they come. TimeoutError after `timeout`
+        seconds."""
         ...
 
 
@@ -262,21 +251,20 @@ class _AgentLoop:
         seconds = self._deadline - started
         if seconds <= 0:
             raise _BudgetSpent(StopReason.SECONDS)
-        options: dict[str, Any] = {"routes_from": ledger.routed} if sampling.routes else {}
-        options |= {"documents": ledger.documents} if ledger.documents else {}
+        request = GenerateRequest(
+            ids=prompt,
+            max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop=tuple(spec.renderer.stop_ids),
+            seed=turn_seed(spec.seed, len(self._turn_records)),
+            routes_from=ledger.routed if sampling.routes else None,
+            documents=ledger.documents,
+        )
         try:
             # The policy has a deadline of its own, and can tell a lost engine from a slow one.
             async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
-                generation = await spec.policy.generate(
-                    prompt,
-                    max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    stop=spec.renderer.stop_ids,
-                    seed=turn_seed(spec.seed, len(self._turn_records)),
-                    timeout=seconds,
-                    **options,
-                )
+                generation = await spec.policy.generate(request, seconds)
         except TimeoutError:
             raise _BudgetSpent(StopReason.SECONDS) from None
         if generation.finish_reason == "abort":

@@ -54,6 +54,7 @@ class SegmentLayout:
         self._block_mask: BlockMask | None = None
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        """Attention output, [1, H, T, D]. Raises ValueError for a row that is not the graph's."""
         if query_BHTD.shape[0] != 1 or query_BHTD.shape[2] != self.graph.length:
             raise ValueError(
                 f"the segment graph describes a row [1, {self.graph.length}], got {tuple(query_BHTD.shape)}"
@@ -132,7 +133,8 @@ class _BlockAttention(torch.autograd.Function):
 def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
     """Causal attention of whole rows; padding on the right needs no mask, for no real token sees it.
 
-    With fewer queries than keys, the queries are those of the last keys. In exact mode, in the engine's bits.
+    With fewer queries than keys, the queries are those of the last keys. In batch-invariant mode, in the
+    engine's bits.
     """
     count, end = query_BHTD.shape[2], key_BKTD.shape[2]
     blocks = [Block(0, count, end - count, end, True), Block(0, count, 0, end - count, False)]

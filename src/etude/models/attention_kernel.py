@@ -17,14 +17,14 @@ from torch import Tensor
 from etude.models import attention, gemm
 from etude.models.kernels import exponential, highest_of
 
-MANY = 16  # queries from which this is faster than what reads the keys once for each
+MANY = 16  # queries from which this is faster than reading the keys once for each query
 _ROWS, _KEYS = 512, 512  # of a tile: its scores stay in the second cache
 _ROUND = 64  # the last keys are rounded up to a multiple of it
 _LOWEST = np.finfo(np.float32).min
 
 
 def takes(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor) -> bool:
-    """Whether the tiles are for these: enough queries, and nothing that other ways are for."""
+    """Whether the tiles are for these: enough queries, keys as wide as values, one thread."""
     alike = query_BHTD.shape[3] == value_BKTD.shape[3]
     return (
         alike and query_BHTD.shape[2] >= MANY and torch.get_num_threads() == 1
@@ -54,7 +54,7 @@ def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: floa
 
 
 def _tile(query_ND: Tensor, key_SD: Tensor, value_SD: Tensor, tokens: int, scale: float) -> Tensor:
-    """What N = heads * tokens queries see, [N, D]: those of the last `tokens` of S keys, once for each head."""
+    """Attention output, [N, D], of N = heads * tokens queries: those of the last `tokens` of S keys, for each head."""
     N = len(query_ND)
     query_ND = _rounded(query_ND, gemm.ROUND)
     out_ND = torch.zeros(query_ND.shape)
@@ -76,8 +76,8 @@ def _rounded(x_ND: Tensor, size: int) -> Tensor:
 
 @numba.njit(nogil=True, fastmath=True, error_model="numpy", cache=True)
 def fold(scores_NM, first, tokens, scale, highest_N, total_N, out_ND) -> None:  # type: ignore[no-untyped-def]
-    """Scores of M keys become exp(scale * (score - highest so far)), 0 for keys that a query does not see; what is in
-    `total_N` and `out_ND` is brought to the new highest scores. Query n sees keys up to first + n % tokens."""
+    """Scores of M keys become exp(scale * (score - highest so far)), 0 for keys that a query does not see;
+    `total_N` and `out_ND` are rescaled to the new highest scores. Query n sees keys up to first + n % tokens."""
     exponents = np.empty(scores_NM.shape[1], np.int32)
     for n in range(len(highest_N)):
         scores_M = scores_NM[n]

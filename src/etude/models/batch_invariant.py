@@ -1,7 +1,7 @@
-"""Exact mode: what is computed of a token has the same bits whatever other tokens are in its pass.
+"""Batch-invariant mode: the results of a token have the same bits whatever other tokens are in its pass.
 
 Engine and trainer then agree in every bit, however the engine batched, cut and cached. It holds on the CPU in float32.
-What makes the bits of a plain pass depend on its other tokens, and what is done about it:
+In a plain pass the bits depend on its other tokens for these reasons; beside each is its remedy:
 
     matrix products    the library takes other kernels for fewer than 16 rows (seen with MKL 2024.2), elementwise
                        functions others for the last elements: passes, and the rows of each expert, have a multiple of
@@ -30,12 +30,12 @@ from etude.models.kernels import BLOCK, paged_attention
 TILE = 16
 _SOME = 512  # rows of the head that its precision is measured on
 
-_on: ContextVar[bool] = ContextVar("etude_exact", default=False)
+_on: ContextVar[bool] = ContextVar("etude_batch_invariant", default=False)
 
 
 @contextmanager
-def exact(on: bool = True) -> Iterator[None]:
-    """Inside, attention and experts compute exactly if `on`; passes must be padded by `padding`."""
+def batch_invariant(on: bool = True) -> Iterator[None]:
+    """Inside, attention and experts are batch-invariant if `on`; passes must be padded by `padding`."""
     token = _on.set(on)
     try:
         yield
@@ -44,11 +44,12 @@ def exact(on: bool = True) -> Iterator[None]:
 
 
 def is_on() -> bool:
+    """Whether the mode is on here."""
     return _on.get()
 
 
 def possible(model: nn.Module) -> bool:
-    """Whether passes of this model can be exact: on the CPU, in float32, plain experts, keys as wide as values."""
+    """Whether the mode is for this model: on the CPU, in float32, plain experts, keys as wide as values."""
     one, config = next(model.parameters()), model.config
     widths = {getattr(config, name, None) for name in ("v_head_dim", "head_dim")} - {None}
     plain = all(is_plain(module) for module in model.modules() if hasattr(module, "is_concatenated"))
@@ -62,18 +63,18 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def padding(rows: int) -> int:
-    """Rows to add, so that their number is a multiple of `TILE`; 0 where exact mode is off."""
+    """Rows to add, so that their number is a multiple of `TILE`; 0 where the mode is off."""
     return -rows % TILE if is_on() else 0
 
 
 def padded(rows_ND: Tensor) -> Tensor:
-    """The rows, and rows of zeros up to a multiple of `TILE`; the same tensor where exact mode is off."""
+    """The rows, and rows of zeros up to a multiple of `TILE`; the same tensor where the mode is off."""
     extra = padding(len(rows_ND))
     return F.pad(rows_ND, (0, 0, 0, extra)) if extra else rows_ND
 
 
 def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Logits [S, V] in float32, on both sides; exact where that is on."""
+    """Logits [S, V] in float32, on both sides; batch-invariant where that is on."""
     logits_SV = F.linear(padded(hidden_SD.float()), weight_VD.float())
     return logits_SV[: len(hidden_SD)] if len(logits_SV) > len(hidden_SD) else logits_SV
 

@@ -31,7 +31,7 @@ from etude.models.segments import Graph
 
 RECIPE = "own sink, no repair"
 """Every document begins with tokens of its own to rest on, and none of its tokens is computed again where it is placed:
-the segment graph of its prompt then says all that there is to know."""
+the segment graph of its prompt then decides its keys and values."""
 
 _PROBED = 8  # tokens
 _SLACK = 0.01  # of the largest key: a wrong rotation differs by as much as keys are large
@@ -51,13 +51,13 @@ class Rotation:
     def angles(self, length: int) -> Tensor:
         """Cosines and sines of positions 0 to `length` - 1: [2, 1, length, D]."""
         if length > self._angles.shape[2]:
-            # A power of two: computed a few times at most, and a multiple of the tile that exact mode needs.
+            # A power of two: computed a few times at most, and a multiple of the tile of batch-invariant mode.
             self._angles = self._computed(1 << (length - 1).bit_length())
         return self._angles[:, :, :length]
 
     def _computed(self, length: int) -> Tensor:
         position_1T = torch.arange(length, device=self._like.device)[None]
-        # Where a model scales them (YaRN, arXiv:2309.00071), what it gave us at position 0 is scaled already.
+        # Where a model scales them (YaRN, arXiv:2309.00071), its output at position 0 is scaled already.
         return torch.stack(self._table(self._like, position_1T)) / self._table.attention_scaling
 
     @torch.inference_mode()
@@ -79,7 +79,7 @@ class Rotation:
 
 @dataclass(eq=False)
 class CachedDocument:
-    """Token ids, and what was computed of them: keys before rotation, values and expert ids of the first `computed`."""
+    """Token ids, and of the first `computed` their keys before rotation, values and expert ids."""
 
     ids_n: np.ndarray
     keys_LKnD: Tensor
@@ -112,8 +112,8 @@ def compute(
 ) -> None:
     """The next `count` tokens of each document, in one pass [1, sum of counts] beside each other.
 
-    `routes`: their expert ids, too. In exact mode the bits of a document are the same however it is cut and beside
-    whatever it is computed.
+    `routes`: their expert ids, too. In batch-invariant mode the bits of a document are the same however it is
+    cut and beside whatever it is computed.
     """
     device = parts[0][0].keys_LKnD.device
     ids_N = np.concatenate([d.ids_n[d.computed : d.computed + count] for d, count in parts])
@@ -161,8 +161,8 @@ class _Apart:
 class PlacedDocuments:
     """The layout of one row that begins with documents, computed and placed as the engine does it, with gradients.
 
-    In exact mode the row's bits are then those of the engine. Its documents' tokens must claim to stand at position 0:
-    `positions_T`. Raises ValueError for a graph that is not that of one row.
+    In batch-invariant mode the row's bits are then those of the engine. The tokens of its documents must claim to stand
+    at position 0: `positions_T`. Raises ValueError for a graph that is not that of one row.
     """
 
     kept: KeyValues | None = None  # no pass hangs below such a row
@@ -176,6 +176,7 @@ class PlacedDocuments:
         self.positions_T = np.concatenate([np.zeros(self._tail.start, np.int64), graph.positions_T[self._tail.start :]])
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        """Attention output, [1, H, T, D], zero at the padding."""
         outs, keys, angles = [], [], self._angles
         for node in self._documents:
             here, length = slice(node.start, node.start + len(node)), len(node)

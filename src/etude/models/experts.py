@@ -27,7 +27,7 @@ _few_shapes: ContextVar[bool] = ContextVar("etude_few_shapes", default=False)
 
 @contextmanager
 def few_shapes() -> Iterator[None]:
-    """Inside, experts are padded to one number of tokens, a multiple of `products.ROUND_NARROW`.
+    """Inside, experts are padded to one number of tokens, a multiple of `gemm.ROUND_NARROW`.
 
     oneDNN compiles its bfloat16 kernels for each shape, which takes milliseconds, and the counts of the experts are
     ever new ones.
@@ -111,7 +111,7 @@ def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight
         out = F.grouped_mm(module.act_fn(gate) * up, down_EID, offs=ends)
     back = torch.empty_like(order)
     back[order] = place
-    # Combined in the router's order, so a token's sum does not depend on the other tokens of the batch.
+    # Combined in the router's order, so that a token's sum does not depend on the other tokens of the batch.
     return (out[back].view(T, K, -1) * weight_TK.unsqueeze(-1)).sum(dim=1).to(hidden_TD.dtype)
 
 
@@ -120,7 +120,7 @@ def _rounded(rows: int, size: int) -> int:
 
 
 def _each(module: nn.Module, sorted_ND: Tensor, counts: list[int]) -> Tensor:
-    """The experts one after the other, their rows filled up with others' to a multiple of `products.ROUND`."""
+    """The experts one after the other, their rows filled up with others' to a multiple of `gemm.ROUND`."""
     out_ND = torch.empty_like(sorted_ND)
     start = 0
     for expert, count in enumerate(counts):
@@ -129,8 +129,8 @@ def _each(module: nn.Module, sorted_ND: Tensor, counts: list[int]) -> Tensor:
             begin = max(0, min(start, len(sorted_ND) - wide))
             both = gemm.product(sorted_ND[begin : begin + wide], module.gate_up_proj[expert])
             gate, up = both.chunk(2, dim=-1)
-            said_ND = gemm.product(module.act_fn(gate) * up, module.down_proj[expert])
-            out_ND[start : start + count] = said_ND[start - begin : start - begin + count]
+            made_ND = gemm.product(module.act_fn(gate) * up, module.down_proj[expert])
+            out_ND[start : start + count] = made_ND[start - begin : start - begin + count]
         start += count
     return out_ND
 

@@ -85,7 +85,7 @@ def _below(count: np.ndarray, width: np.ndarray) -> np.ndarray:
 
 
 def block_mask(graph: Graph, above: int, device: torch.device | str) -> BlockMask:
-    """What the kernel needs for any number of layers and their backward pass."""
+    """The mask as the kernel takes it, for any number of layers and their backward pass."""
     (parts, part), (wholes, whole) = (_ordered(table_QS, device) for table_QS in tiles(graph, above))
     mask = BlockMask.from_kv_blocks(
         parts, part, wholes, whole, TILE, visible(graph, above, device), (graph.length, above + graph.length)

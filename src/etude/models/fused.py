@@ -1,10 +1,10 @@
-"""What transformers' modelling code computes in many small operations, in one kernel each, to the bit the same.
+"""One kernel for each run of small operations in transformers' modelling code, with the same bits.
 
 A model that decodes a few tokens spends more time between operations than in them: an RMS norm is eight of them, the
 rotation of queries and keys fourteen. Here both are kernels compiled by numba, and the forwards of attention and
 decoder layers go from one product to the next without modules between. They are taken on the CPU in float32 where no
-gradients are kept. `install` puts them in place of a model's own only where they give the same bits on this machine: so
-there still is one definition of the model, transformers' own.
+gradients are kept. `install` puts them in place of a model's own forwards only where they give the same bits on this
+machine, so there still is one definition of the model, transformers' own.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _SIZES = (1, 5, 64)  # rows that the bits are compared on
 @torch.no_grad()
 def install(model: PreTrainedModel) -> None:
     """Take the kernels for those layers of `model` whose bits they give; the others stay. Harmless twice."""
-    with batch_invariant.exact():  # else products of few rows have bits of their own
+    with batch_invariant.batch_invariant():  # else products of few rows have bits of their own
         for forward, same in ((_norm, _same_norm), (_attention, _same_attention), (_layer, _same_layer)):
             for module in model.modules():
                 if not _replaced(module) and same(module):
                     module.forward = MethodType(forward, module)
 
 
-def _ours(x: Tensor) -> bool:
+def _applies(x: Tensor) -> bool:
     """Whether the kernels are for this tensor, here and now."""
     few = x.numel() <= _SERIAL or torch.get_num_threads() == 1
     plain = x.dtype == torch.float32 and x.device.type == "cpu" and few
@@ -52,8 +52,8 @@ def _ours(x: Tensor) -> bool:
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:
-    """The forward of an RMS norm; `install` has seen that the module has what is read here."""
-    if not _ours(hidden_states) or not hidden_states.is_contiguous():
+    """The forward of an RMS norm; `install` has checked that the module has the parts that are read here."""
+    if not _applies(hidden_states) or not hidden_states.is_contiguous():
         return type(module).forward(module, hidden_states)
     out = torch.empty_like(hidden_states)
     norm(hidden_states.numpy(), module.weight.numpy(), np.float32(module.variance_epsilon), out.numpy())
@@ -67,7 +67,7 @@ def _same_norm(module: Any) -> bool:
     if not isinstance(weight, Tensor) or not isinstance(eps, float) or weight.shape[-1] % (_LANES * _SUMS):
         return False
     samples = [_sample(rows, weight.shape[-1]) for rows in _SIZES]
-    return _ours(weight) and all(torch.equal(_norm(module, x), type(module).forward(module, x)) for x in samples)
+    return _applies(weight) and all(torch.equal(_norm(module, x), type(module).forward(module, x)) for x in samples)
 
 
 def _sample(*shape: int) -> Tensor:
@@ -127,12 +127,12 @@ def _simple(module: Any, hidden_BTD: Tensor, where: tuple[Tensor, Tensor], mask:
     rows = hidden_BTD.shape[:2]
     return (
         mask is None and past is None and rows[0] == 1 and where[0].shape == (*rows, module.head_dim)
-        and _ours(hidden_BTD)
+        and _applies(hidden_BTD)
     )  # fmt: skip
 
 
 def _attended(module: Any, hidden_TD: Tensor, where: tuple[Tensor, Tensor], layout: AttentionLayout) -> Tensor:
-    """What an attention layer adds to the tokens, [T, D]."""
+    """The output of an attention layer, [T, D]."""
     parts, size = module._modules, module.head_dim
     weights = (parts[name]._parameters["weight"] for name in ("q_proj", "k_proj", "v_proj"))
     query, key, value = (out_TN.view(len(hidden_TD), -1, size) for out_TN in three(hidden_TD, *weights))
@@ -159,18 +159,18 @@ def _attended(module: Any, hidden_TD: Tensor, where: tuple[Tensor, Tensor], layo
 
 
 class _Causal:
-    """What the two ways are compared with: plain attention."""
+    """Plain attention, as the layout of the comparison."""
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
         return causal(query_BHTD, key_BKTD, value_BKTD, scale)
 
 
 def _same_attention(module: Any) -> bool:
-    """Whether the layer has what `_attention` reads, and nothing that changes what it says."""
+    """Whether the layer has the parts that `_attention` reads, and nothing that changes its output."""
     parts: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     q, k, v, o = parts
     norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
-    if not all(type(part) is nn.Linear and part.bias is None for part in parts) or not _ours(q.weight[:1]):
+    if not all(type(part) is nn.Linear and part.bias is None for part in parts) or not _applies(q.weight[:1]):
         return False
     if q.out_features != o.in_features or k.out_features != v.out_features:
         return False
@@ -247,7 +247,7 @@ def _layer(
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether somebody looks at what goes into the module, or comes out of it."""
+    """Whether the module has hooks on its input or output."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -258,7 +258,7 @@ def _normed(module: Any, x_TD: Tensor) -> Tensor:
 
 
 def _same_layer(module: Any) -> bool:
-    """Whether the layer has the parts that `_layer` reads, each with a shortcut or a call of its own, and no more."""
+    """Whether the layer has the parts that `_layer` reads, each with a kernel or a call of its own, and no more."""
     parts = module._modules
     if set(parts) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return False

@@ -7,8 +7,8 @@ weights (docs/decisions/0034-products-of-few-rows.md).
 More rows go to oneDNN. PyTorch takes MKL, which on AMD's processors uses vectors of half their width
 (docs/decisions/0036-onednn.md).
 
-Sums are added in another order than the library's: in exact mode (`etude.models.batch_invariant`) nothing here is
-taken.
+Sums are added in another order than the library's, so batch-invariant mode (`etude.models.batch_invariant`) takes
+nothing from here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 
 def padding(rows: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Rows to add to a pass, so that few shapes are compiled for; in exact mode those that it asks for."""
+    """Rows to add to a pass, so that few shapes are compiled for; in batch-invariant mode those of `padding` there."""
     if batch_invariant.is_on() or device.type != "cpu" or rows <= FEW:
         return batch_invariant.padding(rows)
     return -rows % (ROUND if dtype == torch.float32 else ROUND_NARROW)
@@ -97,12 +97,12 @@ def gated(act: nn.Module, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI:
 
 
 def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Logits [S, V] in float32: those of `exact.head`, but for the order of sums."""
+    """Logits [S, V] in float32: those of `batch_invariant.head`, but for the order of sums."""
     return product(hidden_SD, weight_VD) if takes(hidden_SD, weight_VD) else batch_invariant.head(hidden_SD, weight_VD)
 
 
 def takes_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor) -> bool:
-    """Whether `experts` is for these tokens; `module` is plain (`exact.is_plain`)."""
+    """Whether `experts` is for these tokens; `module` is plain (`batch_invariant.is_plain`)."""
     weight_ND = module.gate_up_proj[0]
     # Rows of an expert, on average.
     fit = len(hidden_TD) <= FEW or index_TK.numel() <= _most(weight_ND) * module.num_experts
@@ -172,7 +172,7 @@ def chosen(x_TD, up_EID, down_EDI, index_TK, weight_TK, out_TD) -> None:  # type
     place = np.empty(count * slots, np.int64)
     given, back = np.empty((count * slots, size), np.float32), np.empty((count * slots, size), np.float32)
     both, inner = np.empty((count * slots, 2 * half), np.float32), np.empty((count * slots, half), np.float32)
-    said = np.empty((count, slots, size), np.float32)
+    outs = np.empty((count, slots, size), np.float32)
     for e in range(len(up_EID)):
         n = 0
         for t in range(count):
@@ -189,10 +189,10 @@ def chosen(x_TD, up_EID, down_EDI, index_TK, weight_TK, out_TD) -> None:  # type
                 inner[r, i] = gate / (np.float32(1) + np.exp(-gate)) * both[r, half + i]
         rows(inner[:n], down_EDI[e], back[:n])
         for r in range(n):
-            said[place[r] // slots, place[r] % slots] = back[r]
+            outs[place[r] // slots, place[r] % slots] = back[r]
     for t in range(count):
         for d in range(size):
             total = np.float32(0)
             for k in range(slots):
-                total += weight_TK[t, k] * said[t, k, d]
+                total += weight_TK[t, k] * outs[t, k, d]
             out_TD[t, d] = total

@@ -1,5 +1,5 @@
-"""The engine's CPU kernels: attention over the paged KV cache, and what moves keys and values there. Compiled by numba
-at first use.
+"""The engine's CPU kernels: attention over the paged KV cache, and moving keys and values there. Compiled by numba at
+first use.
 
 Attention is bound by memory when rows are alone and by arithmetic when they share a prompt. Queries are taken in runs
 of `RUN` with the blocks in the outer loop, so a block that several queries of a run look at is read from memory once;
@@ -101,7 +101,7 @@ def paged_attention(head_dim: int) -> Callable[..., None]:
             for n in range(start, stop):
                 num_blocks = max(num_blocks, position_N[n] // BLOCK + 1)
             for h in range(K):
-                # Heads go in pairs; an odd last one is paired with itself and its twin's result is thrown away.
+                # Heads go in pairs; an odd last one is paired with itself and the second result is dropped.
                 for b in range(num_blocks):
                     base = b * BLOCK
                     for n in range(start, stop):

@@ -5,7 +5,7 @@ functions (arXiv:2510.11370). Replay takes that away: `replay` hooks the routers
 token has recorded experts they are run, weighted by what this router's formula gives them. Gradients flow through
 those weights into router and hidden state; there is none through the choice.
 
-The record is not believed blindly, as in arXiv:2603.24477: an expert whose gate falls below `PLAUSIBLE` times the least
+A recorded expert must be plausible, as in arXiv:2603.24477: one whose gate falls below `PLAUSIBLE` times the least
 gate of the router's own choice is refused, and the router's own next one takes its slot.
 
 Suffixes: T tokens of the pass, L MoE layers, E experts, K experts of a token.
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from etude.errors import RunFailed, UserError
 
 MISSING, UNFED = -1, -2
-"""Instead of ids: the engine recorded none; it had none to record (a row's last token, on which nothing hangs)."""
+"""Instead of ids: the engine recorded none; the token was never fed (the last of a row, which nothing depends on)."""
 
 PLAUSIBLE = 0.5
 _FORMULAS = tuple((scores, norm) for scores in ("softmax", "sigmoid") for norm in (True, False))
@@ -44,6 +44,7 @@ class ReplayStatistics:
     flipped_tokens: float = 0.0  # tokens with routes that flip in at least one layer
 
     def add(self, other: ReplayStatistics) -> None:
+        """The sums of `other` on top of these."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -51,27 +52,27 @@ class ReplayStatistics:
         """Shares, and what flips without replay; empty without tokens."""
         if not self.fed:
             return {}
-        found = {"router/missing": self.missing / self.fed}
+        shares = {"router/missing": self.missing / self.fed}
         if self.slots:
-            found |= {
+            shares |= {
                 "router/replayed": 1 - self.refused / self.slots,
                 "router/refused": self.refused / self.slots,
                 "router/flip_layer": self.flipped / self.choices,
                 "router/flip_token": self.flipped_tokens / (self.fed - self.missing),
             }
-        return found
+        return shares
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
     """The router of every MoE layer, in layer order; none in a dense model. Raises UserError for one not found."""
-    found = []
+    routers = []
     for name, module in model.named_modules():
         if hasattr(getattr(module, "experts", None), "num_experts"):
             router = getattr(module, "gate", None) or getattr(module, "router", None)
             if router is None:
                 raise UserError(f"no router is found in {name}: set trainer.router_replay to false")
-            found.append(router)
-    return found
+            routers.append(router)
+    return routers
 
 
 def shape(model: nn.Module) -> tuple[int, int]:
@@ -110,7 +111,7 @@ def replay(
 
 
 class _Hook:
-    """What the routers of one pass are given, and sums of what was done."""
+    """Gives the routers of one pass their experts, and sums up statistics."""
 
     def __init__(self, routes_TLK: Tensor, weight_T: Tensor, plausible: float, sums: ReplayStatistics) -> None:
         self.routes_TLK, self.weight_T, self.plausible, self.sums = routes_TLK, weight_T, plausible, sums
@@ -147,7 +148,7 @@ class _Hook:
         self.sums.flipped += float(self.weight_T[differs_T].sum())
 
     def close(self) -> None:
-        """Adds what is per token."""
+        """Adds the statistics per token."""
         fed_T = self.routes_TLK[:, 0, 0] != UNFED
         known, (_, layers, slots) = float(self.weight_T[self.known_T].sum()), self.routes_TLK.shape
         self.sums.fed = float(self.weight_T[fed_T].sum())

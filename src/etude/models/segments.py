@@ -1,7 +1,7 @@
 """The segment graph: runs of tokens, and which of them see which. Shared prompts and documents are both one of these.
 
 A node's tokens see themselves causally and the nodes in `sees` wholly. In a prefix tree a node sees all its ancestors,
-so every path from a root is a plain causal row, and what is computed once for the tree equals what separate rows give.
+so every path from a root is a plain causal row, and a pass over the tree gives each row the values of its own pass.
 
 Suffixes: T tokens of the whole graph in layout order (the nodes one after the other), n tokens of one node.
 """
@@ -65,14 +65,17 @@ class Graph:
 
     @property
     def length(self) -> int:
+        """T, the number of tokens."""
         return int(self.offsets[-1])
 
     @property
     def ids_T(self) -> np.ndarray:
+        """int64 [T]: the token ids."""
         return _concatenate([node.ids_n for node in self.nodes])
 
     @property
     def positions_T(self) -> np.ndarray:
+        """int64 [T]: the rotary position of every token."""
         return _concatenate([np.arange(node.start, node.start + len(node)) for node in self.nodes])
 
     @property
@@ -207,10 +210,10 @@ def trie(
                 nodes.append(Node(rows[i][start:end], start))
             above[i] += (at,)
     count = len(nodes)
-    families: dict[tuple[int, ...], list[int]] = {}
+    siblings: dict[tuple[int, ...], list[int]] = {}
     for i, seen in enumerate(above):
-        families.setdefault(seen, []).append(i)
-    for seen, members in families.items():
+        siblings.setdefault(seen, []).append(i)
+    for seen, members in siblings.items():
         _grow(nodes, paths, rows, keys, members, seen, min_share)
     return Trie(Graph(tuple(nodes)), tuple(paths), count)
 

@@ -1,10 +1,9 @@
-"""The controller's side of the engine: no torch, one connection pool, a deadline on every call."""
+"""The client of the inference servers: one connection pool, a deadline on every call, no torch."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import struct
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
@@ -13,9 +12,9 @@ from typing import Self, TypeVar
 import httpx2
 import msgspec
 
-from etude.records import Generation, Record
+from etude.protocol.wire import CONFLICT, MSGPACK, GenerateRequest, ScoreRequest, SequenceScores, take_frames
+from etude.records import Generation
 
-MSGPACK = "application/msgpack"
 T = TypeVar("T")
 _SESSIONS = 10_000  # whose servers are remembered; those that are tasks are forgotten with them
 _RETRY_SECONDS = 0.2  # between two attempts to reach a server that does not answer
@@ -24,53 +23,17 @@ _CONNECT_SECONDS = 5.0
 _IDLE_SECONDS = 2.0
 _LIMITS = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
 _HEADERS = {"content-type": MSGPACK, "accept": MSGPACK}
-CONFLICT = 409  # another version came while a server scored
 
 
 class EngineError(Exception):
     """The engine is dead, cannot be reached before the deadline, or refused the request."""
 
 
-class GenerateRequest(Record, frozen=True, kw_only=True):
-    """Body of `POST /generate`, as JSON or MessagePack."""
-
-    ids: list[int]
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop: tuple[int, ...] = ()
-    seed: int = 0
-    session: str | None = None
-    routes_from: int | None = None
-    documents: tuple[list[int], ...] = ()
-    stream: bool = False  # answer in frames, see `frame`: ids as they are sampled, the Generation last
-
-
-def frame(part: list[int] | Generation) -> bytes:
-    """One part of a streamed answer: four bytes of length, little-endian, and MessagePack."""
-    data = msgspec.msgpack.encode(part)
-    return struct.pack("<I", len(data)) + data
-
-
-class ScoreRequest(Record, frozen=True, kw_only=True):
-    """Body of `POST /score`, as JSON or MessagePack."""
-
-    sequences: tuple[list[int], ...]
-
-
-class Scored(Record, frozen=True, kw_only=True):
-    """Log-probabilities of given ids: of each sequence's tokens but the first, given those before, at temperature 1."""
-
-    version: int
-    digest: str  # of the tensors that the server says it serves
-    logprobs: tuple[list[float], ...]
-
-
 class EngineClient:
     """Talks to one or several inference servers that serve the same model.
 
     A session stays on one server, where its keys and values are; a new one goes to the server with the fewest calls
-    in flight. Without a name for it, the asyncio task that calls is the session: an agent loop plays in one.
+    in flight. The session of a request without one is the asyncio task that sends it: an agent loop runs in one task.
     """
 
     def __init__(self, base_urls: Sequence[str]) -> None:
@@ -93,37 +56,20 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
+        """Closes all connections."""
         await self._http.aclose()
 
     async def generate(
-        self,
-        ids: list[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        stop: Sequence[int],
-        seed: int,
-        timeout: float,
-        session: str | None = None,
-        routes_from: int | None = None,
-        documents: Sequence[list[int]] = (),
-        on_tokens: Callable[[list[int]], None] | None = None,
+        self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
     ) -> Generation:
-        """At most `max_tokens` tokens after `ids`, the stop token included; with the experts of the positions from
-        `routes_from` on, where that is given.
+        """Samples one answer; `on_tokens` is called with the sampled ids as they come.
 
-        `documents` stand before `ids`; each sees itself only and is computed once for all requests (docs/documents.md).
-        `on_tokens` is called with the sampled ids as they come.
-        A server that cannot be reached is tried again until the deadline. Raises TimeoutError after `timeout` seconds,
-        EngineError if no server could be reached in that time, or if one refused the request.
+        A request without a session belongs to the calling task's. A server that cannot be reached is tried again until
+        the deadline. Raises TimeoutError after `timeout` seconds, EngineError if no server could be reached in that
+        time, or if one refused the request.
         """
-        session = session if session is not None else self._task_session()
-        request = GenerateRequest(
-            ids=ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop), seed=seed,
-            session=session, routes_from=routes_from, documents=tuple(documents), stream=on_tokens is not None,
-        )  # fmt: skip
-        body = msgspec.msgpack.encode(request)
+        session = request.session if request.session is not None else self._task_session()
+        body = msgspec.msgpack.encode(msgspec.structs.replace(request, session=session, stream=on_tokens is not None))
         url = self._server(session)
         self._in_flight[url] += 1
         try:
@@ -132,14 +78,14 @@ class EngineClient:
             response = await self._post(f"{url}/generate", body, timeout)
         finally:
             self._in_flight[url] -= 1
-        _accepted(url, response)
+        _check_accepted(url, response)
         try:
             return msgspec.msgpack.decode(response.content, type=Generation)
         except msgspec.MsgspecError as e:
             raise EngineError(f"{url} sent an answer that is not a generation: {e}") from None
 
-    async def score(self, url: str, sequences: Sequence[list[int]], timeout: float) -> Scored | None:
-        """What the server's weights say of these sequences, each computed alone, with fresh keys and values.
+    async def score(self, url: str, sequences: Sequence[list[int]], timeout: float) -> SequenceScores | None:
+        """Log-probabilities of these sequences under the server's weights.
 
         None if another version came while it scored. Raises TimeoutError after `timeout` seconds, EngineError if the
         server cannot be reached, refuses, or answers another question.
@@ -151,21 +97,21 @@ class EngineClient:
         if response.status_code != 200:
             raise EngineError(f"{url} refused to score ({response.status_code}): {_reason(response)}")
         try:
-            scored = msgspec.msgpack.decode(response.content, type=Scored)
+            scores = msgspec.msgpack.decode(response.content, type=SequenceScores)
         except msgspec.MsgspecError as e:
             raise EngineError(f"{url} sent an answer that is not a score: {e}") from None
-        if [len(found) + 1 for found in scored.logprobs] != [len(ids) for ids in sequences]:
+        if [len(logprobs) + 1 for logprobs in scores.logprobs] != [len(ids) for ids in sequences]:
             raise EngineError(f"{url} scored other sequences than it was asked to")
-        return scored
+        return scores
 
     async def health(self, url: str, timeout: float = 10.0) -> dict[str, object]:
-        """What the server says of itself: status, version, digest, load and utilisation. Raises EngineError."""
+        """The server's report: status, version, digest, load and utilisation. Raises EngineError."""
         route = f"{url.rstrip('/')}/health"
         try:
             try:
                 response = await self._http.get(route, timeout=timeout)
             except (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
-                # A connection that broke says nothing of the server: whether it lives is asked on a new one.
+                # A broken connection does not mean a dead server: try a new one.
                 response = await self._http.get(route, timeout=timeout)
             return msgspec.json.decode(response.content, type=dict[str, object])
         except (httpx2.HTTPError, msgspec.MsgspecError) as e:
@@ -180,10 +126,10 @@ class EngineClient:
     async def _follow(
         self, url: str, body: bytes, timeout: float, on_tokens: Callable[[list[int]], None]
     ) -> Generation:
-        """A streamed generation. Once tokens have been told, a lost server is an error: others must not follow them."""
+        """A streamed generation. After the first tokens a lost server is an error: a retry would repeat them."""
 
         async def attempt() -> Generation:
-            told = False
+            begun = False
             buffer = bytearray()
             try:
                 async with self._http.stream(
@@ -191,16 +137,16 @@ class EngineClient:
                 ) as response:
                     if response.status_code != 200:
                         await response.aread()
-                        _accepted(url, response)
+                        _check_accepted(url, response)
                     async for chunk in response.aiter_bytes():
                         buffer += chunk
-                        for part in _frames(buffer):
+                        for part in take_frames(buffer):
                             if isinstance(part, Generation):
                                 return part
-                            told = True
+                            begun = True
                             on_tokens(part)
             except httpx2.TransportError as e:
-                if not told:
+                if not begun:
                     raise
                 raise EngineError(f"{url} was lost in the middle of a turn: {type(e).__name__} {e}") from None
             except msgspec.MsgspecError as e:
@@ -210,7 +156,7 @@ class EngineClient:
         return await self._reached(f"{url}/generate", attempt, timeout)
 
     async def _reached(self, route: str, attempt: Callable[[], Awaitable[T]], timeout: float) -> T:
-        """What the first attempt gives that reaches the server."""
+        """The result of the first attempt that reaches the server."""
         lost: httpx2.HTTPError | None = None
         try:
             async with asyncio.timeout(timeout):
@@ -246,18 +192,10 @@ class EngineClient:
         return url
 
 
-def _accepted(url: str, response: httpx2.Response) -> None:
+def _check_accepted(url: str, response: httpx2.Response) -> None:
+    """Raises EngineError unless the server answered with success."""
     if response.status_code != 200:
         raise EngineError(f"{url} refused a request ({response.status_code}): {_reason(response)}")
-
-
-def _frames(buffer: bytearray) -> list[list[int] | Generation]:
-    """Takes the whole parts off the front of `buffer`."""
-    parts: list[list[int] | Generation] = []
-    while len(buffer) >= 4 and len(buffer) >= (end := 4 + struct.unpack_from("<I", buffer)[0]):
-        parts.append(msgspec.msgpack.decode(bytes(buffer[4:end]), type=list[int] | Generation))
-        del buffer[:end]
-    return parts
 
 
 def _reason(response: httpx2.Response) -> str:

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Sequence
 
 from etude.errors import UserError
-from etude.protocol.client import EngineClient, EngineError, Scored
+from etude.protocol.client import EngineClient, EngineError
+from etude.protocol.wire import SequenceScores
 from etude.records import Record, Task, decode, encode
 from etude.renderers import Renderer
 from etude.store import ObjectMissing, Store
@@ -37,7 +38,7 @@ class ProbeResult(Record, frozen=True, kw_only=True):
     """The scores of one engine, named by its URL."""
 
     engine: str
-    scored: Scored
+    scored: SequenceScores
 
 
 def make_sequences(tasks: Sequence[Task], renderer: Renderer, count: int, length: int) -> Sequences:

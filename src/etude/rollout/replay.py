@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from etude.grading.cheats.decoys import Decoys
 from etude.harness.loop import UngradedEpisode, run_agent_loop, run_shared_prefix
 from etude.harness.token_ledger import TokenLedgerError
+from etude.protocol.wire import GenerateRequest
 from etude.records import Episode, Generation, Routes, Segment, StopReason, Task
 from etude.rollout import apply_edits
 from etude.rollout.environment import EnvironmentDataset
@@ -74,14 +74,14 @@ class RecordedPolicy:
         return len(self._turns)
 
     async def generate(
-        self, ids: list[int], *, max_tokens: int, stop: Sequence[int], routes_from: int | None = None, **options: Any
+        self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
     ) -> Generation:
         """See `harness.loop.Policy`. Raises TokenLedgerError for another prompt, or if no turn is left."""
         if self.played == self.turns:
             raise TokenLedgerError(f"turn {self.played} was never sampled")
         segment, start, end = self._turns[self.played]
         ids_T, _, logprobs_T, versions_T = segment.arrays()
-        prompt = [token for document in options.get("documents", ()) for token in document] + ids
+        prompt = [token for part in (*request.documents, request.ids) for token in part]
         if ids_T[:start].tolist() != prompt:
             at = next((i for i, (a, b) in enumerate(zip(ids_T[:start], prompt, strict=False)) if a != b), len(prompt))
             raise TokenLedgerError(
@@ -94,8 +94,8 @@ class RecordedPolicy:
             ids=sampled,
             logprobs=logprobs_T[start:end].tolist(),
             versions=versions_T[start:end].tolist(),
-            finish_reason="stop" if sampled and sampled[-1] in stop else "length",
-            routes=None if routes_from is None else _routes(segment, routes_from, end - 1),
+            finish_reason="stop" if sampled and sampled[-1] in request.stop else "length",
+            routes=None if request.routes_from is None else _routes(segment, request.routes_from, end - 1),
             recipe=segment.recipe,
         )
 

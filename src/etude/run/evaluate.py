@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from etude.config import InferenceConfig, RolloutConfig
+from etude.config import EngineConfig, RolloutConfig, ServerConfig
 from etude.dashboard.live import LiveView
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, compare, evaluate
@@ -21,7 +21,7 @@ from etude.models.loading import check_folder
 from etude.protocol.client import EngineClient
 from etude.renderers import renderer_for
 from etude.rollout.episode import RolloutContext
-from etude.run import loop
+from etude.run.engines import engine_url, spawn_engine
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset
 
@@ -29,6 +29,7 @@ from etude.tasks.dataset import Dataset
 def evaluate_models(
     models: Sequence[Path],
     suite: Path,
+    inference: EngineConfig,
     *,
     split: str,
     samples: int,
@@ -45,7 +46,7 @@ def evaluate_models(
         for model in models:
             view.stage(str(model))
             options = {"split": split, "samples": samples, "max_tasks": max_tasks, "seed": seed}
-            results.append(asyncio.run(_measure(model, dataset, view, options)))
+            results.append(asyncio.run(_measure(model, inference, dataset, view, options)))
     for model, result in zip(models, results, strict=True):
         rates = ", ".join(f"pass@{k} {100 * rate:.1f} %" for k, rate in sorted(result.pass_k.items()) if k > 1)
         print(f"{model}: pass@1 {_percent(result.pass_1)}" + (f", {rates}" if rates else ""))
@@ -56,20 +57,22 @@ def evaluate_models(
         print(json.dumps(_json(models, results, difference)))
 
 
-async def _measure(model: Path, dataset: Dataset, view: LiveView, options: dict[str, object]) -> EvalResult:
-    rollout, rows = RolloutConfig(), InferenceConfig().max_batch
+async def _measure(
+    model: Path, inference: EngineConfig, dataset: Dataset, view: LiveView, options: dict[str, object]
+) -> EvalResult:
+    rollout = RolloutConfig()
+    shared = inference.model_dump(include=set(EngineConfig.model_fields))
+    serving = ServerConfig(**shared, model=str(model), port=0, max_length=rollout.context)
     with tempfile.TemporaryDirectory(prefix="etude-eval-") as folder:
         logs = Path(folder)
-        argv = ["--model", str(model), "--threads", "2"]
-        argv += ["--max-batch", str(rows), "--max-length", str(rollout.context)]
-        engine = loop.spawn_engine(argv, logs, 0)
+        engine = spawn_engine(serving, logs)
         try:
-            url = await asyncio.to_thread(loop.engine_url, engine, logs, 0)
+            url = await asyncio.to_thread(engine_url, engine, logs)
             async with open_sandbox() as sandbox, EngineClient([url]) as client:
                 plain = Sampling(temperature=rollout.temperature)
                 return await evaluate(
                     RolloutContext(dataset, sandbox, client, renderer_for(model), rollout.budget(), plain),
-                    concurrency=rows,
+                    concurrency=inference.max_batch,
                     progress=view.evaluated,
                     **options,  # type: ignore[arg-type]
                 )

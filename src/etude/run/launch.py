@@ -32,6 +32,7 @@ from etude.rollout.concurrency import Concurrency, concurrency
 from etude.rollout.environment import environment_dataset
 from etude.rollout.rewards import custom_component
 from etude.run import loop
+from etude.run.engines import start_engines
 from etude.run.loop import Run
 from etude.run.monitor import Monitor
 from etude.run.report import finish_report
@@ -117,7 +118,7 @@ def _check_documents(config: RLConfig) -> None:
     if config.inference.documents_mb < needed:
         raise UserError(
             f"documents of up to rollout.context = {config.rollout.context} tokens need {needed} MB of an engine: set "
-            f"inference.documents_mb to that at least, it is {config.inference.documents_mb}"
+            f"inference.documents_mb to that at least, it is {config.inference.documents_mb:g}"
         )
 
 
@@ -192,7 +193,7 @@ async def _open(
     ledger = Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db", config.name)
     ledger.recover(manifests(weights))  # before any process leases or trains
     view.stage("start engines")
-    children, urls = await asyncio.to_thread(loop.start_engines, folder, config, logs)
+    children, urls = await asyncio.to_thread(start_engines, folder, config, logs)
     try:
         children.append(loop.start_trainer(folder, logs))
         async with (

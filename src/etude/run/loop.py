@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -59,7 +58,6 @@ from etude.store import Store
 from etude.tasks.dataset import Dataset
 from etude.weights.manifest import manifests, read
 
-START_SECONDS = 180.0
 SWAP_SECONDS = 120.0
 TICK_SECONDS = 0.1
 STOP_SECONDS = 30.0  # for episodes that are cancelled to give up their boxes
@@ -455,45 +453,6 @@ async def check_documents(run: Run) -> None:
         health: dict[str, Any] = await run.client.health(url)
         if refusal := health["documents"]["refusal"]:
             raise UserError(f"{refusal}: set rollout.documents to false")
-
-
-def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[processes.Child], list[str]]:
-    """The inference servers of a run and their URLs, ready to answer."""
-    inference = config.inference
-    argv = ["--model", config.model.path, "--weights", f"{config.store or folder}/weights"]
-    argv += ["--threads", str(inference.threads), "--device", inference.device, "--dtype", inference.dtype]
-    argv += ["--max-batch", str(inference.max_batch), "--max-length", str(config.rollout.context)]
-    argv += ["--relay", config.weights.relay] if config.weights.relay else []
-    argv += ["--documents-mb", str(inference.documents_mb)]
-    argv += ["--deterministic"] if config.deterministic else []
-    argv += [] if inference.speculate else ["--no-speculate"]
-    argv += ["--routes"] if config.trainer.router_replay else []
-    key = config.weights.signing_key
-    argv += ["--public-key", f"{key}.pub"] if key else []
-    own = [["--accepted", str(folder / f"accepted-{i}.json")] if key else [] for i in range(inference.servers)]
-    children = [
-        spawn_engine([*argv, *own[i], "--port", str(inference.port and inference.port + i)], logs, i)
-        for i in range(inference.servers)
-    ]
-    try:
-        return children, [engine_url(child, logs, i) for i, child in enumerate(children)]
-    except UserError:
-        for child in children:
-            child.stop(1)
-        raise
-
-
-def spawn_engine(argv: list[str], logs: Path, number: int) -> processes.Child:
-    """An inference server that dies with this process; `engine_url` waits until it is ready."""
-    ready = ["--ready-file", str(logs / f"inference-{number}.json"), "--parent-death"]
-    return processes.start(
-        "inference server", ["etude.inference.server.server", *argv, *ready], logs / f"inference-{number}.log"
-    )
-
-
-def engine_url(engine: processes.Child, logs: Path, number: int) -> str:
-    """Where a spawned server answers. Raises UserError if it dies or is not ready in time."""
-    return json.loads(processes.wait_for_file(logs / f"inference-{number}.json", engine, START_SECONDS))["url"]
 
 
 def start_trainer(folder: Path, logs: Path) -> processes.Child:

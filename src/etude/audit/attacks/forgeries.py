@@ -21,6 +21,7 @@ from etude.audit.attacks.boxes import LIMITS
 from etude.audit.attacks.library import PATH, TASK, WRONG, Library
 from etude.grading.grade import grade
 from etude.harness.loop import EpisodeSpec, Sampling, UngradedEpisode, run_agent_loop
+from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Generation, StopReason
 from etude.renderers import Renderer
 from etude.renderers.compact import CompactRenderer
@@ -91,9 +92,9 @@ class _Script:
     def __init__(self, turns: Sequence[list[int]]) -> None:
         self._turns = iter(turns)
 
-    async def generate(self, ids: list[int], **request: Any) -> Generation:
+    async def generate(self, request: GenerateRequest, timeout: float, on_tokens: object = None) -> Generation:
         said = next(self._turns)
-        recipe = "none" if request.get("documents") else ""
+        recipe = "none" if request.documents else ""
         return Generation(
             ids=said, logprobs=[-0.5] * len(said), versions=[0] * len(said), finish_reason="stop", recipe=recipe
         )

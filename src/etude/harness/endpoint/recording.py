@@ -21,6 +21,7 @@ import msgspec
 from etude.harness.endpoint.conversation import AgentRequest, RequestRefused, digest, digests
 from etude.harness.loop import Aborted, EpisodeSpec, UngradedEpisode, turn_seed
 from etude.harness.token_ledger import TokenLedger
+from etude.protocol.wire import GenerateRequest
 from etude.records import Generation, Segment, StopReason, Turn
 from etude.renderers import Message, ParsedTurn, Renderer
 from etude.renderers.base import content_text
@@ -300,20 +301,18 @@ class Recording:
         prompt = ledger.prompt()
         left = budget.tokens - sum(branch.ledger.sampled for branch in self._branches)
         limits = (max_tokens or sampling.max_tokens, sampling.max_tokens, left, budget.context - len(ledger))
-        options: dict[str, Any] = {"routes_from": ledger.routed} if sampling.routes else {}
+        request = GenerateRequest(
+            ids=prompt,
+            max_tokens=max(1, min(limits)),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop=tuple(self.renderer.stop_ids),
+            seed=turn_seed(self._spec.seed, turn.number),
+            session=self._session,
+            routes_from=ledger.routed if sampling.routes else None,
+        )
         async with asyncio.timeout(seconds + 1.0):  # the policy keeps its own deadline
-            generation = await self._spec.policy.generate(
-                prompt,
-                max_tokens=max(1, min(limits)),
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                stop=self.renderer.stop_ids,
-                seed=turn_seed(self._spec.seed, turn.number),
-                timeout=seconds,
-                session=self._session,
-                on_tokens=turn.grow,
-                **options,
-            )
+            generation = await self._spec.policy.generate(request, seconds, turn.grow)
         if generation.finish_reason == "abort":
             raise Aborted("the engine aborted a turn")
         generation = self._cut(generation, turn.stops, len(prompt))

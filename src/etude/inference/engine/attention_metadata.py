@@ -1,4 +1,4 @@
-"""A flat batch of tokens from several rows, each attending to its row's pages in the KV cache."""
+"""A flat batch of tokens from several sequences, each attending to its sequence's pages in the KV cache."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from etude.models import batch_invariant
 from etude.models.attention_kernel import causal
 from etude.models.kernels import BLOCK, collect, paged_attention, store
 
-_LONG = 16  # tokens of one row in a pass from which attention over a copy of the row's pages is faster than our kernel
+_LONG = 16  # tokens of a sequence in a pass from which attention over a copy of its pages is faster than our kernel
 
 
 class PagedBatch:
-    """N tokens fed in one forward pass [1, N]: token n stands at `position_N[n]` of the row `row_N[n]`.
+    """N tokens fed in one forward pass [1, N]: token n stands at `position_N[n]` of the sequence in row `row_N[n]` of
+    `table`, int32 [rows, pages of a sequence].
 
-    On the CPU the pass may hold more tokens than that; those see nothing, and nothing is kept of them.
-
-    `table` holds the pages of every row. Tokens of a row are neighbours, one position after the other. Rows that share
-    pages should be neighbours: the kernel then reads those pages once.
+    On the CPU the pass may hold more tokens than that; those see nothing, and nothing is kept of them. Tokens of a
+    sequence are neighbours, one position after the other. Sequences that share pages should be neighbours: the kernel
+    then reads those pages once.
     """
 
     def __init__(self, cache: PagedCache, table: np.ndarray, row_N: np.ndarray, position_N: np.ndarray) -> None:
@@ -34,6 +34,7 @@ class PagedBatch:
         self._inner: _Paged | _Gather | None = None
 
     def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        """Attention output, [1, H, T, D]; the keys and values go to the cache."""
         if isinstance(self._made, _Gather):
             return self._made.attend(layer, query_BHTD, key_BKTD, value_BKTD, scale)
         heads = ((x[0].transpose(0, 1).float().contiguous()) for x in (query_BHTD, key_BKTD, value_BKTD))
@@ -43,7 +44,7 @@ class PagedBatch:
     def attend_by_token(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scale: float
     ) -> Tensor:
-        """The same, [T, H, D], for a pass on the CPU in float32, contiguous, without the ways to heads and back."""
+        """`attend` for a pass on the CPU in float32, contiguous, without transpositions: [T, H, D]."""
         assert isinstance(self._made, _Paged)
         return self._made.attend(layer, query_THD, key_TKD, value_TKD, scale)
 
@@ -51,13 +52,13 @@ class PagedBatch:
     def _made(self) -> _Paged | _Gather:
         if self._inner is None:
             keys = self.cache.keys
-            ours = keys.device.type == "cpu" and keys.dtype == torch.float32
-            self._inner = _Paged(self) if ours else _Gather(self, keys.device)
+            plain = keys.device.type == "cpu" and keys.dtype == torch.float32
+            self._inner = _Paged(self) if plain else _Gather(self, keys.device)
         return self._inner
 
 
 class _Paged:
-    """The attention on the CPU: our kernel, and for many tokens of one row `causal`, but not in exact mode."""
+    """The attention on the CPU: our kernel, and for many tokens of one sequence `causal` unless batch-invariant."""
 
     def __init__(self, batch: PagedBatch) -> None:
         self.table, self.row_N, self.position_N = batch.table, batch.row_N, batch.position_N
@@ -100,7 +101,7 @@ class _Paged:
 
 
 def _long_runs(row_N: np.ndarray) -> list[tuple[int, int]]:
-    """Where tokens of one row begin and end, if there are many of them."""
+    """Where tokens of one sequence begin and end, if there are many of them."""
     if len(row_N) < _LONG:
         return []
     cuts = np.flatnonzero(np.diff(row_N)) + 1
@@ -108,7 +109,7 @@ def _long_runs(row_N: np.ndarray) -> list[tuple[int, int]]:
 
 
 class _Gather:
-    """The same in torch operations, for accelerators: rows padded to the longest, pages gathered."""
+    """The attention in torch operations, for accelerators: sequences padded to the longest, pages gathered."""
 
     def __init__(self, batch: PagedBatch, device: torch.device) -> None:
         self.cache = batch.cache

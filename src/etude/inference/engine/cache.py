@@ -1,8 +1,8 @@
-"""The KV cache: blocks of `BLOCK` tokens, shared between rows that start alike, kept after a row ends.
+"""The KV cache: blocks of `BLOCK` tokens, shared between sequences that start alike, kept after a sequence ends.
 
-Finished and prefilled rows leave their blocks in a trie keyed by tokens, so the next turn of an episode and the members
-of a group find their common prefix computed. A prefix that ends inside a block is copied up to where it ends. Blocks
-nobody runs on are evicted, least recently used first.
+Finished and prefilled sequences leave their blocks in a trie keyed by tokens, so the next turn of an episode and the
+members of a group find their common prefix computed. A prefix that ends inside a block is copied up to where it ends.
+Blocks that no sequence holds are evicted, least recently used first.
 
 Weights change while the cache lives. A node remembers the oldest version that computed any of its prefix, and the
 sessions that ran on it: a request may use a node if it was computed by the current weights, or if its own session ran
@@ -27,7 +27,7 @@ _SCANNED_SIBLINGS = 64  # how many children of a node are compared token by toke
 
 @dataclass(eq=False)
 class CacheNode:
-    """One cached block: `tokens` (at most BLOCK of them) that follow the parent's."""
+    """One cached block: `tokens` (at most BLOCK of them) that follow those of the parent."""
 
     page: int
     tokens: tuple[int, ...]
@@ -35,10 +35,11 @@ class CacheNode:
     version: int
     sessions: set[str]
     children: dict[tuple[int, ...], list[CacheNode]] = field(default_factory=dict)
-    users: int = 0  # running rows that hold this node
+    users: int = 0  # running sequences that hold this node
     used: int = 0  # logical time of the last use
 
     def usable(self, version: int, session: str | None) -> bool:
+        """Whether a request of this session may use the node's keys under this version."""
         return self.version == version or (session is not None and session in self.sessions)
 
 
@@ -52,6 +53,7 @@ class Match:
 
     @property
     def length(self) -> int:
+        """Tokens of the prefix."""
         return len(self.nodes) * BLOCK + self.partial_tokens
 
     @property
@@ -65,9 +67,10 @@ NO_MATCH = Match((), None, 0)
 
 
 class PagedCache:
-    """Keys, values and expert ids of all rows, and the trie that finds them again.
+    """Keys, values and expert ids of all sequences, and the trie that finds them again.
 
-    A row holds `max_length` tokens, or fewer if `num_bytes` do not hold as many.
+    A sequence holds `max_length` tokens, or fewer if `num_bytes` do not hold as many.
+    Raises ValueError if they hold less than two pages.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class PagedCache:
         if self.num_pages < 2:
             raise ValueError(f"a cache of {num_bytes} bytes holds {self.num_pages * BLOCK} tokens; give it more")
         self.max_length = min(max_length, self.num_pages * BLOCK)
-        self.blocks_per_row = -(-self.max_length // BLOCK)
+        self.pages_per_sequence = -(-self.max_length // BLOCK)
         shape = (self.layers, self.num_pages, heads, BLOCK, head_dim)
         self.keys, self.values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
         self.experts: Tensor | None = None  # [pages, BLOCK, MoE layers, K], made when the first ids arrive
@@ -123,7 +126,7 @@ class PagedCache:
         return best, best_length
 
     def take(self, match: Match, num_pages: int, session: str | None) -> list[int]:
-        """Pages of a new row: the matched nodes', a copy of the partial one, and fresh ones up to `num_pages`.
+        """Pages of a new sequence: the matched nodes', a copy of the partial one, and fresh ones up to `num_pages`.
 
         The caller holds the nodes of the match until it calls `release`. Raises IndexError if pages run out; ask
         `available` first, counting the idle nodes of the match as taken.
@@ -143,21 +146,21 @@ class PagedCache:
     def insert(
         self, held: list[CacheNode], pages: list[int], tokens: Sequence[int], version: int, session: str | None
     ) -> list[CacheNode]:
-        """Offer a row's computed tokens to others; returns the nodes that the row holds now.
+        """Offer a sequence's computed tokens to others; returns the nodes that the sequence holds now.
 
-        `held` are the nodes the row holds, the first of its pages. A page that becomes a node belongs to the trie from
-        here on, also when an equal node existed: the row goes on with that one's page, and its own is freed.
+        `held` are the nodes the sequence holds, the first of its pages. A page that becomes a node belongs to the trie
+        from here on. Where an equal node exists, the sequence goes on with that node's page, and its own is freed.
         """
         self._clock += 1
         held = list(held)
         node = held[-1] if held else self.root
         for index in range(len(held), len(tokens) // BLOCK):
             piece = tuple(tokens[index * BLOCK : (index + 1) * BLOCK])
-            twins = [n for n in node.children.get(piece, ()) if n.version == version]
-            if twins:
+            equal = [n for n in node.children.get(piece, ()) if n.version == version]
+            if equal:
                 self.free.append(pages[index])
-                pages[index] = twins[0].page
-                node = twins[0]
+                pages[index] = equal[0].page
+                node = equal[0]
                 self._hold(node, session)
             else:
                 node = self._add(node, pages[index], piece, version, session, users=1)
@@ -167,7 +170,7 @@ class PagedCache:
     def offer_tail(
         self, held: list[CacheNode], page: int, tokens: Sequence[int], version: int, session: str | None
     ) -> None:
-        """Let others start from the last, partly filled page of a running row: a copy of it becomes a node."""
+        """Let others start from the last, partly filled page of a running sequence: a copy of it becomes a node."""
         piece = tuple(tokens[len(held) * BLOCK :])
         if piece and self.available:
             copy = self._new_page()
@@ -177,7 +180,7 @@ class PagedCache:
     def release(
         self, held: list[CacheNode], pages: list[int], tokens: Sequence[int], version: int, session: str | None
     ) -> None:
-        """End a row: its last, partly filled page stays findable, unused pages are free again."""
+        """End a sequence: its last, partly filled page stays findable, unused pages are free again."""
         index = len(held)
         piece = tuple(tokens[index * BLOCK : (index + 1) * BLOCK])
         parent = held[-1] if held else self.root
@@ -189,13 +192,13 @@ class PagedCache:
             self._release(node)
 
     def discard(self, held: list[CacheNode], pages: list[int]) -> None:
-        """End a row and keep nothing of it but what others share."""
+        """End a sequence and keep nothing of it but what others share."""
         self.free += pages[len(held) :]
         for node in held:
             self._release(node)
 
     def places(self, pages: Sequence[int], position: int, count: int) -> tuple[Tensor, Tensor]:
-        """Page and offset, [count] each, of the tokens of a row that begin at `position`."""
+        """Page and offset, [count] each, of the tokens of a sequence that begin at `position`."""
         position_T = torch.arange(position, position + count, device=self.keys.device)
         return torch.tensor(pages, device=self.keys.device)[position_T // BLOCK], position_T % BLOCK
 
@@ -206,7 +209,7 @@ class PagedCache:
             self.experts = torch.zeros(shape, dtype=like_TEK.dtype, device=self.keys.device)
 
     def routes(self, pages: list[int], first: int, end: int) -> Routes:
-        """The experts of a row's positions [first, end): those beside the keys that it uses, whoever computed them."""
+        """The experts of a sequence's positions [first, end): those stored beside the keys that it uses."""
         assert self.experts is not None, "no pass has recorded any"
         begin = first // BLOCK
         blocks = self.experts[torch.tensor(pages[begin : -(-end // BLOCK)], device=self.experts.device)]
@@ -216,7 +219,7 @@ class PagedCache:
         return Routes(first=first, ids=data, layers=fed.shape[1], slots=fed.shape[2], wide=wide)
 
     def clear(self) -> None:
-        """Forget every prefix that no running row holds."""
+        """Forget every prefix that no running sequence holds."""
         while self.idle:
             self._evict(self.idle)
 
@@ -267,7 +270,7 @@ class PagedCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, because the end of a row's last page is read with weight 0, where garbage could be a NaN.
+    """Zeros, because the end of a sequence's last page is read with weight 0, where garbage could be a NaN.
 
     On the CPU from numpy, whose zeros take memory only once they are written to.
     """

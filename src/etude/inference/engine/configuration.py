@@ -1,4 +1,4 @@
-"""What decides an engine's numbers, for `/health`: engines of one run that differ in it are named by the controller."""
+"""The settings that decide an engine's numbers, for `/health`: the controller names engines of a run that differ."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from etude.inference.engine.engine import Engine
 from etude.models import batch_invariant, gemm
 from etude.models.kernels import BLOCK
 
-Setting = str | int | bool
+EngineSetting = str | int | float | bool
 
 
-def configuration(engine: Engine) -> dict[str, Setting]:
+def configuration(engine: Engine) -> dict[str, EngineSetting]:
     """Settings by name: precision, kernels, cache, scheduling, swaps, speculation, libraries, processor, threads.
 
-    `head` and `log_softmax` are what was measured on the loaded model, not what was asked for.
+    `head` and `log_softmax` are measured on the loaded model, not read from its configuration.
     """
-    model, limits, keys = engine.model, engine.limits, engine.cache.keys
+    model, config, keys = engine.model, engine.config, engine.cache.keys
     on_cpu = keys.device.type == "cpu"
     plain = on_cpu and keys.dtype == torch.float32
     wide = batch_invariant.float32_head(model) and batch_invariant.float32_head(model, gemm.head)
@@ -36,17 +36,17 @@ def configuration(engine: Engine) -> dict[str, Setting]:
         "attention": f"paged, blocks of {BLOCK}, {'numba in float32' if plain else 'torch'}",
         "experts": str(getattr(model.config, "_experts_implementation", None) or "none"),
         "matmul": torch.get_float32_matmul_precision(),
-        "exact": engine.exact,
-        "one_at_a_time": engine.alone,
-        "prefix_cache": not engine.alone,
-        "cache_bytes": limits.cache_bytes,
-        "document_bytes": limits.document_bytes,
+        "batch_invariant": engine.batch_invariant,
+        "one_at_a_time": engine.serial,
+        "prefix_cache": not engine.serial,
+        "cache_mb": config.cache_mb,
+        "documents_mb": config.documents_mb,
         "max_length": engine.max_length,
-        "rows": limits.rows,
-        "prefill_tokens": limits.prefill_tokens,
-        "speculate": limits.speculate and not engine.deterministic,
-        "routes": limits.routes,
-        "swap": "between steps, running rows keep their keys",
+        "max_batch": config.max_batch,
+        "prefill_tokens": config.prefill_tokens,
+        "speculate": engine.speculate,
+        "routes": engine.routes,
+        "swap": "between steps, running sequences keep their keys",
         "torch": torch.__version__,
         "numba": numba.__version__,
         "device": keys.device.type,
@@ -56,8 +56,8 @@ def configuration(engine: Engine) -> dict[str, Setting]:
     }
 
 
-def digest_of(settings: Mapping[str, Setting]) -> str:
-    """The same for equal settings."""
+def digest_of(settings: Mapping[str, EngineSetting]) -> str:
+    """A digest of settings: 32 hexadecimal digits, the same for equal settings."""
     return blake3.blake3(json.dumps(settings, sort_keys=True).encode()).hexdigest(length=16)
 
 

@@ -1,8 +1,9 @@
-"""What a pass over n tokens costs, measured or learned; and how many drafted tokens are worth feeding.
+"""The cost of a pass over n tokens, measured or learned; and how many drafted tokens are worth feeding.
 
-A pass costs T(n). With R rows that emit e_r tokens each, drafts are chosen to maximise sum log e_r - R log T(n): for
-one row that is tokens per second, and among several a row's gain must outweigh the delay of all others (proportional
-fairness; Kelly, 1997). Expected tokens of a row that feeds K drafted ones, each right with chance q: 1 + q + ... + q^K.
+A pass costs T(n). With R sequences that emit e_r tokens each, drafts are chosen to maximise sum log e_r - R log T(n).
+For one sequence that is tokens per second; among several, a sequence's gain must outweigh the delay of all others
+(proportional fairness; Kelly, 1997). A sequence that feeds K drafted tokens, each right with chance q, is expected to
+emit 1 + q + ... + q^K.
 """
 
 from __future__ import annotations
@@ -36,28 +37,29 @@ class CostCurve:
         return [(int(n), float(s)) for n, s in zip(self._tokens, self._seconds, strict=True)]
 
     def seconds(self, tokens_N: np.ndarray | int) -> np.ndarray:
+        """Seconds of passes over so many tokens."""
         beyond = np.maximum(np.asarray(tokens_N) - self._tokens[-1], 0) * self._slope
         return np.interp(tokens_N, self._tokens, self._seconds) + beyond
 
-    def worth_drafting(self, rows: int, tokens: int) -> bool:
-        """Whether drafts that are always right would pay, in a pass of `rows` rows and `tokens` tokens without them."""
-        if (rows, tokens) not in self._worth:
+    def worth_drafting(self, sequences: int, tokens: int) -> bool:
+        """Whether drafts that are always right would pay, in a pass with so many sequences and other tokens."""
+        if (sequences, tokens) not in self._worth:
             if len(self._worth) > 4096:
                 self._worth.clear()
-            # All rows draft alike, K each.
-            lengths_K = np.arange(1, max(2, LARGEST // rows + 1))
-            ratio_K = self.seconds(tokens + rows * lengths_K) / self.seconds(tokens)
+            # All sequences draft alike, K each.
+            lengths_K = np.arange(1, max(2, LARGEST // sequences + 1))
+            ratio_K = self.seconds(tokens + sequences * lengths_K) / self.seconds(tokens)
             alone = np.log1p(np.arange(1, LARGEST + 1))
             ratio_alone = self.seconds(tokens + np.arange(1, LARGEST + 1)) / self.seconds(tokens)
-            gain = max((np.log1p(lengths_K) - np.log(ratio_K)).max(), (alone - rows * np.log(ratio_alone)).max())
-            self._worth[rows, tokens] = bool(gain > 1e-9)
-        return self._worth[rows, tokens]
+            gain = max((np.log1p(lengths_K) - np.log(ratio_K)).max(), (alone - sequences * np.log(ratio_alone)).max())
+            self._worth[sequences, tokens] = bool(gain > 1e-9)
+        return self._worth[sequences, tokens]
 
-    def choose(self, rows: int, tokens: int, limits: Sequence[int], rates: Sequence[float]) -> list[int]:
-        """How many drafted tokens to feed for each of the rows that have a draft.
+    def choose(self, sequences: int, tokens: int, limits: Sequence[int], rates: Sequence[float]) -> list[int]:
+        """How many drafted tokens to feed for each of the sequences that have a draft.
 
-        `rows` and `tokens` are those of the pass without drafts; `limits` and `rates` the length of each draft and the
-        chance of its tokens. Rows give in order of falling gain, so the best set of n tokens is the first n.
+        `sequences` and `tokens` are numbers of the pass without drafts; `limits` and `rates` the length of each draft
+        and the chance of its tokens. Tokens are ordered by falling gain, so the best set of n tokens is the first n.
         """
         if not limits or max(limits) == 0:
             return [0] * len(limits)
@@ -70,7 +72,8 @@ class CostCurve:
         gain_N = np.concatenate(gains)
         order = np.argsort(-gain_N, kind="stable")[:LARGEST]
         total_N = np.cumsum(gain_N[order])
-        value_N = total_N - rows * np.log(self.seconds(tokens + np.arange(1, len(order) + 1)) / self.seconds(tokens))
+        ratio_N = self.seconds(tokens + np.arange(1, len(order) + 1)) / self.seconds(tokens)
+        value_N = total_N - sequences * np.log(ratio_N)
         best = int(np.argmax(value_N))
         if value_N[best] <= 0.0:
             return [0] * len(limits)
@@ -123,6 +126,7 @@ class LearnedCosts:
         self._kept = {s: kept for s, kept in self._kept.items() if kept[2] > self._passes - _FORGOTTEN}
 
     def curve(self) -> CostCurve:
+        """The curve of the passes noted so far."""
         points = [self._kept[size][:2] for size in sorted(self._kept)] or [(1.0, 1.0)]
         if len(points) == 1:
             tokens, seconds = points[0]

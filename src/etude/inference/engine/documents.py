@@ -1,10 +1,10 @@
 """The document cache: keys and values of documents by (hash of token ids, weight version, recipe), for any place.
 
-    gather (hold what is there, make room for what is not) -> compute, beside decoding -> assemble into the row's pages
+    gather (hold what is cached, make room for the rest) -> compute, beside decoding -> assemble into a sequence's pages
 
 A request takes all the memory its documents need at once or waits without any, so requests never wait for each other in
-a circle. What no request holds is evicted, least recently used first. Only `check` and `stats` are called from other
-threads than the engine's.
+a circle. Entries that no request holds are evicted, least recently used first. Only `check` and `stats` are called from
+other threads than the engine's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from etude.models.kernels import place
 from etude.records import token_digest
 
 
-class Key(NamedTuple):
-    """What the content of an entry depends on."""
+class DocumentKey(NamedTuple):
+    """Everything that the content of an entry depends on."""
 
     ids: str  # digest of the token ids
     version: int  # of the weights
@@ -35,30 +35,35 @@ class Key(NamedTuple):
 
 @dataclass(eq=False)
 class DocumentEntry:
-    key: Key
+    """A document in the cache, computed or on its way."""
+
+    key: DocumentKey
     document: CachedDocument
     users: int = 0  # requests between `gather` and `assemble`
 
     @property
     def ready(self) -> bool:
+        """Whether all of its tokens are computed."""
         return self.document.computed == len(self.document)
 
     @property
     def num_bytes(self) -> int:
+        """Memory of its keys and values."""
         return 2 * self.document.keys_LKnD.nbytes
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a waiting request holds: entries for its documents that reach beyond its first `begin` tokens."""
+    """The entries that a waiting request holds: of its documents that reach beyond its first `begin` tokens."""
 
     version: int
     begin: int
     places: tuple[tuple[int, DocumentEntry], ...]  # where in the prompt each begins
-    missed_tokens: int  # of documents that were not there
+    missed_tokens: int  # of documents that were not in the cache
 
     @property
     def entries(self) -> set[DocumentEntry]:
+        """Each entry once, wherever it stands."""
         return {entry for _, entry in self.places}
 
 
@@ -87,13 +92,14 @@ class Documents:
         self._token_bytes = token_bytes(model.config, model.dtype.itemsize)
         # Part of the key, so that a cache that outlives its engine could not be read by another recipe.
         self.recipe = f"{RECIPE}, {model.dtype}"
-        self._entries: OrderedDict[Key, DocumentEntry] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[DocumentKey, DocumentEntry] = OrderedDict()  # least recently used first
         self._todo: deque[DocumentEntry] = deque()
         self.used = 0  # bytes
-        self._first: RunningSequence | None = None  # waits for room; who comes later must not take it
+        self._gathered: dict[RunningSequence, Gathered] = {}
+        self._first: RunningSequence | None = None  # waits for room, which later ones must not take
 
     def stats(self) -> dict[str, int | float | str]:
-        """For people: counters and what the cache holds."""
+        """Counters, and how much the cache holds, for `/health`."""
         state = {"entries": len(self._entries), "bytes": self.used, "budget_bytes": self.budget}
         return {**vars(self.counters), **state, "refusal": self.refusal}
 
@@ -105,30 +111,33 @@ class Documents:
         if needed * self._token_bytes > self.budget:
             raise ValueError(
                 f"the documents have {needed} tokens and the document cache holds {self.budget // self._token_bytes}: "
-                "send fewer or shorter ones, or raise the server's --documents-mb"
+                "send fewer or shorter ones, or raise documents_mb (--documents-mb of `etude serve`, "
+                "inference.documents_mb of a run)"
             )
 
-    def gather(self, row: RunningSequence, begin: int, version: int) -> bool:
-        """Whether all documents of the row that reach beyond its first `begin` tokens are computed and held for it.
+    def gather(self, sequence: RunningSequence, begin: int, version: int) -> bool:
+        """Whether all documents that reach beyond the sequence's first `begin` tokens are computed and held for it.
 
         If not, they will be, as soon as there is room: ask again after the next `compute`.
         """
-        if not row.request.documents:
+        if not sequence.request.documents:
             return True
-        held = row.gathered
-        if held is not None and (held.version != version or begin < held.begin):
-            self.release(row, stale=held.version != version)
-            held = None
-        if held is None and self._first in (None, row):
-            held = row.gathered = self._hold(row.request, begin, version)
-            self._first = row if held is None else None
-        return held is not None and all(entry.ready for entry in held.entries)
+        gathered = self._gathered.get(sequence)
+        if gathered is not None and (gathered.version != version or begin < gathered.begin):
+            self.release(sequence, stale=gathered.version != version)
+            gathered = None
+        if gathered is None and self._first in (None, sequence):
+            gathered = self._hold(sequence.request, begin, version)
+            self._first = sequence if gathered is None else None
+            if gathered is not None:
+                self._gathered[sequence] = gathered
+        return gathered is not None and all(entry.ready for entry in gathered.entries)
 
     def _hold(self, request: Request, begin: int, version: int) -> Gathered | None:
-        """None if there is no room as long as others hold theirs."""
+        """The entries of a request; None if there is no room as long as others hold theirs."""
         starts = accumulate(map(len, request.documents), initial=0)
         keys = {
-            start: (Key(token_digest(ids), version, self.recipe), ids)
+            start: (DocumentKey(token_digest(ids), version, self.recipe), ids)
             for (start, end), ids in zip(pairwise(starts), request.documents, strict=True)
             if end > begin
         }
@@ -146,13 +155,13 @@ class Documents:
         self.counters.hits += len(keys) - len(missing)
         self.counters.hit_tokens += sum(len(ids) for _, ids in keys.values()) - missed
         places = tuple((start, self._entries[key]) for start, (key, _) in keys.items())
-        held = Gathered(version, begin, places, missed)
-        for entry in held.entries:
+        gathered = Gathered(version, begin, places, missed)
+        for entry in gathered.entries:
             entry.users += 1
             self._entries.move_to_end(entry.key)
-        return held
+        return gathered
 
-    def _make_room(self, num_bytes: int, kept: set[Key]) -> bool:
+    def _make_room(self, num_bytes: int, kept: set[DocumentKey]) -> bool:
         """Evict idle entries, but those of `kept`, until `num_bytes` more fit; nothing if that is not enough."""
         excess = self.used + num_bytes - self.budget
         leaving: list[DocumentEntry] = []
@@ -169,16 +178,16 @@ class Documents:
         self.counters.evictions += len(leaving)
         return True
 
-    def compute(self, tokens: int, version: int, *, alone: bool) -> bool:
-        """One pass over up to `tokens` tokens of documents that are waited for; whether there were any.
+    def compute(self, tokens: int, version: int, *, serial: bool) -> bool:
+        """One pass over up to `tokens` tokens of documents that requests wait for; whether there were any.
 
-        `alone`: of one document only, so that its bits depend on nothing else.
+        `serial`: of one document only, so that its bits depend on nothing else.
         """
-        # A swap came while they were computed: who holds them will let them go.
+        # After a swap, those of the old version are not computed further: `gather` releases them.
         self._todo = deque(entry for entry in self._todo if entry.key.version == version)
         parts: list[tuple[CachedDocument, int]] = []
         for entry in self._todo:
-            if not tokens or (alone and parts):
+            if not tokens or (serial and parts):
                 break
             count = min(tokens, len(entry.document) - entry.document.computed)
             parts.append((entry.document, count))
@@ -189,58 +198,58 @@ class Documents:
             self._todo = deque(entry for entry in self._todo if not entry.ready)
         return bool(parts)
 
-    def assemble(self, row: RunningSequence, begin: int) -> int:
-        """Write the gathered documents, rotated, into the row's pages from token `begin` on, and let go of them.
+    def assemble(self, sequence: RunningSequence, begin: int) -> int:
+        """Write the gathered documents, rotated, into the sequence's pages from token `begin` on, and release them.
 
-        Returns how many of the row's document tokens were not computed for this request.
+        Returns how many of the sequence's document tokens were not computed for this request.
         """
-        held, total = row.gathered, row.request.document_tokens
-        if held is None:
+        gathered = self._gathered.get(sequence)
+        if gathered is None:
             return 0
         start_time = time.perf_counter()
-        for start, entry in held.places:
+        for start, entry in gathered.places:
             if begin < start + len(entry.document):  # the prefix cache may have got others since they were gathered
-                self._place(row, start, entry.document, max(begin - start, 0))
-        self.release(row)
+                self._place(sequence.pages, start, entry.document, max(begin - start, 0))
+        self.release(sequence)
         self.counters.assembly_seconds += time.perf_counter() - start_time
-        return total - held.missed_tokens
+        return sequence.request.document_tokens - gathered.missed_tokens
 
-    def _place(self, row: RunningSequence, start: int, document: CachedDocument, first: int) -> None:
-        """The document's tokens from `first` on; its first one stands at position `start` of the row."""
+    def _place(self, pages: list[int], start: int, document: CachedDocument, first: int) -> None:
+        """The document's tokens from `first` on; its first one stands at position `start` of the pages' sequence."""
         cache, rotation, length = self._cache, self._rotation, len(document)
         assert rotation is not None
         if self._placeable:
             cos_TD, sin_TD = rotation.angles(start + length)[:, 0].numpy()
-            pages_P, keys, values = np.array(row.pages, np.int32), cache.keys.numpy(), cache.values.numpy()
-            ours = document.keys_LKnD.numpy(), document.values_LKnD.numpy()
-            place(*ours, cos_TD, sin_TD, first, start, pages_P, keys, values)
+            pages_P, keys, values = np.array(pages, np.int32), cache.keys.numpy(), cache.values.numpy()
+            computed = document.keys_LKnD.numpy(), document.values_LKnD.numpy()
+            place(*computed, cos_TD, sin_TD, first, start, pages_P, keys, values)
         else:
-            page_T, offset_T = cache.places(row.pages, start + first, length - first)
+            page_T, offset_T = cache.places(pages, start + first, length - first)
             angles = rotation.angles(start + length)[:, :, start + first :]
             keys_LKTD = rotation(document.keys_LKnD[:, :, first:], angles)
             for to, x_LKTD in ((cache.keys, keys_LKTD), (cache.values, document.values_LKnD[:, :, first:])):
                 to[:, page_T, :, offset_T] = x_LKTD.permute(2, 0, 1, 3).to(to.dtype)
         if document.experts_nEK is not None:
             cache.hold_experts(document.experts_nEK)
-            cache.experts[cache.places(row.pages, start + first, length - first)] = document.experts_nEK[first:]
+            cache.experts[cache.places(pages, start + first, length - first)] = document.experts_nEK[first:]
 
-    def release(self, row: RunningSequence, *, stale: bool = False) -> None:
-        """Let go of what the row holds, if anything. What nobody waits for any more is not computed, and what is
-        `stale` not kept."""
-        if self._first is row:
+    def release(self, sequence: RunningSequence, *, stale: bool = False) -> None:
+        """Release what the sequence holds, if anything. Documents that no other waits for are not computed further,
+        and `stale` ones are not kept."""
+        if self._first is sequence:
             self._first = None
-        if row.gathered is None:
+        gathered = self._gathered.pop(sequence, None)
+        if gathered is None:
             return
-        for entry in row.gathered.entries:
+        for entry in gathered.entries:
             entry.users -= 1
             if entry.users == 0 and (stale or not entry.ready):
                 self._drop(entry)
                 if entry in self._todo:
                     self._todo.remove(entry)
-        row.gathered = None
 
     def clear(self) -> None:
-        """Forget what no request holds."""
+        """Drop every document that no request holds."""
         for entry in [entry for entry in self._entries.values() if entry.users == 0]:
             self._drop(entry)
 

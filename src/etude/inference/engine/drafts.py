@@ -1,10 +1,11 @@
-"""Where drafts come from: what a request gave (the merged file, the original, the sketch) and the row's own text.
+"""Where drafts come from: the sources of a request (the merged file, the original, the sketch) and a sequence's own
+text.
 
-A `Drafter` follows one row. It holds a pointer into one source, moves it along with what the row emits, and after a
-divergence looks for the longest run of recent tokens in every source. It learns how often a source is right after a
+A `Drafter` follows one sequence. It holds a pointer into one source and moves it along with the emitted tokens. After a
+divergence it looks for the longest run of recent tokens in every source. It learns how often a source is right after a
 match of which length, also from drafts that were proposed and not fed. Nothing here can change what is sampled.
 
-The row's own text is scanned, not indexed by a suffix automaton: docs/decisions/0007-speculative-edits.md.
+The sequence's own text is scanned, not indexed by a suffix automaton: docs/decisions/0007-speculative-edits.md.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-MATCHES = (2, 3, 6, 12, 24, 96)  # match lengths that are told apart
+MATCHES = (2, 3, 6, 12, 24, 96)  # match lengths that are distinguished
 START, GUESS = len(MATCHES), len(MATCHES) + 1  # a source's first token; one token was replaced by another
 _TAIL = MATCHES[-1]
-_NEAR = 64  # two equal tokens count as a match only this far ahead of where the row was
+_NEAR = 64  # two equal tokens count as a match only this far ahead of where the sequence was
 _GUESSED = 4  # tokens drafted on a guess
-OWN = "own"  # the source that is the row's own text
+OWN = "own"  # the source that is the sequence's own text
 
 # Before anything is seen: hits per token, by match length. Worth `_PRIOR` tokens.
 _FIRST = np.array([0.6, 0.75, 0.88, 0.94, 0.97, 0.99, 0.95, 0.5])
 _PRIOR = 4.0
 _REMEMBERED = 2000.0  # tokens that the engine's rates look back over
-_ROW_REMEMBERED = 400.0
+_SEQUENCE_REMEMBERED = 400.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Rates:
         self.tries = np.zeros(len(_FIRST))
 
     def note(self, kind: int, hits: int, missed: bool) -> None:
+        """A draft of this kind was right for `hits` tokens; `missed` if it then was wrong."""
         self.hits[kind] += hits
         self.tries[kind] += hits + missed
         if self.tries[kind] > self._remembered:
@@ -61,16 +63,18 @@ class Rates:
             self.tries[kind] *= fade
 
     def rate(self, kind: int, prior: float) -> float:
+        """Share of right tokens, beginning at `prior`."""
         return float((self.hits[kind] + _PRIOR * prior) / (self.tries[kind] + _PRIOR))
 
 
-class Shared:
-    """What all rows of an engine have seen of every kind of source, so that a new row need not start from nothing."""
+class SharedRates:
+    """Rates over all sequences of an engine, by the name of a source: where a new sequence starts from."""
 
     def __init__(self) -> None:
         self._rates: dict[str, Rates] = {}
 
     def rates(self, name: str) -> Rates:
+        """The rates of all sources of this name."""
         return self._rates.setdefault(name, Rates(_REMEMBERED))
 
 
@@ -86,14 +90,14 @@ _NOTHING = Proposal(np.empty(0, np.int32), 0.0)
 
 
 class Drafter:
-    """The drafts of one row. `history_T` in the calls is the row's tokens so far, prompt and output."""
+    """The drafts of one sequence. `history_T` in the calls is the sequence's tokens so far, prompt and output."""
 
-    def __init__(self, sources: Sequence[DraftSource], prompt_length: int, shared: Shared) -> None:
+    def __init__(self, sources: Sequence[DraftSource], prompt_length: int, shared: SharedRates) -> None:
         self._sources = [source for source in sources if len(source.ids)]
         self._names = [*(source.name for source in self._sources), OWN]
         self._shared = [shared.rates(name) for name in self._names]
-        self._rates = [Rates(_ROW_REMEMBERED) for _ in self._names]
-        self._homes = [0] * len(self._sources)  # where the row is in each source, or was when it left it
+        self._rates = [Rates(_SEQUENCE_REMEMBERED) for _ in self._names]
+        self._homes = [0] * len(self._sources)  # where the sequence is in each source, or was when it left it
         self._seen = prompt_length
         self._fed = 0  # tokens of the last proposal that were fed
         self._source, self._at, self._kind, self._length = 0, 0, START, 0
@@ -122,7 +126,7 @@ class Drafter:
             self._drafted[self._source][self._at : self._at + count] = True
 
     def follow(self, history_T: np.ndarray) -> None:
-        """Take note of what the row has emitted since the last call."""
+        """Take note of the tokens emitted since the last call."""
         new = history_T[self._seen :]
         if not len(new):
             return

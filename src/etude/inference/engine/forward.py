@@ -38,7 +38,7 @@ def logits_of(
     """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys and values go to the cache.
 
     `routes`: its expert ids, too. `alone`: no padding, so that the bits are those of a plain pass over these tokens.
-    In exact mode (`etude.models.batch_invariant`) those of a token are the same in any pass.
+    In batch-invariant mode (`etude.models.batch_invariant`) those of a token are the same in any pass.
     """
     device = cache.keys.device
     batch = PagedBatch(cache, table, slot_N.astype(np.int32), position_N.astype(np.int32))
@@ -84,7 +84,7 @@ def score(model: PreTrainedModel, like: PagedCache, ids: Sequence[int], *, alone
 
 
 def _scratch(model: PreTrainedModel, like: PagedCache, tokens: int) -> PagedCache:
-    """An empty cache of the same kind for one row of so many tokens."""
+    """An empty cache of the same kind for one sequence of so many tokens."""
     blocks = max(2, -(-tokens // BLOCK))
     return PagedCache(
         model.config, num_bytes=blocks * like.page_bytes, max_length=blocks * BLOCK, dtype=like.keys.dtype,

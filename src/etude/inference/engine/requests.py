@@ -1,4 +1,4 @@
-"""Requests, and the rows they become."""
+"""Requests, the sequences that they become, and the states of the sequences that run."""
 
 from __future__ import annotations
 
@@ -6,57 +6,50 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from etude.inference.engine.cache import CacheNode
 from etude.inference.engine.drafts import Drafter, DraftSource
+from etude.protocol.wire import GenerateRequest
 from etude.records import Generation
 
-if TYPE_CHECKING:
-    from etude.inference.engine.documents import Gathered
-
 MAX_STOP_IDS = 16
-_TAIL = 2**32  # more than there are tokens
+_AFTER_DOCUMENTS = 2**32  # more than there are tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One generation. `documents` come first in the prompt, in their order: each sees itself only, and `ids`, the tail,
-    sees them all. Each is keyed by its own tokens, so it should begin with tokens of its own that attention can rest on
-    (a header line). `session` names the episode whose older keys and values this request may reuse; `sources` hold
-    text that the answer may repeat, the most trusted first: they change how fast it comes, and nothing else.
-    `routes_from` asks for the experts of the positions from there on, those of documents counted."""
+class Request(GenerateRequest, frozen=True, kw_only=True, dict=True):
+    """One generation as the engine runs it: the fields of the wire, and the `sources` of its drafts.
 
-    ids: list[int]
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stop: tuple[int, ...] = ()
-    seed: int = 0
-    session: str | None = None
-    routes_from: int | None = None
+    `sources` hold text that the answer may repeat, the most trusted first: they change how fast it comes, and nothing
+    else. Each document is cached by its own tokens, so it should begin with tokens that attention can rest on (a header
+    line).
+    """
+
     sources: tuple[DraftSource, ...] = ()
-    documents: tuple[list[int], ...] = ()
 
     @cached_property
     def document_tokens(self) -> int:
+        """Tokens of all documents."""
         return sum(map(len, self.documents))
 
     @cached_property
     def prompt(self) -> list[int]:
-        """Documents and tail."""
+        """The ids of the documents and of what follows them."""
         return [token for part in (*self.documents, self.ids) for token in part] if self.documents else self.ids
 
     @cached_property
     def path(self) -> list[int]:
-        """The prompt as the prefix cache knows it: with documents, the first token of each and that of the tail are
-        other numbers (negative ones), so that equal tokens of which others see which never meet."""
+        """The prompt as the prefix cache keys it.
+
+        A token's keys depend on the tokens that it sees, and documents do not see what stands before them. So a prompt
+        with documents must not share a prefix with a plain prompt of the same ids: the first token of each document,
+        and the first one after the documents, is replaced by a negative number that stands for it.
+        """
         if not self.documents:
             return self.ids
         marked = [token for document in self.documents for token in (~document[0], *document[1:])]
-        return [*marked, ~self.ids[0] - _TAIL, *self.ids[1:]]
+        return [*marked, ~self.ids[0] - _AFTER_DOCUMENTS, *self.ids[1:]]
 
     def check(self, max_length: int, vocab_size: int) -> None:
         """Raise ValueError unless an engine with this context and vocabulary can run the request."""
@@ -101,50 +94,53 @@ def check_sequence(ids: list[int], max_length: int, vocab_size: int) -> None:
 
 @dataclass(eq=False)
 class RunningSequence:
-    """A request on its way through the engine."""
+    """A request on its way through the engine, from its submission to its generation."""
 
     request: Request
     future: Future[Generation]
     on_token: Callable[[int, float], None] | None
     aborted: bool = False
-    slot: int = -1
+    slot: int = -1  # in the `SequenceStates`; -1 while it waits and after its end
     fed: int = 0  # prompt tokens whose keys and values are computed
-    cached: int = 0
+    cached: int = 0  # prompt tokens that were not computed for this request
     cached_documents: int = 0  # those of them that belong to documents
-    gathered: Gathered | None = None
     pages: list[int] = field(default_factory=list)
-    held: list[CacheNode] = field(default_factory=list)
-    kv_version: int = 0
+    held: list[CacheNode] = field(default_factory=list)  # of the first pages, which others may share
+    kv_version: int = 0  # oldest version that computed a key or value it sees
     drafter: Drafter | None = None
-    alone: bool = False  # the next token is decided without drafts beside it
+    undrafted: bool = False  # the next token is decided without drafts beside it
 
     def abort(self) -> None:
-        """Finish at the next step with what is sampled so far and reason "abort"."""
+        """Finish at the next step with the tokens sampled so far and reason "abort"."""
         self.aborted = True
 
 
-class Slots:
-    """What the rows' steps need, as arrays over slots, so that no step loops over rows in Python."""
+class SequenceStates:
+    """The running sequences as arrays over slots, so that no step loops over sequences in Python.
 
-    def __init__(self, rows: int, max_length: int, blocks_per_row: int) -> None:
-        self.free = list(range(rows - 1, -1, -1))
+    `count` sequences run at a time, each with up to `max_length` tokens on `pages` pages.
+    """
+
+    def __init__(self, count: int, max_length: int, pages: int) -> None:
+        self.free = list(range(count - 1, -1, -1))
         self.max_length = max_length
-        self.table = np.zeros((rows, blocks_per_row), dtype=np.int32)
-        self.length = np.zeros(rows, dtype=np.int64)  # tokens of the row, the sampled ones included
-        self.limit = np.zeros(rows, dtype=np.int64)  # length at which the row ends
-        self.last = np.zeros(rows, dtype=np.int64)
-        self.temperature = np.zeros(rows, dtype=np.float64)
-        self.top_p = np.zeros(rows, dtype=np.float64)
-        self.seed = np.zeros(rows, dtype=np.int64)
-        self.stop = np.full((rows, MAX_STOP_IDS), -1, dtype=np.int64)
-        self.ids = np.zeros((rows, max_length), dtype=np.int32)  # by position
-        self.log_probs = np.zeros((rows, max_length), dtype=np.float32)
-        self.versions = np.zeros((rows, max_length), dtype=np.int32)
+        self.table = np.zeros((count, pages), dtype=np.int32)
+        self.length = np.zeros(count, dtype=np.int64)  # tokens of the sequence, the sampled ones included
+        self.limit = np.zeros(count, dtype=np.int64)  # length at which the sequence ends
+        self.last = np.zeros(count, dtype=np.int64)
+        self.temperature = np.zeros(count, dtype=np.float64)
+        self.top_p = np.zeros(count, dtype=np.float64)
+        self.seed = np.zeros(count, dtype=np.int64)
+        self.stop = np.full((count, MAX_STOP_IDS), -1, dtype=np.int64)
+        self.ids = np.zeros((count, max_length), dtype=np.int32)  # by position
+        self.log_probs = np.zeros((count, max_length), dtype=np.float32)
+        self.versions = np.zeros((count, max_length), dtype=np.int32)
 
-    def open(self, row: RunningSequence) -> None:
-        request, slot = row.request, self.free.pop()
-        row.slot = slot
-        self.write_pages(row)
+    def open(self, sequence: RunningSequence) -> None:
+        """Give the sequence a free slot. Raises IndexError if there is none."""
+        request, slot = sequence.request, self.free.pop()
+        sequence.slot = slot
+        self.write_pages(sequence)
         length = len(request.prompt)
         self.ids[slot, :length] = request.prompt
         self.length[slot] = length
@@ -155,11 +151,12 @@ class Slots:
         self.stop[slot] = -1
         self.stop[slot, : len(request.stop)] = request.stop
 
-    def write_pages(self, row: RunningSequence) -> None:
-        self.table[row.slot, : len(row.pages)] = row.pages
+    def write_pages(self, sequence: RunningSequence) -> None:
+        """The page table after the sequence's pages have changed."""
+        self.table[sequence.slot, : len(sequence.pages)] = sequence.pages
 
     def append(self, slot_N: np.ndarray, ids_N: np.ndarray, log_probs_N: np.ndarray, version: int) -> np.ndarray:
-        """Note one sampled token per slot; true where the row ends with it."""
+        """Note one sampled token per slot; bool [N], true where the sequence ends with it."""
         position_N = self.length[slot_N]
         self.ids[slot_N, position_N] = ids_N
         self.log_probs[slot_N, position_N] = log_probs_N
@@ -172,7 +169,8 @@ class Slots:
         self, slot_N: np.ndarray, starts: np.ndarray, counts: np.ndarray, ids_S: np.ndarray, log_probs_S: np.ndarray,
         version: int,
     ) -> np.ndarray:  # fmt: skip
-        """Note `counts[n]` sampled tokens, from `starts[n]` on, per slot; true where the row ends with the last."""
+        """Note `counts[n]` sampled tokens, from `starts[n]` on, per slot; bool [N], true where the sequence ends with
+        the last of them."""
         for slot, start, count in zip(slot_N.tolist(), starts.tolist(), counts.tolist(), strict=True):
             if count:
                 where = slice(self.length[slot], self.length[slot] + count)
@@ -188,16 +186,18 @@ class Slots:
         return stopped_N | (self.length[slot_N] >= self.limit[slot_N])
 
     def reasons(self, slot_N: np.ndarray, done_N: np.ndarray) -> list[str]:
-        """Why each row ends; "" where it goes on."""
+        """Why each sequence ends, "stop" or "length"; "" where it goes on."""
         stopped_N = (self.stop[slot_N] == self.last[slot_N][:, None]).any(axis=1)
         return ["" if not done else "stop" if stop else "length" for done, stop in zip(done_N, stopped_N, strict=True)]
 
-    def result(self, row: RunningSequence) -> tuple[list[int], list[float], list[int]]:
-        sampled = slice(len(row.request.prompt), int(self.length[row.slot]))
+    def result(self, sequence: RunningSequence) -> tuple[list[int], list[float], list[int]]:
+        """Ids, log-probabilities and versions of the sampled tokens."""
+        sampled = slice(len(sequence.request.prompt), int(self.length[sequence.slot]))
         arrays = (self.ids, self.log_probs, self.versions)
-        ids, log_probs, versions = (array[row.slot, sampled].tolist() for array in arrays)
+        ids, log_probs, versions = (array[sequence.slot, sampled].tolist() for array in arrays)
         return ids, log_probs, versions
 
-    def close(self, row: RunningSequence) -> None:
-        self.free.append(row.slot)
-        row.slot = -1
+    def close(self, sequence: RunningSequence) -> None:
+        """Take the sequence's slot back."""
+        self.free.append(sequence.slot)
+        sequence.slot = -1

@@ -1,5 +1,5 @@
-"""Drawing tokens. Randomness is counter-based: the draw depends on (seed, position in the row) and the logits alone,
-never on which rows share a batch.
+"""Drawing tokens. Randomness is counter-based: the draw depends on (seed, position in the sequence) and the logits
+alone, never on which sequences share a batch.
 
 The log-probability of a token is that under the distribution it was drawn from: logits divided by the temperature,
 fp32 log-softmax, then, with top-p below 1, renormalised over the kept tokens. The kept set is the smallest set of most

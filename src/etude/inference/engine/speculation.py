@@ -1,13 +1,13 @@
 """Speculative edits: which drafted tokens are fed, and which of them are kept.
 
-Verification is sample and match: at every fed position the token is drawn as if it were the row's turn, from (seed,
+Verification is sample and match: at every fed position the token is drawn as in plain decoding, from (seed,
 position) and the logits alone, and drafted tokens are kept as long as they are the ones that were drawn. What is
 emitted is therefore what plain decoding emits with that seed, at any temperature; greedy is the case of temperature 0.
 A draft decides nothing but how many tokens one pass yields.
 
 Passes of different sizes sum in different orders, so logits differ in their last bits. In float32 a draw that such a
-difference could turn (`sampling.MARGIN`) is not taken from a pass with drafts: the row decides it alone, one token fed,
-as plain decoding does.
+difference could turn (`sampling.MARGIN`) is not taken from a pass with drafts: the sequence decides it alone, one token
+fed, as plain decoding does.
 """
 
 from __future__ import annotations
@@ -17,68 +17,73 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from etude.inference.engine.costs import CostCurve
-from etude.inference.engine.drafts import Drafter, Shared
-from etude.inference.engine.requests import RunningSequence, Slots
-
-NO_DRAFT = np.empty(0, np.int32)
+from etude.inference.engine.drafts import Drafter, SharedRates
+from etude.inference.engine.requests import RunningSequence, SequenceStates
 
 
 class Speculation:
-    """The drafts of an engine's rows. `curve` is called once, when it is first needed."""
+    """The drafts of an engine's sequences. `curve` is called once, when it is first needed."""
 
     def __init__(self, curve: Callable[[], CostCurve]) -> None:
         self._measure = curve
         self._curve: CostCurve | None = None
-        self._shared = Shared()
+        self._shared = SharedRates()
 
     @property
     def curve(self) -> CostCurve:
+        """Seconds of a pass by its number of tokens."""
         if self._curve is None:
             self._curve = self._measure()
         return self._curve
 
-    def drafts(self, rows: Sequence[RunningSequence], slots: Slots, tokens: int) -> list[np.ndarray] | None:
-        """The drafted tokens to feed after each row's last one, or None; `tokens` is the size of the pass without."""
-        if not rows or not self.curve.worth_drafting(len(rows), tokens):
+    def drafts(
+        self, sequences: Sequence[RunningSequence], states: SequenceStates, tokens: int
+    ) -> list[np.ndarray] | None:
+        """The drafted tokens to feed after each sequence's last one, or None if no draft pays.
+
+        `tokens` is the size of the pass without drafts.
+        """
+        if not sequences or not self.curve.worth_drafting(len(sequences), tokens):
             return None
         proposals = []
-        for row in rows:
-            length = int(slots.length[row.slot])
-            if row.drafter is None:
-                row.drafter = Drafter(row.request.sources, len(row.request.prompt), self._shared)
-            # The last token that the row may emit is the model's own.
-            room = 0 if row.alone else int(slots.limit[row.slot]) - length - 1
-            proposals.append(row.drafter.propose(slots.ids[row.slot, :length], room))
-            row.alone = False
-        counts = self.curve.choose(len(rows), tokens, [len(p.ids) for p in proposals], [p.rate for p in proposals])
+        for sequence in sequences:
+            slot, length = sequence.slot, int(states.length[sequence.slot])
+            if sequence.drafter is None:
+                sequence.drafter = Drafter(sequence.request.sources, len(sequence.request.prompt), self._shared)
+            # The last token that the sequence may emit is the model's own.
+            room = 0 if sequence.undrafted else int(states.limit[slot]) - length - 1
+            proposals.append(sequence.drafter.propose(states.ids[slot, :length], room))
+            sequence.undrafted = False
+        lengths, rates = [len(p.ids) for p in proposals], [p.rate for p in proposals]
+        counts = self.curve.choose(len(sequences), tokens, lengths, rates)
         if not any(counts):
             return None
         drafts = []
-        for row, proposal, count in zip(rows, proposals, counts, strict=True):
-            draft = proposal.ids[: _until_stop(proposal.ids[:count], row.request.stop)]
-            assert row.drafter is not None
-            row.drafter.fed(len(draft))
+        for sequence, proposal, count in zip(sequences, proposals, counts, strict=True):
+            draft = proposal.ids[: _until_stop(proposal.ids[:count], sequence.request.stop)]
+            assert sequence.drafter is not None
+            sequence.drafter.fed(len(draft))
             drafts.append(draft)
         return drafts
 
-    @staticmethod
-    def counts(row: RunningSequence, slots: Slots) -> tuple[int, int]:
-        """Tokens of the row's sources drafted and emitted, and drafted and never emitted."""
-        if row.drafter is None:
-            return 0, 0
-        row.drafter.follow(slots.ids[row.slot, : int(slots.length[row.slot])])
-        return row.drafter.counts()
+
+def draft_counts(sequence: RunningSequence, states: SequenceStates) -> tuple[int, int]:
+    """Tokens of the sequence's sources drafted and emitted, and drafted and never emitted."""
+    if sequence.drafter is None:
+        return 0, 0
+    sequence.drafter.follow(states.ids[sequence.slot, : int(states.length[sequence.slot])])
+    return sequence.drafter.counts()
 
 
 def _until_stop(ids: np.ndarray, stop: tuple[int, ...]) -> int:
-    """How many of `ids` to feed: nothing comes after a token that ends the row."""
+    """How many of `ids` to feed: nothing comes after a token that ends the sequence."""
     for i, token in enumerate(ids.tolist() if stop else ()):
         if token in stop:
             return i + 1
     return len(ids)
 
 
-def kept(draft: np.ndarray, ids: np.ndarray, safe: np.ndarray, stop: tuple[int, ...]) -> int:
+def accepted_length(draft: np.ndarray, ids: np.ndarray, safe: np.ndarray, stop: tuple[int, ...]) -> int:
     """How many of the drawn `ids` [K + 1] are emitted: the draft's [K] as far as it was right, and one more.
 
     Ends before the first draw that is not `safe` and with the first stop token.

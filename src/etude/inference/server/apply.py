@@ -1,6 +1,6 @@
-"""Fast apply: the request that asks a model to write a whole file with a sketched edit in it, and its answer.
+"""Fast apply: the request for a whole file with a sketched edit applied, and the collector of its answer.
 
-How it is asked is in `etude.edits.formats`. The answer is mostly the file, so the request brings its drafts: the
+The prompt is that of `etude.edits.formats`. The answer is mostly the file, so the request brings its drafts: the
 deterministic merge, the file, the sketch.
 """
 
@@ -35,13 +35,13 @@ class Applier:
         `max_length` tokens.
         """
         merged = edit.merged()
-        asked = formats.question(edit.text, edit.sketch, edit.instruction, way)
-        opening, close = asked.opening, asked.close
+        question = formats.question(edit.text, edit.sketch, edit.instruction, way)
+        opening, close = question.opening, question.close
         if self._renderer is not None:
-            prompt = self._renderer.prompt([{"role": "user", "content": asked.content}])
+            prompt = self._renderer.prompt([{"role": "user", "content": question.content}])
             stop = self._renderer.stop_ids
         else:
-            prompt, stop = self.encoder.encode(asked.content), ()
+            prompt, stop = self.encoder.encode(question.content), ()
         prompt = prompt + self.encoder.encode(opening)
         if way == "rewrite":
             texts = {"merge": merged + close, "file": edit.text + close, "sketch": edit.sketch}
@@ -65,19 +65,20 @@ class Applier:
         """Ids of an answer's text after its opening tag."""
         return encode_after(self.encoder.encode, "<updated-code>\n", text).tolist()
 
-    def answer(self, close: str) -> AnswerCollector:
+    def collector(self, close: str) -> AnswerCollector:
+        """Collects an answer that the tag `close` ends."""
         return AnswerCollector(self._tokenizer, close)
 
 
 class AnswerCollector:
-    """Collects sampled tokens, and ends the row with the closing tag. Give it to `Engine.submit` as `on_token`."""
+    """Collects sampled tokens, and ends the sequence with the closing tag; the `on_token` of `Engine.submit`."""
 
     def __init__(self, tokenizer: Tokenizer, close: str) -> None:
         self._tokenizer = tokenizer
         self._close = close
         # A tag is at most as many tokens as bytes.
         self._window = len(close.encode()) + 1
-        self._row: RunningSequence | None = None
+        self._sequence: RunningSequence | None = None
         self.ids: list[int] = []
         self.closed = False
 
@@ -86,14 +87,14 @@ class AnswerCollector:
             return
         self.ids.append(token)
         self.closed = self._close in self._decode(self.ids[-self._window :])
-        if self.closed and self._row is not None:
-            self._row.abort()
+        if self.closed and self._sequence is not None:
+            self._sequence.abort()
 
-    def watch(self, row: RunningSequence) -> None:
-        """The row to end."""
-        self._row = row
+    def watch(self, sequence: RunningSequence) -> None:
+        """The sequence to end."""
+        self._sequence = sequence
         if self.closed:
-            row.abort()
+            sequence.abort()
 
     def text(self) -> str:
         """The new file. Raises NotClosed if the model never closed its answer."""

@@ -15,8 +15,12 @@ import msgspec
 
 from etude.renderers.text import document_text
 
+_READABLE = ("text", "document", "refusal")
+
 
 class ContentPart(msgspec.Struct, tag_field="type", tag="text"):
+    """Plain text."""
+
     text: str
 
 
@@ -26,23 +30,34 @@ class Prediction(msgspec.Struct, tag_field="type", tag="content"):
     content: str | list[ContentPart]
 
     def plain(self) -> str:
+        """The whole text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 def take_documents(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
     """The messages without their document parts, and the documents as the model reads them, in order.
 
-    Raises ValueError for a part of type "document" that holds no text.
+    Raises ValueError for a part of type "document" that holds no text, and for a part that the model cannot read, such
+    as an image.
     """
     rest: list[Mapping[str, Any]] = []
     documents: list[str] = []
     for message in messages:
         content = message.get("content")
+        if isinstance(content, list):
+            _check_types(content)
         if isinstance(content, list) and any(map(_is_document, content)):
             documents += [_read(part) for part in content if _is_document(part)]
             message = dict(message) | {"content": [part for part in content if not _is_document(part)]}
         rest.append(message)
     return rest, documents
+
+
+def _check_types(parts: Sequence[object]) -> None:
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind not in _READABLE:
+            raise ValueError(f"a content part of type {kind!r} is not supported: send text or documents")
 
 
 def _is_document(part: object) -> bool:

@@ -1,8 +1,9 @@
 """OpenAI's completions and chat completions on the engine: streaming, logprobs, stop strings, tools, predictions,
-documents as content parts (`parts.py`).
+documents as content parts (`content_parts.py`).
 
 Messages become ids, and ids tool calls, through the model's renderer; text never decides what is a special token.
-Not supported, and refused: `top_logprobs` above 0, `echo`, `best_of`, streaming several choices.
+Not supported, and refused by name: `top_logprobs` above 0, streaming several choices, and every field of `NEUTRAL` with
+another value than those listed there, because the answer would not be the one that the client wants.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,6 +33,7 @@ from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request, RunningSequence
 from etude.inference.server.apply import Applier
 from etude.inference.server.content_parts import Prediction, take_documents
+from etude.inference.server.http import error, generation_of
 from etude.records import Generation
 from etude.renderers import ParsedTurn, Renderer, renderer_for
 
@@ -40,12 +42,40 @@ _MAX_CHOICES = 128
 _SETTLE_SECONDS = 1.0  # how long a choice cut by a stop string may take to end, for its usage figures
 
 
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # the task
+    "suffix": ("",),
+    "echo": (False,),
+    "best_of": (1,),
+    # which tokens are likely
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    # where the answer ends, and of which form it is
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "response_format": ({"type": "text"},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+}
+"""Fields that other servers understand and this one does not, with the values (besides null) that change nothing."""
+
+
 class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """What both routes understand. Unknown fields are ignored, as clients send many."""
+    """The fields of both routes. Unknown ones are ignored, as clients send many, but for those of `NEUTRAL`."""
 
     model: str = ""
     max_tokens: int | None = None
@@ -60,11 +90,12 @@ class _Body(msgspec.Struct, kw_only=True):
     prediction: Prediction | None = None
 
 
+B = TypeVar("B", bound=_Body)
+
+
 class _CompletionBody(_Body, kw_only=True):
     prompt: str | list[int]
     logprobs: int | None = None
-    echo: bool | None = False
-    best_of: int | None = None
 
 
 class _ChatBody(_Body, kw_only=True):
@@ -76,7 +107,7 @@ class _ChatBody(_Body, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
 
 
-class _Apply(msgspec.Struct, kw_only=True):
+class _ApplyBody(msgspec.Struct, kw_only=True):
     """A file's text and the sketch of an edit."""
 
     code: str
@@ -85,12 +116,7 @@ class _Apply(msgspec.Struct, kw_only=True):
     model: str = ""
     temperature: float = 0.0
     seed: int = 0
-
-
-def error(status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> JSONResponse:
-    """An error in OpenAI's shape."""
-    body = {"message": message, "type": kind, "param": param, "code": None if status != 404 else "model_not_found"}
-    return JSONResponse({"error": body}, status_code=status)
+    stream: bool = False
 
 
 class _InvalidRequest(Exception):
@@ -101,25 +127,11 @@ class _InvalidRequest(Exception):
         self.param, self.status = param, status
 
 
-async def finished(http: HTTPRequest, row: RunningSequence) -> Generation:
-    """The row's generation; the row is aborted if the client goes away first."""
-    answer = asyncio.wrap_future(row.future)
-    gone = asyncio.create_task(http.receive())  # after the body, the next message is the disconnection
-    try:
-        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            row.abort()
-        return await answer
-    finally:
-        row.abort()
-        gone.cancel()
-
-
 @dataclass
 class _Choice:
-    """One answer while it grows. `text` is what may be shown: no stop string, no half of a character."""
+    """One answer while it grows. `text` may be shown: it holds no stop string and no half of a character."""
 
-    row: RunningSequence
+    sequence: RunningSequence
     events: asyncio.Queue[tuple[int, float] | None]
     ids: list[int]
     logprobs: list[float]
@@ -148,6 +160,7 @@ class OpenAI:
             self._applier = Applier(self._tokenizer, self._renderer)
 
     def routes(self) -> list[Route]:
+        """The routes, to be mounted."""
         return [
             Route("/v1/models", self._models),
             Route("/v1/completions", partial(self._answer, self._completion), methods=["POST"]),
@@ -172,11 +185,9 @@ class OpenAI:
     # --- the two routes ---------------------------------------------------------------------------------------------
 
     async def _completion(self, http: HTTPRequest, data: bytes) -> Response:
-        body = msgspec.json.decode(data, type=_CompletionBody)
+        body = _decoded(data, _CompletionBody)
         if self._tokenizer is None:
             raise _InvalidRequest("the model folder has no tokenizer.json: send the prompt to /generate as token ids")
-        if body.echo or (body.best_of or 1) > 1:
-            raise _InvalidRequest("echo and best_of are not supported", "echo" if body.echo else "best_of")
         if isinstance(body.prompt, str):
             prompt = self._tokenizer.encode(body.prompt, add_special_tokens=False).ids
         else:
@@ -184,7 +195,7 @@ class OpenAI:
         if (body.logprobs or 0) > 1:
             raise _InvalidRequest("logprobs above 1 are not supported: only the sampled token's is known", "logprobs")
         stop_ids = self._renderer.stop_ids if self._renderer else ()
-        choices = self._submit(body, prompt, body.max_tokens or _COMPLETION_TOKENS, stop_ids)
+        choices = self._submit(body, prompt, _first(body.max_tokens, _COMPLETION_TOKENS), stop_ids)
         head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._name}
         head["object"] = "text_completion"
         with_logprobs = body.logprobs is not None
@@ -200,7 +211,7 @@ class OpenAI:
         return JSONResponse(head | {"choices": shown, "usage": _usage(choices)})
 
     async def _chat(self, http: HTTPRequest, data: bytes) -> Response:
-        body = msgspec.json.decode(data, type=_ChatBody)
+        body = _decoded(data, _ChatBody)
         if self._renderer is None:
             raise _InvalidRequest(f"this model cannot chat: {self._no_chat}")
         if body.top_logprobs:
@@ -215,7 +226,7 @@ class OpenAI:
             prompt = self._renderer.prompt(messages, tools)
         except (KeyError, TypeError, AttributeError) as e:
             raise _InvalidRequest(f"a message is not in the chat format: {type(e).__name__} {e}", "messages") from None
-        limit = body.max_completion_tokens or body.max_tokens or self._engine.max_length
+        limit = _first(body.max_completion_tokens, body.max_tokens, self._engine.max_length)
         assert self._applier is not None
         encoded = tuple(map(self._applier.encoder.encode, documents))
         choices = self._submit(body, prompt, limit, self._renderer.stop_ids, encoded)
@@ -235,24 +246,26 @@ class OpenAI:
 
     async def _apply(self, http: HTTPRequest, data: bytes) -> Response:
         """The whole new file, closed by the model's own tag; 422 if the model did not close it."""
-        body = msgspec.json.decode(data, type=_Apply)
+        body = msgspec.json.decode(data, type=_ApplyBody)
         if (applier := self._applier) is None:
             raise _InvalidRequest("the model folder has no tokenizer.json: it cannot apply edits")
+        if body.stream:
+            raise _InvalidRequest("an applied edit is answered whole: leave stream out", "stream")
         self._must_be_served(body.model)
         edit = Edit(body.code, body.update, body.instruction)
         request, close = await asyncio.to_thread(
             applier.request, edit, self._engine.max_length, temperature=body.temperature, seed=body.seed
         )
-        answer = applier.answer(close)
-        row = self._engine.submit(request, answer)
-        answer.watch(row)
-        generation = await finished(http, row)
+        collector = applier.collector(close)
+        sequence = self._engine.submit(request, collector)
+        collector.watch(sequence)
+        generation = await generation_of(http, sequence)
         try:
-            text = answer.text()
+            text = collector.text()
         except UserError as e:
             return error(422, str(e), "model_error")
         head = {"id": f"apply-{uuid.uuid4().hex}", "object": "apply", "created": int(time.time()), "model": self._name}
-        return JSONResponse(head | {"code": text, "usage": _counted(request.ids, len(answer.ids), [generation])})
+        return JSONResponse(head | {"code": text, "usage": _counted(request.ids, len(collector.ids), [generation])})
 
     # --- running choices --------------------------------------------------------------------------------------------
 
@@ -287,9 +300,9 @@ class OpenAI:
             def on_token(token: int, logprob: float, put: Callable[[Any], None] = events.put_nowait) -> None:
                 loop.call_soon_threadsafe(put, (token, logprob))
 
-            row = self._engine.submit(request, on_token)
-            row.future.add_done_callback(lambda _, put=events.put_nowait: loop.call_soon_threadsafe(put, None))
-            choices.append(_Choice(row, events, [], []))
+            sequence = self._engine.submit(request, on_token)
+            sequence.future.add_done_callback(lambda _, put=events.put_nowait: loop.call_soon_threadsafe(put, None))
+            choices.append(_Choice(sequence, events, [], []))
         return choices
 
     def _must_be_served(self, model: str) -> None:
@@ -301,7 +314,7 @@ class OpenAI:
         return DraftSource("prediction", np.array(self._applier.encoder.encode(prediction.plain()), dtype=np.int32))
 
     async def _grow(self, choice: _Choice, body: _Body) -> AsyncIterator[str]:
-        """Yields the text that each step adds. Ends with `reason` set; a stop string ends the row early."""
+        """Yields the text that each step adds. Ends with `reason` set; a stop string ends the sequence early."""
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         while True:
             event = await choice.events.get()
@@ -312,7 +325,7 @@ class OpenAI:
             text = self._visible(choice, final=False)
             cut = min((at for s in stops if s and (at := text.find(s)) >= 0), default=None)
             if cut is not None:
-                choice.row.abort()
+                choice.sequence.abort()
                 choice.reason = "stop"
                 added, choice.text = text[len(choice.text) : cut], text[:cut]
                 yield added
@@ -323,7 +336,7 @@ class OpenAI:
             if len(text) > len(choice.text):
                 added, choice.text = text[len(choice.text) :], text
                 yield added
-        choice.reason = choice.row.future.result().finish_reason
+        choice.reason = choice.sequence.future.result().finish_reason
         text = self._visible(choice, final=True)
         added, choice.text = text[len(choice.text) :], text
         yield added
@@ -350,7 +363,7 @@ class OpenAI:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 for choice in choices:
-                    choice.row.abort()
+                    choice.sequence.abort()
             await work
             await _settle(choices)
         finally:
@@ -374,17 +387,17 @@ class OpenAI:
                 yield b"data: [DONE]\n\n"
             finally:
                 for choice in choices:
-                    choice.row.abort()
+                    choice.sequence.abort()
 
         return StreamingResponse(lines(), media_type="text/event-stream")
 
     async def _completion_events(
         self, choice: _Choice, body: _Body, show: Callable[..., dict[str, Any]]
     ) -> AsyncIterator[dict[str, Any]]:
-        told = 0
+        sent_ids = 0
         async for added in self._grow(choice, body):
-            yield show(0, choice, added, told, choice.reason or None)
-            told = len(choice.ids)
+            yield show(0, choice, added, sent_ids, choice.reason or None)
+            sent_ids = len(choice.ids)
 
     async def _chat_events(self, choice: _Choice, body: _ChatBody) -> AsyncIterator[dict[str, Any]]:
         def event(delta: dict[str, Any], reason: str | None = None, first: int | None = None) -> dict[str, Any]:
@@ -392,19 +405,19 @@ class OpenAI:
             return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
         yield event({"role": "assistant", "content": ""})
-        sent, told = "", 0
+        sent, sent_ids = "", 0
         async for _ in self._grow(choice, body):
-            # Text before the first call streams; calls are told whole, once they are.
+            # Text before the first call streams; calls are sent whole, at the end.
             text = (self._message(choice)["content"] or "").rstrip("�") if not choice.reason else sent
             if text.startswith(sent) and len(text) > len(sent) and not self._parsed(choice).calls:
-                yield event({"content": text[len(sent) :]}, first=told if body.logprobs else None)
-                sent, told = text, len(choice.ids)
+                yield event({"content": text[len(sent) :]}, first=sent_ids if body.logprobs else None)
+                sent, sent_ids = text, len(choice.ids)
         message = self._message(choice)
         rest = (message["content"] or "")[len(sent) :]
         calls = [call | {"index": i} for i, call in enumerate(message.get("tool_calls", ()))]
         if rest or calls:
             delta = ({"content": rest} if rest else {}) | ({"tool_calls": calls} if calls else {})
-            yield event(delta, first=told if body.logprobs else None)
+            yield event(delta, first=sent_ids if body.logprobs else None)
         yield event({}, "tool_calls" if calls else choice.reason)
 
     # --- shapes -----------------------------------------------------------------------------------------------------
@@ -416,7 +429,7 @@ class OpenAI:
     def _message(self, choice: _Choice) -> dict[str, Any]:
         """The assistant message; with a stop string, plain text up to it."""
         parsed = self._parsed(choice)
-        if choice.reason == "stop" and choice.row.aborted and not parsed.calls:
+        if choice.reason == "stop" and choice.sequence.aborted and not parsed.calls:
             return {"role": "assistant", "content": choice.text}
         return parsed.openai(f"call_{uuid.uuid4().hex[:16]}_")
 
@@ -443,18 +456,32 @@ class OpenAI:
         }
 
 
+def _decoded(data: bytes, kind: type[B]) -> B:
+    """The body. Raises msgspec.MsgspecError, and _InvalidRequest for a field that must not be ignored."""
+    fields: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
+    for name in NEUTRAL.keys() & fields.keys():
+        if fields[name] is not None and fields[name] not in NEUTRAL[name]:
+            raise _InvalidRequest(f"{name} is not supported: leave it out", name)
+    return msgspec.convert(fields, kind)
+
+
+def _first(*limits: int | None) -> int:
+    """The first limit that is given; 0 counts, and is refused by the engine."""
+    return next(limit for limit in limits if limit is not None)
+
+
 async def _settle(choices: list[_Choice]) -> None:
-    """Let rows that a stop string cut come to their end, so that their figures are known."""
-    await asyncio.wait([asyncio.wrap_future(choice.row.future) for choice in choices], timeout=_SETTLE_SECONDS)
+    """Wait for the end of sequences that a stop string cut, so that their figures are known."""
+    await asyncio.wait([asyncio.wrap_future(choice.sequence.future) for choice in choices], timeout=_SETTLE_SECONDS)
 
 
 def _usage(choices: list[_Choice]) -> dict[str, Any]:
-    done = [choice.row.future.result() for choice in choices if choice.row.future.done()]
-    return _counted(choices[0].row.request.prompt, sum(len(choice.ids) for choice in choices), done)
+    done = [choice.sequence.future.result() for choice in choices if choice.sequence.future.done()]
+    return _counted(choices[0].sequence.request.prompt, sum(len(choice.ids) for choice in choices), done)
 
 
 def _counted(prompt: list[int], sampled: int, generations: list[Generation]) -> dict[str, Any]:
-    """Usage in OpenAI's shape. Rejected prediction tokens are told and not charged: they are no completion tokens."""
+    """Usage in OpenAI's shape. Rejected prediction tokens are named apart: they are no completion tokens."""
     return {
         "prompt_tokens": len(prompt),
         "completion_tokens": sampled,

@@ -1,7 +1,7 @@
 """Follows the weight store on a thread of its own: fetches and verifies while the engine serves, swaps between steps.
 
-What cannot be verified is reported and never served; the old version goes on. After every swap a part of the live
-weights is digested again, and what has rotted is repaired while the engine stands still.
+A version that cannot be verified is reported and never served; the old version goes on. After every swap a part of the
+live weights is digested again, and damaged chunks are repaired while the engine stands still.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from etude.config import WeightSource
 from etude.errors import SwapUndone, UserError
 from etude.inference.engine.engine import Engine
 from etude.models.loading import named_tensors
@@ -33,22 +33,6 @@ _SWAP_SECONDS = 120.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightSource:
-    """Where versions come from: the store's URL, and optionally the cluster's relay, the servers of the same cluster,
-    the coordinator of the replica with this server's name in it, the key that must have signed the manifests, the file
-    that remembers the newest of them across restarts, and the id of the model whose versions are expected."""
-
-    store: str
-    relay: str | None = None
-    peers: Sequence[str] = ()
-    coordinator: str | None = None
-    member: str = ""
-    public_key: Path | None = None
-    accepted: Path | None = None
-    model: str = ""
-
-
 @dataclass(frozen=True)
 class ServedVersion:
     """A version and its digest, proven for the live tensors."""
@@ -58,21 +42,24 @@ class ServedVersion:
 
 
 class WeightWatcher:
-    """Keeps an engine on the newest version of a store; with no store, it only knows the digest."""
+    """Keeps an engine on the newest version of a store; without a source it only tells the digest of its weights.
 
-    def __init__(self, engine: Engine, model: PreTrainedModel, origin: WeightSource | None) -> None:
+    `model` is the id of the model whose versions are expected (`models.loading.model_id`), or empty for any.
+    """
+
+    def __init__(self, engine: Engine, source: WeightSource | None, model: str = "") -> None:
         self._engine = engine
-        self._tensors = named_tensors(model)
+        self._tensors = named_tensors(engine.model)
         # Weights that float32 alone can hold are digested as they are; a store's versions are always bfloat16.
-        self._dtype = torch.bfloat16 if origin or _fits_bfloat16(model) else torch.float32
+        self._dtype = torch.bfloat16 if source or _fits_bfloat16(engine.model) else torch.float32
         self._member: ReplicaMember | None = None
-        if origin is not None:
-            store = open_store(origin.store)
-            key = public_key(origin.public_key) if origin.public_key else None
-            trust = Trust(key, memory=origin.accepted, model=origin.model)
-            receiver = Receiver(store, self._tensors, PayloadSource(store, origin.relay, trust), origin.peers)
+        if source is not None:
+            store = open_store(source.weights)
+            key = public_key(source.public_key) if source.public_key else None
+            trust = Trust(key, memory=source.accepted, model=model)
+            receiver = Receiver(store, self._tensors, PayloadSource(store, source.relay, trust), source.peers)
             votes: ReplicaVote = (
-                CoordinatorVote(origin.coordinator, origin.member) if origin.coordinator else SingleMember()
+                CoordinatorVote(source.coordinator, source.member) if source.coordinator else SingleMember()
             )
             self._member = ReplicaMember(receiver, votes)
         self._stop = threading.Event()
@@ -107,7 +94,7 @@ class WeightWatcher:
             self._thread.start()
 
     def poll(self) -> bool:
-        """Look once; true if a new version is live now. What goes wrong is told in `trouble` and tried again."""
+        """Look for a version once; true if a new one is live now. Failures are named in `trouble` and tried again."""
         assert self._member is not None
         receiver = self._member.receiver
         try:
@@ -128,6 +115,7 @@ class WeightWatcher:
             return False
 
     def close(self) -> None:
+        """Stop following the store."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(10)
@@ -145,7 +133,7 @@ class WeightWatcher:
             self._repair(receiver)
 
     def _repair(self, receiver: Receiver) -> None:
-        """Puts damaged chunks right. The engine stands still until it is done: what they would compute is wrong."""
+        """Repairs damaged chunks. The engine stands still meanwhile: with them it would compute wrong tokens."""
         self.trouble = f"{len(self._damaged)} chunks of version {receiver.version} are damaged; they are being repaired"
         _log.warning("%s", self.trouble)
         if not self._engine.is_paused:
@@ -171,7 +159,7 @@ class WeightWatcher:
                 return
 
     def _delay(self) -> float:
-        """Seconds to the next look: longer and longer while it fails, and never in step with other servers."""
+        """Seconds to the next poll: longer and longer while polls fail, and never in step with other servers."""
         if not self._failures:
             return _POLL_SECONDS
         longest = min(_POLL_SECONDS * 2 ** min(self._failures, 10), _LONGEST_SECONDS)

@@ -1,8 +1,8 @@
-"""`etude weights feed STORE --vllm URL`: a vLLM server goes to each version that is published.
+"""`etude weights feed STORE --vllm URL`: updates a vLLM server to each version that is published.
 
-The server fetches, proves and stages a version while it serves (`etude.inference.vllm.worker`). Then it is paused
+The server fetches, verifies and stages a version while it serves (`etude.inference.vllm.worker`). Then it is paused
 between two steps, the version is written into its weights, and the digest that it reads back from all of them must be
-the manifest's. What was computed with the old weights is computed again: running requests go on with the tokens they
+the manifest's. Keys and values of the old weights are computed again: running requests go on with the tokens they
 have, and the prefix cache is empty. A swap that fails half-way leaves the server paused, never serving a mixture.
 """
 
@@ -20,10 +20,10 @@ from etude.store import Store
 from etude.weights.manifest import versions
 
 EVERY = 1.0
-"""Seconds between two looks at the store."""
+"""Seconds between two polls of the store."""
 DEADLINE = 600.0
-"""Seconds that a version may take from being seen to being live."""
-_LOOK = 0.2  # seconds between two questions whether a version is staged
+"""Seconds that a version may take from its first sight to being live."""
+_POLL = 0.2  # seconds between two questions whether a version is staged
 _REQUEST = 600.0  # one request; the first one reads the checkpoint again
 Answer = dict[str, Any]
 
@@ -33,7 +33,7 @@ class NotLive(Exception):
 
 
 @dataclass(frozen=True)
-class Swap:
+class LiveVersion:
     """A version that went live."""
 
     version: int
@@ -42,16 +42,16 @@ class Swap:
 
 
 class VllmServer:
-    """A vLLM server in development mode, whose workers are `etude.inference.vllm.worker.Follower`s."""
+    """A vLLM server in development mode, whose workers have the `etude.inference.vllm.worker.WorkerExtension`."""
 
     def __init__(self, url: str, request_seconds: float = _REQUEST):
         self.url = url.rstrip("/")
         self._seconds = request_seconds
 
     def ask(self, method: str, *arguments: str) -> Answer:
-        """What the workers answer. Raises NotLive if they refuse, UserError if they cannot be asked."""
-        found = self.send("POST", "/collective_rpc", body={"method": method, "args": list(arguments)})
-        answers = cast(list[Answer], found["results"])
+        """The answer of the server's worker. Raises NotLive if it refuses, UserError if it cannot be reached."""
+        body = {"method": method, "args": list(arguments)}
+        answers = cast(list[Answer], self.send("POST", "/collective_rpc", body=body)["results"])
         for answer in answers:
             if answer.get("error"):
                 raise NotLive(str(answer["error"]))
@@ -62,23 +62,25 @@ class VllmServer:
     def send(self, verb: str, path: str, body: Answer | None = None, **query: str) -> Answer:
         """One request. Raises UserError unless it succeeds."""
         try:
-            found = httpx2.request(
+            response = httpx2.request(
                 verb, f"{self.url}{path}", params=query, json=body, timeout=self._seconds, trust_env=False
             )
         except httpx2.HTTPError as e:
             why = f"{type(e).__name__} {e}".strip()
             raise UserError(f"{self.url} does not answer ({why}): start it, or look at its log") from None
-        if found.status_code == 404:
+        if response.status_code == 404:
             raise UserError(f"{self.url} has no {path}: start vLLM with VLLM_SERVER_DEV_MODE=1")
-        if found.status_code != 200:
-            raise UserError(f"{self.url}{path} answered {found.status_code} ({found.text[:200]}): look at its log")
-        return cast(Answer, found.json())
+        if response.status_code != 200:
+            raise UserError(
+                f"{self.url}{path} answered {response.status_code} ({response.text[:200]}): look at its log"
+            )
+        return cast(Answer, response.json())
 
 
 def follow(server: VllmServer, store: str, relay: str | None = None, public_key: str | None = None) -> int:
-    """The server follows the store from here on; the version that it serves, -1 if it is none of the store's.
+    """Makes the server follow the store; returns the version that it serves, -1 if that is none of the store's.
 
-    A swap that was cut off (this program was killed) is finished if what the server holds is whole. Raises UserError.
+    A swap that was cut off (this program was killed) is finished if the server's weights are whole. Raises UserError.
     """
     try:
         version = int(server.ask("etude_open", store, relay or "", public_key or "")["version"])
@@ -91,26 +93,26 @@ def follow(server: VllmServer, store: str, relay: str | None = None, public_key:
     return version
 
 
-def bring(server: VllmServer, version: int, deadline: float = DEADLINE) -> Swap:
-    """The server goes to a version. Raises NotLive if the old one goes on, UserError if the server does not answer."""
+def update_to(server: VllmServer, version: int, deadline: float = DEADLINE) -> LiveVersion:
+    """Makes a version live. Raises NotLive if the old one goes on, UserError if the server does not answer."""
     end = time.monotonic() + deadline
     server.ask("etude_stage", str(version))
     while (status := server.ask("etude_status"))["staging"]:
         if time.monotonic() > end:
             raise NotLive(f"version {version} was not fetched within {deadline:g} s")
-        time.sleep(_LOOK)
+        time.sleep(_POLL)
     staged = int(status["staged"])
     if staged < 0:
         raise NotLive(f"the server does not find version {version} in the store")
     began = time.monotonic()
     server.send("POST", "/pause", mode="keep")
     try:
-        answer = server.ask("etude_flip", str(staged))
+        answer = server.ask("etude_swap", str(staged))
     except NotLive:
         server.send("POST", "/resume")
         raise
     _resume(server, staged)
-    return Swap(staged, str(answer["digest"]), time.monotonic() - began)
+    return LiveVersion(staged, str(answer["digest"]), time.monotonic() - began)
 
 
 def feed(
@@ -124,7 +126,7 @@ def feed(
     deadline: float = DEADLINE,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Brings the server to every newest version, for ever; with `once` until it serves the newest. That version.
+    """Updates the server to every newest version, for ever; with `once` until it serves the newest, which it returns.
 
     Raises UserError if the server does not answer, or if a version is not live `deadline` seconds after it was seen.
     """
@@ -136,14 +138,14 @@ def feed(
         if newest > live:
             seen = seen or time.monotonic()
             try:
-                swap = bring(server, newest, deadline)
+                swapped = update_to(server, newest, deadline)
             except NotLive as e:
                 if time.monotonic() - seen > deadline:
                     raise UserError(f"{server.url} stays at version {live}: {e}") from None
                 say(f"not live yet: {e}")
             else:
-                live, seen = swap.version, None
-                say(f"version {live} is live, digest {swap.digest}, pause {1e3 * swap.pause:.0f} ms")
+                live, seen = swapped.version, None
+                say(f"version {live} is live, digest {swapped.digest}, pause {1e3 * swapped.pause:.0f} ms")
                 continue
         elif once:
             return live
@@ -151,7 +153,7 @@ def feed(
 
 
 def _resume(server: VllmServer, version: int) -> None:
-    """Nothing that older weights computed is used from here on."""
+    """Goes on with the new weights; keys and values of older ones are dropped."""
     server.send("POST", "/reset_prefix_cache", reset_running_requests="true")
     server.send("POST", "/update_weight_version", body={"new_version": str(version)})
     server.send("POST", "/resume")

@@ -1,10 +1,10 @@
-"""Where a vLLM model keeps the tensors of a checkpoint, found by watching its own loader.
+"""Finds where a vLLM model keeps the tensors of a checkpoint, by watching its own loader.
 
 vLLM stacks queries, keys and values, gates and ups, and experts; which tensor goes where is written in each model's
-`load_weights`. So that loader is given tensors nobody reads, and every copy it would make into the model's memory is
-noted instead of made: the source says which published elements, the destination where they lie. No table of names per
-architecture is needed. What the loader cannot tell is whether a kernel rearranged the memory after it had been loaded;
-so the same loader is given the checkpoint that the server was started with, and every copy must find its values there.
+`load_weights`. So that loader is given placeholder tensors, and every copy that it would make into the model's memory
+is noted instead of made: its source tells which published elements, its destination where they lie. No table of names
+per architecture is needed. The loader cannot tell whether a kernel rearranged the memory after it had been loaded; so
+the same loader is given the checkpoint that the server was started with, and every copy must find its values there.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ Run = tuple[int, int, int]
 """Elements that are neighbours in the source and in the destination: where they start in each, and how many."""
 
 
-class Loads(Protocol):
-    """What is used of a vLLM model."""
+class LoadableModel(Protocol):
+    """The part of a vLLM model that is used here."""
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Copies a checkpoint into the model."""
+        ...
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """All parameters by name."""
+        ...
 
 
 class _Copies(TorchDispatchMode):
@@ -48,7 +52,7 @@ class _Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def live_tensors(model: Loads, published: Schema) -> dict[str, torch.Tensor]:
+def live_tensors(model: LoadableModel, published: Schema) -> dict[str, torch.Tensor]:
     """The model's own memory under the names and in the shapes that are published.
 
     Raises UserError if a tensor is not there whole and in order (several GPUs share it, it was transposed), or if the
@@ -57,23 +61,23 @@ def live_tensors(model: Loads, published: Schema) -> dict[str, torch.Tensor]:
     sources = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in published.tensors}
     names = {_storage(tensor): name for name, tensor in sources.items()}
     filled: set[int] = set()
-    found: dict[str, list[tuple[Run, torch.Tensor]]] = {name: [] for name in sources}
+    places: dict[str, list[tuple[Run, torch.Tensor]]] = {name: [] for name in sources}
 
     def note(there: torch.Tensor, source: torch.Tensor) -> None:
         name = names.get(_storage(source))
         if name is None:
             raise UserError(f"this server's loader does not copy weights as they are; {_HELP}")
         filled.add(_storage(there))
-        found[name] += [(run, there) for run in _runs(name, source, there)]
+        places[name] += [(run, there) for run in _runs(name, source, there)]
 
     _load(model, sources.items(), note)
     for name, parameter in model.named_parameters():
         if parameter.numel() and _storage(parameter) not in filled:
             raise UserError(f"no published tensor fills {name}; serve the model that the run trains")
-    return {name: _joined(name, sources[name], pieces) for name, pieces in found.items()}
+    return {name: _joined(name, sources[name], pieces) for name, pieces in places.items()}
 
 
-def check_plain(model: Loads, checkpoint: Iterable[tuple[str, torch.Tensor]]) -> None:
+def check_plain(model: LoadableModel, checkpoint: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises UserError unless the model's memory holds the checkpoint's values where its loader puts them."""
 
     def compare(there: torch.Tensor, source: torch.Tensor) -> None:
@@ -83,8 +87,8 @@ def check_plain(model: Loads, checkpoint: Iterable[tuple[str, torch.Tensor]]) ->
     _load(model, checkpoint, compare)
 
 
-def memory(model: Loads) -> frozenset[int]:
-    """Where the model's parameters lie; another set after they were loaded anew."""
+def memory(model: LoadableModel) -> frozenset[int]:
+    """Addresses of the model's parameters; other ones after they were loaded anew."""
     return frozenset(_storage(parameter) for _, parameter in model.named_parameters() if parameter.numel())
 
 
@@ -92,7 +96,9 @@ _HELP = "serve unquantised weights on one device with a backend that keeps them 
 
 
 def _load(
-    model: Loads, weights: Iterable[tuple[str, torch.Tensor]], seen: Callable[[torch.Tensor, torch.Tensor], None]
+    model: LoadableModel,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    seen: Callable[[torch.Tensor, torch.Tensor], None],
 ) -> None:
     try:
         with torch.no_grad(), _Copies(memory(model), seen):

@@ -2,12 +2,11 @@
 
     {"method": "custom_class", "model": "etude.inference.vllm.proposer.Proposer", "num_speculative_tokens": 128}
 
-vLLM makes one `Proposer` per worker and asks it after every pass. It says nothing of the requests: rows of token ids
-come without names and change places. So file and sketch are looked for in the prompt
-(`etude.inference.server.prompt_parsing`), and a row is known again by its tokens; rows with equal tokens want equal
-drafts. vLLM verifies: drafts decide no token.
+vLLM makes one `Proposer` per worker and calls it after every pass. It does not name the requests: rows of token ids
+change places from pass to pass. So file and sketch are parsed from the prompt (`prompt_parsing.py`), and a sequence is
+recognised by its tokens; sequences with equal tokens want equal drafts. vLLM verifies: drafts decide no token.
 
-Beyond what vLLM's environment holds (numpy, numba, tokenizers) nothing is imported.
+Nothing is imported that vLLM's environment lacks (it has numpy, numba, tokenizers).
 """
 
 # pyright: basic, reportMissingImports=false
@@ -26,15 +25,15 @@ from tokenizers import Tokenizer
 from etude.edits.edit import Edit
 from etude.errors import UserError
 from etude.inference.engine.costs import LearnedCosts
-from etude.inference.engine.drafts import Drafter, DraftSource, Shared, encode_after
-from etude.inference.server.prompt_parsing import find
+from etude.inference.engine.drafts import Drafter, DraftSource, SharedRates, encode_after
+from etude.inference.vllm.prompt_parsing import parse_prompt
 
-LONGEST = 128  # vLLM 0.32's rejection sampler asserts that no row has more drafted tokens
+LONGEST = 128  # vLLM 0.32's rejection sampler asserts that no sequence has more drafted tokens
 _PROMPTS = 64  # prompts whose sources are kept, for requests with n > 1 and groups
 
 
 class Proposer:
-    """What vLLM constructs and calls. Raises UserError for a configuration under which it could not work."""
+    """The class that vLLM constructs and calls. Raises UserError for a configuration under which it could not work."""
 
     def __init__(self, vllm_config: Any) -> None:
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -43,11 +42,11 @@ class Proposer:
         tokenizer = getattr(cached_tokenizer_from_config(model), "backend_tokenizer", None)
         if not isinstance(tokenizer, Tokenizer):
             raise UserError("the model has no fast tokenizer (tokenizer.json), by which file and sketch are found")
-        rows = vllm_config.scheduler_config.max_num_seqs
-        self._drafts = RowDrafts(tokenizer, longest, model.max_model_len, rows)
+        sequences = vllm_config.scheduler_config.max_num_seqs
+        self._drafts = SequenceDrafts(tokenizer, longest, model.max_model_len, sequences)
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """vLLM asks every proposer to; there is none to load."""
+        """Nothing to load; vLLM calls this of every proposer."""
 
     def propose(
         self,
@@ -56,22 +55,24 @@ class Proposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafted tokens per row, of any number up to the configured one."""
+        """Drafted tokens per row of `token_ids_cpu`, of any number up to the configured one."""
         return self._drafts.after_pass(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
 
 
 @dataclass
 class _DraftedSequence:
+    """A sequence that vLLM runs, between two passes."""
+
     drafter: Drafter
     drafted: int = 0  # tokens of the last proposal
-    asked: int = 0  # the pass after which it was made
+    proposed: int = 0  # the pass after which it was made
 
 
-class RowDrafts:
-    """Drafts for rows that are known by their tokens only.
+class SequenceDrafts:
+    """Drafts for sequences that are known by their tokens only.
 
-    `longest` is the greatest number of drafted tokens per row, `max_length` the model's context, `rows` the greatest
-    number of rows. `clock` gives seconds. Raises UserError for a `longest` that vLLM cannot verify.
+    `longest` is the greatest number of drafted tokens per sequence, `max_length` the model's context, `sequences` the
+    greatest number of sequences. `clock` gives seconds. Raises UserError for a `longest` that vLLM cannot verify.
     """
 
     def __init__(
@@ -79,20 +80,20 @@ class RowDrafts:
         tokenizer: Tokenizer,
         longest: int,
         max_length: int,
-        rows: int,
+        sequences: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not 1 <= longest <= LONGEST:
             raise UserError(f"num_speculative_tokens is {longest}; vLLM verifies 1 to {LONGEST} tokens per request")
         self._tokenizer, self._longest, self._max_length, self._clock = tokenizer, longest, max_length, clock
-        self._rows = _SequenceHistories(4 * rows)  # a request that waits for memory is in no pass for a while
+        self._known = _SequenceHistories(4 * sequences)  # a request that waits for memory is in no pass for a while
         self._sources: OrderedDict[bytes, tuple[DraftSource, ...]] = OrderedDict()
-        self._shared = Shared()
+        self._shared = SharedRates()
         self._costs = LearnedCosts()
         self._passes = 0
         self._returned = 0.0
         # The kernels are compiled now, not in a user's first pass.
-        warm = Drafter((DraftSource("file", np.zeros(4, np.int32)),), 1, Shared())
+        warm = Drafter((DraftSource("file", np.zeros(4, np.int32)),), 1, SharedRates())
         for length in (2, 3):
             warm.propose(np.arange(1, length + 1, dtype=np.int32), 1)
 
@@ -103,38 +104,40 @@ class RowDrafts:
         ids_RT[r, : lengths[r]] with them."""
         begin = self._clock()
         histories = {r: ids_RT[r, : int(lengths[r])] for r, new in enumerate(sampled) if len(new)}
-        rows = {r: self._row(history, len(sampled[r])) for r, history in histories.items()}
-        if rows and len(rows) == len(sampled) and all(row.asked == self._passes for row in rows.values()):
-            # Without a prompt in it, the pass had one token per row and what was drafted. It began when its drafts were
-            # given; nobody waits between two passes of the same rows.
-            self._costs.note(sum(1 + row.drafted for row in rows.values()), begin - self._returned)
+        sequences = {r: self._sequence(history, len(sampled[r])) for r, history in histories.items()}
+        complete = len(sequences) == len(sampled) and all(s.proposed == self._passes for s in sequences.values())
+        if sequences and complete:
+            # Without a prompt in it, the pass had one token per sequence and the drafted ones. It began when its drafts
+            # were returned: between two passes of the same sequences there is no waiting.
+            self._costs.note(sum(1 + s.drafted for s in sequences.values()), begin - self._returned)
         self._passes += 1
-        drafts = self._choose(histories, rows)
+        drafts = self._choose(histories, sequences)
         self._returned = self._clock()
         return [drafts.get(r, []) for r in range(len(sampled))]
 
-    def _choose(self, histories: dict[int, np.ndarray], rows: dict[int, _DraftedSequence]) -> dict[int, list[int]]:
+    def _choose(self, histories: dict[int, np.ndarray], sequences: dict[int, _DraftedSequence]) -> dict[int, list[int]]:
         proposals = {}
-        for r, row in rows.items():
+        for r, sequence in sequences.items():
             room = min(self._longest, self._max_length - len(histories[r]) - 1)
-            proposals[r] = row.drafter.propose(histories[r], max(room, 0))
+            proposals[r] = sequence.drafter.propose(histories[r], max(room, 0))
         limits, rates = [len(p.ids) for p in proposals.values()], [p.rate for p in proposals.values()]
-        counts = self._costs.curve().choose(len(rows), len(rows), limits, rates)
+        counts = self._costs.curve().choose(len(sequences), len(sequences), limits, rates)
         drafts = {}
         for (r, proposal), count in zip(proposals.items(), counts, strict=True):
-            row = rows[r]
-            row.drafter.fed(count)
-            row.drafted, row.asked = count, self._passes
-            self._rows.put(histories[r], row)
+            sequence = sequences[r]
+            sequence.drafter.fed(count)
+            sequence.drafted, sequence.proposed = count, self._passes
+            self._known.put(histories[r], sequence)
             drafts[r] = proposal.ids[:count].tolist()
         return drafts
 
-    def _row(self, history_T: np.ndarray, new: int) -> _DraftedSequence:
+    def _sequence(self, history_T: np.ndarray, new: int) -> _DraftedSequence:
+        """The sequence that had this history before its `new` last tokens, or a new one with that prompt."""
         before_T = history_T[: len(history_T) - new]
-        known = self._rows.take(before_T)
-        return known or _DraftedSequence(Drafter(self._found(before_T), len(before_T), self._shared), asked=-1)
+        known = self._known.take(before_T)
+        return known or _DraftedSequence(Drafter(self._of_prompt(before_T), len(before_T), self._shared), proposed=-1)
 
-    def _found(self, prompt_T: np.ndarray) -> tuple[DraftSource, ...]:
+    def _of_prompt(self, prompt_T: np.ndarray) -> tuple[DraftSource, ...]:
         key = prompt_T.tobytes()
         if key not in self._sources:
             self._sources[key] = sources(self._tokenizer, prompt_T.tolist())
@@ -144,28 +147,30 @@ class RowDrafts:
 
 
 class _SequenceHistories:
-    """Rows by the tokens they had, the latest `kept` of them. Two with equal tokens are interchangeable."""
+    """Sequences by the tokens they had, the latest `kept` of them. Two with equal tokens are interchangeable."""
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
-        self._rows: OrderedDict[tuple[int, int], list[_DraftedSequence]] = OrderedDict()
+        self._sequences: OrderedDict[tuple[int, int], list[_DraftedSequence]] = OrderedDict()
 
     def take(self, ids_T: np.ndarray) -> _DraftedSequence | None:
+        """A sequence with these tokens, which is kept no longer; None if there is none."""
         key = self._key(ids_T)
-        rows = self._rows.get(key)
-        if rows is None:
+        equal = self._sequences.get(key)
+        if equal is None:
             return None
-        row = rows.pop()
-        if not rows:
-            del self._rows[key]
-        return row
+        sequence = equal.pop()
+        if not equal:
+            del self._sequences[key]
+        return sequence
 
-    def put(self, ids_T: np.ndarray, row: _DraftedSequence) -> None:
+    def put(self, ids_T: np.ndarray, sequence: _DraftedSequence) -> None:
+        """Keep a sequence under its tokens."""
         key = self._key(ids_T)
-        self._rows.setdefault(key, []).append(row)
-        self._rows.move_to_end(key)
-        while len(self._rows) > self._kept:
-            self._rows.popitem(last=False)
+        self._sequences.setdefault(key, []).append(sequence)
+        self._sequences.move_to_end(key)
+        while len(self._sequences) > self._kept:
+            self._sequences.popitem(last=False)
 
     @staticmethod
     def _key(ids_T: np.ndarray) -> tuple[int, int]:
@@ -174,25 +179,27 @@ class _SequenceHistories:
 
 
 def sources(tokenizer: Tokenizer, prompt: list[int]) -> tuple[DraftSource, ...]:
-    """What the answer to a prompt may repeat, the most trusted first: merge, file and sketch of an edit, or nothing
-    (then a drafter has the row's own tokens, prompt included)."""
+    """Text that the answer to a prompt may repeat, the most trusted first: merge, file and sketch of an edit.
+
+    Empty for another prompt: a drafter then has the sequence's own tokens, prompt included.
+    """
     text = tokenizer.decode(prompt, skip_special_tokens=False)
-    asked = find(text)
-    if asked is None:
+    edit = parse_prompt(text)
+    if edit is None:
         return ()
     try:
-        merged = [Edit(asked.code, asked.update).merged()] if asked.update.strip() else []
-    except UserError:  # too large, or a sketch that names no place: the model may know better
+        merged = [Edit(edit.code, edit.update).merged()] if edit.update.strip() else []
+    except UserError:  # too large, or a sketch that fits no place: the model may know better
         merged = []
     # The answer begins with the opening, unless the prompt ends with it.
-    begun = text.endswith(asked.opening)
-    left, head = (asked.opening, "") if begun else ("\n", asked.opening)
+    begun = text.endswith(edit.opening)
+    left, head = (edit.opening, "") if begun else ("\n", edit.opening)
 
     def ids(body: str) -> np.ndarray:
         return encode_after(lambda t: tokenizer.encode(t, add_special_tokens=False).ids, left, head + body)
 
-    found = [DraftSource("merge", ids(body + asked.close)) for body in merged]
-    found.append(DraftSource("file", ids(asked.code + asked.close)))
-    if asked.update:
-        found.append(DraftSource("sketch", ids(asked.update)))
-    return tuple(found)
+    drafts = [DraftSource("merge", ids(body + edit.close)) for body in merged]
+    drafts.append(DraftSource("file", ids(edit.code + edit.close)))
+    if edit.update:
+        drafts.append(DraftSource("sketch", ids(edit.update)))
+    return tuple(drafts)

@@ -1,9 +1,10 @@
-"""etude inside a vLLM worker: `vllm serve MODEL --worker-extension-cls etude.inference.vllm.worker.Follower`.
+"""etude inside a vLLM worker: `vllm serve MODEL --worker-extension-cls CLASS`, where CLASS is
+`etude.inference.vllm.worker.WorkerExtension`.
 
-vLLM makes the class below a base of its worker, and `POST /collective_rpc` (a development route) calls its methods by
+vLLM makes that class a base of its worker, and `POST /collective_rpc` (a development route) calls its methods by
 name: strings go in, a dict comes out, with `error` where something was refused. The engine makes no step meanwhile.
-`etude weights feed` is the caller. A receiver like that of etude's own engine fetches, proves and stages a version in a
-thread while vLLM serves; its live tensors are the model's own memory (`etude.inference.vllm.layout`).
+`etude weights feed` is the caller. A receiver like that of etude's own engine fetches, verifies and stages a version in
+a thread while vLLM serves; its live tensors are the model's own memory (`etude.inference.vllm.layout`).
 """
 
 # pyright: basic, reportMissingImports=false
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from etude.errors import UserError
-from etude.inference.vllm.layout import Loads, check_plain, live_tensors, memory
+from etude.inference.vllm.layout import LoadableModel, check_plain, live_tensors, memory
 from etude.store import open_store
 from etude.weights import signature
 from etude.weights.content import load_schema
@@ -35,10 +36,10 @@ MOVED = "this server loaded its weights anew behind etude's back; start it again
 
 @dataclass
 class Following:
-    """What a worker knows of the store that it follows."""
+    """The store that a worker follows, and how far it is."""
 
-    origin: tuple[str, str, str]
-    model: Loads
+    source: tuple[str, str, str]  # URLs of store and relay, file of the public key
+    model: LoadableModel
     live: dict[str, torch.Tensor]
     receiver: Receiver
     thread: threading.Thread | None = None
@@ -49,11 +50,11 @@ class Following:
         self._memory = memory(self.model)
 
     def moved(self) -> bool:
-        """Whether the model computes with other memory by now than with what is written and digested here."""
+        """Whether the model computes with other memory by now than that which is written and digested here."""
         return memory(self.model) != self._memory
 
     def stage(self, version: int) -> None:
-        """In a thread of its own."""
+        """Fetches and verifies a version; runs on a thread of its own."""
         try:
             self.staged = self.receiver.poll(version)
         except (DamagedVersion, UserError) as e:
@@ -63,32 +64,33 @@ class Following:
             raise
 
     def answer(self) -> Answer:
+        """The live version, whether one is being staged, the staged one or -1, and the last error."""
         staging = self.thread is not None and self.thread.is_alive()
         staged = self.staged.manifest.version if self.staged is not None and not staging else -1
         return {"version": self.receiver.version, "staging": staging, "staged": staged, "error": self.error}
 
 
 class WorkerExtension:
-    """The methods that vLLM's worker gets."""
+    """The methods that are added to vLLM's worker."""
 
     _etude: Following
 
     def etude_open(self, store: str, relay: str, public_key: str) -> Answer:
-        """Follow a store: its URL, a relay's or "", and the file of a public key or "". Again: no change."""
-        origin = (store, relay, public_key)
+        """Follow a store: its URL, a relay's or "", and the file of a public key or "". Twice is as good as once."""
+        source = (store, relay, public_key)
         known: Following | None = getattr(self, "_etude", None)
         if known is not None:
-            if known.origin != origin:
-                return {"error": f"this server follows {known.origin[0]} already; start it again to follow {store}"}
+            if known.source != source:
+                return {"error": f"this server follows {known.source[0]} already; start it again to follow {store}"}
             return {"version": known.receiver.version}
         try:
-            self._etude = _follow(self, origin)
+            self._etude = _follow(self, source)
         except UserError as e:
             return {"error": str(e)}
         return {"version": -1}
 
     def etude_stage(self, version: str) -> Answer:
-        """Begin to fetch and prove a version, beside the one that is served."""
+        """Begin to fetch and verify a version, beside the one that is served."""
         following = self._etude
         if not following.answer()["staging"]:
             following.staged, following.error = None, ""
@@ -97,13 +99,13 @@ class WorkerExtension:
         return following.answer()
 
     def etude_status(self) -> Answer:
-        """The version that is live, whether one is being staged, which one is ready, and what was wrong."""
+        """How far staging is, see `Following.answer`."""
         return self._etude.answer()
 
-    def etude_flip(self, version: str) -> Answer:
-        """The staged version goes live, and the digest of all live tensors is compared with its manifest's.
+    def etude_swap(self, version: str) -> Answer:
+        """Makes the staged version live, and compares the digest of all live tensors with its manifest's.
 
-        If it differs, the old version is back and `error` says so.
+        If they differ, the old version is back and `error` says so.
         """
         following, update = self._etude, self._etude.staged
         if update is None or update.manifest.version != int(version):
@@ -119,26 +121,26 @@ class WorkerExtension:
         return {"version": update.manifest.version, "digest": update.manifest.digest}
 
     def etude_digest(self) -> Answer:
-        """The digest of what the model computes with now; `error` if it is not that of the version it should hold."""
+        """The digest of the model's live memory; `error` if it is not that of the version it should hold."""
         following, manifest = self._etude, self._etude.receiver.manifest
         if manifest is None:
             return {"error": "this server holds no version yet"}
         if following.moved():
             return {"error": MOVED}
         try:
-            found = digest(following.live)
+            live = digest(following.live)
         except ValueError as e:
             return {"error": f"{e}; start this server again"}
-        if found != manifest.digest:
-            why = f"the digest of the live tensors is {found}, that of version {manifest.version} is {manifest.digest}"
+        if live != manifest.digest:
+            why = f"the digest of the live tensors is {live}, that of version {manifest.version} is {manifest.digest}"
             return {"error": f"{why}; start this server again"}
-        return {"version": manifest.version, "digest": found}
+        return {"version": manifest.version, "digest": live}
 
 
-def _follow(worker: Any, origin: tuple[str, str, str]) -> Following:
+def _follow(worker: Any, source: tuple[str, str, str]) -> Following:
     from vllm.model_executor.model_loader import get_model_loader
 
-    url, relay, public_key = origin
+    url, relay, public_key = source
     store = open_store(url)
     trust = Trust(signature.public_key(Path(public_key)) if public_key else None)
     try:
@@ -154,7 +156,7 @@ def _follow(worker: Any, origin: tuple[str, str, str]) -> Following:
     if not hasattr(loader, "get_all_weights"):
         raise UserError("this server did not load a checkpoint from files; start it without --load-format")
     check_plain(model, loader.get_all_weights(worker.vllm_config.model_config, model))
-    return Following(origin, model, live, Receiver(store, live, PayloadSource(store, relay or None, trust)))
+    return Following(source, model, live, Receiver(store, live, PayloadSource(store, relay or None, trust)))
 
 
 def _keep_plain_on_cpu() -> None:

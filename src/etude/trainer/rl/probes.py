@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 
-from etude.models.batch_invariant import exact
+from etude.models.batch_invariant import batch_invariant
 from etude.rollout.probes import KEPT, read_sequences, take_results
 from etude.store import Store
 from etude.trainer.rl.execution import evaluate
@@ -34,7 +34,7 @@ class TrainerProbes:
         if version in self._scores or not self._tokens.rows:
             return
         started = time.perf_counter()
-        with exact(self._exactly):
+        with batch_invariant(self._exactly):
             logprobs_N = evaluate(self._model, rows(self._tokens), self._tokens.count).logprobs_N
         self._scores[version] = logprobs_N.double().cpu().numpy()
         for old in [v for v in self._scores if v <= version - KEPT]:

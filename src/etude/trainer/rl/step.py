@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from etude.config import RLConfig
-from etude.models.batch_invariant import exact, possible
+from etude.models.batch_invariant import batch_invariant, possible
 from etude.trainer.optimizer import MasterAdamW, learning_rate
 from etude.trainer.rl.batch import Batch, PromptRow, Samples, collate, token_rows
 from etude.trainer.rl.execution import BatchResult, Loss, ValueHead, evaluate, run
@@ -90,7 +90,7 @@ def train_step(
     the model can be, so log-probabilities have the engine's bits. Raises RunFailed if the self-check fails.
     """
     preset, of_batch = loss_preset(config.loss), batch_figures(batch, version)
-    with exact(config.deterministic and possible(learner.model)):
+    with batch_invariant(config.deterministic and possible(learner.model)):
         reset_peak(config.trainer.device)
         sums, parts = StepSums(), shares(batch.rows, config.loss.updates)
         updates = [_update(learner.model, rows, share, batch, config, sums) for rows, share in parts]

@@ -1,7 +1,7 @@
-"""The file and the sketch of an edit, found in the text of a prompt: for engines that give a drafter nothing else.
+"""Finds the file and the sketch of an edit in the text of a prompt, for engines that tell a drafter nothing else.
 
-Known are the tags of `etude.inference.server.apply` (also without an instruction, as others use them) and fenced code
-blocks: the longest is the file, the last other one that holds a marker for left-out code is the sketch. No torch.
+Known are the tags of `etude.edits.formats` (also without an instruction, as others use them) and fenced code blocks:
+the longest is the file, the last other one that holds a marker for left-out code is the sketch. No torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from etude.edits.merge import is_marker
 
 _UPDATE = re.compile(r"<update((?:-[0-9a-f]{6})?)>")
-_TAGS = 8  # so many of the last such tags are looked at, each at the price of a scan
+_TAGS = 8  # last tags that are tried, each at the price of a scan
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})([^`]*)")
 
 
@@ -26,8 +26,8 @@ class ApplyPrompt:
     close: str
 
 
-def find(prompt: str) -> ApplyPrompt | None:
-    """What the last edit in the prompt asks for, or None: there may be none, or one of another form."""
+def parse_prompt(prompt: str) -> ApplyPrompt | None:
+    """The last edit in the prompt; None if there is none, or one of another form."""
     return _tagged(prompt) or _fenced(prompt)
 
 
@@ -39,7 +39,7 @@ def _tagged(prompt: str) -> ApplyPrompt | None:
         if not before.rstrip().endswith(code_close):
             continue
         code_end = tag.start() - len(before) + len(before.rstrip()) - len(code_close)
-        # A file of ours holds no such tag, or all would have a suffix.
+        # The file itself holds no such tag, or `formats` would have given all tags a suffix.
         start, update_end = prompt.rfind(opening, 0, code_end), prompt.find(close, tag.end())
         if start >= 0 and update_end >= 0:
             code = prompt[start + len(opening) : code_end].removeprefix("\n")

@@ -1,0 +1,31 @@
+"""`etude serve MODEL`: an inference server with an OpenAI-compatible API, which may follow a store of weights."""
+
+from __future__ import annotations
+
+import argparse
+
+from etude.cli.flags import add_flags, from_flags, given
+from etude.config import ServerConfig, WeightSource, validate
+from etude.errors import UserError
+
+_OWN = [name for name in ServerConfig.model_fields if name not in ("model", "source")]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude serve`."""
+    parser.add_argument("model", help="Hugging Face folder")
+    add_flags(parser, ServerConfig, _OWN)
+    add_flags(parser.add_argument_group("weights", "follow a store (docs/weights.md)"), WeightSource)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> None:
+    """Serves until interrupted. Raises UserError for a bad folder, a taken port or flags that miss another."""
+    from etude.inference.server import server
+
+    source = None
+    if following := given(arguments, WeightSource):
+        if "weights" not in following:
+            flags = ", ".join("--" + name.replace("_", "-") for name in following)
+            raise UserError(f"{flags}: give the store with --weights, too")
+        source = validate(WeightSource, following, "etude serve")
+    server.run(from_flags(arguments, ServerConfig, source=source))

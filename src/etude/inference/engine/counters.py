@@ -1,0 +1,29 @@
+"""The counters of an engine, for `/health` and `/metrics`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class Counters:
+    """Sums since the start or the last `reset`; seconds of wall clock."""
+
+    busy_seconds: float = 0.0  # inside forward passes and sampling
+    pause_seconds: float = 0.0  # sequences stood still for a weight swap
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    scored_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    swaps: int = 0
+    steps: int = 0
+    draft_passes: int = 0  # passes in which some sequence fed drafted tokens
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # drafted ones that were emitted
+
+    def reset(self) -> None:
+        """All sums back to zero."""
+        for field in fields(self):
+            setattr(self, field.name, field.default)

@@ -1,0 +1,67 @@
+"""The bodies of the engine's token routes, as JSON or MessagePack: one definition for client and server, without torch.
+
+POST /generate   GenerateRequest -> Generation, or with `stream` frames of ids and the Generation last
+POST /score      ScoreRequest -> SequenceScores; status `CONFLICT` if another version came meanwhile
+
+An unknown field is refused: a misspelt option must not be ignored in silence.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from etude.records import Generation, Record
+
+MSGPACK = "application/msgpack"
+CONFLICT = 409
+
+
+class GenerateRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """At most `max_tokens` tokens after `ids`, the stop token included.
+
+    `documents` stand before `ids`, in their order; each sees itself alone and is computed once for all requests
+    (docs/documents.md). `session` names the episode, whose older keys and values the request may reuse. `routes_from`
+    asks for the experts of the positions from there on, those of documents counted. `stream` asks for frames (`frame`).
+    """
+
+    ids: list[int]
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[int, ...] = ()
+    seed: int = 0
+    session: str | None = None
+    routes_from: int | None = None
+    documents: tuple[list[int], ...] = ()
+    stream: bool = False
+
+
+class ScoreRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sequences of ids to score, each computed alone, with fresh keys and values."""
+
+    sequences: tuple[list[int], ...]
+
+
+class SequenceScores(Record, frozen=True, kw_only=True):
+    """Log-probabilities of each sequence's tokens but the first, given those before, at temperature 1."""
+
+    version: int
+    digest: str  # of the tensors that the server says it serves
+    logprobs: tuple[list[float], ...]
+
+
+def frame(part: list[int] | Generation) -> bytes:
+    """One part of a streamed answer: four bytes of length, little-endian, and MessagePack."""
+    data = msgspec.msgpack.encode(part)
+    return struct.pack("<I", len(data)) + data
+
+
+def take_frames(buffer: bytearray) -> list[list[int] | Generation]:
+    """Takes the whole parts off the front of `buffer`. Raises msgspec.MsgspecError."""
+    parts: list[list[int] | Generation] = []
+    while len(buffer) >= 4 and len(buffer) >= (end := 4 + struct.unpack_from("<I", buffer)[0]):
+        parts.append(msgspec.msgpack.decode(bytes(buffer[4:end]), type=list[int] | Generation))
+        del buffer[:end]
+    return parts

@@ -1,0 +1,40 @@
+"""What the inference servers of a run are started with follows from the run's configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from etude.config import RLConfig, ServerConfig, WeightSource, validate
+from etude.run.engines import server_config
+
+FOLDER = Path("outputs/run")
+
+
+def config(**tables: object) -> RLConfig:
+    return RLConfig.model_validate({"tasks": {"repository": "unused"}, **tables})
+
+
+def test_a_server_gets_every_option_of_the_table_inference() -> None:
+    inference = {"servers": 2, "port": 9000, "cache_mb": 4096, "prefill_tokens": 77, "device": "cuda", "max_batch": 9}
+    server = server_config(FOLDER, config(inference=inference, rollout={"context": 2048}), 1)
+    assert (server.port, server.cache_mb, server.prefill_tokens) == (9001, 4096, 77)
+    assert (server.device, server.max_batch, server.max_length) == ("cuda", 9, 2048)
+    assert (server.deterministic, server.routes, server.threads) == (False, False, 1)
+    assert server.source == WeightSource(weights="outputs/run/weights")
+
+
+def test_what_follows_from_other_tables() -> None:
+    weights = {"signing_key": "key", "relay": "http://127.0.0.1:1"}
+    run = config(weights=weights, trainer={"router_replay": True}, store="s3://bucket/run")
+    server = server_config(FOLDER, run, 0)
+    assert (server.port, server.routes) == (0, True)
+    assert server.source == WeightSource(
+        weights="s3://bucket/run/weights", relay="http://127.0.0.1:1", public_key=Path("key.pub"),
+        accepted=FOLDER / "accepted-0.json",
+    )  # fmt: skip
+
+
+def test_a_server_reads_what_was_written_for_it() -> None:
+    server = server_config(FOLDER, config(), 0)
+    assert validate(ServerConfig, json.loads(server.model_dump_json()), "file") == server
