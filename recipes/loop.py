@@ -17,30 +17,31 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 
 from etude.config import RLConfig, read_toml, validate
+from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
 from etude.models.loading import load_model, named_tensors
+from etude.protocol.wire import GenerateRequest
 from etude.records import Episode, Generation, Group, Outcome
 from etude.renderers import renderer_for
 from etude.rollout.admission import capacity
 from etude.rollout.curriculum import Curriculum
 from etude.rollout.environment import environment_dataset
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
-from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.store import open_store
 from etude.tasks import dataset as datasets
 from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch
-from etude.trainer.rl.step import train_step
+from etude.trainer.rl.step import Learner, train_step
 from etude.weights.publisher import Publisher
 
 RETRIES = 2  # of an episode that infrastructure lost
@@ -150,8 +151,7 @@ class Trainer:
         batch = make_batch(groups, members, baseline=self.config.trainer.baseline)
         progress = version / self.config.trainer.steps
         # The loss corrects for tokens that an older version sampled; which loss that is, [loss] says.
-        metrics, _ = train_step(self.model, None, self.optimizer, batch, self.config, version, progress)
-        return metrics
+        return train_step(Learner(self.model, self.optimizer), batch, self.config, version, progress).metrics
 
     def publish(self, version: int, groups: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
         """Writes a version, as the difference to the one before, and returns its tensors in bfloat16.
@@ -170,22 +170,11 @@ class EnginePolicy:
         self.engine = engine
 
     async def generate(
-        self,
-        ids: list[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        stop: Sequence[int],
-        seed: int,
-        timeout: float,
-        **options: Any,
+        self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
     ) -> Generation:
         """See `etude.harness.loop.Policy`."""
-        request = Request(
-            ids=ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, stop=tuple(stop), seed=seed
-        )
-        return await asyncio.wait_for(asyncio.wrap_future(self.engine.submit(request).future), timeout)
+        sequence = self.engine.submit(Request(**msgspec.structs.asdict(request)))
+        return await asyncio.wait_for(asyncio.wrap_future(sequence.future), timeout)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import msgspec
 
 from etude.ledger.ledger import Ledger
 from etude.records import Outcome
-from tests.rollout.test_audit import member
+from tests.rollout.test_group_audit import member
 
 
 def test_flags_of_episodes_are_found_again(ledger: Ledger) -> None:
