@@ -1,6 +1,6 @@
 """A world outside of the boxes: a web server, the same over TLS, and a package index, all on this machine's loopback.
 
-What arrives there is kept, so that an attack can be judged by what got out.
+All that arrives there is kept: it shows what an attack got out.
 """
 
 from __future__ import annotations

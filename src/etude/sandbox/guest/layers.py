@@ -106,7 +106,7 @@ def _folder(path: str) -> int:
 
 
 def _copy(source: str, target: str) -> None:
-    """A layer as it is: links, hard links, modes, times, and the marks of what was deleted."""
+    """A layer as it is: links, hard links, modes, times, and the entries that stand for deletions."""
     names: dict[int, str] = {}  # of files with several, by inode
     pending = [""]
     folders: list[tuple[str, os.stat_result]] = []
