@@ -1,6 +1,6 @@
 """Whether a tree still holds an answer that was taken out of it: in files, bytecode, archives or git objects.
 
-An answer is known by what is rare in it: its identifiers' neighbourhoods (shingles of tokens) and its long constants.
+An answer is recognised by its rare parts: shingles, which are short runs of tokens, and long text constants.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _members(data: bytes) -> Iterable[tuple[str, bytes]]:
         tarfile.TarError,
         zlib.error,
     ):
-        return []  # no archive after all, or one that nobody can open
+        return []  # no archive after all, or a broken one
     return []
 
 

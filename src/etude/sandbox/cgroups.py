@@ -212,7 +212,7 @@ def _locked(top: Path) -> int:
         top.mkdir(exist_ok=True)
         fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_EX)
-        if top.exists():  # nobody has swept it away in between
+        if top.exists():  # no other sandbox has swept it away in between
             return fd
         os.close(fd)
 
@@ -244,7 +244,7 @@ def _settings(kind: str, controller: str, limits: Limits) -> list[tuple[str, int
 
 
 def _released(group: ControlGroup) -> None:
-    """Nobody joins it any more, and who has is ended."""
+    """Close a group to new processes, and end those in it."""
     for fd in group.descriptors:
         os.close(fd)
     for folder in group.folders:

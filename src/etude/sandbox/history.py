@@ -1,8 +1,8 @@
 """A git history for a box in which no ancestor holds the answer, written without git.
 
-Ancestors are told anew, oldest first: same authors, dates and messages, but of every tree only the files that the box
-has, and other versions where a version holds the answer. Nothing else of the original repository is copied, so there
-is no unreachable object, stash, note or tag. git is only asked to read the original (`read`), which is the user's.
+Ancestors are written anew, oldest first: with the same authors, dates and messages, but of every tree only the files
+that the box has, and other versions where a version holds the answer. Nothing else of the original repository is
+copied, so there is no unreachable object, stash, note or tag. git only reads the original (`read`), the user's own.
 Formats: gitformat-pack(5), gitformat-index(5).
 """
 

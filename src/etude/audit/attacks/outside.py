@@ -139,7 +139,7 @@ def outside() -> Iterator[Outside]:
 
 
 def _context() -> ssl.SSLContext:
-    """A certificate for NAME that nobody else has signed."""
+    """A self-signed certificate for NAME."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
     now = datetime.now(UTC)
