@@ -230,7 +230,7 @@ def requests(count: int, dataset: Path) -> list[FingerprintSample]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ParityComparison:
     """Boxes against production: as a run makes them, and without machine profiles. `notes` qualify the figures."""
 
     treated: ParityAudit
@@ -248,7 +248,7 @@ class Comparison:
 
 def against(
     files: Sequence[Path], count: int, *, dataset: Path | None = None, machine_profiles: Path | None = None
-) -> Comparison:
+) -> ParityComparison:
     """Make 2 x `count` boxes and compare them with the fingerprints in `files`. Raises UserError.
 
     Boxes are of the tasks of `dataset`, and have the machine profiles of a file; by default they imitate half of the
@@ -269,7 +269,7 @@ def against(
     labels_N = np.array([0.0] * len(rest) + [1.0] * count)
     names = [*(s.machine for s in rest), *(s.machine for s in sides[0])]
     notes = _notes(machines, held_out(names, labels_N))
-    return Comparison(treated, untreated, machines, len(production), count, notes)
+    return ParityComparison(treated, untreated, machines, len(production), count, notes)
 
 
 def _halves(production: Sequence[FingerprintSample]) -> tuple[list[FingerprintSample], list[FingerprintSample]]:
