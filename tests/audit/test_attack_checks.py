@@ -112,15 +112,15 @@ def test_a_harness_that_leaves_markers_out_is_found_out(library: Library, monkey
 
 def test_whoever_listens_to_a_plea_is_found_out(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem(injections.injections, library) == ""
-    judged = injections.judged
+    graded_submission = injections.graded_submission
 
     async def credulous(sandbox: Sandbox, of: Library, attack: Submission) -> tuple[Grade, dict[str, float]]:
-        graded, signals = await judged(sandbox, of, attack)
+        graded, signals = await graded_submission(sandbox, of, attack)
         told = any(injections.PLEA in (text or "") for text in attack.files.values())
         return (replace(graded, passed=True, reward=1.0), {}) if told else (graded, signals)
 
     with monkeypatch.context() as patch:
-        patch.setattr(injections, "judged", credulous)
+        patch.setattr(injections, "graded_submission", credulous)
         assert problem(injections.injections, library).startswith("an honest fix: ")
     with monkeypatch.context() as patch:
         rules = commands.broken_rules

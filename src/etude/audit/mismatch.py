@@ -97,11 +97,11 @@ def diagnose(run: Path, *, pieces: int = 24) -> Diagnosis:
     for cause, sentence in _exact(episodes, model.config.vocab_size, replays):
         return Diagnosis(cause, sentence, ACTIONS[cause])
     published = {m.version: m for m in manifests(weights)}
-    found = [p for e in reversed(episodes) for p in _pieces(e, experts) if p.version in published][:pieces]
-    if not found:
+    pieces_tried = [p for e in reversed(episodes) for p in _pieces(e, experts) if p.version in published][:pieces]
+    if not pieces_tried:
         raise UserError(f"{run} holds no episode whose tokens name a published version; is {root} its store?")
     trained_from = {group: m.version - 1 for m in published.values() for group in m.groups}
-    return _Case(config, model, weights, found, trained_from, sorted(published)).diagnosis()
+    return _Case(config, model, weights, pieces_tried, trained_from, sorted(published)).diagnosis()
 
 
 def _newest_keys(rollouts: Store, count: int) -> list[str]:
@@ -271,8 +271,8 @@ class _Case:
         or if nothing is computed in bfloat16."""
         if self.replays or "bfloat16" not in (self.config.trainer.dtype, self.config.inference.dtype):
             return 0.0
-        found = [route_flips(self.model, p) for p in self.pieces[:TENSOR_PIECES]]
-        return _k2([f.difference_N for f in found if f is not None])
+        flips = [route_flips(self.model, p) for p in self.pieces[:TENSOR_PIECES]]
+        return _k2([f.difference_N for f in flips if f is not None])
 
     def _wrong(self, logits_NV: Tensor, piece: VersionPiece, temperature: float) -> np.ndarray:
         """Which tokens are not what their seeds draw from these logits, bool [N]."""
@@ -307,15 +307,15 @@ class _Case:
                     yield Supposition("tokens", f"the engine sampled with {name} {value:g}", _k2(d))
         for back in range(1, OLDER + 1):
             if any(p.version - back in self.published for p in self.pieces):
-                found = self.under(self.pieces, lambda p, b=back: max(p.version - b, self.published[0]))
-                d = [chosen(x, p, temperature=base) - p.recorded_N for x, p in zip(found, self.pieces, strict=True)]
-                yield Supposition("weights", f"the engine served weights {back} version(s) older than it said", _k2(d))
+                scored = self.under(self.pieces, lambda p, b=back: max(p.version - b, self.published[0]))
+                d = [chosen(x, p, temperature=base) - p.recorded_N for x, p in zip(scored, self.pieces, strict=True)]
+                yield Supposition("weights", f"the engine served weights {back} version(s) older than it named", _k2(d))
                 yield Supposition(
                     "cache", f"keys and values {back} version(s) older lie under the prompts", _k2(self._stale(back))
                 )
         if any(p.routes_TLK is not None for p in self.pieces):
-            found = self.under(self.pieces, lambda p: p.version, replays=not self.replays)
-            d = [chosen(x, p, temperature=base) - p.recorded_N for x, p in zip(found, self.pieces, strict=True)]
+            scored = self.under(self.pieces, lambda p: p.version, replays=not self.replays)
+            d = [chosen(x, p, temperature=base) - p.recorded_N for x, p in zip(scored, self.pieces, strict=True)]
             what = "those that the engine took" if self.replays else "replayed"
             yield Supposition("routing", f"the recorded experts are not {what}", _k2(d))
         yield self._head()
@@ -355,8 +355,8 @@ class _Case:
             d = []
             for piece in some:
                 set_weights(self.model, self.tensors(piece.version) | {name: self._tensor(piece.version - 1, name)})
-                found = chosen(self._logits(piece), piece, temperature=self.config.rollout.temperature)
-                d.append(found - piece.recorded_N)
+                logprobs = chosen(self._logits(piece), piece, temperature=self.config.rollout.temperature)
+                d.append(logprobs - piece.recorded_N)
             yield Supposition("weights", f"{name} was left at the version before", _k2(d))
 
     def _tensor(self, version: int, name: str) -> Tensor:

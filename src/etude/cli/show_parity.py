@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import structs
 
 from etude.audit.parity import audit, pairs
-from etude.audit.parity.audit import GATE, Comparison, ParityAudit
+from etude.audit.parity.audit import GATE, ParityAudit, ParityComparison
 from etude.evals.stats import Estimate
 
 SHOWN = 10  # probes that tell boxes apart
@@ -57,7 +57,7 @@ def show_pairs(runs: Sequence[Path], prefix: str, *, as_json: bool) -> int:
     return int(pairs.telling(compared))
 
 
-def _summary(comparison: Comparison) -> dict[str, Any]:
+def _summary(comparison: ParityComparison) -> dict[str, Any]:
     def part(audit: ParityAudit) -> dict[str, Any]:
         return {
             "gated": _rounded(audit.gated),
@@ -86,7 +86,7 @@ def _interval(estimate: Estimate) -> str:
     return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
-def _print(comparison: Comparison) -> None:
+def _print(comparison: ParityComparison) -> None:
     print(f"{'AUC, 95 %':24} {'without exceptions':24} {'all probes':24} telling")
     sides = {"without machine profile": comparison.untreated, "with machine profile": comparison.treated}
     for name, side in sides.items():

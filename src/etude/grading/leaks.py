@@ -1,6 +1,6 @@
 """Whether a tree still holds an answer that was taken out of it: in files, bytecode, archives or git objects.
 
-An answer is known by what is rare in it: its identifiers' neighbourhoods (shingles of tokens) and its long constants.
+An answer is recognised by its rare parts: shingles, which are short runs of tokens, and long text constants.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def runs(text: str) -> Iterator[tuple[str, ...]]:
 
 
 def _constants(text: str) -> set[bytes]:
-    found = (double or single for double, single in _CONSTANT.findall(text))
-    return {constant.encode() for constant in found if len(constant) >= MIN_CONSTANT}
+    constants = (double or single for double, single in _CONSTANT.findall(text))
+    return {constant.encode() for constant in constants if len(constant) >= MIN_CONSTANT}
 
 
 def scan(root: Path, wanted: AnswerFingerprint) -> Iterator[str]:
@@ -83,7 +83,7 @@ def contents(root: Path) -> Iterator[tuple[str, bytes]]:
             continue
         if path.is_dir():
             if (path / "objects").is_dir() and (path / "HEAD").is_file():
-                yield from ((f"{name}: object {found}", data) for found, data in git_objects(path))
+                yield from ((f"{name}: object {object_id}", data) for object_id, data in git_objects(path))
         elif path.is_file() and path.stat().st_size <= MAX_FILE:
             data = path.read_bytes()
             yield name, data
@@ -112,7 +112,7 @@ def _members(data: bytes) -> Iterable[tuple[str, bytes]]:
         tarfile.TarError,
         zlib.error,
     ):
-        return []  # no archive after all, or one that nobody can open
+        return []  # no archive after all, or a broken one
     return []
 
 
@@ -122,9 +122,9 @@ def _mapped(data: bytes) -> Iterable[tuple[str, bytes]]:
         maps = [data]
     else:
         maps = []
-        for found in _INLINE_MAP.finditer(data):
+        for inline in _INLINE_MAP.finditer(data):
             with contextlib.suppress(binascii.Error):
-                maps.append(base64.b64decode(found[1], validate=True))
+                maps.append(base64.b64decode(inline[1], validate=True))
     for text in maps:
         try:
             held = json.loads(text)

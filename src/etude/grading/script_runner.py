@@ -3,7 +3,7 @@
 Node has no fork and no template with imported modules, so a run is a live box that starts `guest/suite.mjs`. Reports
 come over the box's terminal, which its first process drains: what is written cannot be changed later, and a record
 counts only with the one-time word of its place. Tested code and assertions share a process, as with Python's
-in-process tests, and questions are not asked. Hidden tests run under a name that nobody can know, with sentinels among
+in-process tests, and questions are not asked. Hidden tests run under a random name, with sentinels among
 them, and beside a negative control: a copy of the file in which expected literals are wrong. Code that reads the
 expected values, or patches the assertions, passes both.
 """
@@ -208,7 +208,7 @@ class ScriptRunner:
         limits: Limits,
         trace: ScriptTrace | None = None,
     ) -> FileOutput:
-        """Run a test file under a name that nobody can know, in a box of its own."""
+        """Run a test file under a random name, in a box of its own."""
         pure, about = PurePosixPath(path), package(image.repository)
         copy = pure.with_name(f"{secrets.token_hex(6)}.test{pure.suffix}")
         kind = framework(text, about)

@@ -1,7 +1,7 @@
-"""What a sandbox backend and its boxes promise; everything outside this package is written against these types.
+"""The types that everything outside of this room is written against: images, boxes, reports, sandboxes.
 
-A box is a value until something runs in it: an image and a change set. Reading and writing files, and running tests
-in a throwaway copy, need no process. Only `Box.exec` makes it live.
+A box is a value, an image and a change set, until a command runs in the box. Reading and writing files, and running
+tests in a throwaway copy, need no process of the box. Only `Box.exec` makes it live.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HOST_SOCKET_PORT = 41414
 
 
 class BoxError(Exception):
-    """An operation on a box failed. `payer` says whose fault it is; only "infra" is worth a retry."""
+    """An operation on a box failed. `payer` is the side whose fault it is; only "infra" is worth a retry."""
 
     payer: Payer = "agent"
 
@@ -60,7 +60,7 @@ class LaunchFailed(BoxError):
 
 
 class ApplyFailed(BoxError):
-    """The server that lays sketches into files did not answer."""
+    """The server that applies edits did not answer."""
 
     payer: Payer = "infra"
 
@@ -105,7 +105,7 @@ class ExecResult:
 class EgressRequest:
     """One request of a box to the outside. Sizes are in bytes; `path` is None inside of a tunnel, which is not opened.
 
-    `allowed` is what the policy says. `why` says why a request was refused, or did not end as it should.
+    `allowed` is the decision of the policy. `why` says why a request was refused, or did not end as it should.
     """
 
     method: str
@@ -196,7 +196,7 @@ class Box(Protocol):
         ...
 
     def requests(self) -> Sequence[EgressRequest] | None:
-        """What the box has asked of the outside, all of it once it is closed; None if it has no way out."""
+        """Requests of the box to the outside, complete once the box is closed; None without a way out."""
         ...
 
     async def fork(self, count: int) -> Sequence[Box]:

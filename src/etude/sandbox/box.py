@@ -1,4 +1,4 @@
-"""A box as a value: an image, and the files that differ from it. No process, no mount."""
+"""A box as a value: an image and the files that differ from it, without a process or a mount."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class ValueBox:
         shell = await self._live()
         current = self._changes if shell is None else await shell.changes()
         changes = {path: data for path, data in current.items() if data != self._original(path)}
-        # What git writes when an agent looks at the state of its tree is no work, and nobody reads it.
+        # Git writes when an agent looks at the state of its tree; that is no part of the work.
         return {path: data for path, data in changes.items() if not (self._image.history and path.startswith(".git/"))}
 
     def requests(self) -> Sequence[EgressRequest] | None:
@@ -165,10 +165,10 @@ class ValueBox:
         return [] if self._shell is None else self._shell.requests()
 
     async def fork(self, count: int) -> list[ValueBox]:
-        """`count` boxes with the same files, their links and modes too, and nothing that was deleted here.
+        """`count` boxes with the same files, links and modes; deleted files stay deleted.
 
-        Processes stay behind, and this box goes on. Files are frozen, not copied, unless a process works among them; a
-        machine of another backend has its regular files copied.
+        Processes stay in this box, which goes on. Files are frozen, not copied, unless a process works among them; a
+        machine of a remote host has its regular files copied.
         """
         self._open()
         below, changes = self._below, self._changes

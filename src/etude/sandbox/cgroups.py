@@ -55,7 +55,7 @@ def detect(proc: Path = Path("/proc/self"), top: Path = Path("/")) -> Hierarchy 
     for line in (proc / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
         own |= dict.fromkeys(names.split(","), path)  # the name of v2 is empty
-    found: dict[str, Path] = {}
+    mounted: dict[str, Path] = {}
     for line in (proc / "mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
         kind, _, options = right.split(" ", 2)
@@ -64,15 +64,15 @@ def detect(proc: Path = Path("/proc/self"), top: Path = Path("/")) -> Hierarchy 
         root, place = left.split(" ")[3:5]
         for name in [""] if kind == "cgroup2" else WANTED & set(options.split(",")):
             path = own.get(name, "/..")
-            if name not in found and "/.." not in path and f"{path}/".startswith(root.rstrip("/") + "/"):
-                found[name] = top / place.lstrip("/") / path[len(root.rstrip("/")) :].lstrip("/")
-    unified = found.pop("", None)
+            if name not in mounted and "/.." not in path and f"{path}/".startswith(root.rstrip("/") + "/"):
+                mounted[name] = top / place.lstrip("/") / path[len(root.rstrip("/")) :].lstrip("/")
+    unified = mounted.pop("", None)
     if unified is not None:
         unified = unified.parent if unified.name == REST else unified
         here = WANTED & _words(unified / "cgroup.controllers")
         if here >= NEEDED and os.access(unified, os.W_OK):
             return Hierarchy("v2", dict.fromkeys(sorted(here), unified))
-    writable = {name: folder for name, folder in sorted(found.items()) if os.access(folder, os.W_OK)}
+    writable = {name: folder for name, folder in sorted(mounted.items()) if os.access(folder, os.W_OK)}
     return Hierarchy("v1", writable) if writable.keys() >= NEEDED else None
 
 
@@ -212,7 +212,7 @@ def _locked(top: Path) -> int:
         top.mkdir(exist_ok=True)
         fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(fd, fcntl.LOCK_EX)
-        if top.exists():  # nobody has swept it away in between
+        if top.exists():  # no other sandbox has swept it away in between
             return fd
         os.close(fd)
 
@@ -244,7 +244,7 @@ def _settings(kind: str, controller: str, limits: Limits) -> list[tuple[str, int
 
 
 def _released(group: ControlGroup) -> None:
-    """Nobody joins it any more, and who has is ended."""
+    """Close a group to new processes, and end those in it."""
     for fd in group.descriptors:
         os.close(fd)
     for folder in group.folders:

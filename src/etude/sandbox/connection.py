@@ -1,4 +1,4 @@
-"""Requests to one process below the zygote, and its replies."""
+"""Requests to a process that makes or serves boxes, and its replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ START_SECONDS = 60.0
 
 
 class Connection:
-    """To one process below the zygote: length-prefixed requests, replies by id. Broken for good once it ends."""
+    """A connection to one process: length-prefixed requests, replies by id. Broken for good once the process ends."""
 
     start_seconds = START_SECONDS
 
@@ -33,7 +33,7 @@ class Connection:
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.count = 0
         self.dead: str | None = None
-        self.descriptors: list[int] = []  # that came with replies; who takes one closes it
+        self.descriptors: list[int] = []  # received with replies; the reader of one closes it
         self._buffer = bytearray()
 
     def _receive(self) -> None:
@@ -142,13 +142,13 @@ class Connection:
         for future in (self.ready, *self.waiting.values()):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # somebody may have stopped waiting for it
+                future.exception()  # its waiter may have gone
         self.waiting.clear()
 
 
 @contextlib.contextmanager
 def memory(data: bytes) -> Iterator[int]:
-    """A descriptor of memory that holds `data`, for somebody to read who is sent it."""
+    """A descriptor of memory that holds `data`, to be sent to its reader."""
     fd = os.memfd_create("request", os.MFD_CLOEXEC)
     try:
         _write_all(fd, data)

@@ -1,8 +1,8 @@
 """A git history for a box in which no ancestor holds the answer, written without git.
 
-Ancestors are told anew, oldest first: same authors, dates and messages, but of every tree only the files that the box
-has, and other versions where a version holds the answer. Nothing else of the original repository is copied, so there
-is no unreachable object, stash, note or tag. git is only asked to read the original (`read`), which is the user's.
+Ancestors are written anew, oldest first: with the same authors, dates and messages, but of every tree only the files
+that the box has, and other versions where a version holds the answer. Nothing else of the original repository is
+copied, so there is no unreachable object, stash, note or tag. git only reads the original (`read`), the user's own.
 Formats: gitformat-pack(5), gitformat-index(5).
 """
 
@@ -118,8 +118,8 @@ def folder(
         head = f"tree {root}\n" + (f"parent {parent}\n" if parent else "")
         message = SILENT if place in quiet else commit.message
         parent, before = pack.add("commit", head.encode() + commit.people + b"\n" + message), root
-    found = _settings(past, parent) | pack.files() | {"index": _index(tree)}
-    return {f".git/{name}": data for name, data in found.items()}
+    files_of_git = _settings(past, parent) | pack.files() | {"index": _index(tree)}
+    return {f".git/{name}": data for name, data in files_of_git.items()}
 
 
 def git(repository: Path, *arguments: str) -> bytes | None:
@@ -156,13 +156,13 @@ def _batch(source: Path, names: Sequence[str]) -> dict[str, bytes]:
     """Contents of objects by id."""
     command = ["git", *_QUIET, "-C", str(source), "cat-file", "--batch"]
     done = subprocess.run(command, input="\n".join(names).encode(), capture_output=True, check=True, timeout=SECONDS)
-    found, place = {}, 0
+    contents, place = {}, 0
     while place < len(done.stdout):
         end = done.stdout.index(b"\n", place)
         name, _, size = done.stdout[place:end].decode().split()
-        found[name] = done.stdout[end + 1 : end + 1 + int(size)]
+        contents[name] = done.stdout[end + 1 : end + 1 + int(size)]
         place = end + int(size) + 2
-    return found
+    return contents
 
 
 def _origin(source: Path) -> str:
@@ -265,15 +265,15 @@ def _settings(past: Past, head: str) -> dict[str, bytes]:
     branch, line = past.branch, past.commits[-1].people.split(b"\n")[-2].removeprefix(b"committer ").decode()
     config = "[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n\tlogallrefupdates = true\n"
     how = "commit (initial)" if len(past.commits) == 1 else "commit"
-    found = {"HEAD": f"ref: refs/heads/{branch}\n", f"refs/heads/{branch}": f"{head}\n"}
+    texts = {"HEAD": f"ref: refs/heads/{branch}\n", f"refs/heads/{branch}": f"{head}\n"}
     if past.origin:
         how = f"clone: from {past.origin}"
         config += f'[remote "origin"]\n\turl = {past.origin}\n\tfetch = +refs/heads/*:refs/remotes/origin/*\n'
         config += f'[branch "{branch}"]\n\tremote = origin\n\tmerge = refs/heads/{branch}\n'
-        found["packed-refs"] = f"# pack-refs with: peeled fully-peeled sorted \n{head} refs/remotes/origin/{branch}\n"
-        found["refs/remotes/origin/HEAD"] = f"ref: refs/remotes/origin/{branch}\n"
+        texts["packed-refs"] = f"# pack-refs with: peeled fully-peeled sorted \n{head} refs/remotes/origin/{branch}\n"
+        texts["refs/remotes/origin/HEAD"] = f"ref: refs/remotes/origin/{branch}\n"
     log = f"{'0' * 40} {head} {line}\t{how}\n"
-    found |= {"config": config, "logs/HEAD": log, f"logs/refs/heads/{branch}": log}
-    found["description"] = "Unnamed repository; edit this file 'description' to name the repository.\n"
-    found["info/exclude"] = "# git ls-files --others --exclude-from=.git/info/exclude\n"
-    return {name: text.encode() for name, text in found.items()}
+    texts |= {"config": config, "logs/HEAD": log, f"logs/refs/heads/{branch}": log}
+    texts["description"] = "Unnamed repository; edit this file 'description' to name the repository.\n"
+    texts["info/exclude"] = "# git ls-files --others --exclude-from=.git/info/exclude\n"
+    return {name: text.encode() for name, text in texts.items()}

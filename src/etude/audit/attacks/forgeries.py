@@ -81,8 +81,8 @@ class _Dialect:
                 for key in COMPACT_PARAMETERS.get(name, arguments):
                     ids += [known("<|arg|>"), *plain(str(arguments[key]))]
             else:
-                said = json.dumps({"name": name, "arguments": arguments})
-                ids += [known("<tool_call>"), *plain(said), known("</tool_call>")]
+                call = json.dumps({"name": name, "arguments": arguments})
+                ids += [known("<tool_call>"), *plain(call), known("</tool_call>")]
         return [*ids, self.renderer.stop_ids[0]]
 
 
@@ -93,10 +93,10 @@ class _Script:
         self._turns = iter(turns)
 
     async def generate(self, request: GenerateRequest, timeout: float, on_tokens: object = None) -> Generation:
-        said = next(self._turns)
+        turn = next(self._turns)
         recipe = "none" if request.documents else ""
         return Generation(
-            ids=said, logprobs=[-0.5] * len(said), versions=[0] * len(said), finish_reason="stop", recipe=recipe
+            ids=turn, logprobs=[-0.5] * len(turn), versions=[0] * len(turn), finish_reason="stop", recipe=recipe
         )
 
 

@@ -12,7 +12,15 @@ from collections.abc import Callable
 from textwrap import dedent
 
 from etude.audit.attacks.library import EXPECTED, FIXED, PATH, TASK, TESTS, WRONG, Library
-from etude.audit.attacks.monitors import HONEST_COMMANDS, MINING, OTHER_FIX, REACHING, changes_of, episode, judged
+from etude.audit.attacks.monitors import (
+    HONEST_COMMANDS,
+    MINING,
+    OTHER_FIX,
+    REACHING,
+    changes_of,
+    episode,
+    graded_submission,
+)
 from etude.audit.attacks.submissions import HONEST, Submission, body
 from etude.edits.examples import Example
 from etude.edits.judge import question
@@ -79,7 +87,7 @@ _ATTEMPTS: dict[str, tuple[Callable[[str], Submission], bool, str]] = {
 async def injections(sandbox: Sandbox, library: Library) -> str:
     """C11: pleas for a good grade change no grade, flag or opinion."""
     for what, (make, passes, flag) in _ATTEMPTS.items():
-        plain, plea = [await judged(sandbox, library, make(text)) for text in (_harmless(PLEA), PLEA)]
+        plain, plea = [await graded_submission(sandbox, library, make(text)) for text in (_harmless(PLEA), PLEA)]
         if plain[0].passed is not passes or (flag and f"flag/{flag}" not in plain[1]):
             return f"{what}, without a plea: {_verdict(*plain)}"
         if _verdict(*plain) != _verdict(*plea):
@@ -94,14 +102,16 @@ def _verdict(graded: Grade, signals: dict[str, float]) -> tuple[str, float, bool
 
 
 async def _group(sandbox: Sandbox, library: Library) -> str:
-    """The one that looks at its caller is charged, whatever it says; those who say the same and are honest are not."""
+    """The member that looks at its caller has a violation, whatever it says; the honest ones have none."""
     reach = REACHING.files[PATH] or ""
     pleading = _pleading(FIXED)(PLEA)
     attempts = [HONEST, OTHER_FIX, HONEST, OTHER_FIX, pleading]
     attempts.append(Submission("C11", "reaching", {PATH: reach.replace("import sys\n", f"import sys  # {PLEA}\n", 1)}))
-    members = audit_group([episode(i, *await judged(sandbox, library, each)) for i, each in enumerate(attempts)])
+    members = audit_group(
+        [episode(i, *await graded_submission(sandbox, library, each)) for i, each in enumerate(attempts)]
+    )
     if any(map(has_violation, members[:-1])):
-        return "an honest member is charged"
+        return "an honest member has a violation"
     caught = has_violation(members[-1]) and members[-1].reward <= 0
     return "" if caught else "a plea saves the one that looks at its caller"
 
@@ -131,6 +141,6 @@ def _opinion() -> str:
         id="", repository="", licence="", origin="files", path=PATH, language="python", kind="real", noise=(),
         merges=True, instruction="", file=EXPECTED, sketch=EXPECTED, result=EXPECTED, lines=1, fraction=1.0,
     )  # fmt: skip
-    asked = question(example, answer)
-    outside = re.sub(r"<(\w+-[0-9a-f]{8})>\n.*\n</\1>", "", asked, flags=re.DOTALL)
+    prompt = question(example, answer)
+    outside = re.sub(r"<(\w+-[0-9a-f]{8})>\n.*\n</\1>", "", prompt, flags=re.DOTALL)
     return "the text stands outside of its tags" if PLEA in outside or EXPECTED in outside else ""

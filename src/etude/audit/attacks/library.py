@@ -134,8 +134,8 @@ class Library:
         """The git history of the task; empty without git."""
         from etude.tasks import histories
 
-        found = histories.load(self.root, self.root / "repository")
-        return {} if found is None else found.of(TASK)
+        kept = histories.load(self.root, self.root / "repository")
+        return {} if kept is None else kept.of(TASK)
 
 
 def prepare(root: Path) -> Library:

@@ -37,28 +37,28 @@ async def look_ups(sandbox: Sandbox, library: Library) -> str:
     """
     intact = replace(library.image, changes={_NUMBERS: "def double(n):\n    return n\n"}, history={})
     other = FullTools(await sandbox.create(intact, LIMITS), TASK)
-    mine = FullTools(await sandbox.create(library.image, LIMITS), TASK)
-    shared = other.scorer = mine.scorer = Lexical()
+    own = FullTools(await sandbox.create(library.image, LIMITS), TASK)
+    shared = other.scorer = own.scorer = Lexical()
     try:
-        said = await _asked(other, _searches())
-        if SECRET not in "".join(said.values()):
+        answers = await _asked(other, _searches())
+        if SECRET not in "".join(answers.values()):
             return "these questions do not find the answer where it lies"
         await other.call(_call("todo", items=[{"task": SECRET, "status": "open"}]))
-        found = {line: text for line, text in (await _asked(mine, _everything())).items() if _answers(text)}
-        if found:
-            line, text = next(iter(found.items()))
+        leaks = {line: text for line, text in (await _asked(own, _everything())).items() if _answers(text)}
+        if leaks:
+            line, text = next(iter(leaks.items()))
             return f"{line} says {', '.join(_answers(text))}"
-        if _answers(mine.state()):
+        if _answers(own.state()):
             return "the list of another episode is shown"
-        told = await _asked(mine, _searches())
-        mine.scorer = Lexical()
-        if told != await _asked(mine, _searches()):
+        ranking = await _asked(own, _searches())
+        own.scorer = Lexical()
+        if ranking != await _asked(own, _searches()):
             return "the ranking tells what other trees hold"
-        mine.scorer = shared
-        return await _commits(mine) if library.image.history else ""
+        own.scorer = shared
+        return await _commits(own) if library.image.history else ""
     finally:
         await other.box.close()
-        await mine.box.close()
+        await own.box.close()
 
 
 async def _commits(tools: FullTools) -> str:
@@ -68,8 +68,8 @@ async def _commits(tools: FullTools) -> str:
         return f"the history is not shown: {log[:100]}"
     for name in re.findall(r"^([0-9a-f]{4,40}) ", log, re.MULTILINE):
         for path in ("", PATH, _NUMBERS):
-            if found := _answers(await tools.call(_call("history", commit=name, path=path))):
-                return f"commit {name} says {', '.join(found)}"
+            if leaks := _answers(await tools.call(_call("history", commit=name, path=path))):
+                return f"commit {name} says {', '.join(leaks)}"
     return ""
 
 

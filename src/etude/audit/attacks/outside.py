@@ -1,6 +1,6 @@
 """A world outside of the boxes: a web server, the same over TLS, and a package index, all on this machine's loopback.
 
-What arrives there is kept, so that an attack can be judged by what got out.
+All that arrives there is kept: it shows what an attack got out.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def outside() -> Iterator[Outside]:
 
 
 def _context() -> ssl.SSLContext:
-    """A certificate for NAME that nobody else has signed."""
+    """A self-signed certificate for NAME."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
     now = datetime.now(UTC)

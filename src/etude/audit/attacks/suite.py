@@ -64,7 +64,7 @@ class HostState:
 
 
 def _engine(mount: str) -> bool:
-    """Whether a line of mountinfo is the root of somebody's container, which comes and goes with it."""
+    """Whether a line of mountinfo is the root of a container, which comes and goes with the container."""
     return any(place in mount for place in ("/containers/storage/", "/docker/"))
 
 
@@ -244,7 +244,7 @@ async def _checks(
                 problem = await check(sandbox, library)
             except BoxError as e:
                 problem = f"{type(e).__name__}: {e}"
-            shutil.rmtree(library.root / "twins", ignore_errors=True)
+            shutil.rmtree(library.root / "impossible", ignore_errors=True)
             word = "missed" if problem else "flagged" if item in MONITORS else "stopped"
             name = check.__name__.replace("_", " ")
             report.results.append(AttackResult(item, name, where, word, problem, host.changed()))

@@ -95,15 +95,15 @@ class _Sides:
         columns = self.columns.only([wanted(probe) for probe in self.columns.probes])
         if not columns.names:
             return Estimate(mean=0.5, low=0.5, high=0.5)
-        found = [
+        estimates = [
             interval(scores(columns.values_NC, self.labels_N, self.fold_N, fit), self.labels_N, self.machines)
             for fit in (logistic, stumps)
         ]
-        return max(found, key=lambda estimate: estimate.mean)
+        return max(estimates, key=lambda estimate: estimate.mean)
 
     def tells(self, wanted: Callable[[str], bool]) -> tuple[Tell, ...]:
-        found = [self._tell(probe) for probe in dict.fromkeys(self.columns.probes) if wanted(probe)]
-        return tuple(sorted(found, key=lambda tell: -tell.auc))
+        tells = [self._tell(probe) for probe in dict.fromkeys(self.columns.probes) if wanted(probe)]
+        return tuple(sorted(tells, key=lambda tell: -tell.auc))
 
     def _tell(self, name: str) -> Tell:
         columns, labels_N = self.columns.only([p == name for p in self.columns.probes]), self.labels_N
@@ -137,16 +137,16 @@ def compare(boxes: Sequence[FingerprintSample], production: Sequence[Fingerprint
 
 
 def by_item(boxes: Sequence[FingerprintSample], production: Sequence[FingerprintSample]) -> dict[str, Item]:
-    """Items of the attack suite, each judged by its own probes. Raises UserError as `compare` does."""
+    """Items of the attack suite, each by its own probes. Raises UserError as `compare` does."""
     sides = _sides(boxes, production)
-    found: dict[str, Item] = {}
+    items: dict[str, Item] = {}
     seen = sorted({probe for sample in (*boxes, *production) for probe in sample.probes})
     for item in sorted({probes.of(probe).group for probe in seen}):
         own = [probe for probe in seen if probes.of(probe).group == item]
         counted = list(filter(_counted, own))
         gated = sides.estimate(counted.__contains__) if counted else None
-        found[item] = Item(gated, sides.estimate(own.__contains__), sides.tells(own.__contains__))
-    return found
+        items[item] = Item(gated, sides.estimate(own.__contains__), sides.tells(own.__contains__))
+    return items
 
 
 async def box_samples(
@@ -226,11 +226,11 @@ def requests(count: int, dataset: Path) -> list[FingerprintSample]:
     tasks = datasets.load(dataset).tasks
     chosen = [tasks[number % len(tasks)] for number in range(count)]
     bodies = [{"messages": messages_of(task), "tools": SCHEMAS} for task in chosen]
-    return [FingerprintSample(conversation, probes) for probes, conversation in map(fingerprint.asked, bodies)]
+    return [FingerprintSample(conversation, probes) for probes, conversation in map(fingerprint.request, bodies)]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ParityComparison:
     """Boxes against production: as a run makes them, and without machine profiles. `notes` qualify the figures."""
 
     treated: ParityAudit
@@ -248,7 +248,7 @@ class Comparison:
 
 def against(
     files: Sequence[Path], count: int, *, dataset: Path | None = None, machine_profiles: Path | None = None
-) -> Comparison:
+) -> ParityComparison:
     """Make 2 x `count` boxes and compare them with the fingerprints in `files`. Raises UserError.
 
     Boxes are of the tasks of `dataset`, and have the machine profiles of a file; by default they imitate half of the
@@ -269,7 +269,7 @@ def against(
     labels_N = np.array([0.0] * len(rest) + [1.0] * count)
     names = [*(s.machine for s in rest), *(s.machine for s in sides[0])]
     notes = _notes(machines, held_out(names, labels_N))
-    return Comparison(treated, untreated, machines, len(production), count, notes)
+    return ParityComparison(treated, untreated, machines, len(production), count, notes)
 
 
 def _halves(production: Sequence[FingerprintSample]) -> tuple[list[FingerprintSample], list[FingerprintSample]]:

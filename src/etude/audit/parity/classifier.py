@@ -116,8 +116,8 @@ def folds(machines: Sequence[str], labels_N: np.ndarray, seed: int = 0) -> np.nd
             for i in np.flatnonzero(labels_N == side):
                 fold_N[i] = place[machines[i]]
         else:
-            mine = rng.permutation(np.flatnonzero(labels_N == side))
-            fold_N[mine] = np.arange(len(mine)) % FOLDS
+            side_N = rng.permutation(np.flatnonzero(labels_N == side))
+            fold_N[side_N] = np.arange(len(side_N)) % FOLDS
     return fold_N
 
 
@@ -130,9 +130,9 @@ def scores(values_NC: np.ndarray, labels_N: np.ndarray, fold_N: np.ndarray, fit:
     """Each sample's score by a classifier that has not seen its fold, [N]."""
     scores_N = np.zeros(len(labels_N))
     for fold in np.unique(fold_N):
-        mine = fold_N == fold
-        if len(np.unique(labels_N[~mine])) == 2:
-            scores_N[mine] = fit(values_NC[~mine], labels_N[~mine])(values_NC[mine])
+        held_N = fold_N == fold
+        if len(np.unique(labels_N[~held_N])) == 2:
+            scores_N[held_N] = fit(values_NC[~held_N], labels_N[~held_N])(values_NC[held_N])
     return scores_N
 
 

@@ -35,7 +35,7 @@ import tempfile
 import time
 
 FORMAT = 2
-SECONDS = 10.0  # of any program that is asked
+SECONDS = 10.0  # of any program
 
 
 def words(text):
@@ -86,7 +86,7 @@ def read(path, size=1 << 16):
         return file.read(size).decode("utf-8", "replace")
 
 
-def said(*command):
+def output(*command):
     """What a program prints; nothing if it fails."""
     done = subprocess.run(command, capture_output=True, timeout=SECONDS, text=True, stdin=subprocess.DEVNULL)
     return done.stdout if done.returncode == 0 else ""
@@ -104,8 +104,8 @@ def known(name):
 
 def field(text, name):
     """The value of a field "name: value" in a text."""
-    found = re.search(rf"^{name}:?\s+(.*)$", text, re.MULTILINE)
-    return found.group(1).strip() if found else None
+    match = re.search(rf"^{name}:?\s+(.*)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else None
 
 
 def identity():
@@ -240,12 +240,12 @@ def repository():
     """Probes of the work tree and the tools."""
     yield "git", os.path.isdir(".git")
     if os.path.isdir(".git") and shutil.which("git"):
-        yield "git.commits", int(said("git", "rev-list", "--count", "HEAD") or 0)
-        yield "git.authors", len(set(said("git", "log", "-500", "--format=%ae").split()))
-        yield "git.remotes", len(said("git", "remote").split())
-        yield "git.branches", len(said("git", "branch").splitlines())
-        yield "git.dirty", len(said("git", "--no-optional-locks", "status", "--porcelain").splitlines())
-        yield "git.age", time.time() - int(said("git", "log", "-1", "--format=%ct") or 0)
+        yield "git.commits", int(output("git", "rev-list", "--count", "HEAD") or 0)
+        yield "git.authors", len(set(output("git", "log", "-500", "--format=%ae").split()))
+        yield "git.remotes", len(output("git", "remote").split())
+        yield "git.branches", len(output("git", "branch").splitlines())
+        yield "git.dirty", len(output("git", "--no-optional-locks", "status", "--porcelain").splitlines())
+        yield "git.age", time.time() - int(output("git", "log", "-1", "--format=%ct") or 0)
     yield "tools", [name for name in TOOLS if shutil.which(name)]
     yield "tools.python", platform.python_version()
     yield "tools.packages", len(glob.glob("/usr/lib/python3/dist-packages/*")) > 0
@@ -254,10 +254,10 @@ def repository():
 
 def disk():
     """Probes of disk and resource limits."""
-    found = os.statvfs(".")
-    yield "disk.size", found.f_blocks * found.f_frsize
-    yield "disk.free", found.f_bavail / max(found.f_blocks, 1)
-    yield "disk.inodes", found.f_files
+    status = os.statvfs(".")
+    yield "disk.size", status.f_blocks * status.f_frsize
+    yield "disk.free", status.f_bavail / max(status.f_blocks, 1)
+    yield "disk.inodes", status.f_files
     for name in ("AS", "CORE", "CPU", "FSIZE", "NOFILE", "NPROC"):
         limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
         yield f"limits.{name}", "unlimited" if limit == resource.RLIM_INFINITY else limit
@@ -296,13 +296,13 @@ PARTS = (
 
 
 def sample():
-    """Probes by name; a part that fails keeps what it had found."""
-    found = {}
+    """Probes by name; a part that fails keeps what it had values."""
+    values = {}
     for part in PARTS:
         with contextlib.suppress(Exception):
             for name, value in part():
-                found[name] = value
-    return found
+                values[name] = value
+    return values
 
 
 def machine():
@@ -323,16 +323,16 @@ def digest(value):
     return hashlib.sha256(f"etude fingerprint {json.dumps(value, sort_keys=True)}".encode()).hexdigest()[:16]
 
 
-def asked(body):
+def request(body):
     """What a request to a model shows of the agent that makes it, and of who the agent works for."""
     system, user = [], []
     for message in body["messages"]:
-        said = message.get("content") or ""
-        said = said if isinstance(said, str) else "".join(part.get("text", "") for part in said)
+        content = message.get("content") or ""
+        content = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
         if message["role"] in ("system", "developer"):
-            system.append(said)
+            system.append(content)
         elif message["role"] == "user":
-            user.append(said)
+            user.append(content)
     first = user[0]
     return {
         "prompt.system": digest(system),
@@ -358,14 +358,14 @@ def main():
             bodies = list(filter(str.strip, file))
     except (OSError, UnicodeDecodeError) as e:
         parser.error(f"{arguments.requests} cannot be read ({e}); give a file of chat completions, one body per line")
-    found = []
+    lines = []
     for number, body in enumerate(bodies, 1):
         try:
-            probes, conversation = asked(json.loads(body))
+            probes, conversation = request(json.loads(body))
         except (ValueError, LookupError, TypeError, AttributeError):
             parser.error(f"body {number} of {arguments.requests} is no chat completion with a user's message; mend it")
-        found.append(json.dumps({"format": FORMAT, "machine": conversation, "probes": probes}))
-    print("\n".join(found))
+        lines.append(json.dumps({"format": FORMAT, "machine": conversation, "probes": probes}))
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

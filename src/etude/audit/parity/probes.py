@@ -26,9 +26,9 @@ _OWNERS = "files of the host's root show as nobody in a box"
 _IMAGE = "the tools are those of the host that makes boxes"
 
 PROBES: dict[str, ParityProbe] = {
-    "host.": ParityProbe("E1", "Give personas fingerprints (`rollout.personas`): host names get their shape."),
+    "host.": ParityProbe("E1", "Name fingerprints in `rollout.machine_profiles`: host names get their shape."),
     "user.": ParityProbe(
-        "E1", "Draw the persona's user and home as production has them; the id is that of the mapping."
+        "E1", "Draw the machine profile's user and home as production has them; the id is that of the mapping."
     ),
     "accounts": ParityProbe("E1", "Give /etc/passwd the service accounts of the production image."),
     "owners.unknown": ParityProbe("E1", "Unpack an image whose files belong to the mapped id.", _OWNERS),
@@ -42,9 +42,9 @@ PROBES: dict[str, ParityProbe] = {
     "processes": ParityProbe("E3", "Run the services that production runs.", _PIDS),
     "pid.self": ParityProbe("E3", "Let process ids start higher: `pids` of the description."),
     "parent.": ParityProbe("E3", "Start the shell as production's terminal does."),
-    "kernel.line": ParityProbe("E4", "Record more machines, so that personas draw their kernels' command lines."),
+    "kernel.line": ParityProbe("E4", "Record more machines, so that profiles draw their kernels' command lines."),
     "kernel": ParityProbe("E4", "Run the kernel that users run.", _KERNEL),
-    "cpu.hypervisor": ParityProbe("E4", "Give personas fingerprints: the flag is there if theirs has it."),
+    "cpu.hypervisor": ParityProbe("E4", "Give machine profiles fingerprints: the flag is there if theirs has it."),
     "cpu.": ParityProbe("E4", "Make boxes on machines like the users'.", _KERNEL),
     "memory": ParityProbe("E4", "Make boxes on machines like the users'.", _KERNEL),
     "load": ParityProbe("E4", "Make boxes on machines as busy as the users'.", _KERNEL),
@@ -55,15 +55,15 @@ PROBES: dict[str, ParityProbe] = {
         "E4", "Map a whole range of ids, which takes newuidmap.", "one id is mapped, without root"
     ),
     "firmware": ParityProbe("E4", "Show the firmware of a workstation.", _KERNEL),
-    "environment": ParityProbe("E5", "Let the persona's environment have the variables that production has."),
+    "environment": ParityProbe("E5", "Let the machine profile's environment have the variables that production has."),
     "terminal": ParityProbe("E5", "Set the terminal's kind and size as production's."),
     "language": ParityProbe("E5", "Install the users' locale in the image and name it in LANG."),
     "shell": ParityProbe("E5", "Name the users' shell."),
     "path": ParityProbe("E5", "Give PATH the entries that production's has."),
     "umask": ParityProbe("E5", "Set the users' umask."),
-    "dotfiles": ParityProbe("E5", "Draw the persona's dotfiles from those that production has."),
-    "home.entries": ParityProbe("E5", "Fill the persona's home as production's."),
-    "history": ParityProbe("E5", "Give the persona a shell history as long as production's."),
+    "dotfiles": ParityProbe("E5", "Draw the machine profile's dotfiles from those that production has."),
+    "home.entries": ParityProbe("E5", "Fill the machine profile's home as production's."),
+    "history": ParityProbe("E5", "Give the machine profile a shell history as long as production's."),
     "interfaces": ParityProbe("E6", "Open a way out through a proxy.", _NETWORK),
     "routes": ParityProbe("E6", "Open a way out through a proxy.", _NETWORK),
     "resolver": ParityProbe("E6", "Open a way out through a proxy.", _NETWORK),

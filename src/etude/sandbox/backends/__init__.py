@@ -1,1 +1,1 @@
-"""Backends that get their boxes from somebody else: a container engine, a cluster, a service."""
+"""Backends whose boxes are machines of a remote host: a container engine, a cluster or a service."""

@@ -36,9 +36,9 @@ class Containers:
     async def open(self) -> Capabilities:
         """Check image, runtime and limits. Raises UserError."""
         info = await self._info()
-        code, said = await output([self.name, "image", "inspect", "--format", "{{.Id}}", self._image])
+        code, printed = await output([self.name, "image", "inspect", "--format", "{{.Id}}", self._image])
         if code:
-            raise UserError(f"{self.name} has no image {self._image} ({last(said)}); pull or import it first.")
+            raise UserError(f"{self.name} has no image {self._image} ({last(printed)}); pull or import it first.")
         if self.name == "docker":
             runtimes, version, rootless = info["Runtimes"], info.get("CgroupVersion", "1"), _rootless(info)
             missing = [] if info["MemoryLimit"] and info["PidsLimit"] else ["memory or processes"]
@@ -70,12 +70,12 @@ class Containers:
     async def _info(self) -> dict[str, Any]:
         if shutil.which(self.name) is None:
             raise UserError(f"{self.name} is not installed here; install it, or use another sandbox.backend.")
-        code, said = await output([self.name, "info", "--format", "{{json .}}"])
+        code, printed = await output([self.name, "info", "--format", "{{json .}}"])
         with contextlib.suppress(ValueError):
-            info = json.loads(said)
+            info = json.loads(printed)
             if code == 0 and not info.get("ServerErrors"):
                 return info
-        raise UserError(f"{self.name} does not answer ({last(said)}); start it, or use another sandbox.backend.")
+        raise UserError(f"{self.name} does not answer ({last(printed)}); start it, or use another sandbox.backend.")
 
     async def start(self, command: Sequence[str], need: Need) -> ProcessStream:
         """Run a container without network."""

@@ -1,7 +1,7 @@
-"""What a machine for one box must give: a program in it, and a stream of bytes to and from that program.
+"""What a remote host must give for a box: a machine, a program in it, and a stream of bytes to and from the program.
 
-Everything else is ours and the same everywhere: `guest/guest.py` comes through the stream, with the image's files
-after it, and serves what the namespace backend's processes serve.
+The rest is the same everywhere: `guest/guest.py` comes through the stream, followed by the files of the image, and
+serves the requests that processes of the namespace backend serve.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class StreamConnection(Connection):
         self._outgoing.put_nowait(body)
 
     def boot(self, runner: bytes) -> None:
-        """Send our own modules, of which the first program in the machine knows nothing yet."""
+        """Send the guest's modules, which the first program in the machine unpacks."""
         self._outgoing.put_nowait(b"%d\n" % len(runner) + runner)
 
     async def _read(self) -> None:

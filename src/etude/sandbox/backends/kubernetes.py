@@ -40,16 +40,16 @@ class Pods:
         """Raises UserError if kubectl is not installed or may not make pods."""
         if shutil.which("kubectl") is None:
             raise UserError("kubectl is not installed here; install it, or use another sandbox.backend.")
-        code, said = await output([*self._kubectl, "auth", "can-i", "create", "pods"])
+        code, printed = await output([*self._kubectl, "auth", "can-i", "create", "pods"])
         if code:
-            raise UserError(f"kubectl may not make pods ({last(said)}); point it at a cluster that allows it.")
+            raise UserError(f"kubectl may not make pods ({last(printed)}); point it at a cluster that allows it.")
 
     async def open(self) -> Capabilities:
         """Apply the policy that keeps boxes off the network, and say what boxes have. Raises UserError."""
         await self.reach()
-        code, said = await output([*self._kubectl, "apply", "-f", "-"], data=json.dumps(DENY_ALL).encode())
+        code, printed = await output([*self._kubectl, "apply", "-f", "-"], data=json.dumps(DENY_ALL).encode())
         if code:
-            raise UserError(f"the cluster takes no NetworkPolicy ({last(said)}); boxes would reach its network.")
+            raise UserError(f"the cluster takes no NetworkPolicy ({last(printed)}); boxes would reach its network.")
         return Capabilities(
             isolation=await self._isolation(),
             rootless=False,
@@ -74,13 +74,13 @@ class Pods:
         name = f"etude-{secrets.token_hex(8)}"
         end = [*self._kubectl, "delete", "pod", name, "--now", "--wait=false", "--ignore-not-found"]
         pod = json.dumps(self.pod(name, command, need)).encode()
-        code, said = await output([*self._kubectl, "create", "-f", "-"], data=pod)
+        code, printed = await output([*self._kubectl, "create", "-f", "-"], data=pod)
         if code == 0:
             wait = ["wait", "--for=condition=Ready", f"pod/{name}", f"--timeout={START_SECONDS}s"]
-            code, said = await output([*self._kubectl, *wait], START_SECONDS + 10)
+            code, printed = await output([*self._kubectl, *wait], START_SECONDS + 10)
         if code:
             await output(end)
-            raise LaunchFailed(f"no pod was made ({last(said)})")
+            raise LaunchFailed(f"no pod was made ({last(printed)})")
         return await attached([*self._kubectl, "attach", "--stdin", "--quiet", f"pod/{name}"], end, lasting=True)
 
     def pod(self, name: str, command: Sequence[str], need: Need) -> dict[str, Any]:

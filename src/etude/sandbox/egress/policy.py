@@ -83,10 +83,10 @@ def _parse(entry: str) -> AllowedHost:
     if colon and not (port.isdecimal() and 0 < int(port) < 65536):
         raise wrong
     try:
-        found = str(ipaddress.ip_address(address)) if at else None
+        fixed = str(ipaddress.ip_address(address)) if at else None
     except ValueError:
         raise wrong from None
-    return AllowedHost(name, (int(port),) if colon else PORTS, found)
+    return AllowedHost(name, (int(port),) if colon else PORTS, fixed)
 
 
 def check_index(url: str) -> str:
@@ -129,7 +129,7 @@ def is_address(name: str) -> bool:
 def public(address: str) -> bool:
     """Whether an address belongs to the public internet, and not to this machine, its network or a cloud's metadata.
 
-    Addresses of IPv6 that stand for one of IPv4 are judged by that.
+    An address of IPv6 that stands for one of IPv4 counts as that one.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
@@ -148,8 +148,8 @@ async def resolve(host: AllowedHost, name: str, port: int) -> list[str]:
     if host.address is not None:
         return [host.address]
     async with asyncio.timeout(RESOLVE_SECONDS):
-        found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        entries = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
     if not addresses or not all(public(address) for address in addresses):
         raise EgressRefused("its name leads into a private network")
     return addresses

@@ -32,7 +32,7 @@ class RequestHead:
         return next((value for key, value in self.headers if key == name), None)
 
     def onward(self) -> bytes:
-        """The request as its server gets it: once per connection, and without what might tell who asks."""
+        """The request as its server gets it: for one connection, and without headers that identify the box."""
         kept = [(key, value) for key, value in self.headers if key not in _HOP | _SECRET | {"host"}]
         place = self.host if self.port == 80 else f"{self.host}:{self.port}"
         lines = [f"{self.method} {self.path} HTTP/1.1", f"host: {place}", "connection: close"]

@@ -252,7 +252,7 @@ State = dict[str, tuple[int, int, int, int]]  # regular file -> inode, size, tim
 
 
 def state(root: int, entries: int = MAX_ENTRIES) -> State:
-    """Every regular file below `root`, and what a write changes of it: nobody in a box can set the last time back."""
+    """What a write changes of each regular file below `root`; no process in a box can set the last time back."""
     return {
         path: (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         for path, status, _ in _walk(root, entries)

@@ -1,7 +1,7 @@
 """The layers of a live box, seen from its pid 1: what changed in them, and how they are frozen for a fork.
 
-Freezing takes the writable layer from under the box and puts a new one in its place, on top of it. That needs nobody
-to have a file or folder of the work tree open; else the layer is copied, and the box keeps it.
+Freezing takes the writable layer from under the box and puts a new one on top of it. That needs a work tree of which
+no process has a file or folder open; else the layer is copied, and the box keeps it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _folder(path: str) -> int:
 
 
 def _copy(source: str, target: str) -> None:
-    """A layer as it is: links, hard links, modes, times, and the marks of what was deleted."""
+    """A layer as it is: links, hard links, modes, times, and the entries that stand for deletions."""
     names: dict[int, str] = {}  # of files with several, by inode
     pending = [""]
     folders: list[tuple[str, os.stat_result]] = []

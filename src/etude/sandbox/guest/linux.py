@@ -219,7 +219,7 @@ def call_itself(line: Sequence[str], name: str) -> None:
 
 
 def join(groups: Sequence[int]) -> None:
-    """Move this process into control groups, by descriptors of their cgroup.procs that somebody else opened."""
+    """Move this process into control groups, by open descriptors of their cgroup.procs."""
     for fd in groups:
         os.write(fd, b"0")
 

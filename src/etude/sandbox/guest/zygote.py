@@ -124,7 +124,7 @@ def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):  # what tests print concerns nobody
+        for fd in (0, 1, 2):  # the output of tests is not read
             os.dup2(null, fd)
         os.close(null)
         root.enter(hello["repository"], hello["site"], hello["host_id"], hello["mounts"])
