@@ -36,7 +36,6 @@ _AFTERWARDS = (
 _DEFINITION = re.compile(
     r"^\s*(?:async\s+def|def|class|function|export\s|func|public|private|protected|static|struct)\b"
 )
-MAX_CONTEXT = 3
 
 
 @dataclass(frozen=True)
