@@ -29,7 +29,7 @@ def test_flags_are_the_options() -> None:
         "3",
         "--visible-failure",
         "--write-tests",
-        "writer --fast",
+        "writer",
     )
     options = from_flags(parsed("build", "repo", "-o", "out", *words), BuildConfig)
     changed = {
