@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.config import RLConfig, read_toml, validate
+from etude.config import RLConfig, TasksConfig, read_toml, validate
 from etude.errors import UserError
 
 
@@ -108,3 +108,11 @@ def test_what_an_outside_agent_does_not_show_cannot_be_priced(table, why):
     validate(RLConfig, data | {"reward": {"behaviour": {"malformed": 0.1}}}, "run.toml")
     with pytest.raises(UserError, match=why):
         validate(RLConfig, data | table, "run.toml")
+
+
+def test_tasks_are_drawn_with_the_seed_of_the_run() -> None:
+    def seed(**tasks: object) -> int:
+        return RLConfig.model_validate({"seed": 3, "tasks": {"repository": "r", **tasks}}).tasks.seed
+
+    assert (seed(), seed(seed=5)) == (3, 5)
+    assert RLConfig(seed=3, tasks=TasksConfig(repository="r")).tasks.seed == 3

@@ -1,4 +1,4 @@
-"""`etude apply`: lay the sketch of an edit into a file, show the difference, and write it at once or not at all."""
+"""`etude apply`: apply a sketch to a file, show the difference, and write the file at once or not at all."""
 
 from __future__ import annotations
 

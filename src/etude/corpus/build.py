@@ -1,4 +1,4 @@
-"""From pinned sources to packed training rows for the mid-training and supervised stages."""
+"""Makes packed training rows for the mid-training and supervised stages, from pinned sources."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from etude.corpus.filters import FunctionText, function_texts, keep_file, keep_f
 from etude.corpus.sources import PackageSource, collect, fetch, files, provenance
 
 log = logging.getLogger(__name__)
+_FINDER = 2  # version of what finds and filters functions: a cached corpus of another one is not used
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ def build_corpus(
         raise ValueError(
             f"{', '.join(sorted(clash))} is both trained on and held out; remove it from [corpus] packages"
         )
-    key = json.dumps([list(packages), list(held_out), list(evaluation), standard, allow_tests, per_package, seed])
+    key = json.dumps(
+        [_FINDER, list(packages), list(held_out), list(evaluation), standard, allow_tests, per_package, seed]
+    )
     path = cache / f"functions-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.json"
     if path.is_file():
         stored = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""An edit as a user gives it: a text file and a sketch, checked before any model is loaded. No torch."""
+"""An edit as a user gives it: a text file and a sketch, with size limits and the deterministic merge. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NotClosed(UserError):
 
 @dataclass(frozen=True)
 class Edit:
-    """A file's text, the sketch of an edit, and what the edit is about (may be empty)."""
+    """A file's text, the sketch of an edit, and an instruction that describes the edit (may be empty)."""
 
     text: str
     sketch: str

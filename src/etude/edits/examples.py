@@ -1,4 +1,4 @@
-"""Examples of applied edits and the table that holds them: file, sketch and result, with where they come from."""
+"""Tables of applied edits: file, sketch and result of each edit, with its source, licence and weight."""
 
 from __future__ import annotations
 

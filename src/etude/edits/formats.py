@@ -1,10 +1,10 @@
-"""How a model is asked for an edit, and three ways to answer: the whole file, search/replace blocks, a unified diff.
+"""Prompts for an apply model, and three formats of its answer: whole file, search/replace blocks, unified diff.
 
     <instruction>...</instruction><code> FILE </code><update> SKETCH </update>  ->  <updated-code> FILE </updated-code>
 
-The same question for every way; the tag that opens the answer says which. A file follows its tag and a line end in
-question and answer alike, so both tokenise alike, and the closing tag ends the answer. All tags take a suffix if the
-texts hold one.
+The prompt is the same for every format; the tag that opens the answer chooses it. In prompt and answer a file follows
+its tag and a line end, so both tokenise alike, and the closing tag ends the answer. All tags take a suffix if the texts
+themselves hold one of the tags.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_NEWLINE = "\\ No newline at end of file"
 
 @dataclass(frozen=True)
 class EditPrompt:
-    """`content` is the user's message, `opening` what the answer begins with (given to the model), `close` its end."""
+    """`content` is the user's message; the answer begins with `opening` (given to the model) and ends with `close`."""
 
     content: str
     opening: str
@@ -42,7 +42,7 @@ class EditPrompt:
 
 
 def question(file: str, sketch: str, instruction: str = "", way: str = "rewrite") -> EditPrompt:
-    """What a model is asked. `way` is one of FORMATS."""
+    """The prompt for an edit. `way` is one of FORMATS."""
     suffix = _suffix(file + sketch + instruction)
     tag, sentence = FORMATS[way]
     content = (
@@ -53,7 +53,7 @@ def question(file: str, sketch: str, instruction: str = "", way: str = "rewrite"
 
 
 def answer(file: str, result: str, way: str = "rewrite") -> str:
-    """The right answer, without its tags."""
+    """The right answer in a format of FORMATS, without its tags."""
     if way == "rewrite":
         return result
     if way == "search-replace":
@@ -64,14 +64,14 @@ def answer(file: str, result: str, way: str = "rewrite") -> str:
 
 
 def read_answer(file: str, text: str, way: str = "rewrite") -> str | None:
-    """The file that an answer means; None for one that cannot be laid over `file` in exactly one way."""
+    """The whole file after an answer; None if the answer cannot be applied to `file` in exactly one way."""
     if way == "rewrite":
         return text
     return _replaced(file, text) if way == "search-replace" else _patched(file, text)
 
 
 def _suffix(texts: str) -> str:
-    """Nothing, or what makes the tags differ from those that the texts hold."""
+    """A suffix that makes the tags differ from those in the texts; empty if the texts hold none."""
     names = ("instruction", "code", "update", *(tag for tag, _ in FORMATS.values()))
     suffix, tries = "", 0
     while any(f"<{name}{suffix}>" in texts or f"</{name}{suffix}>" in texts for name in names):
@@ -131,7 +131,7 @@ def _replaced(file: str, text: str) -> str | None:
 
 
 def _patched(file: str, text: str) -> str | None:
-    """Hunks laid where their old lines stand: at the line they name, else where they stand once after the last hunk."""
+    """Apply each hunk where its old lines stand: at the line it names, else at the one match after the last hunk."""
     lines, out, at = _LINE.findall(file), list[str](), 0
     for start, old, new in _parsed(text) or ():
         places = [i for i in range(at, len(lines) - len(old) + 1) if lines[i : i + len(old)] == old]

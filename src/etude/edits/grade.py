@@ -1,4 +1,4 @@
-"""How right an applied edit is, without a judge: exact, up to white space, the same syntax, by its tests, or wrong."""
+"""Grades of an applied edit, without a judge: exact, equal up to white space, equal syntax, by its tests, or wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from etude.code.languages import same_syntax
 
 
 class EditGrade(StrEnum):
-    """In the order in which they are tried; the first that holds counts."""
+    """Grades in the order in which they are tried; the first that holds counts."""
 
     EXACT = "exact"  # every byte
     WHITESPACE = "whitespace"  # up to blanks at line ends and final newlines
@@ -20,7 +20,7 @@ class EditGrade(StrEnum):
 
 
 def grade(result: str, given: str | None, language: str) -> EditGrade:
-    """How `given` (None: no usable answer) compares with the `result` that is asked for, no tests being run."""
+    """The grade of the answer `given` (None: unusable) against the right `result`; no tests are run."""
     if given is None:
         return EditGrade.FAIL
     if given == result:
@@ -31,7 +31,7 @@ def grade(result: str, given: str | None, language: str) -> EditGrade:
 
 
 def outside(file: str, result: str, given: str) -> int:
-    """Changes of `given` outside the edit's hunks: lines of the file lost or changed, and runs of lines put in."""
+    """Number of changes in `given` outside the edit's hunks: lines lost or changed, and runs of inserted lines."""
     before = file.splitlines()
     wanted, made = _touched(before, result.splitlines()), _touched(before, given.splitlines())
     allowed = {line for start, end in wanted for line in range(start - 1, end + 1)}

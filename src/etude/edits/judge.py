@@ -1,7 +1,7 @@
-"""What a language model says of answers that failed: an opinion beside the grades, never one of them.
+"""Opinions of a language model about answers that failed. They are reported beside the grades and change none.
 
-The judge is asked over OpenAI's chat completions, one request per answer, with the edit and a right result to compare
-with. Its verdict is in the last line of what it says:
+The judge is asked over OpenAI's chat completions, one request per answer, with the edit and the right result. Its
+verdict is the last line of its reply:
 
     yes, no    the last line is that word
     unclear    it is not
@@ -9,7 +9,8 @@ with. Its verdict is in the last line of what it says:
     timeout    no whole answer within the deadline
     error      status 5xx, or what is no chat completion
 
-Texts that are judged may ask for a verdict; their tags take a suffix, and that is all that can be done about it.
+The judged texts may contain instructions to the judge. The tags around them take a random suffix; nothing more can be
+done.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _ASKED = (
 
 
 class JudgeVerdict(StrEnum):
-    """See the module."""
+    """A judge's verdict on one answer; the meanings stand in the module's docstring."""
 
     YES = "yes"
     NO = "no"
@@ -53,7 +54,7 @@ class JudgeVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class Judge:
-    """`url` is the base of the API, e.g. http://127.0.0.1:8000/v1; the key is that of OPENAI_API_KEY, if it is set."""
+    """A model that judges. `url` is the API's base, e.g. http://127.0.0.1:8000/v1; OPENAI_API_KEY holds the key."""
 
     url: str
     model: str
@@ -61,7 +62,7 @@ class Judge:
 
 
 def verdicts(judge: Judge, answers: Sequence[tuple[Example, str]]) -> list[JudgeVerdict]:
-    """What the judge says of each answer. Raises UserError if there is no such judge at the URL."""
+    """The verdict on each answer. Raises UserError if there is no such judge at the URL."""
     return asyncio.run(_verdicts(judge, answers)) if answers else []
 
 
@@ -78,7 +79,7 @@ async def _verdicts(judge: Judge, answers: Sequence[tuple[Example, str]]) -> lis
 
 
 def question(example: Example, text: str) -> str:
-    """What the judge reads."""
+    """The prompt of the judge for one answer."""
     suffix = secrets.token_hex(4)
     parts = {"file": example.file, "sketch": example.sketch, "result": example.result, "answer": text}
     shown = "\n".join(f"<{name}-{suffix}>\n{value}\n</{name}-{suffix}>" for name, value in parts.items())
@@ -119,7 +120,7 @@ async def _ask(http: httpx2.AsyncClient, judge: Judge, content: str) -> JudgeVer
 
 
 def read(answer: str) -> JudgeVerdict:
-    """The verdict in what a judge says."""
+    """The verdict in a judge's reply."""
     lines = _THOUGHT.sub("", answer).split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     word = last.strip(" \t\r*_`\"'.!").lower()

@@ -1,12 +1,12 @@
 """The deterministic merge of a lazy sketch into a file: no model, no torch.
 
-A sketch holds the lines that change and some of their neighbours; a marker ("# ... existing code ...", in any comment
-style) stands for what it leaves out. Every block between markers is laid over the file along its lines that the file
-holds too: the chain of such anchors with the greatest weight wins. From the first anchor to the last the block replaces
-the file, so two lines that are neighbours in the sketch delete what lies between them. Lines before the first or after
-the last anchor replace lines like them, or are inserted.
+A sketch holds the lines that change and some of their neighbours. A marker ("# ... existing code ...", in any comment
+style) stands for lines that are left out. The lines of a block that the file holds too are its anchors: every block
+between markers is placed by the chain of anchors with the greatest weight. From its first anchor to its last the block
+replaces the file, so two lines that are neighbours in the sketch delete the lines between them. Lines before the first
+or after the last anchor replace similar lines, or are inserted.
 
-The result is the first draft of a fast apply, never its verdict: the model decides every token.
+With an apply model the merge is a draft alone: the model decides every token.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from difflib import SequenceMatcher
 
 import numpy as np
 
-_GAP = 0.02  # what a line of the file costs between two anchors: 50 of them are worth one good anchor
+_GAP = 0.02  # cost of a line of the file between two anchors: 50 of them are worth one good anchor
 _ALIKE = 0.6  # similarity of two lines from which one may be the other's new text
 _SURELY_ALIKE = 0.75  # the same for a block that has no anchor
-_ALMOST_EQUAL = (
-    0.85  # and for one that may as well be new text at an end of the file: `import re` is no new `import os`
-)
+# For a block that may as well be new text at an end of the file: `import re` is no new `import os`.
+_ALMOST_EQUAL = 0.85
 _COMMENT = re.compile(r"^\s*(?:#+|//+|--+|;+|%+|/\*+|\{/\*|<!--)\s*(.*?)\s*(?:\*+/\}?|-->)?\s*$")
 _DOTS = re.compile(r"^(?:\.{3}|…)\s*|\s*(?:\.{3}|…)$")
 _LEFT_OUT = re.compile(r"\b(existing|rest|remaining|remainder|unchanged|omitted)\b", re.I)
@@ -39,12 +38,12 @@ _FENCE = re.compile(r"^\s*```[^\n`]*\n(.*?)^\s*```\s*$", re.M | re.S)
 
 
 class NoPlace(ValueError):
-    """A block of the sketch names no place in the file; the message says which."""
+    """A block of the sketch matches no place in the file; the message quotes the block."""
 
 
 @dataclass(frozen=True)
 class Merge:
-    """The merged text. `ambiguous`: some block fitted equally well in another place."""
+    """The merged text. `ambiguous` tells that some block fits another place equally well."""
 
     text: str
     ambiguous: bool
@@ -68,9 +67,9 @@ class _LineReplacement:
 
 
 def merge(text: str, sketch: str) -> Merge:
-    """`text` with `sketch` laid over it; line ends, a byte-order mark and a missing final newline stay as in `text`.
+    """Apply `sketch` to `text`; line ends, a byte-order mark and a missing final newline stay as in `text`.
 
-    Raises NoPlace for a sketch that is empty or of which a block fits nowhere.
+    Raises NoPlace for an empty sketch and for a block that matches no place.
     """
     bom = "\ufeff" if text.startswith("\ufeff") else ""
     lines = _LINE.findall(text[len(bom) :])
@@ -97,7 +96,7 @@ def merge(text: str, sketch: str) -> Merge:
 
 
 def is_marker(line: str) -> bool:
-    """Whether a line of a sketch stands for code that is left out."""
+    """Whether a line of a sketch is a marker for code that is left out."""
     comment = _COMMENT.match(line)
     words = comment.group(1) if comment else line.strip()
     bare = _DOTS.sub("", _DOTS.sub("", words))
@@ -198,7 +197,7 @@ def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_LineR
 
 
 def _weight(line: str) -> float:
-    """What an anchor is worth: long lines are rare."""
+    """The weight of an anchor: long lines are rare, so they count more."""
     return 0.2 + min(len(line.strip()), 40) / 50
 
 
@@ -214,7 +213,7 @@ def _shift(lines: list[str], file: list[str], pairs: Sequence[tuple[int, int]]) 
 
 
 def _extend(lines: list[str], file: list[str], chain: _Chain, taken: Sequence[_LineReplacement]) -> _LineReplacement:
-    """The chain's stretch of the file, and beyond it the lines that the block's unanchored ends are new texts of."""
+    """The chain's stretch of the file, and beyond it the lines that the block's ends are new versions of."""
     (first_i, start), (last_i, last) = chain.pairs[0], chain.pairs[-1]
     end = last + 1
     floor = max((p.end for p in taken if p.end <= start), default=0)
@@ -244,7 +243,7 @@ def _extend(lines: list[str], file: list[str], chain: _Chain, taken: Sequence[_L
 def _most_alike(
     lines: list[str], file: list[str], taken: Sequence[_LineReplacement], least: float
 ) -> _LineReplacement | None:
-    """For a block without anchors: in place of the lines that its own are clearly new texts of."""
+    """For a block without anchors: replace the lines of the file that its lines are clearly new versions of."""
     covered = {j for p in taken for j in range(p.start, p.end)}
     places, ambiguous = set[int](), False
     for line in lines[:20]:

@@ -1,8 +1,8 @@
-"""Lazy sketches of a known edit, as an agent would write them: what changes, some neighbours, markers for the rest.
+"""Draws lazy sketches of a known edit, as an agent would write them: changed lines, some neighbours, markers.
 
-A deletion must be visible, so both its neighbours stand next to each other in the sketch: a reader could not tell
-"deleted" from "left out" otherwise. One to three kinds of noise make a sketch look like what models write; none of them
-may take away what determines the result, which `determined` holds against the deterministic merge.
+A deletion must be visible, so both its neighbours stand next to each other in the sketch; otherwise "deleted" could not
+be told from "left out". One to three kinds of noise make a sketch look like those that models write. No noise may
+remove what determines the result; `determined` checks this with the deterministic merge.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ _AFTERWARDS = (
 _DEFINITION = re.compile(
     r"^\s*(?:async\s+def|def|class|function|export\s|func|public|private|protected|static|struct)\b"
 )
-MAX_CONTEXT = 3
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def draw(before: str, after: str, language: str, rng: random.Random, kinds: int 
 
 
 def no_op(before: str, language: str, rng: random.Random) -> Sketch | None:
-    """A sketch that shows some lines as they are: the model must be able to change nothing."""
+    """A sketch that shows some lines unchanged: a model must learn to change nothing, too. None for a short text."""
     lines = before.splitlines()
     if len(lines) < 4:
         return None

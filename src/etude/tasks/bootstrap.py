@@ -1,10 +1,10 @@
-"""Find how to install and test a repository: goals first, then up to five tries to reach them in a box.
+"""Finds out how to install and test a repository: goals first, then up to five tries to reach them in a box.
 
 After the two stages of Cursor's environment set-up: goals (commands with an expected outcome) are proposed without
 regard to how they can be reached, then requirements are tried until the goals hold. Both are proposed by rules, or by
 a model behind an OpenAI-compatible URL. Packages are fetched in forms that run nothing; all commands run in a box
-without network. Requirements that the last try lacked are added, never guessed: only names that the repository gives.
-This module has what all languages share, and Python's kit; JavaScript's is in `node.py`.
+without network. Requirements that the last try lacked are added only if the repository names them. This module holds
+the part that all languages share, and Python's kit; JavaScript's kit is in `node.py`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BootstrapRecipe:
 
 @dataclass(frozen=True)
 class Try:
-    """`missed` names the goals that do not hold, with the end of what they printed."""
+    """One proposal. `missed` lists the goals that do not hold, with the end of their output."""
 
     requirements: tuple[str, ...]
     missed: Missed
@@ -67,7 +67,7 @@ class Try:
 
 @dataclass(frozen=True)
 class Kit:
-    """What differs from language to language."""
+    """The parts of the search that differ from language to language."""
 
     language: str
     given: str  # what a prompt says of the test runner

@@ -1,4 +1,4 @@
-"""Ways to break a class: a base dropped, methods permuted, a method removed with the statements that use it."""
+"""Breaks classes: a base is dropped, methods are permuted, a method is removed with the statements that use it."""
 
 from __future__ import annotations
 

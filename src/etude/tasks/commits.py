@@ -1,7 +1,7 @@
-"""Commit reversal: what a commit did to the sources is taken back, and its tests decide.
+"""Commit reversal: the change of a commit to the sources is reversed in today's tree, and the commit's tests decide.
 
-The tree is today's: the difference between a commit and its parent is applied backwards by a three-way merge, and only
-commits that come off cleanly are used. So one repository, one set of dependencies and one suite serve all of them.
+The difference between a commit and its parent is applied backwards by a three-way merge; only commits that reverse
+cleanly are used. So one repository, one set of dependencies and one suite serve all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tests call which function: the suite runs once under a profile hook, inside a box."""
+"""Finds the tests that call each function: the suite runs once under a profile hook, inside a box."""
 
 from __future__ import annotations
 

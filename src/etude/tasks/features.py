@@ -1,7 +1,7 @@
 """Feature deletion: functions that only the tests of one feature reach are removed together.
 
-A slice is a function and, step by step, what it calls by name, as far as no other test needs it: every test that calls
-a helper also calls the function. Without the slice, the tests that do not call the function pass as before.
+A slice is a function and, step by step, the helpers that it calls by name, as far as no other test needs them: every
+test that calls a helper also calls the function. Without the slice, tests that do not call the function still pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_LINES = 80  # of all bodies
 
 
 def slices(functions: Sequence[Function], callers: Mapping[str, set[str]]) -> Iterator[tuple[Function, ...]]:
-    """(function, what only it needs...) for each function whose removal takes two to MAX_MEMBERS functions along."""
+    """(function, helpers that only it needs...) for each function that makes a slice of 2 to MAX_MEMBERS functions."""
     reached = [f for f in functions if callers.get(f.id)]
     everything = {test for f in reached for test in callers[f.id]}
     for entry in reached:

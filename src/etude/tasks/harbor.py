@@ -3,7 +3,7 @@
     task.toml  instruction.md  environment/{Dockerfile, files/}  tests/{Dockerfile, test.sh, tests.json}
     solution/{solve.sh, files/}
 
-What Harbor has no field for goes to [metadata.etude]. A verifier runs in an environment of its own, without network:
+Fields that Harbor lacks go to [metadata.etude]. A verifier runs in an environment of its own, without network:
 Harbor's defaults (shared, public) let an agent plant its reward. Format: harborframework.com/docs/tasks.
 """
 

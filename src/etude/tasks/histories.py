@@ -1,4 +1,4 @@
-"""The git history of a dataset's repository, and what each task's box may see of it.
+"""The git history of a dataset's repository, and the part of it that each task's box may see.
 
 DIR/history.msgpack holds the last commits of the repository that the dataset was built from, cut to the files that the
 agent sees. A box gets a `.git` folder of its own, made from it when the box is made (`sandbox/history.py`):
@@ -40,9 +40,9 @@ _DEFINED = re.compile(rb"\b(?:def|class|function)\s+(\w+)")
 
 
 class Secrets(msgspec.Struct, frozen=True):
-    """What a task's box must not see: versions (path, blob), and messages by place.
+    """The parts of the history that a task's box must not show: versions (path, blob), and messages by place.
 
-    Of a file that the task breaks these are the versions that cannot be shown with the same damage.
+    Of a broken file these are the versions that cannot be shown with the same damage.
     """
 
     versions: tuple[tuple[str, str], ...] = ()

@@ -155,10 +155,7 @@ def functions(path: str, text: str) -> list[JsFunction]:
         if name and body is not None and body.type == "statement_block":
             units.append(_function(path, node, body, prefix + name))
             return  # what is nested belongs to it
-        if (
-            node.type in ("class_declaration", "abstract_class_declaration", "class")
-            and (label := node.child_by_field_name("name")) is not None
-        ):
+        if node.type in _CLASSES and (label := node.child_by_field_name("name")) is not None:
             prefix = f"{prefix}{label.text.decode()}."
         for child in node.children:
             visit(child, prefix)

@@ -1,4 +1,4 @@
-"""Whether the text that a task took away can be copied from somewhere else in the tree the agent sees."""
+"""Finds answers that an agent could copy: text that a task removed and that stands elsewhere in the tree."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class LeakIndex:
 def stored(folders: Mapping[str, Path], tasks: Iterable[Task]) -> dict[str, str]:
     """Task id -> a place in which its answer is kept: an installed copy, bytecode, an archive or a git object.
 
-    Text of the repository itself is what LeakIndex compares; here are dependencies, and whatever is not text. Bytecode
-    keeps no tokens but constants: what holds all the long ones that a task took away is taken for a copy.
+    LeakIndex compares the text of the repository itself; this function reads the dependencies and everything that is
+    not text. Bytecode keeps constants alone: a file with all the long constants that a task removed counts as a copy.
     """
     answers = {
         task.id: [leaks.answer(task.solution[path], text) for path, text in task.changes.items()] for task in tasks

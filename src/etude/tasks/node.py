@@ -1,4 +1,4 @@
-"""The environment of a JavaScript repository: packages by npm without scripts, and which tests call which function."""
+"""The environment of a JavaScript repository: packages from npm without scripts, and the tests that call a function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PACKAGE = re.compile(r"((?:@[a-z0-9._-]+/)?[a-z0-9._-]+)(?:@([^\s:/]+(?: [^\s:/
 
 
 def is_link(path: Path) -> bool:
-    """Whether it is the one link that a repository of a dataset may hold."""
+    """Whether a path is the one link that a repository of a dataset may hold: `node_modules`."""
     return path.name == LINK[0] and path.is_symlink() and str(path.readlink()) == LINK[1]
 
 

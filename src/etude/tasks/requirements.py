@@ -1,4 +1,4 @@
-"""What a Python repository says must be installed to test it, source by source: rules, nothing is run."""
+"""Reads the test requirements of a Python repository from its files, source by source; nothing is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two splits, both seeded: functions into training and held-out, tests into visible and hidden."""
+"""Two seeded splits: functions into training and held-out, tests into visible and hidden."""
 
 from __future__ import annotations
 

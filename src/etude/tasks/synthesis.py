@@ -1,8 +1,8 @@
-"""Tests for functions that no test calls, written by somebody else and kept if mutants of the function die.
+"""Adds tests for functions that no test calls: an outside writer writes them, and they stay if mutants fail them.
 
-A writer gets a function and its module and returns the text of a test module; it may be a Python callable, or a command
-that reads JSON ({"path", "qualname", "source"}) and prints the module. Written tests are hidden ones: the agent's tree
-never holds them.
+A writer gets a function and its module and returns the text of a test module. It is a Python callable, or a command
+that reads JSON ({"path", "qualname", "source"}) and prints the module. Written tests are hidden: the agent's tree never
+holds them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def write(
     folder: Path,
     seed: int,
 ) -> dict[str, set[str]]:
-    """Function id -> tests that were written for it and kept, whose files are in `folder`; it must not exist."""
+    """Function id -> tests that were written for it and kept. Their files are in `folder`, which must not exist."""
     files: dict[str, tuple[str, list[str]]] = {}
     for function in functions:
         text = writer(function, sources[function.path])

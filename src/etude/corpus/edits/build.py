@@ -8,6 +8,7 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.code.languages import has_syntax
@@ -109,60 +110,71 @@ def _without_duplicates(repositories: Sequence[Repository]) -> tuple[list[Reposi
     return out, len(every) - len(kept)
 
 
+@dataclass
+class _EditDraw:
+    """The examples drawn so far; no edit is drawn twice. `most` is the lines that an example may have."""
+
+    most: int
+    rng: random.Random
+    counter: Counter[str]
+    examples: dict[tuple[str, str], Example] = field(default_factory=dict)
+    by_file: Counter[str] = field(default_factory=Counter)
+
+    def take(
+        self, maker: Callable[..., Example | None], repository: Repository, of: Text | FileChange, limit: int, *more
+    ) -> bool:
+        """Draw one example of a file; False if the file has `limit` examples or gives no new one."""
+        key = f"{repository.name}/{of.path}"
+        if self.by_file[key] >= limit:
+            return False
+        self.counter["tried"] += 1
+        example = maker(repository, of, *more, self.most, self.rng)
+        if example is None or (edit := (example.file, example.result)) in self.examples:
+            return False
+        self.examples[edit] = example
+        self.by_file[key] += 1
+        self.counter["kept"] += 1
+        return True
+
+
 def _drawn(
     repositories: Sequence[Repository], options: EditTableConfig, most: int, wanted: int | None, counter: Counter[str],
     report: Progress,
 ) -> list[Example]:  # fmt: skip
-    """Real edits first, then synthetic ones in their ratio, then sketches that change nothing."""
-    rng = random.Random(f"{options.seed}/{most}/{wanted}")
-    drawn: dict[tuple[str, str], Example] = {}
-    paths = Counter[str]()
+    """Real edits first, then synthetic ones in their ratio, then sketches that change nothing.
 
-    def take(
-        make: Callable[..., Example | None], repository: Repository, of: Text | FileChange, limit: int, *more
-    ) -> bool:
-        key = f"{repository.name}/{of.path}"
-        if paths[key] >= limit:
-            return False
-        counter["tried"] += 1
-        example = make(repository, of, *more, most, rng)
-        if example is None or (edit := (example.file, example.result)) in drawn:
-            return False
-        drawn[edit] = example
-        paths[key] += 1
-        counter["kept"] += 1
-        return True
-
+    `wanted` is the number of examples of an evaluation; None draws training examples in the ratios of `options`.
+    """
+    draw = _EditDraw(most, random.Random(f"{options.seed}/{most}/{wanted}"), counter)
     cap = options.per_repository
     if wanted is not None:  # an evaluation wants real edits: half of them, if there are so many
         cap = -(-wanted // 2 // max(1, sum(bool(r.changes) for r in repositories)))
-    for i, (repository, changes) in enumerate(_in_turns(repositories, rng)):
+    for i, (repository, changes) in enumerate(_in_turns(repositories, draw.rng)):
         report("real edits", i, len(repositories))
         made = 0
         for change in changes:
             if made >= cap:
                 break
-            made += take(make.real, repository, change, options.per_path)
-    reals = len(drawn)
-    goal = (
-        round(max(reals, 1) * options.synthetic) if wanted is None else wanted - reals - round(wanted * options.no_ops)
-    )
+            made += draw.take(make.real, repository, change, options.per_path)
+    reals = len(draw.examples)
+    goal = round(max(reals, 1) * options.synthetic)
+    if wanted is not None:
+        goal = wanted - reals - round(wanted * options.no_ops)
     texts = [(r, text) for r in repositories for text in r.texts if _usable(text.language)]
     others = _lines_of(texts)
-    limits = options.per_path * (1 + max(1, round(options.synthetic)))  # of one file, real ones counted
-    stream = _balanced(texts, rng, limits)
-    for repository, text in stream:
-        if len(drawn) - reals >= goal:
+    limit = options.per_path * (1 + max(1, round(options.synthetic)))  # of one file, real ones counted
+    for repository, text in _balanced(texts, draw.rng, limit):
+        if len(draw.examples) - reals >= goal:
             break
-        report("synthetic edits", len(drawn) - reals, goal)
-        take(make.synthetic, repository, text, limits, others[text.language])
-    allowed = int(options.no_ops * len(drawn) / (1 - options.no_ops))
-    for repository, text in rng.sample(texts, len(texts)):
+        report("synthetic edits", len(draw.examples) - reals, goal)
+        draw.take(make.synthetic, repository, text, limit, others[text.language])
+    allowed = int(options.no_ops * len(draw.examples) / (1 - options.no_ops))
+    for repository, text in draw.rng.sample(texts, len(texts)):
         if allowed <= 0:
             break
-        allowed -= take(make.unchanged, repository, text, limits + 1)
-    examples = list(drawn.values())
-    rng.shuffle(examples)
+        allowed -= draw.take(make.unchanged, repository, text, limit + 1)
+    examples = list(draw.examples.values())
+    draw.rng.shuffle(examples)
     return examples
 
 

@@ -17,7 +17,7 @@ _TITLE = 60  # characters of a line that an instruction quotes
 
 
 def real(repository: Repository, change: FileChange, most: int, rng: random.Random) -> Example | None:
-    """An edit that people made, or the part of it that fits `most` lines."""
+    """An edit that people made, or a part of it of at most `most` lines; None if no sketch determines it."""
     cut = snippets.parts(change.before, change.after, change.language, _drawn_size(most, rng), rng)
     return cut and pair(repository, change.path, change.language, "real", *cut, change.subject, rng)
 
@@ -36,7 +36,7 @@ def synthetic(
 
 
 def unchanged(repository: Repository, text: Text, most: int, rng: random.Random) -> Example | None:
-    """A sketch that changes nothing."""
+    """An example whose sketch changes nothing; None if no such sketch is found."""
     part = snippets.part(text.text, text.language, _drawn_size(most, rng), rng)
     drawn = part and sketch.no_op(part, text.language, rng)
     return _row(repository, text.path, text.language, "no-op", part, part, drawn, "") if part and drawn else None
@@ -86,7 +86,7 @@ def changed_fraction(before: str, after: str) -> float:
 
 
 def _template(before: str, after: str, rng: random.Random) -> str:
-    """What the first hunk does, in words."""
+    """An instruction that describes the first hunk."""
     file, result = before.splitlines(), after.splitlines()
     hunk = sketch.hunks(file, result)[0]
     old = next((line.strip() for line in file[hunk.start : hunk.end] if line.strip()), "")[:_TITLE]

@@ -1,4 +1,4 @@
-"""Other names in an edit: an augmentation against learning files by heart, when the skill to learn is to copy."""
+"""Rename augmentation: other names in an edit, so that a model learns to copy files instead of memorising them."""
 
 from __future__ import annotations
 

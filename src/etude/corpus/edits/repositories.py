@@ -1,7 +1,7 @@
-"""What edits are made from: commits of a git clone, releases of a package, or the files of a folder.
+"""Reads the sources of edits: commits of a git clone, releases of a package, or the files of a folder.
 
-A repository is named by its folder, releases of a package as OLD..NEW or OLD..NEXT..NEW. Every file that two successive
-ones both hold is an edit that people made. Nothing of a repository is run.
+A repository is named by its folder, releases of a package as OLD..NEW or OLD..NEXT..NEW. A file that differs between
+two successive releases is an edit that people made. Nothing of a repository is run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FileChange:
 
 @dataclass(frozen=True)
 class Repository:
-    """Files of a repository, the changes that people made to them, and what may be done with both."""
+    """Files of a repository, the changes that people made to them, and the licence of both."""
 
     name: str
     licence: str

@@ -1,6 +1,6 @@
-"""Parts of files that stand on their own: whole definitions between blank lines, so that small models have small files.
+"""Cuts snippets out of files: whole definitions between blank lines, so that small models get small files.
 
-A part begins and ends at lines that follow a blank one, at one indentation, which is taken away.
+A snippet begins and ends at lines that follow a blank line, at one indentation, which is removed.
 """
 
 from __future__ import annotations

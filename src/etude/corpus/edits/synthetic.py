@@ -1,7 +1,7 @@
-"""Edits that nobody made: a few lines of a file changed in ways that work in any language.
+"""Synthetic edits: a few lines of a file are changed in ways that work in any language.
 
-Real commits are few and licences fewer, so most training pairs are of this kind. An edit need not make sense; it must
-parse, look like its surroundings, and be of the sizes that real edits have.
+Real commits under a permissive licence are few, so most training pairs are synthetic. A synthetic edit need not make
+sense. It must parse, look like its surroundings, and have the size of real edits.
 """
 
 from __future__ import annotations
