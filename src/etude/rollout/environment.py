@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import blake3
 import msgspec
@@ -58,8 +58,8 @@ class EnvironmentTask(Record, frozen=True, kw_only=True):
     prompt: str  # what the user says
     answer: str = ""
     split: str = ""
-    files: dict[str, str] = msgspec.field(default_factory=dict)
-    info: dict[str, Any] = msgspec.field(default_factory=dict)
+    files: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    info: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
 
 
 @dataclass
@@ -202,7 +202,7 @@ class EnvironmentDataset(Dataset):
 
     def _parts(self, episode: EnvironmentEpisode, value: Any) -> dict[str, float]:
         """A reward by its parts. Raises UserError if it is not made of finite numbers."""
-        parts = value if isinstance(value, Mapping) else {"reward": value}
+        parts = cast(Mapping[Any, Any], value) if isinstance(value, Mapping) else {"reward": value}
         try:
             numbers = {str(name): float(part) for name, part in parts.items() if not isinstance(part, str)}
         except (TypeError, ValueError):
@@ -252,7 +252,7 @@ def environment_dataset(config: RLConfig, renderer: Renderer, folder: Path) -> E
 def _valid_tasks(environment: Environment, name: str) -> dict[str, EnvironmentTask]:
     """The tasks by id. Raises UserError."""
     try:
-        tasks = list(environment.tasks())
+        tasks: list[Any] = list(environment.tasks())
     except Exception as e:
         raise UserError(f"{name}.tasks raised {type(e).__name__}: {e}") from e
     if not tasks:
