@@ -22,6 +22,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -129,6 +130,11 @@ class EnvironmentDataset(Dataset):
     originals: Mapping[str, EnvironmentTask]  # by id
     failures: list[str] = field(default_factory=list[str])  # of the user's methods, in a row
 
+    @cached_property
+    def by_id(self) -> Mapping[str, Task]:  # type: ignore[override]
+        """The tasks by id. A lookup raises UserError for a task that an earlier start of the run had."""
+        return _TasksById({task.id: task for task in self.tasks})
+
     def image(self, task: Task) -> Image:
         """The files of the task in an otherwise empty folder."""
         self.repository.mkdir(parents=True, exist_ok=True)
@@ -213,6 +219,13 @@ class EnvironmentDataset(Dataset):
                 "a dict of finite numbers by name"
             )
         return numbers
+
+
+class _TasksById(dict[str, Task]):
+    def __missing__(self, id: str) -> Task:
+        raise UserError(
+            f"the environment has no task {id} any more: its tasks must be the same at every start of a run"
+        )
 
 
 def environment_dataset(config: RLConfig, renderer: Renderer, folder: Path) -> EnvironmentDataset:
