@@ -2,7 +2,8 @@
 
     admit -> play -> group -> batch -> step -> publish -> swap -> admit ...
 
-    python recipes/loop.py recipes/environments/reverse_text.toml --trainer.steps 20
+    python recipes/loop.py recipes/demo.toml --tasks.dataset DIR    # made by `etude tasks build`
+    python recipes/loop.py recipes/environments/reverse_text.toml --model.path FOLDER
 
 The configuration and the modules are those of `etude train`, which has what this file leaves out: engines and trainer
 as processes of their own, a ledger that survives their crash, evaluations, guards, checkpoints, a report. Here all is

@@ -257,6 +257,9 @@ def test_tasks_without_a_split_are_divided_by_their_ids(compact: Renderer, tmp_p
     assert {task.id for task in more.split("heldout")} == {task.id for task in dataset.split("heldout")}
     task = dataset.tasks[0]
     assert task.solution["answer"] not in task.instruction
+    assert dataset.by_id[task.id] is task
+    with pytest.raises(UserError, match="has no task reverse-40 any more"):
+        dataset.by_id["reverse-40"]
 
 
 def test_the_worked_example_spells_words(hermes: Renderer, hermes_folder: Path, tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import blake3
 import msgspec
@@ -58,8 +59,8 @@ class EnvironmentTask(Record, frozen=True, kw_only=True):
     prompt: str  # what the user says
     answer: str = ""
     split: str = ""
-    files: dict[str, str] = msgspec.field(default_factory=dict)
-    info: dict[str, Any] = msgspec.field(default_factory=dict)
+    files: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    info: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
 
 
 @dataclass
@@ -128,6 +129,11 @@ class EnvironmentDataset(Dataset):
     environment: Environment
     originals: Mapping[str, EnvironmentTask]  # by id
     failures: list[str] = field(default_factory=list[str])  # of the user's methods, in a row
+
+    @cached_property
+    def by_id(self) -> Mapping[str, Task]:  # type: ignore[override]
+        """The tasks by id. A lookup raises UserError for a task that an earlier start of the run had."""
+        return _TasksById({task.id: task for task in self.tasks})
 
     def image(self, task: Task) -> Image:
         """The files of the task in an otherwise empty folder."""
@@ -202,7 +208,7 @@ class EnvironmentDataset(Dataset):
 
     def _parts(self, episode: EnvironmentEpisode, value: Any) -> dict[str, float]:
         """A reward by its parts. Raises UserError if it is not made of finite numbers."""
-        parts = value if isinstance(value, Mapping) else {"reward": value}
+        parts = cast(Mapping[Any, Any], value) if isinstance(value, Mapping) else {"reward": value}
         try:
             numbers = {str(name): float(part) for name, part in parts.items() if not isinstance(part, str)}
         except (TypeError, ValueError):
@@ -213,6 +219,13 @@ class EnvironmentDataset(Dataset):
                 "a dict of finite numbers by name"
             )
         return numbers
+
+
+class _TasksById(dict[str, Task]):
+    def __missing__(self, id: str) -> Task:
+        raise UserError(
+            f"the environment has no task {id} any more: its tasks must be the same at every start of a run"
+        )
 
 
 def environment_dataset(config: RLConfig, renderer: Renderer, folder: Path) -> EnvironmentDataset:
@@ -252,7 +265,7 @@ def environment_dataset(config: RLConfig, renderer: Renderer, folder: Path) -> E
 def _valid_tasks(environment: Environment, name: str) -> dict[str, EnvironmentTask]:
     """The tasks by id. Raises UserError."""
     try:
-        tasks = list(environment.tasks())
+        tasks: list[Any] = list(environment.tasks())
     except Exception as e:
         raise UserError(f"{name}.tasks raised {type(e).__name__}: {e}") from e
     if not tasks:

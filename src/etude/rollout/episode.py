@@ -235,7 +235,7 @@ def _record(
     id: EpisodeId,
     ungraded: UngradedEpisode,
     grade: Grade,
-    signals: Mapping[str, float],
+    signals: dict[str, float],
     fork: Fork | None = None,
 ) -> Episode:
     """The record of an episode that ended, with its reward."""

@@ -106,7 +106,7 @@ class PythonTools(FullTools):
 
     def summary(self) -> str:
         """A line per tool, for prompts without schemas."""
-        lines = []
+        lines: list[str] = []
         for schema in self.schemas:
             about = schema["function"]
             lines.append(f"{about['name']}({', '.join(about['parameters']['properties'])}): {about['description']}")

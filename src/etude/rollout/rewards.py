@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import cache
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -133,10 +134,10 @@ def _behaviour_penalties(episode: Episode, config: RewardConfig) -> float:
 @cache
 def custom_component(path: str) -> Callable[[Episode], float]:
     """The user's function at an import path, which takes an episode and returns a number. Raises UserError."""
-    component = import_object(path, "reward.custom")
+    component: Any = import_object(path, "reward.custom")
     if not callable(component):
         raise UserError(f"reward.custom: {path} is no function")
-    return component
+    return cast(Callable[[Episode], float], component)
 
 
 def _custom(episode: Episode, path: str) -> float:
