@@ -28,6 +28,7 @@ from etude.edits.data import Example
 from etude.errors import UserError
 from etude.trainer.finetune import distillation, packed, pretrain
 from etude.trainer.finetune.config import ApplyConfig
+from etude.trainer.finetune.loop import StageRun
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | Non
     if teacher is not None and config.distill is not None:
         compute = distillation.loss_function(model, teacher, config.distill.share)
     packed.train(
-        model, rows, None, optim, output, folder, resume=resume, stop_after=stop_after, compute=compute,
+        model, rows, None, optim, StageRun(output, folder, resume, stop_after), compute=compute,
         measure=lambda current: summary(likelihoods(current, tests)),
     )  # fmt: skip
     return output / "checkpoint"
