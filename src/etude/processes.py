@@ -1,4 +1,4 @@
-"""Child processes of a run: started with a log each, watched, and gone when their parent is."""
+"""Child processes of a run: each has a log, is watched, and dies with its parent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def die_with_parent() -> None:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """What a process holds in memory; None if it is gone, or where the system does not say."""
+    """Resident memory of a process; None if it is gone, or where the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()  # proc(5): the second is in pages
     except OSError:

@@ -194,7 +194,7 @@ class Segment(Record, frozen=True, kw_only=True):
 
 
 class ToolCall(Record, frozen=True, kw_only=True):
-    """A call parsed from a turn. `arguments` is None when the call is malformed: `error` then says why."""
+    """A call parsed from a turn. `arguments` is None when the call is malformed: `error` is the reason then."""
 
     name: str
     arguments: dict[str, object] | None

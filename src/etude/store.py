@@ -68,7 +68,7 @@ class Store:
             obstore.put(self._backend, key, data, use_multipart=len(data) > PART, chunk_size=PART)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Writes `key` if nobody has; False if it exists. Of two that race, exactly one gets True."""
+        """Writes `key` if it does not exist; False if it does. Of two that race, exactly one gets True."""
         with self._errors("write", key):
             try:
                 obstore.put(self._backend, key, data, mode="create")
@@ -93,7 +93,7 @@ class Store:
             return sorted(meta["path"] for page in pages for meta in page)
 
     def entries(self, folder: str = "") -> tuple[Entry, ...]:
-        """What lies in `folder` and below it, by key."""
+        """The objects in `folder` and below it, by key."""
         with self._errors("list", folder):
             listed = [
                 Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())

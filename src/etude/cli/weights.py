@@ -246,7 +246,7 @@ def _manifests(store: Store) -> list[PolicyVersion]:
     try:
         published = manifests(store)
     except ValueError as e:
-        raise UserError(f"{e}; `etude weights verify` says what else is") from None
+        raise UserError(f"{e}; `etude weights verify` lists all damage") from None
     if not published:
         raise UserError(f"{store.url} has no version at all; publish one first")
     return published

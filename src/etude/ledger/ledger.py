@@ -1,4 +1,4 @@
-"""The run ledger: which episodes were admitted, who plays them, how they ended, and which version trained on them.
+"""The run ledger: every admitted episode, the process that plays it, its end, and the version that trained on it.
 
     group     open ──(last member done)──> ready ──(a manifest names it)──> consumed
     episode   pending ──lease──> leased ──finish──> done
@@ -68,7 +68,7 @@ class GroupResult:
 
 @dataclass(frozen=True)
 class Figures:
-    """What admission needs to know, in episodes unless it says otherwise."""
+    """The figures that admission needs, in episodes unless a comment names another unit."""
 
     groups: int  # groups admitted so far: the next index
     accepted: int  # of finished groups, consumed or not

@@ -16,9 +16,9 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """What an update depends on besides the gradients and the learning rate.
+    """The options of an update.
 
-    `order` says where the second moment's bias is taken out: after the root, as torch.optim.AdamW does, or before it,
+    `order` is where the second moment's bias is taken out: after the root, as torch.optim.AdamW does, or before it,
     as the paper writes it (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2). The two differ in the last bit, and
     runs must repeat bit for bit; with "paper" the clipping factor is a float64 as well.
     """

@@ -49,7 +49,8 @@ def advance(
 ) -> int:
     """Writes `out`: the folder `base`, which holds some version, brought to `version`. Returns what `base` holds.
 
-    Only what lies between is read, an anchor if that is less. Raises UserError if `base` holds no published version.
+    Only the payloads between the two are read, or an anchor if that is less. Raises UserError if `base` holds no
+    published version.
     """
     _refuse_existing(out)
     model = load_model(base, dtype=torch.bfloat16)

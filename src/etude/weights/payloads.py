@@ -125,7 +125,7 @@ def _path(best: dict[int, tuple[int, int, Payload | None]], start: int) -> list[
 
 
 class DamagedVersion(Exception):
-    """A version that cannot be had whole: a payload is missing, altered, or not what its manifest says."""
+    """A version that cannot be had whole: a payload is missing, altered, or not as its manifest has it."""
 
 
 class BrokenObject(DamagedVersion):
@@ -138,7 +138,7 @@ class BrokenObject(DamagedVersion):
 
 class PayloadSource:
     """Objects of payloads, each checked against its BLAKE3 digest. Manifests are small and always the store's; `trust`
-    says which of them to believe."""
+    decides which of them are accepted."""
 
     def __init__(self, store: Store, relay: str | None = None, trust: Trust | None = None):
         self.store = store

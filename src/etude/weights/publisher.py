@@ -67,7 +67,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Published:
-    """What the publisher knows of the version that it published last."""
+    """The version that was published last, and its bits."""
 
     manifest: PolicyVersion
     schema: Schema
@@ -76,7 +76,7 @@ class Published:
 
 
 class Publication:
-    """A version on its way."""
+    """A version that is being written on a thread."""
 
     def __init__(self, version: int, work: Callable[[float], PolicyVersion]):
         self.version = version
@@ -190,11 +190,11 @@ class Publisher:
     ) -> Publication:
         """Begins to publish a copy of the tensors; those of chunks that other ranks own may be on the meta device.
 
-        `lr` is the learning rate that led here: it tells the codec how large changes are, and decides no bit of the
-        weights. `metrics` and `step` go into the manifest, metrics that are not finite left out. After the `last`
-        version no anchor is begun, since no later version would name it.
+        `lr` is the learning rate that led here: the size of changes that the codec expects, no part of the weights.
+        `metrics` and `step` go into the manifest, metrics that are not finite left out. After the `last` version no
+        anchor is begun, since no later version would name it.
 
-        Waits for the publication before, and raises its error if nobody has seen it. The result raises
+        Waits for the publication before, and raises its error if no `result` has. The result raises
         AlreadyPublished, or UserError if a weight is not finite or the store refuses; `start` may then be repeated.
         """
         self.close()
@@ -206,7 +206,7 @@ class Publisher:
         return self._flight
 
     def close(self) -> None:
-        """Waits for the version in flight. Raises its error if nobody has seen it."""
+        """Waits for the version in flight. Raises its error if no `result` has."""
         flight = self._flight
         if flight is not None and not (flight.raised and flight.done()):
             flight.result()

@@ -1,7 +1,7 @@
 """Repair of a damaged chunk: the sources that may still have the right bits, nearest first.
 
 A source gives absolute bits, so it does not matter what the damaged chunk holds, and its bits are digested in full
-before they are believed. A source is tried three times, then the next.
+before they are used. A source is tried three times, then the next.
 """
 
 from __future__ import annotations

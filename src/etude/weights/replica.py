@@ -72,7 +72,7 @@ class SingleMember:
     """The vote in a replica of one server."""
 
     def committed(self) -> int:
-        """Always -1: nobody is ahead."""
+        """Always -1: no other member is ahead."""
         return -1
 
     def ready(self, version: int, ok: bool, why: str = "") -> Decision:

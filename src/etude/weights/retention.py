@@ -1,7 +1,7 @@
 """Which objects the versions of a store need, and taking the rest away.
 
-Manifests and schemas stay for ever; objects of payloads go when nobody can need them. Pruning keeps the two newest
-anchors with everything since the older one, and what leads to and on from every version that somebody still holds.
+Manifests and schemas stay for ever; objects of payloads go when no reader can need them. Pruning keeps the two newest
+anchors with everything since the older one, and the payloads that lead to and on from every version in use.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _signed(manifest: PolicyVersion) -> bytes:
 
 @dataclass
 class Trust:
-    """Which manifests a reader of one store accepts: all without `key`, else those of one run that it signed, in order.
+    """Which manifests a reader of one store accepts: all without `key`; else the signed ones of one run, in order.
 
     With `model` (`etude.models.loading.model_id`) only versions of that model, or of one that is not named. `run` and
     `version` are those of the newest manifest it accepted; with `memory` they outlive the process.

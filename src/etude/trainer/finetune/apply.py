@@ -29,6 +29,7 @@ from etude.edits.examples import Example
 from etude.errors import UserError
 from etude.trainer.finetune import distillation, packed, pretrain
 from etude.trainer.finetune.config import ApplyConfig
+from etude.trainer.finetune.loop import StageRun
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | Non
 
     `resume` continues from the saved state; `stop_after` ends after that many steps in all.
     """
-    output, optim, way = config.output, config.optim, config.format
+    output, optim, form = config.output, config.optim, config.format
     folder = distillation.tokenizer_folder(config)
     train, held_out = tables.load(config.data), tables.load(config.held_out)
     if shared := {e.repository for e in train} & {e.repository for e in held_out}:
@@ -54,7 +55,7 @@ def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | Non
         log.info("rows: %s, %d labelled tokens", rows.ids.shape, rows.labelled)
         packing.save(rows, output / "rows.safetensors")
     rows = packing.load(output / "rows.safetensors")
-    tests = measured(held_out, tokenizer, config.measured, optim.length, config.seed, way)
+    tests = measured(held_out, tokenizer, config.measured, optim.length, config.seed, form)
     model.config.max_position_embeddings = optim.length  # a longer context has not been learned
     if optim.compile:
         model.set_experts_implementation("grouped_mm")
@@ -62,25 +63,25 @@ def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | Non
     if teacher is not None and config.distill is not None:
         compute = distillation.loss_function(model, teacher, config.distill.share)
     packed.train(
-        model, rows, None, optim, output, folder, resume=resume, stop_after=stop_after, compute=compute,
+        model, rows, None, optim, StageRun(output, folder, resume, stop_after), compute=compute,
         measure=lambda current: summary(likelihoods(current, tests)),
     )  # fmt: skip
     return output / "checkpoint"
 
 
-def document(example: Example, way: str = "rewrite") -> Document:
+def document(example: Example, form: str = "rewrite") -> Document:
     """The example as training text; the answer, its closing tag and the end of the turn are labelled."""
-    prompt = formats.question(example.file, example.sketch, example.instruction, way)
-    answer = formats.answer(example.file, example.result, way)
+    prompt = formats.question(example.file, example.sketch, example.instruction, form)
+    answer = formats.answer(example.file, example.result, form)
     return (
         *message("user", prompt.content), special("<|assistant|>", False), TextPiece(prompt.opening, False),
         TextPiece(answer + prompt.close), special("<|end|>"),
     )  # fmt: skip
 
 
-def encode(examples: Sequence[Example], tokenizer: Tokenizer, way: str = "rewrite") -> list[packing.Encoded]:
+def encode(examples: Sequence[Example], tokenizer: Tokenizer, form: str = "rewrite") -> list[packing.Encoded]:
     """Ids and labels of every example."""
-    return dialect.encode(tokenizer, [document(example, way) for example in examples])
+    return dialect.encode(tokenizer, [document(example, form) for example in examples])
 
 
 def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, config: ApplyConfig) -> packing.Rows:
@@ -128,9 +129,9 @@ def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, config: ApplyConf
     return packing.Rows(np.concatenate([p.ids for p in parts]), np.concatenate([p.mask for p in parts]))
 
 
-def _means_result(example: Example, way: str) -> bool:
+def _means_result(example: Example, form: str) -> bool:
     """Whether the answer in that format is read as the result: not if the file itself holds lines of the format."""
-    return formats.read_answer(example.file, formats.answer(example.file, example.result, way), way) == example.result
+    return formats.read_answer(example.file, formats.answer(example.file, example.result, form), form) == example.result
 
 
 @dataclass(frozen=True)
@@ -155,15 +156,15 @@ class AnswerLikelihood:
 
 
 def measured(
-    examples: Sequence[Example], tokenizer: Tokenizer, count: int, longest: int, seed: int, way: str = "rewrite"
+    examples: Sequence[Example], tokenizer: Tokenizer, count: int, longest: int, seed: int, form: str = "rewrite"
 ) -> list[HeldOutEdit]:
-    """Up to `count` of the examples that have at most `longest` tokens, both as `way` says and as a whole file."""
+    """Up to `count` of the examples that have at most `longest` tokens, both with an answer of `form` and whole."""
     chosen = random.Random(seed).sample(list(examples), len(examples))
     tests: list[HeldOutEdit] = []
     for example in chosen:
         if len(tests) == count:
             break
-        ((whole, _),), ((ids, mask),) = encode([example], tokenizer), encode([example], tokenizer, way)
+        ((whole, _),), ((ids, mask),) = encode([example], tokenizer), encode([example], tokenizer, form)
         if max(len(whole), len(ids)) > longest:
             continue
         file = tokenizer.encode(example.file, add_special_tokens=False).ids

@@ -79,7 +79,7 @@ class DocumentsConfig(Section):
     `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them.
 
     In a share `own` of the samples each document sees itself only, as the engine's documents do; there the loss has, by
-    weight `kl`, the divergence from what the same weights say with all documents visible to each other.
+    weight `kl`, the divergence from the same weights with all documents visible to each other.
     """
 
     least: int = Field(4, ge=2)
@@ -184,7 +184,7 @@ class PhaseConfig(Section):
 
 
 class DistillConfig(Section):
-    """`teacher` is a model folder of the same vocabulary; `share` of the loss is the divergence from what it says."""
+    """`teacher` is a model folder of the same vocabulary; `share` of the loss is the divergence from it."""
 
     teacher: Path
     share: float = Field(0.5, gt=0, le=1)

@@ -1,4 +1,4 @@
-"""Distillation: a smaller model learns what a teacher says at every token of the answer, beside the answer itself.
+"""Distillation: a smaller model learns a teacher's distribution at every token of the answer, beside the answer.
 
 The loss is that of word-level knowledge distillation (Kim & Rush 2016, arXiv:1606.07947, section 3.1; Hinton et al.
 2015, arXiv:1503.02531, without a temperature), a mean over the K labelled tokens of a batch:
@@ -47,7 +47,7 @@ def student(config: ApplyConfig) -> PreTrainedModel:
 
 
 def teacher(config: ApplyConfig) -> PreTrainedModel:
-    """The frozen teacher, in bfloat16. Raises UserError if it cannot say what the student has to learn."""
+    """The frozen teacher, in bfloat16. Raises UserError if its vocabulary or its context does not fit the student."""
     assert config.distill is not None
     folder = config.distill.teacher
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().requires_grad_(False)

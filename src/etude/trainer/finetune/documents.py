@@ -102,7 +102,7 @@ def nodes_of(sample: DocumentSample, own: bool, seen: int = 0) -> list[Node]:
 
 
 def graph_of(samples: Sequence[DocumentSample], own: Sequence[bool], length: int = 0) -> Graph:
-    """Samples beside each other in one row, padded to `length` tokens with a node that nobody sees."""
+    """Samples beside each other in one row, padded to `length` tokens with a node that no other node sees."""
     nodes: list[Node] = []
     for sample, alone in zip(samples, own, strict=True):
         nodes += nodes_of(sample, alone, len(nodes))
@@ -218,9 +218,9 @@ def loss_function(
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, samples: Sequence[DocumentSample], own: bool, length: int) -> dict[str, float]:
-    """Of all answers under one mask: `nll`, nats per labelled token, and `exact`, the share that greedy decoding says.
+    """Of all answers under one mask: `nll`, nats per labelled token, and `exact`, the share that greedy decoding gives.
 
-    Greedy decoding says an answer exactly if each of its tokens is the likeliest after those before it.
+    Greedy decoding gives an answer exactly if each of its tokens is the likeliest after those before it.
     """
     nll, tokens, right, answers = 0.0, 0, 0, 0
     for members in _rows(samples, length):

@@ -42,6 +42,20 @@ class TrainingWork:
     evaluate: Callable[[], dict[str, float]]
 
 
+@dataclass(frozen=True)
+class StageRun:
+    """Where a stage writes, the folder of its tokenizer, and which part of it runs.
+
+    `resume` continues from the saved state; `stop_after` ends after that many steps in all, with the state saved and
+    the schedule unfinished, as a preempted run would.
+    """
+
+    output: Path
+    tokenizer: Path
+    resume: bool = False
+    stop_after: int | None = None
+
+
 def optimizer_of(model: PreTrainedModel, config: OptimConfig) -> MasterAdamW:
     """AdamW over float32 masters of the trained parameters. Matrices decay, vectors (norms) do not."""
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -58,26 +72,17 @@ def learning_rate(config: OptimConfig, progress: float) -> float:
     return config.lr * min(max(rise, 0.02), fall)
 
 
-def fit(
-    model: PreTrainedModel,
-    work: TrainingWork,
-    config: OptimConfig,
-    output: Path,
-    tokenizer_dir: Path,
-    *,
-    resume: bool = False,
-    stop_after: int | None = None,
-) -> PreTrainedModel:
+def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: StageRun) -> PreTrainedModel:
     """Trains on all batches once, in order, or until the token target or the time budget is reached.
 
-    Writes output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/state.safetensors (for `resume`).
-    `stop_after` ends after that many steps in all, with the state saved and the schedule unfinished, as a preempted run
-    would. Returns the model in evaluation mode. Raises UserError if a gradient is not finite.
+    Writes output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/state.safetensors (for resuming).
+    Returns the model in evaluation mode. Raises UserError if a gradient is not finite.
     """
+    output = run.output
     torch.set_num_threads(config.threads)
     model.train()
     optimizer = optimizer_of(model, config)
-    steps, elapsed = _load_state(output, optimizer) if resume else (0, 0.0)
+    steps, elapsed = _load_state(output, optimizer) if run.resume else (0, 0.0)
     record = _TrainingRecord(output / "metrics.jsonl", work.tokens, steps, elapsed)
 
     def checkpoint() -> None:
@@ -85,10 +90,10 @@ def fit(
         model.eval()
         record.write({"step": steps, "time": elapsed} | work.evaluate())
         model.train()
-        _save_checkpoint(output, model, tokenizer_dir)
+        _save_checkpoint(output, model, run.tokenizer)
         _save_state(output, optimizer, steps, elapsed)
 
-    while steps < len(work.batches) and steps != stop_after:
+    while steps < len(work.batches) and steps != run.stop_after:
         progress = _progress(config, work, steps, record.elapsed())
         if progress >= 1:
             break

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from etude.corpus import packing
 from etude.errors import UserError
 from etude.trainer.finetune.config import OptimConfig
-from etude.trainer.finetune.loop import Loss, TrainingWork, fit
+from etude.trainer.finetune.loop import Loss, StageRun, TrainingWork, fit
 from etude.trainer.finetune.routers import Routers
 
 
@@ -90,11 +89,8 @@ def train(
     rows: packing.Rows,
     held_out: packing.Rows | None,
     config: OptimConfig,
-    output: Path,
-    tokenizer_dir: Path,
+    run: StageRun,
     *,
-    resume: bool = False,
-    stop_after: int | None = None,
     measure: Callable[[PreTrainedModel], dict[str, float]] | None = None,
     compute: Callable[..., Loss] | None = None,
 ) -> PreTrainedModel:
@@ -116,4 +112,4 @@ def train(
         torch.compile(eager) if config.compile else eager,
         evaluate,
     )
-    return fit(model, work, config, output, tokenizer_dir, resume=resume, stop_after=stop_after)
+    return fit(model, work, config, run)

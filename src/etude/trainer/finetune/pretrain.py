@@ -31,7 +31,7 @@ from etude.trainer.finetune.config import (
     OptimConfig,
     SftConfig,
 )
-from etude.trainer.finetune.loop import TrainingWork, fit
+from etude.trainer.finetune.loop import StageRun, TrainingWork, fit
 from etude.trainer.finetune.packed import train
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | 
     if optim.compile:
         model.set_experts_implementation("grouped_mm")
     held_out = _held_out_rows(corpus, tokenizer, optim, {"blind": 0.5, "tested": 0.5}, WEIGHTS)
-    train(model, rows, held_out, optim, output, folder, resume=resume, stop_after=stop_after)
+    train(model, rows, held_out, optim, StageRun(output, folder, resume, stop_after))
     return output / "checkpoint"
 
 
@@ -151,10 +151,11 @@ def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = Non
     (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
     tokenizer = bpe.load(config.model)
     optim, shapes = config.optim, config.shapes.model_dump()
+    run = StageRun(output, config.model, resume, stop_after)
     if config.documents is not None:
         model = load_model(config.model, dtype=torch.bfloat16)
         work = _document_work(model, config, config.documents, corpus, tokenizer)
-        fit(model, work, optim, output, config.model, resume=resume, stop_after=stop_after)
+        fit(model, work, optim, run)
         return output / "checkpoint"
     if not (output / "rows.safetensors").is_file():
         short = [function for function in corpus.train if function.lines <= config.max_lines]
@@ -166,7 +167,7 @@ def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = Non
     if optim.compile:
         model.set_experts_implementation("grouped_mm")
     held_out = _held_out_rows(corpus, tokenizer, optim, shapes, config.operators)
-    train(model, rows, held_out, optim, output, config.model, resume=resume, stop_after=stop_after)
+    train(model, rows, held_out, optim, run)
     return output / "checkpoint"
 
 

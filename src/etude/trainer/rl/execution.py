@@ -1,4 +1,4 @@
-"""Runs the passes of a plan: the same loss, gradients and log-probabilities whichever way they were cut.
+"""Runs the passes of a plan: loss, gradients and log-probabilities do not depend on how the batch was cut.
 
     forward of a part ──> loss of the tokens it predicts ──> passes below it, on its detached keys and values
          └───────────────── backward: that loss, and what the passes below left in the keys' and values' gradients

@@ -21,14 +21,14 @@ def reset_peak(device: str) -> None:
 
 
 def peak_bytes(device: str) -> int:
-    """Since `reset_peak`: allocated on the accelerator, or resident here; 0 where the system does not say."""
+    """Since `reset_peak`: allocated on the accelerator, or resident here; 0 where the system does not report it."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _status("VmHWM")
 
 
 def resident_bytes() -> int:
-    """What this process holds in memory now; 0 where the system does not say."""
+    """Memory of this process now; 0 where the system does not report it."""
     return _status("VmRSS")
 
 

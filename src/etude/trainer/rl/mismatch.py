@@ -19,7 +19,7 @@ class MismatchMeans:
     k1 = -d, k2 = d^2 / 2 and k3 = e^d - 1 - d are Schulman's estimators ("Approximating KL divergence"); `k3_clip`
     clips d to [-1, 1]. `p_ln2` is the share with |d| > ln 2, `p_dp` the share with |e^l - e^mu| > 0.1, `corr` Pearson's
     correlation of e^l and e^mu. `ess` is the effective share of tokens under the weights e^d, `chi2` the variance of
-    these weights, `k2_lowp` is k2 over tokens with e^mu < 0.1. None: too few tokens to say.
+    these weights, `k2_lowp` is k2 over tokens with e^mu < 0.1. None: too few tokens.
     """
 
     tokens: float
@@ -79,7 +79,7 @@ class Mismatch:
             self.sums[name] = self.sums.get(name, 0.0) + value_N.sum().item()
 
     def means(self) -> MismatchMeans | None:
-        """The statistics of all tokens added so far; None without tokens, so that nobody takes "unknown" for 0."""
+        """The statistics of all tokens added so far; None without tokens, so that "unknown" is never taken for 0."""
         if self.tokens == 0:
             return None
         n, s = self.tokens, self.sums

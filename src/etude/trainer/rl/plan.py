@@ -1,4 +1,4 @@
-"""Which forward passes a batch is computed in: four ways to the same gradient, and the cost model that picks one.
+"""The forward passes of a batch: four executions with the same gradient, and the cost model that picks one.
 
     rows         one pass per row, every prompt again: the reference, and what deterministic mode runs
     packed       the prefix trees of the rows, several in one pass up to a budget of tokens
@@ -84,7 +84,7 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the cost model knows of a model, both relative to the linear work of one token in all layers."""
+    """Costs of a model, both relative to the linear work of one token in all layers."""
 
     pair: float  # of one query and one key
     head: float  # of the logits of one position

@@ -197,7 +197,7 @@ class Trainer:
         return None
 
     def load(self, groups: list[Group]) -> LoadedStep:
-        """The episodes of the groups, audited, as rows with advantages; tells the ledger what the audit found."""
+        """The episodes of the groups, audited, as rows with advantages; flags that the audit found go to the ledger."""
         config = self.config
         batch = make_batch(
             groups,
@@ -227,7 +227,7 @@ class Trainer:
     # --- after the step ---------------------------------------------------------------------------------------------
 
     def commit(self, loaded: LoadedStep, result: StepResult) -> None:
-        """Does what the guards say, publishes the next version, and writes one line of metrics.
+        """Acts on the guards' verdict, publishes the next version, and writes one line of metrics.
 
         Raises RunFailed if the guards halt the run; nothing is consumed or published then.
         """
@@ -298,7 +298,9 @@ class Trainer:
         self._unsettled = Unsettled(publication, groups, line)
 
     def settle(self, *, wait: bool) -> None:
-        """Tells the ledger, then metrics.jsonl, of the version on its way if its manifest is durable, or waits for it.
+        """Notes the version on its way in the ledger, then in metrics.jsonl, once its manifest is durable.
+
+        Without `wait`, nothing happens before that.
 
         Raises the error of a publication that failed.
         """

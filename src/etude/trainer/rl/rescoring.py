@@ -115,8 +115,11 @@ def chosen(logits_NV: Tensor, piece: VersionPiece, *, temperature: float = 1.0, 
 
 @dataclass(frozen=True)
 class Flips:
-    """How easily experts flip: the share of tokens whose experts bfloat16 products change in some layer, and by how
-    much that alone changes the log-probability of the sampled tokens, float64 [N]."""
+    """How easily the choice of experts changes under bfloat16 products.
+
+    `share` of the tokens go through other experts in some layer; `difference_N` is by how much that alone changes the
+    log-probability of the sampled tokens, float64 [N].
+    """
 
     share: float
     difference_N: np.ndarray

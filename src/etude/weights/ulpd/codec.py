@@ -1,6 +1,6 @@
 """ULPD/1: lossless deltas of weights, chunk by chunk (docs/weights.md).
 
-An object is a head, records and an index. A record says how one chunk gets from the content with the base digest to the
+An object is a head, records and an index. A record leads one chunk from the content with the base digest to the
 content with the target digest; a chunk without changes has none. Digests are sums over elements, so a chunk's follows
 from its changes, and a model's is the sum of its chunks'.
 """
@@ -256,7 +256,7 @@ def apply(
     _map(move, spans, threads)
     for record in fresh:
         if int(after[record.chunk]) != record.target:
-            raise Damaged(f"chunk {record.chunk} did not become what the delta says")
+            raise Damaged(f"chunk {record.chunk} did not become the content that the delta leads to")
     return after
 
 
