@@ -147,7 +147,7 @@ def test_a_request_brings_prompt_and_drafts_that_tokenise_alike():
     assert tokenizer.decode(request.ids, skip_special_tokens=False).endswith("<updated-code>\n")
     texts = {source.name: tokenizer.decode(source.ids.tolist()) for source in request.sources}
     assert texts == {"merge": RESULT + close, "file": FILE + close, "sketch": SKETCH}
-    answer = applier.answer(close)
+    answer = applier.collector(close)
     for token in [*request.sources[0].ids.tolist(), 40, 41]:
         answer(token, 0.0)
     assert answer.text() == RESULT

@@ -10,13 +10,13 @@ from tests.helpers.tiny_models import random_model
 def test_requests_may_arrive_at_any_moment():
     engine = Engine(random_model())
     engine.start()
-    rows, lock = [], threading.Lock()
+    sequences, lock = [], threading.Lock()
 
     def client(number: int) -> None:
         for i in range(40):
-            row = engine.submit(Request(ids=[1 + number, 2, 3 + i % 5], max_tokens=2, seed=i))
+            sequence = engine.submit(Request(ids=[1 + number, 2, 3 + i % 5], max_tokens=2, seed=i))
             with lock:
-                rows.append(row)
+                sequences.append(sequence)
 
     threads = [threading.Thread(target=client, args=(n,)) for n in range(6)]
     for thread in threads:
@@ -24,8 +24,8 @@ def test_requests_may_arrive_at_any_moment():
     for thread in threads:
         thread.join(60)
     try:
-        assert all(len(row.future.result(60).ids) == 2 for row in rows)
-        assert len(rows) == 240
+        assert all(len(sequence.future.result(60).ids) == 2 for sequence in sequences)
+        assert len(sequences) == 240
         assert engine.failure is None
     finally:
         engine.close()

@@ -76,7 +76,7 @@ def masked(model, documents, tail, **options):
 
 
 class Bench:
-    """The document cache and the pages of one row at a time, without an engine around them."""
+    """The document cache and the pages of one sequence at a time, without an engine around them."""
 
     def __init__(self, model, num_bytes=2**26):
         self.model = model
@@ -88,13 +88,13 @@ class Bench:
     @torch.inference_mode()
     def logits(self, documents, tail):
         """Of every token of the tail, and how many document tokens were there before."""
-        row = RunningSequence(Request(ids=tail, max_tokens=1, documents=tuple(documents)), None, None)
-        while not self.documents.gather(row, 0, 0):
+        sequence = RunningSequence(Request(ids=tail, max_tokens=1, documents=tuple(documents)), None, None)
+        while not self.documents.gather(sequence, 0, 0):
             assert self.documents.compute(50, 0, serial=False)
-        row.pages = list(range(-(-len(row.request.prompt) // BLOCK)))
-        cached = self.documents.assemble(row, 0)
-        table = np.array([row.pages], dtype=np.int32)
-        position_N = np.arange(row.request.document_tokens, len(row.request.prompt))
+        sequence.pages = list(range(-(-len(sequence.request.prompt) // BLOCK)))
+        cached = self.documents.assemble(sequence, 0)
+        table = np.array([sequence.pages], dtype=np.int32)
+        position_N = np.arange(sequence.request.document_tokens, len(sequence.request.prompt))
         every_N = np.arange(len(tail))
         return logits_of(self.model, self.cache, table, np.array(tail), 0 * every_N, position_N, every_N), cached
 
@@ -153,10 +153,10 @@ def test_one_kernel_places_documents_in_the_bits_of_the_models_function(kind):
         bench.documents._placeable = placeable
         bench.logits(DOCUMENTS, TAIL)
         bench.cache.keys[:] = bench.cache.values[:] = 0.0
-        row = RunningSequence(Request(ids=TAIL, max_tokens=1, documents=tuple(DOCUMENTS)), None, None)
-        assert bench.documents.gather(row, 0, 0)
-        row.pages = list(range(9, 0, -1))
-        bench.documents.assemble(row, 50)
+        sequence = RunningSequence(Request(ids=TAIL, max_tokens=1, documents=tuple(DOCUMENTS)), None, None)
+        assert bench.documents.gather(sequence, 0, 0)
+        sequence.pages = list(range(9, 0, -1))
+        bench.documents.assemble(sequence, 50)
         pages.append((bench.cache.keys.clone(), bench.cache.values.clone()))
     for ours, theirs in zip(*pages, strict=True):
         assert torch.equal(ours, theirs)
@@ -294,14 +294,14 @@ def test_a_swap_before_assembly_begins_again():
     """Half of the documents are computed by the old weights: none of that is used."""
     model = model_of()
     engine = Engine(model, EngineConfig(prefill_tokens=16))
-    row = engine.submit(ask())
+    sequence = engine.submit(ask())
     for _ in range(4):
         engine.step()
     assert 0 < sum(entry.document.computed for entry in engine.documents._entries.values()) < 138
     engine.swap(1, scale(model, 0.9))
-    while not row.future.done():
+    while not sequence.future.done():
         engine.step()
-    generation = row.future.result()
+    generation = sequence.future.result()
     assert set(generation.versions) == {1}
     assert_greedy(model, DOCUMENTS, TAIL, generation)
     assert {key.version for key in engine.documents._entries} == {1}
@@ -310,15 +310,15 @@ def test_a_swap_before_assembly_begins_again():
 def test_a_swap_after_assembly_keeps_what_the_request_has():
     model = model_of()
     engine = Engine(model)
-    row = engine.submit(ask(max_tokens=12, session="s"))
-    while not row.fed:
+    sequence = engine.submit(ask(max_tokens=12, session="s"))
+    while not sequence.fed:
         engine.step()
     for _ in range(3):
         engine.step()
     engine.swap(1, scale(model, 0.9))
-    while not row.future.done():
+    while not sequence.future.done():
         engine.step()
-    generation = row.future.result()
+    generation = sequence.future.result()
     assert sorted(generation.versions) == generation.versions
     assert set(generation.versions) == {0, 1}
     old = model_of()
@@ -326,8 +326,8 @@ def test_a_swap_after_assembly_keeps_what_the_request_has():
     _, logits = masked(old, DOCUMENTS, TAIL + generation.ids[: count - 1])
     assert generation.ids[:count] == logits[len(TAIL) - 1 :].argmax(-1).tolist()
     # The request's own prefix goes on; another one's documents are new.
-    mine, other = run(engine, ask(session="s")), run(engine, ask(session="t"))
-    assert (mine[0].cached_document_tokens, other[0].cached_document_tokens) == (138, 0)
+    same, other = run(engine, ask(session="s")), run(engine, ask(session="t"))
+    assert (same[0].cached_document_tokens, other[0].cached_document_tokens) == (138, 0)
     assert_greedy(model, DOCUMENTS, TAIL, other[0])
 
 
@@ -354,13 +354,13 @@ def test_experts_are_those_of_the_masked_pass(model):
 
 def test_aborted_requests_let_go(model):
     engine = Engine(model, EngineConfig(prefill_tokens=8, documents_mb=140 * TOKEN_BYTES / 2**20))
-    rows = [engine.submit(ask()), engine.submit(ask([tokens(80, 1)]))]  # the second waits for room
+    sequences = [engine.submit(ask()), engine.submit(ask([tokens(80, 1)]))]  # the second waits for room
     for _ in range(3):
         engine.step()
-    for row in rows:
-        row.abort()
+    for sequence in sequences:
+        sequence.abort()
     engine.step()
-    assert [row.future.result().finish_reason for row in rows] == ["abort", "abort"]
+    assert [sequence.future.result().finish_reason for sequence in sequences] == ["abort", "abort"]
     assert (engine.documents.used, list(engine.documents._todo)) == (0, [])
     assert_greedy(model, DOCUMENTS[:1], TAIL, run(engine, ask(DOCUMENTS[:1]))[0])
 
@@ -376,7 +376,7 @@ def test_a_request_that_needs_all_the_room_gets_it_though_small_ones_keep_coming
         small.append(engine.submit(ask([tokens(40, 201 + i)])))
         engine.step()
     assert_greedy(model, DOCUMENTS, TAIL, large.future.result(0))
-    while not all(row.future.done() for row in small):
+    while not all(sequence.future.done() for sequence in small):
         engine.step()
 
 

@@ -36,10 +36,10 @@ def prompt(length, seed=0):
 
 
 def run(engine, *requests):
-    rows = [engine.submit(request) for request in requests]
+    sequences = [engine.submit(request) for request in requests]
     for _ in range(2000):
-        if all(row.future.done() for row in rows):
-            return [row.future.result() for row in rows]
+        if all(sequence.future.done() for sequence in sequences):
+            return [sequence.future.result() for sequence in sequences]
         engine.step()
     raise AssertionError("the requests did not finish")
 
@@ -158,7 +158,7 @@ def test_seeds_decide(model):
 
 @pytest.mark.parametrize("kind", ["moe", "qwen3", "llama"])
 def test_deterministic_mode_is_bitwise_however_it_is_batched(kind):
-    """Groups that share a prompt, rows of many lengths, prompts cut into chunks, a next turn from the cache."""
+    """Groups that share a prompt, sequences of many lengths, prompts cut into chunks, a next turn from the cache."""
     model = model_of(kind)
     requests = [
         Request(ids=prompt(9 + 13 * (i // 3), i // 3), max_tokens=3 + 9 * i, seed=i, temperature=(0.0, 0.7, 1.0)[i % 3])
@@ -208,16 +208,18 @@ def scale(model, factor):
 def test_a_swap_in_the_middle_tags_tokens_and_loses_nothing():
     model = model_of()
     engine = Engine(model)
-    rows = [engine.submit(Request(ids=prompt(20 + i, i), max_tokens=20, seed=i, session=f"s{i}")) for i in range(3)]
+    sequences = [
+        engine.submit(Request(ids=prompt(20 + i, i), max_tokens=20, seed=i, session=f"s{i}")) for i in range(3)
+    ]
     for _ in range(8):
         engine.step()
     pause = engine.swap(1, scale(model, 0.9))
-    while not all(row.future.done() for row in rows):
+    while not all(sequence.future.done() for sequence in sequences):
         engine.step()
     assert pause.result() >= 0.0
     assert engine.version == 1
-    for row in rows:
-        generation = row.future.result()
+    for sequence in sequences:
+        generation = sequence.future.result()
         assert len(generation.ids) == 20
         assert generation.versions == sorted(generation.versions)
         assert set(generation.versions) == {0, 1}
@@ -240,33 +242,33 @@ def test_old_keys_serve_only_their_own_session():
 
 def test_abort_returns_what_there_is(model):
     engine = Engine(model)
-    rows = [engine.submit(Request(ids=prompt(20, i), max_tokens=50, seed=i)) for i in range(2)]
+    sequences = [engine.submit(Request(ids=prompt(20, i), max_tokens=50, seed=i)) for i in range(2)]
     for _ in range(5):
         engine.step()
-    rows[0].abort()
-    while not rows[1].future.done():
+    sequences[0].abort()
+    while not sequences[1].future.done():
         engine.step()
-    aborted = rows[0].future.result()
+    aborted = sequences[0].future.result()
     assert aborted.finish_reason == "abort"
     assert 0 < len(aborted.ids) < 50
-    assert len(rows[1].future.result().ids) == 50
+    assert len(sequences[1].future.result().ids) == 50
 
 
 def test_pause_modes(model):
     engine = Engine(model)
-    row = engine.submit(Request(ids=prompt(20), max_tokens=10))
+    sequence = engine.submit(Request(ids=prompt(20), max_tokens=10))
     engine.step()
     engine.pause("keep")
     for _ in range(30):
         engine.step()
-    assert not row.future.done()
+    assert not sequence.future.done()
     engine.resume()
     engine.step()
     engine.pause("wait")
     waiting = engine.submit(Request(ids=prompt(20), max_tokens=3))
     for _ in range(30):
         engine.step()
-    assert len(row.future.result().ids) == 10
+    assert len(sequence.future.result().ids) == 10
     assert not waiting.future.done()
     assert not engine.cache.nodes  # forgotten once nothing ran
     engine.pause("abort")
@@ -296,7 +298,7 @@ def test_experts_are_the_routers_choice(model):
 
 
 def test_routes_of_a_cached_prompt_are_those_it_was_computed_with(model):
-    """A prompt computed in one batch may have other experts than in another: what is told is what lies beside its keys.
+    """A prompt computed in one batch may have other experts than in another: returned are those stored beside its keys.
 
     So the ids in the cache are made recognisable, and come back through whole blocks and through the copied tail."""
     engine = Engine(model, routes=True)
@@ -353,10 +355,10 @@ def test_broken_weights_end_the_engine_with_a_reason():
     model = model_of()
     engine = Engine(model)
     engine.start()
-    row = engine.submit(Request(ids=prompt(9), max_tokens=400))
+    sequence = engine.submit(Request(ids=prompt(9), max_tokens=400))
     engine.swap(3, scale(model, float("nan"))).result(30)
     with pytest.raises(FloatingPointError, match="version 3"):
-        row.future.result(30)
+        sequence.future.result(30)
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(Request(ids=prompt(9), max_tokens=1))
     engine.close()

@@ -61,15 +61,15 @@ def test_a_pass_of_short_and_long_runs_is_that_of_the_kernel_alone(runs, kind, p
     query, key, value = (
         torch.from_numpy(rng.standard_normal((1, h, size, 64), np.float32)) for h in (*heads, heads[1])
     )
-    found = []
+    outputs = []
     for alone in (True, False):
         cache = PagedCache(config, num_bytes=2**24, max_length=160, dtype=torch.float32, device=torch.device("cpu"))
         noise = torch.randn(cache.keys[0].shape, generator=torch.Generator().manual_seed(seed))
         cache.keys[0], cache.values[0] = noise, noise.flip(0)
         with batch_invariant.batch_invariant(alone):
             out = PagedBatch(cache, table, row_N, position_N).attend(0, query, key, value, 0.125)
-        found.append((out, cache.keys[0], cache.values[0]))
-    (kernel, *pages), (mixed, *other_pages) = found
+        outputs.append((out, cache.keys[0], cache.values[0]))
+    (kernel, *pages), (mixed, *other_pages) = outputs
     assert torch.allclose(kernel, mixed, atol=1e-5)
     assert not mixed[:, :, len(row_N) :].any()
     assert all(torch.equal(a, b) for a, b in zip(pages, other_pages, strict=True))

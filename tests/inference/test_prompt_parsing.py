@@ -33,9 +33,9 @@ def test_tags_inside_the_file_give_all_a_suffix():
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     file = FILE + 'TAGS = "<code>\\n</code>\\n<update>\\n</update>"\n'
     request, close = Applier(tokenizer, None).request(Edit(file, SKETCH), 4096)
-    asked = parse_prompt(tokenizer.decode(request.ids, skip_special_tokens=False))
-    assert asked is not None
-    assert (asked.code, asked.update, asked.close) == (file, SKETCH, close)
+    parsed = parse_prompt(tokenizer.decode(request.ids, skip_special_tokens=False))
+    assert parsed is not None
+    assert (parsed.code, parsed.update, parsed.close) == (file, SKETCH, close)
     assert close != "</updated-code>"
 
 

@@ -167,10 +167,10 @@ def test_scores_are_those_of_a_plain_pass(url, http):
     assert (scored.version, scored.digest) == (health["version"], health["digest"])
     assert scored.logprobs[0] == scored.logprobs[2]
     with torch.no_grad():
-        for ids, found in zip(sequences, scored.logprobs, strict=True):
+        for ids, logprobs in zip(sequences, scored.logprobs, strict=True):
             expected = model(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
             own = expected.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1).numpy()
-            np.testing.assert_allclose(found, own, atol=1e-4)  # other kernels, other rounding in float32
+            np.testing.assert_allclose(logprobs, own, atol=1e-4)  # other kernels, other rounding in float32
     for body in ({"sequences": [[3]]}, {"sequences": [[3, 10**6]]}, {"sequences": 3}):
         refused = http.post("/score", json=body)
         assert (refused.status_code, set(refused.json())) == (400, {"error"})
@@ -218,8 +218,8 @@ def test_chat_calls_tools(chat):
 
     chunks = list(chat.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     calls = [call for chunk in chunks for c in chunk.choices for call in c.delta.tool_calls or ()]
-    told = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
-    assert [(c.function.name, c.function.arguments) for c in calls] == told
+    expected = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
+    assert [(c.function.name, c.function.arguments) for c in calls] == expected
     assert chunks[-2].choices[0].finish_reason == "tool_calls"
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 

@@ -1,4 +1,4 @@
-"""Speculative edits: whatever is drafted, a row says what it would have said without."""
+"""Speculative edits: whatever is drafted, a sequence says what it would have said without."""
 
 import msgspec
 import numpy as np
@@ -45,10 +45,10 @@ def prompt(length, seed=0):
 
 
 def run(engine, *requests, between=lambda step: None):
-    rows = [engine.submit(request) for request in requests]
+    sequences = [engine.submit(request) for request in requests]
     for step in range(3000):
-        if all(row.future.done() for row in rows):
-            return [row.future.result() for row in rows]
+        if all(sequence.future.done() for sequence in sequences):
+            return [sequence.future.result() for sequence in sequences]
         engine.step()
         between(step)
     raise AssertionError("the requests did not finish")
@@ -147,7 +147,7 @@ def test_a_swap_between_passes_leaves_drafts_valid():
     request = Request(ids=prompt(20), max_tokens=120, temperature=0.0)
     (before,) = run(Engine(model_of(), PLAIN), request)
     generations = []
-    for kind, asked in ((PLAIN, request), (EngineConfig(), drafted(request, before.ids))):
+    for kind, drafting in ((PLAIN, request), (EngineConfig(), drafted(request, before.ids))):
         model = model_of()
         engine = Engine(model, kind)
         if engine.runner.speculation is not None:
@@ -162,7 +162,7 @@ def test_a_swap_between_passes_leaves_drafts_valid():
             if step == 0:
                 engine.swap(1, scale)
 
-        generations += run(engine, asked, between=swap)
+        generations += run(engine, drafting, between=swap)
     plain, fast = generations
     assert_same(fast, plain)
     assert fast.versions == [0] + [1] * 119

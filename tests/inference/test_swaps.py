@@ -56,72 +56,85 @@ def versions(tmp_path):
     return store
 
 
-def replayed(store, request: Request, told: Generation) -> Generation:
+def replayed(store, request: Request, generation: Generation) -> Generation:
     """The request, run again by another engine that changes weights where the tags say so."""
     model = model_of(seed=1)
     engine = Engine(model, version=-1, deterministic=True)
-    row = engine.submit(request)
-    for version in told.versions:
+    sequence = engine.submit(request)
+    for version in generation.versions:
         if version != engine.version:
             tensors = named_tensors(model)
             engine.swap(version, lambda v=version, t=tensors: materialise(store, v, t))
         engine.step()
-    return row.future.result(SECONDS)
+    return sequence.future.result(SECONDS)
 
 
 @pytest.mark.parametrize("at", [(1, 2, 3), (5, 6, 20), (9, 9, 9)])
 def test_tags_reproduce_every_token_of_a_generation_over_swaps(versions, at):
     model = model_of(seed=2)
     engine = Engine(model, deterministic=True)
+<<<<<<< HEAD
     follower = WeightWatcher(engine, WeightSource(weights=versions.url))
     receiver = follower._member.receiver
     receiver.apply(receiver.poll(0))
+=======
+    watcher = WeightWatcher(engine, WeightSource(weights=versions.url))
+    receiver = watcher._member.receiver
+    receiver.apply(receiver.poll(0))
+>>>>>>> w-engine
     request = Request(ids=prompt(40), max_tokens=30, seed=3)
-    row = engine.submit(request)
+    sequence = engine.submit(request)
     for step in range(30):
         for version in [number for number, place in enumerate(at, 1) if place == step]:
             done = engine.swap(version, lambda v=version: receiver.apply(receiver.poll(v)))
             engine._apply_swaps()
             done.result(0)
         engine.step()
-    told = row.future.result(0)
-    assert told.versions == [sum(place <= step for place in at) for step in range(30)]
-    again = replayed(versions, request, told)
-    assert (again.ids, again.logprobs, again.versions) == (told.ids, told.logprobs, told.versions)
+    generation = sequence.future.result(0)
+    assert generation.versions == [sum(place <= step for place in at) for step in range(30)]
+    again = replayed(versions, request, generation)
+    assert (again.ids, again.logprobs, again.versions) == (generation.ids, generation.logprobs, generation.versions)
     # The test can fail: another history gives other values.
-    other = Generation(**{f: getattr(told, f) for f in told.__struct_fields__} | {"versions": [0] * 30})
-    assert replayed(versions, request, other).logprobs != told.logprobs
+    other = Generation(**{f: getattr(generation, f) for f in generation.__struct_fields__} | {"versions": [0] * 30})
+    assert replayed(versions, request, other).logprobs != generation.logprobs
 
     fresh = Request(ids=prompt(30, 1), max_tokens=8, seed=4)
-    row = engine.submit(fresh)
-    while not row.future.done():
+    sequence = engine.submit(fresh)
+    while not sequence.future.done():
         engine.step()
-    told = row.future.result(0)
-    assert set(told.versions) == {3}
-    np.testing.assert_allclose(told.logprobs, score(model, fresh, told), atol=TOLERANCE)
+    generation = sequence.future.result(0)
+    assert set(generation.versions) == {3}
+    np.testing.assert_allclose(generation.logprobs, score(model, fresh, generation), atol=TOLERANCE)
 
 
 def test_a_swap_that_does_not_take_is_undone_and_the_engine_goes_on(versions, monkeypatch):
     model = model_of(seed=2)
     engine = Engine(model)
+<<<<<<< HEAD
     follower = WeightWatcher(engine, WeightSource(weights=versions.url))
     receiver = follower._member.receiver
     receiver.apply(receiver.poll(0))
     before = follower.live_digest()
+=======
+    watcher = WeightWatcher(engine, WeightSource(weights=versions.url))
+    receiver = watcher._member.receiver
+    receiver.apply(receiver.poll(0))
+    before = watcher.live_digest()
+>>>>>>> w-engine
     engine.start()
     try:
         write = LiveTensors.write
         monkeypatch.setattr(
             LiveTensors, "write", lambda self, change: monkeypatch.setattr(LiveTensors, "write", write)
         )  # lost
-        row = engine.submit(Request(ids=prompt(20), max_tokens=100))
-        assert follower.poll() is False
-        assert "did not arrive in the live tensors" in follower.trouble
-        assert (follower.live_digest(), engine.failure) == (before, None)
-        assert follower.poll() is True
-        assert (follower.trouble, follower.served.version) == ("", 3)
-        assert follower.live_digest() == receiver.manifest.digest == follower.served.digest
-        assert len(row.future.result(SECONDS).ids) == 100
+        sequence = engine.submit(Request(ids=prompt(20), max_tokens=100))
+        assert watcher.poll() is False
+        assert "did not arrive in the live tensors" in watcher.trouble
+        assert (watcher.live_digest(), engine.failure) == (before, None)
+        assert watcher.poll() is True
+        assert (watcher.trouble, watcher.served.version) == ("", 3)
+        assert watcher.live_digest() == receiver.manifest.digest == watcher.served.digest
+        assert len(sequence.future.result(SECONDS).ids) == 100
     finally:
         engine.close()
 
@@ -129,16 +142,16 @@ def test_a_swap_that_does_not_take_is_undone_and_the_engine_goes_on(versions, mo
 def test_rot_is_repaired_while_the_engine_stands_still(versions):
     model = model_of(seed=2)
     engine = Engine(model)
-    follower = WeightWatcher(engine, WeightSource(weights=versions.url))
+    watcher = WeightWatcher(engine, WeightSource(weights=versions.url))
     engine.start()
     try:
-        follower.poll()
+        watcher.poll()
         named_tensors(model)["model.norm.weight"][7] += 0.5
-        follower._damaged = follower._member.receiver.scrub(1.0)
-        assert len(follower._damaged) == 1
-        follower.poll()
-        assert (follower.repairs, follower.trouble, engine.is_paused) == (1, "", False)
-        assert follower.live_digest() == follower.served.digest
+        watcher._damaged = watcher._member.receiver.scrub(1.0)
+        assert len(watcher._damaged) == 1
+        watcher.poll()
+        assert (watcher.repairs, watcher.trouble, engine.is_paused) == (1, "", False)
+        assert watcher.live_digest() == watcher.served.digest
         assert len(engine.generate(Request(ids=[8, 9], max_tokens=3), SECONDS).ids) == 3
     finally:
         engine.close()

@@ -53,20 +53,20 @@ def prompts() -> list[list[int]]:
     return [*made, made[1]]
 
 
-def answers(url: str, asked: list[list[int]]) -> list[list[int]]:
+def answers(url: str, prompt_ids: list[list[int]]) -> list[list[int]]:
     with ThreadPoolExecutor(6) as pool:
-        return list(pool.map(lambda prompt: completed(url, prompt), asked))
+        return list(pool.map(lambda prompt: completed(url, prompt), prompt_ids))
 
 
 def test_vllm_says_the_same_with_drafts_and_accepts_some(tmp_path):
-    asked = prompts()
+    prompt_ids = prompts()
     with serving(MODEL, tmp_path / "plain.log", *OPTIONS) as url:
-        plain = answers(url, asked)
+        plain = answers(url, prompt_ids)
     speculative = "--speculative-config", json.dumps(SPECULATIVE)
     with serving(MODEL, tmp_path / "drafts.log", *OPTIONS, *speculative) as url:
-        drafted = answers(url, asked)
+        drafted = answers(url, prompt_ids)
         accepted = counter(url, "spec_decode_num_accepted_tokens")
-        assert len(completed(url, asked[1], temperature=1.0)) == 48  # sampled: vLLM's rejection sampler draws
+        assert len(completed(url, prompt_ids[1], temperature=1.0)) == 48  # sampled: vLLM's rejection sampler draws
     assert all(len(ids) == 48 for ids in plain)
     # In float32 only draws nearer than rounding could differ; the prompts are fixed, and none of theirs is.
     assert drafted == plain

@@ -146,13 +146,13 @@ class Vllm:
         live = live_tensors(self.model, PUBLISHED)
         self.worker = WorkerExtension()
         self.worker._etude = Following((store.url, "", ""), self.model, live, Receiver(store, live))
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.paused = False
         self.weight_version = "default"
 
     async def rpc(self, request: Request) -> JSONResponse:
         body = await request.json()
-        self.asked.append(body["method"])
+        self.calls.append(body["method"])
         return JSONResponse({"results": [getattr(self.worker, body["method"])(*body["args"])]})
 
     async def pause(self, request: Request) -> JSONResponse:
@@ -176,7 +176,7 @@ class Vllm:
         return JSONResponse({"is_paused": self.paused})
 
     def _done(self, what: str) -> JSONResponse:
-        self.asked.append(what)
+        self.calls.append(what)
         return JSONResponse({})
 
     def app(self) -> Starlette:
@@ -206,14 +206,14 @@ def publish(store, count: int):
 
 
 def test_feed_brings_a_server_to_the_newest_version(store):
-    vllm, said = Vllm(store), []
+    vllm, lines = Vllm(store), []
     manifests, _ = publish(store, 3)
     with answering(vllm.app()) as url:
-        assert feed(VllmServer(url), store, once=True, deadline=60, say=said.append) == 2
+        assert feed(VllmServer(url), store, once=True, deadline=60, say=lines.append) == 2
     assert digest(vllm.worker._etude.live) == manifests[2].digest
-    assert said[0] == f"{url} serves no version of this store yet"
-    assert f"version 2 is live, digest {manifests[2].digest}, pause" in said[1]
-    assert [asked for asked in vllm.asked if asked != "etude_status"] == [
+    assert lines[0] == f"{url} serves no version of this store yet"
+    assert f"version 2 is live, digest {manifests[2].digest}, pause" in lines[1]
+    assert [call for call in vllm.calls if call != "etude_status"] == [
         "etude_open", "etude_stage", "pause", "etude_swap", "reset", "named", "resume"
     ]  # fmt: skip
     assert (vllm.paused, vllm.weight_version) == (False, "2")
@@ -231,7 +231,7 @@ def test_staging_touches_no_live_weight_and_needs_no_pause(store):
             assert time.monotonic() < end
         assert server.ask("etude_status")["staged"] == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in vllm.worker._etude.live.items())
-    assert "pause" not in vllm.asked
+    assert "pause" not in vllm.calls
 
 
 def test_live_weights_that_are_not_the_manifests_are_an_error_and_the_old_ones_come_back(store):
@@ -260,9 +260,9 @@ def test_a_swap_that_was_cut_off_is_finished(store):
         server = VllmServer(url)
         update_to(server, 0, 60)
         vllm.paused, vllm.weight_version = True, "default"  # killed after the flip
-        vllm.asked.clear()
+        vllm.calls.clear()
         assert follow(server, store.url) == 0
-    assert vllm.asked == ["etude_open", "etude_digest", "reset", "named", "resume"]
+    assert vllm.calls == ["etude_open", "etude_digest", "reset", "named", "resume"]
     assert (vllm.paused, vllm.weight_version) == (False, "0")
 
 
@@ -291,7 +291,7 @@ def test_a_damaged_version_leaves_the_server_where_it_is(store):
             update_to(VllmServer(url), 0, 60)
         with pytest.raises(UserError, match="stays at version -1: version 0"):
             feed(VllmServer(url), store, once=True, deadline=0.0)
-    assert "pause" not in vllm.asked
+    assert "pause" not in vllm.calls
 
 
 def test_a_server_that_loaded_its_weights_anew_is_not_written_to(store):

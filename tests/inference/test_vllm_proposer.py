@@ -149,12 +149,12 @@ def test_useless_drafts_end_where_passes_cost_what_their_tokens_do():
 
     # Twice as long for 16 tokens more; the clock is asked at the end of a pass and when the drafts are given.
     def clock():
-        fed = sum(1 + len(row["draft"]) for row in target.rows) if asked[0] % 2 == 0 else 0
-        asked[0] += 1
+        fed = sum(1 + len(row["draft"]) for row in target.rows) if reads[0] % 2 == 0 else 0
+        reads[0] += 1
         target.now += 1e-3 * (1 + fed / 16) if fed else 0.0
         return target.now
 
-    asked = [0]
+    reads = [0]
     target = Target(None, [(prompt, answer)])
     target.drafts = drafts(clock)
     while rows := target.unfinished():

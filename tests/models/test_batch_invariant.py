@@ -51,13 +51,13 @@ def test_values_and_gradients_are_those_of_the_plain_mode(kind):
     model = model_of(kind)
     ids = torch.from_numpy(np.random.default_rng(1).integers(0, 97, 70))
     weight_TD = torch.randn(70, 48, generator=torch.Generator().manual_seed(0))
-    found = []
+    results = []
     for forward in (lambda: hidden(model, ids)[:70], lambda: model.get_decoder()(input_ids=ids[None])[0][0]):
         model.zero_grad()
         out = forward()
         (out * weight_TD).sum().backward()
-        found.append((out.detach(), torch.cat([p.grad.flatten().double() for p in model.get_decoder().parameters()])))
-    (ours, our_gradient), (plain, gradient) = found
+        results.append((out.detach(), torch.cat([p.grad.flatten().double() for p in model.get_decoder().parameters()])))
+    (ours, our_gradient), (plain, gradient) = results
     assert torch.allclose(ours, plain, atol=1e-5)
     assert float((our_gradient - gradient).norm() / gradient.norm()) <= 2e-6
 

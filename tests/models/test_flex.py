@@ -131,7 +131,7 @@ def test_compiled_on_an_accelerator_it_is_that_of_the_cpu(above, heads):
     sizes = ((70, 0, ()), (33, 70, (0,)), (300, 70, (0,)), (5, 370, (0, 2)), (1, 375, (0, 2, 3)))
     graph = Graph(tuple(Node(np.arange(length), start, sees) for length, start, sees in sizes))
     query, key, value, out = tensors(graph, above, heads, 0)
-    found = []
+    outputs = []
     for device in ("cuda", "cpu"):
         q, k, v, weight = (x.to(device) for x in (query, key, value, out))
         layout = SegmentLayout(graph, [{0: (k[:, :, :above], v[:, :, :above])}] if above else [])
@@ -139,6 +139,6 @@ def test_compiled_on_an_accelerator_it_is_that_of_the_cpu(above, heads):
         def attend(query, key, value, layout=layout):
             return layout.attend(0, query, key, value, 0.25)
 
-        found.append(results(attend, q, k[:, :, above:], v[:, :, above:], weight))
-    for ours, theirs in zip(*found, strict=True):
+        outputs.append(results(attend, q, k[:, :, above:], v[:, :, above:], weight))
+    for ours, theirs in zip(*outputs, strict=True):
         assert torch.allclose(ours.cpu(), theirs, atol=2e-2)

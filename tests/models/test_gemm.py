@@ -32,18 +32,18 @@ def test_a_product_is_that_of_float64(count: int, out: int, size: int) -> None:
 
 
 def test_many_rows_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, onednn = [], gemm.onednn
-    monkeypatch.setattr(gemm, "onednn", lambda x, weight: asked.append(len(x)) or onednn(x, weight))
+    sizes, onednn = [], gemm.onednn
+    monkeypatch.setattr(gemm, "onednn", lambda x, weight: sizes.append(len(x)) or onednn(x, weight))
     small, large = torch.ones(8, 24), torch.ones(2**14, 24)
     with torch.inference_mode():
         for rows, weight in ((5, small), (16, small), (17, small), (40, small), (5, large), (7, large)):
             gemm.product(torch.ones(rows, 24), weight)
-    assert asked[:2] == [17, 40]
-    assert 7 in asked, "many weights are worth it from 7 rows on"
+    assert sizes[:2] == [17, 40]
+    assert 7 in sizes, "many weights are worth it from 7 rows on"
     with torch.no_grad():
         etude_experts(random_model("moe", hidden_size=96).model.layers[1].mlp.experts, torch.ones(500, 96),
                       torch.zeros(500, 1, dtype=torch.int64), torch.ones(500, 1))  # fmt: skip
-    assert asked[-2:] == [500, 500], "so do experts of many rows"
+    assert sizes[-2:] == [500, 500], "so do experts of many rows"
 
 
 def test_padding() -> None:
@@ -85,10 +85,10 @@ def test_parts_of_a_layer(count: int, act: nn.Module) -> None:
     x, gate, up = (torch.randn(n, 40, generator=noise) for n in (count, 24, 24))
     down = torch.randn(40, 24, generator=noise)
     with torch.inference_mode():
-        said, parts = gemm.gated(act, x, gate, up, down), gemm.three(x, gate, up, gate)
+        out, parts = gemm.gated(act, x, gate, up, down), gemm.three(x, gate, up, gate)
         twice = x.double()
         true = F.linear(act(F.linear(twice, gate.double())) * F.linear(twice, up.double()), down.double())
-        assert (said - true).abs().max() < 1e-6 * true.abs().max()
+        assert (out - true).abs().max() < 1e-6 * true.abs().max()
         assert all(torch.equal(part, gemm.product(x, w)) for part, w in zip(parts, (gate, up, gate), strict=True))
 
 
@@ -102,8 +102,8 @@ def test_experts_are_weighted_sums_of_gated_products(tokens: int, slots: int, ma
         for k in range(slots):
             expert = int(index_TK[t, k])
             gate, up = F.linear(x[t].double(), module.gate_up_proj[expert].double()).chunk(2)
-            said = F.linear(F.silu(gate) * up, module.down_proj[expert].double())
-            true_TD[t] += weight_TK[t, k].double() * said
+            out = F.linear(F.silu(gate) * up, module.down_proj[expert].double())
+            true_TD[t] += weight_TK[t, k].double() * out
     with torch.inference_mode():
         assert gemm.takes_experts(module, x, index_TK)
         ours_TD = gemm.experts(module, x, index_TK, weight_TK)

@@ -89,11 +89,11 @@ def test_marked_tokens_are_shared_only_where_the_marks_agree(rows, seed):
     rng = np.random.default_rng(seed)
     marks = [rng.integers(-1, 1, (len(row), 2, 1)).astype(np.int16) * (rng.random() < 0.5) for row in rows]
     tree = trie(rows, 1, marks=marks)
-    told = {}
+    mark_at = {}
     for i, row in enumerate(rows):
         assert np.array_equal(tree.graph.ids_T[tree.where(i)], row)
         for place, mark in zip(tree.where(i).tolist(), marks[i].tolist(), strict=True):
-            assert told.setdefault(place, mark) == mark, "one place, one mark"
+            assert mark_at.setdefault(place, mark) == mark, "one place, one mark"
     pairs = [
         list(zip(row.tolist(), map(str, mark.tolist()), strict=True)) for row, mark in zip(rows, marks, strict=True)
     ]

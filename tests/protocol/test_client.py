@@ -17,10 +17,10 @@ async def health(closed: int) -> tuple[list[str], int]:
         nonlocal connections
         connections += 1
         serving.append(asyncio.current_task())
-        asked, drops = 0, connections <= closed
+        answered, drops = 0, connections <= closed
         with contextlib.suppress(asyncio.IncompleteReadError):  # the client has closed
-            while await reader.readuntil(b"\r\n\r\n") and not (drops and (asked or connections > 1)):
-                asked += 1
+            while await reader.readuntil(b"\r\n\r\n") and not (drops and (answered or connections > 1)):
+                answered += 1
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(ANSWER), ANSWER))
         writer.close()
         await writer.wait_closed()
@@ -29,10 +29,10 @@ async def health(closed: int) -> tuple[list[str], int]:
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         async with server, EngineClient([url]) as client:
-            found = [str((await client.health(url))["status"]) for _ in range(2)]
+            statuses = [str((await client.health(url))["status"]) for _ in range(2)]
     finally:
         await asyncio.gather(*serving)
-    return found, connections
+    return statuses, connections
 
 
 def test_a_connection_that_the_server_has_closed_is_no_dead_server():

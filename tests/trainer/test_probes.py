@@ -101,11 +101,11 @@ def test_scores_neither_read_nor_leave_keys_and_rows_go_on(tmp_path, monkeypatch
 
 @contextmanager
 def serving(config, tensors, version, engine_config=None):
-    """An inference server of these tensors on a thread: its URL, engine and follower."""
+    """An inference server of these tensors on a thread: its URL, engine and watcher."""
     engine = Engine(engine_of(config, tensors, version).model, engine_config, version=version)
-    follower = WeightWatcher(engine, None)
+    watcher = WeightWatcher(engine, None)
     server = uvicorn.Server(
-        uvicorn.Config(build_app(engine, follower, Path(config.model.path)), port=0, log_level="error")
+        uvicorn.Config(build_app(engine, watcher, Path(config.model.path)), port=0, log_level="error")
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -116,7 +116,7 @@ def serving(config, tensors, version, engine_config=None):
         thread.join(0.02)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield f"http://127.0.0.1:{port}", engine, follower
+        yield f"http://127.0.0.1:{port}", engine, watcher
     finally:
         server.should_exit = True
         thread.join(SECONDS)
@@ -175,7 +175,7 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
     weights, answers = open_store(str(run / "weights")), open_store(str(run / "probes"))
     tensors = load(weights, 0)[1]
 
-    async def look(engines, follower):
+    async def look(engines, watcher):
         asks = probes.Sequences(ids=tuple(sequences))
         async with (
             EngineClient(engines) as client,
@@ -189,18 +189,18 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
             for _ in range(3):
                 await loop._observe_versions(watched)
             await asyncio.gather(*asker._asking.values())
-            follower.served = ServedVersion(0, "0" * 64)
+            watcher.served = ServedVersion(0, "0" * 64)
             with pytest.raises(RunFailed, match="serves other tensors than version 0 has"):
                 await loop._observe_versions(watched)
         return watched
 
     with (
         serving(config, tensors, 0) as (url, one, _),
-        serving(config, tensors, 0, EngineConfig(max_batch=4)) as (other, two, follower),
+        serving(config, tensors, 0, EngineConfig(max_batch=4)) as (other, two, watcher),
     ):
         one.start()
         two.start()
-        watched = asyncio.run(look([url, other], follower))
+        watched = asyncio.run(look([url, other], watcher))
     sentence = f"the engine at {other} is not configured as that at {url}: rows is 4, not 128"
     assert watched.complaints == {sentence}
     assert capsys.readouterr().err.count(sentence) == 1
@@ -215,7 +215,7 @@ def test_a_version_that_comes_while_a_server_scores_and_a_bad_question(tmp_path)
         async with EngineClient([url]) as client:
             return await client.score(url, [ids], SECONDS)
 
-    with serving(config, tensors, 4) as (url, engine, follower):
+    with serving(config, tensors, 4) as (url, engine, watcher):
         with pytest.raises(EngineError, match="2 to"):
             asyncio.run(ask(url, [3]))
         answers = []
@@ -225,7 +225,7 @@ def test_a_version_that_comes_while_a_server_scores_and_a_bad_question(tmp_path)
         while not engine._scores:  # the engine's thread is not started: this test takes its steps
             assert time.monotonic() < deadline
             thread.join(0.02)
-        engine.version, follower.served = 5, ServedVersion(5, "")
+        engine.version, watcher.served = 5, ServedVersion(5, "")
         engine.step()
         thread.join(SECONDS)
         assert answers == [None]
