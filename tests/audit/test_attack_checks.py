@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 from etude.audit.attacks import fingerprints, forgeries, injections, lookups, suite
 from etude.audit.attacks.library import TASK, Library, prepare
 from etude.audit.attacks.submissions import Submission
-from etude.audit.parity import audit, features, probes
-from etude.audit.parity.features import FingerprintSample
+from etude.audit.parity import audit, probes
 from etude.cli import main
 from etude.errors import UserError
 from etude.grading.cheats import commands
@@ -26,6 +25,7 @@ from etude.harness import tools
 from etude.renderers import base
 from etude.renderers.schemas import SCHEMAS
 from etude.sandbox.base import Sandbox
+from etude.sandbox.fingerprints import FingerprintSample, parse
 from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import histories
 
@@ -187,7 +187,7 @@ def test_too_few_fingerprints_are_refused_before_anything_is_played(tmp_path: Pa
     path.write_text(json.dumps({"format": 2, "machine": "a", "probes": {"umask": 18}}) + "\n")
     with pytest.raises(UserError, match="say nothing"):
         fingerprints.against([path], 60, dataset=None, personas=None)
-    for wrong in (["--personas", "x.toml"], ["--against", str(path), "--backend", "podman", "--image", "x"]):
+    for wrong in (["--machine-profiles", "x.toml"], ["--against", str(path), "--type", "podman", "--image", "x"]):
         with pytest.raises(SystemExit) as ended:
             main.main(["doctor", "sandbox", *wrong])
         assert ended.value.code == 2
@@ -207,7 +207,7 @@ def chats(path: Path, system: str) -> list[FingerprintSample]:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert "Fix" not in done.stdout
     assert "You are" not in done.stdout
-    return [features.parse(line, "here") for line in done.stdout.splitlines()]
+    return [parse(line, "here") for line in done.stdout.splitlines()]
 
 
 def test_requests_of_another_harness_are_told_apart(tmp_path: Path) -> None:

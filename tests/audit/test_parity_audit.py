@@ -14,10 +14,11 @@ import pytest
 
 from etude.audit.parity import audit, fingerprint, probes
 from etude.audit.parity.classifier import auc, folds, interval, logistic, scores, stumps
-from etude.audit.parity.features import FingerprintSample, parse, read, table
+from etude.audit.parity.features import table
 from etude.errors import UserError
 from etude.sandbox import machine_description, machine_profile
 from etude.sandbox.base import Image, Limits
+from etude.sandbox.fingerprints import FingerprintSample, load_profiles, parse, read
 from etude.sandbox.namespace.sandbox import open_sandbox
 
 
@@ -259,7 +260,7 @@ def test_descriptions_are_read_or_refused(tmp_path: Path) -> None:
         path.write_text(wrong)
         with pytest.raises(UserError, match=named):
             machine_description.read(path)
-    assert audit.load(machine_description.REFERENCE) == machine_description.read(machine_description.REFERENCE)
+    assert load_profiles(machine_description.REFERENCE) == machine_description.read(machine_description.REFERENCE)
 
 
 def test_personas_of_other_tasks_differ_and_every_sample_can_be_imitated() -> None:

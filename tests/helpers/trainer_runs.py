@@ -169,13 +169,13 @@ def flip(model: torch.nn.Module) -> None:
 def canaries(run: Path, count: int = 8, tokens: int = 64) -> list[list[int]]:
     """Begins the run's canaries with random sequences."""
     sequences = probes.Sequences(ids=tuple(prompt(1000 + i, tokens) for i in range(count)))
-    probes.begin(open_store(str(run / "canary")), sequences)
+    probes.begin(open_store(str(run / "probes")), sequences)
     return list(sequences.ids)
 
 
 def answer(run: Path, engine: Engine, number: int = 0, digest: str = "") -> None:
     """What this engine says of the canaries of the run, stored as the controller does."""
-    store = open_store(str(run / "canary"))
+    store = open_store(str(run / "probes"))
     futures = [engine.score(ids) for ids in probes.read_sequences(store)]
     for _ in futures:
         engine.step()

@@ -1,4 +1,4 @@
-"""Flags and impossible twins in the ledger, on both databases."""
+"""Flags and impossible tasks in the ledger, on both databases."""
 
 import msgspec
 
@@ -26,14 +26,14 @@ def test_flags_of_episodes_are_found_again(ledger: Ledger) -> None:
     assert ledger.conservation([]).ok
 
 
-def test_twins_are_counted_and_belong_to_no_group(ledger: Ledger) -> None:
-    assert ledger.twins()[1] == 0
+def test_impossible_episodes_are_counted_and_belong_to_no_group(ledger: Ledger) -> None:
+    assert ledger.next_impossible() == 0
     honest = member(0, False)
-    ledger.add_twin(0, honest, "t0")
-    ledger.add_twin(0, member(0, True), "again")
-    ledger.add_twin(1, member(1, True), "t1")
-    ledger.add_twin(4, msgspec.structs.replace(honest, outcome=Outcome.TAMPERED), "t4")
-    counts, after = ledger.twins()
+    ledger.add_impossible(0, honest, "t0")
+    ledger.add_impossible(0, member(0, True), "again")
+    ledger.add_impossible(1, member(1, True), "t1")
+    ledger.add_impossible(4, msgspec.structs.replace(honest, outcome=Outcome.TAMPERED), "t4")
+    counts, after = ledger.impossible(), ledger.next_impossible()
     assert (counts.played, counts.passed, counts.tampered, after) == (3, 1, 1, 5)
     assert ledger.figures().groups == 0
     assert ledger.ready_groups(5, in_order=False) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.config import RLConfig, SandboxConfig, validate
+from etude.config import RLConfig, validate, validate_sandbox
 from etude.errors import UserError
 from etude.sandbox.backends import choose
 from etude.sandbox.backends.remote import CarriedBackend, open_carried
@@ -37,8 +37,8 @@ def _engines() -> list[object]:
 def place(request: pytest.FixtureRequest, library: Path) -> Iterator[Place]:
     carrier = Local("memory", "processes", "disk")
     if request.param == "containers":
-        names = dict(zip(("backend", "image", "runtime"), ENGINE, strict=False))
-        carrier = choose.carrier_of(validate(SandboxConfig, names, "ETUDE_CONTAINERS"))
+        names = dict(zip(("type", "image", "runtime"), ENGINE, strict=False))
+        carrier = choose.carrier_of(validate_sandbox(names, "ETUDE_CONTAINERS"))
     loop = asyncio.new_event_loop()
     stack = AsyncExitStack()
     sandbox = loop.run_until_complete(stack.enter_async_context(open_carried(carrier, memo=0)))
@@ -166,9 +166,9 @@ def test_a_machine_that_ends_is_our_failure_and_a_missing_program_is_named(
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"backend": "podman"}, "needs sandbox.image"),
-        ({"backend": "podman", "image": "x", "egress": ["example.com"]}, "cannot give sandbox.egress"),
-        ({"backend": "hyperv", "image": "x"}, "sandbox.backend"),
+        ({"type": "podman"}, "sandbox.image is needed"),
+        ({"type": "podman", "image": "x", "egress": ["example.com"]}, "unknown key sandbox.egress with sandbox.type"),
+        ({"type": "hyperv", "image": "x"}, "sandbox: Input tag 'hyperv'"),
     ],
 )
 def test_settings_that_do_not_fit(table: dict[str, object], said: str) -> None:
@@ -181,7 +181,7 @@ def test_an_engine_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     why = asyncio.run(choose.reachable())
     assert all(f"{program} is not installed" in why[name] for name, program in PROGRAMS.items())
     for name in PROGRAMS:
-        boxes = choose.opened(SandboxConfig(backend=name, image="x"))
+        boxes = choose.opened(validate_sandbox({"type": name, "image": "x"}, name))
 
         async def enter(boxes: object = boxes) -> None:
             async with boxes():  # type: ignore[operator]

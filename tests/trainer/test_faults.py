@@ -245,9 +245,9 @@ def scored_silence(case, monkeypatch):
 
 
 FAULTS = {
-    "stale weights": Fault(stale_weights, ("canary_growth", "mismatch_k2"), verdict="weights"),
+    "stale weights": Fault(stale_weights, ("probe_growth", "mismatch_k2"), verdict="weights"),
     "stale prefix cache": Fault(stale_prefix_cache, ("kv_lag", "mismatch_k2"), verdict="cache"),
-    "one wrong tensor": Fault(one_wrong_tensor, ("canary_growth", "mismatch_k2"), verdict="weights"),
+    "one wrong tensor": Fault(one_wrong_tensor, ("probe_growth", "mismatch_k2"), verdict="weights"),
     "tokenised again, harness": Fault(
         tokenised_again_in_the_harness, ("mismatch_k2", "tail_ln2", "tail_dp"), verdict="tokens"
     ),
@@ -276,8 +276,8 @@ def test_a_fault_is_caught_at_its_first_step_and_named(start, monkeypatch, name)
     said = found.complaints
     assert all(fault.complains in sentence for sentence in said) if fault.complains else not said
     assert bool(said) == bool(fault.complains)
-    if "canary_growth" in fault.guards:
-        sentence = found.events["canary_growth"]["sentence"]
+    if "probe_growth" in fault.guards:
+        sentence = found.events["probe_growth"]["sentence"]
         assert "the engine at http://engine-1 scores the canaries of version 2" in sentence
     assert case.verdict() == fault.verdict
 

@@ -22,7 +22,8 @@ from etude.models.loading import load_model, named_tensors
 from etude.protocol.client import EngineClient, EngineError
 from etude.renderers import renderer_for
 from etude.rollout import probes
-from etude.run import loop
+from etude.run.state import Engines, Run
+from etude.run.versions import observe_versions
 from etude.store import open_store
 from etude.tasks import dataset
 from etude.trainer.rl.probes import Canaries
@@ -53,7 +54,7 @@ def test_an_engine_scores_as_the_trainer_does(tmp_path, kind):
     run, config = new_run(tmp_path, kind)
     sequences = canaries(run)
     model = load_model(config.model.path)
-    store = open_store(str(run / "canary"))
+    store = open_store(str(run / "probes"))
     for deterministic in (False, True):
         probes.begin(store, probes.Sequences(ids=tuple(sequences)))
         trainer = Canaries(store, model, exactly=deterministic)
@@ -122,7 +123,7 @@ def serving(config, tensors, version, **limits):
 
 def asked(run, engines, version):
     """Asks every engine once, as the controller does when it sees a version, and waits for the answers."""
-    store = open_store(str(run / "canary"))
+    store = open_store(str(run / "probes"))
 
     async def ask():
         async with asyncio.timeout(SECONDS), EngineClient(engines) as client:
@@ -157,7 +158,7 @@ def test_a_wrong_server_is_named_and_the_run_goes_on_without_answers(tmp_path, c
     found = {a["engine"]: a for a in first["canary/answers"]}
     assert found[url]["k2"] < 1e-9
     assert found[other]["k2"] == first["canary/k2"] > 1e-2
-    (event,) = [e for e in first["guard/events"] if e["guard"] == "canary_growth"]
+    (event,) = [e for e in first["guard/events"] if e["guard"] == "probe_growth"]
     assert (event["level"], event["action"]) == ("stop", "skip")
     assert f"the engine at {other} scores the canaries of version 0 otherwise" in event["sentence"]
     assert event["sentence"] in capsys.readouterr().err
@@ -170,7 +171,7 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
     run, config = new_run(tmp_path)
     sequences = canaries(run)
     Trainer(run)
-    weights, answers = open_store(str(run / "weights")), open_store(str(run / "canary"))
+    weights, answers = open_store(str(run / "weights")), open_store(str(run / "probes"))
     tensors = load(weights, 0)[1]
 
     async def look(engines, follower):
@@ -179,17 +180,17 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
             EngineClient(engines) as client,
             aclosing(probes.ProbeScorer(answers, asks, client, engines)) as asker,
         ):
-            parts = dict.fromkeys(("dataset", "ledger", "rollouts", "sandbox", "renderer", "concurrency"))
-            watched = loop.Run(
-                folder=run, config=config, weights=weights, canaries=asker, client=client, engines=engines, children=[],
-                **parts,
+            names = ("dataset", "impossible", "ledger", "rollouts", "sandbox", "renderer", "agent", "concurrency")
+            watched = Run(
+                folder=run, config=config, weights=weights, engines=Engines(engines, client, asker), children=[],
+                **dict.fromkeys(names),
             )  # fmt: skip
             for _ in range(3):
-                await loop._observe_versions(watched)
+                await observe_versions(watched)
             await asyncio.gather(*asker._asking.values())
             follower.served = ServedVersion(0, "0" * 64)
             with pytest.raises(RunFailed, match="serves other tensors than version 0 has"):
-                await loop._observe_versions(watched)
+                await observe_versions(watched)
         return watched
 
     with serving(config, tensors, 0) as (url, one, _), serving(config, tensors, 0, rows=4) as (other, two, follower):
@@ -197,7 +198,7 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
         two.start()
         watched = asyncio.run(look([url, other], follower))
     sentence = f"the engine at {other} is not configured as that at {url}: rows is 4, not 128"
-    assert watched.complaints == {sentence}
+    assert watched.record.complaints == {sentence}
     assert capsys.readouterr().err.count(sentence) == 1
     assert [(a.engine, a.scored.version) for a in probes.take_answers(answers)] == [(url, 0), (other, 0)]
 
@@ -227,7 +228,7 @@ def test_a_version_that_comes_while_a_server_scores_and_a_bad_question(tmp_path)
 
 
 def test_an_unreachable_engine_is_one_sentence(tmp_path, capsys, monkeypatch):
-    store = open_store(str(tmp_path / "canary"))
+    store = open_store(str(tmp_path / "probes"))
     monkeypatch.setattr(probes, "SECONDS", 0.3)
 
     async def ask():
@@ -248,7 +249,7 @@ def test_a_continued_run_forgets_the_answers_of_engines_that_are_gone(tmp_path):
     sequences = canaries(run)
     model = load_model(config.model.path)
     answer(run, Engine(model, version=2))
-    store = open_store(str(run / "canary"))
+    store = open_store(str(run / "probes"))
     assert store.list() == ["00000002/0000.msgpack", "sequences.msgpack"]
     canaries(run)
     assert store.list() == ["sequences.msgpack"]
@@ -262,7 +263,7 @@ def test_a_continued_run_forgets_the_answers_of_engines_that_are_gone(tmp_path):
 def test_an_answer_that_is_no_number_is_as_wrong_as_can_be(tmp_path):
     run, config = new_run(tmp_path)
     canaries(run, count=1, tokens=3)
-    store = open_store(str(run / "canary"))
+    store = open_store(str(run / "probes"))
     trainer = Canaries(store, load_model(config.model.path), exactly=False)
     trainer.score(0)
     scored = probes.Scored(version=0, digest="", logprobs=([float("nan"), -1.0],))

@@ -1,6 +1,7 @@
-"""What the ledger keeps about cheating: flags of episodes, and the impossible twins that were played beside the groups.
+"""What the ledger keeps about cheating: flags of episodes, and the impossible tasks played beside the groups.
 
-Flags lie in the metrics of an episode's row. Twins belong to no group: they are played, graded, and never trained on.
+Flags lie in the metrics of an episode's row. Episodes of impossible tasks belong to no group: they are played, graded,
+and never trained on.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import time
 import msgspec
 import sqlalchemy as sa
 
-from etude.ledger.schema import episodes, groups, twins
+from etude.ledger.schema import episodes, groups, impossible
 from etude.records import Episode, Record
 
-_e, _g, _t = episodes.c, groups.c, twins.c
+_e, _g, _i = episodes.c, groups.c, impossible.c
 
 
 class FlaggedEpisode(Record, frozen=True, kw_only=True):
@@ -63,9 +64,9 @@ def flagged(c: sa.Connection) -> list[FlaggedEpisode]:
     return found
 
 
-def add_twin(c: sa.Connection, number: int, episode: Episode, blob: str) -> None:
-    """Records twin `number`, unless it is there."""
-    if c.execute(sa.select(_t.number).where(_t.number == number)).first() is not None:
+def add_impossible(c: sa.Connection, number: int, episode: Episode, blob: str) -> None:
+    """Records impossible episode `number`, unless it is there."""
+    if c.execute(sa.select(_i.number).where(_i.number == number)).first() is not None:
         return
     values = {
         "number": number,
@@ -77,12 +78,12 @@ def add_twin(c: sa.Connection, number: int, episode: Episode, blob: str) -> None
         "blob": blob,
         "finished": time.time(),
     }
-    c.execute(sa.insert(twins).values(values))
+    c.execute(sa.insert(impossible).values(values))
 
 
-def count_twins(c: sa.Connection) -> ImpossibleCounts:
+def count_impossible(c: sa.Connection) -> ImpossibleCounts:
     """Of all that ended."""
-    rows = c.execute(sa.select(_t.passed, _t.outcome, sa.func.count().label("n")).group_by(_t.passed, _t.outcome)).all()
+    rows = c.execute(sa.select(_i.passed, _i.outcome, sa.func.count().label("n")).group_by(_i.passed, _i.outcome)).all()
     return ImpossibleCounts(
         played=sum(row.n for row in rows),
         passed=sum(row.n for row in rows if row.passed),
@@ -90,7 +91,7 @@ def count_twins(c: sa.Connection) -> ImpossibleCounts:
     )
 
 
-def next_twin(c: sa.Connection) -> int:
+def next_impossible(c: sa.Connection) -> int:
     """The number after the last one."""
-    last = c.execute(sa.select(sa.func.max(_t.number))).scalar()
+    last = c.execute(sa.select(sa.func.max(_i.number))).scalar()
     return 0 if last is None else int(last) + 1

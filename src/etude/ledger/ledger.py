@@ -358,15 +358,20 @@ class Ledger:
         with self._read() as c:
             return suspects.flagged(c)
 
-    def add_twin(self, number: int, episode: Episode, blob: str) -> None:
-        """Records how impossible task `number` ended; again is fine."""
+    def add_impossible(self, number: int, episode: Episode, blob: str) -> None:
+        """Records how impossible episode `number` ended; again is fine."""
         with self._write() as c:
-            suspects.add_twin(c, number, episode, blob)
+            suspects.add_impossible(c, number, episode, blob)
 
-    def twins(self) -> tuple[suspects.ImpossibleCounts, int]:
-        """How the impossible tasks ended, and the number of the next."""
+    def impossible(self) -> suspects.ImpossibleCounts:
+        """How the impossible episodes ended."""
         with self._read() as c:
-            return suspects.count_twins(c), suspects.next_twin(c)
+            return suspects.count_impossible(c)
+
+    def next_impossible(self) -> int:
+        """The number of the next impossible episode."""
+        with self._read() as c:
+            return suspects.next_impossible(c)
 
     # Figures ----------------------------------------------------------------------------------------------------------
 

@@ -74,8 +74,8 @@ episodes = sa.Table(
     sa.Index("episodes_state", "state", "group_id", "member"),
 )
 
-twins = sa.Table(
-    "twins",
+impossible = sa.Table(
+    "impossible",
     metadata,
     sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("task_id", sa.String, nullable=False),

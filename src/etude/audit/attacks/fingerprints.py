@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.audit.parity import audit, features
-from etude.audit.parity.features import FingerprintSample
+from etude.audit.parity import audit
 from etude.errors import UserError
 from etude.sandbox import machine_profile
+from etude.sandbox.fingerprints import FingerprintSample, load_profiles, read
 
 ITEMS = tuple(f"E{n}" for n in range(1, 10))
 REASONS = {
@@ -55,11 +55,11 @@ class Against:
 
 def against(files: Sequence[Path], boxes: int, *, dataset: Path | None, personas: Path | None) -> Against:
     """Boxes look as a run makes them: `personas` is what `rollout.personas` names. Raises UserError."""
-    samples = features.read(files)
+    samples = read(files)
     sides = [[sample for sample in samples if sample.is_request is asked] for asked in (False, True)]
     if any(0 < len(side) < audit.MIN_SAMPLES for side in sides) or boxes < audit.MIN_SAMPLES:
         raise UserError(f"fewer than {audit.MIN_SAMPLES} fingerprints of a side say nothing: record more, or --boxes.")
-    return Against(sides[0], sides[1], boxes, dataset, () if personas is None else audit.load(personas))
+    return Against(sides[0], sides[1], boxes, dataset, () if personas is None else load_profiles(personas))
 
 
 def judged(item: audit.Item) -> ItemResult:

@@ -22,13 +22,14 @@ import numpy as np
 
 from etude.audit.parity import fingerprint, probes
 from etude.audit.parity.classifier import auc, folds, held_out, interval, logistic, scores, stumps
-from etude.audit.parity.features import FingerprintSample, Table, parse, read, table
+from etude.audit.parity.features import Table, table
 from etude.errors import RunFailed, UserError
 from etude.evals.stats import Estimate
 from etude.harness.prompts import messages_of
 from etude.renderers.schemas import SCHEMAS
-from etude.sandbox import history, machine_description, machine_profile
+from etude.sandbox import history, machine_profile
 from etude.sandbox.base import Image, Limits
+from etude.sandbox.fingerprints import FingerprintSample, load_profiles, parse, read
 from etude.sandbox.namespace.sandbox import open_sandbox
 from etude.tasks import dataset as datasets
 
@@ -236,7 +237,7 @@ def show(
     models, rest = _halves(production)
     like: machine_profile.Like = [sample.probes for sample in models]
     if personas is not None:
-        like, rest = load(personas), production
+        like, rest = load_profiles(personas), production
     sides = [asyncio.run(box_samples(count, personas=who, dataset=dataset)) for who in (like, None)]
     treated, untreated = (compare(side, rest) for side in sides)
     machines = len({sample.machine for sample in production})
@@ -260,11 +261,6 @@ def requests(count: int, dataset: Path) -> list[FingerprintSample]:
     chosen = [tasks[number % len(tasks)] for number in range(count)]
     bodies = [{"messages": messages_of(task), "tools": SCHEMAS} for task in chosen]
     return [FingerprintSample(conversation, probes) for probes, conversation in map(fingerprint.asked, bodies)]
-
-
-def load(path: Path) -> machine_profile.Like:
-    """What boxes are made to look like: a description (.toml), or fingerprints. Raises UserError."""
-    return machine_description.read(path) if path.suffix == ".toml" else [sample.probes for sample in read([path])]
 
 
 def _halves(production: Sequence[FingerprintSample]) -> tuple[list[FingerprintSample], list[FingerprintSample]]:

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from etude.audit.parity.fingerprint import FORMAT
-from etude.errors import UserError
+from etude.sandbox.fingerprints import FingerprintSample
 
 MAX_VALUES = 30  # columns of one probe's texts or list entries, the most common ones
-
-
-@dataclass(frozen=True)
-class FingerprintSample:
-    """One fingerprint. Samples of one `machine` never stand on both sides of a fold."""
-
-    machine: str
-    probes: Mapping[str, Any]
-
-    @property
-    def is_request(self) -> bool:
-        """It is of what an agent asks of its model, and not of a machine."""
-        return "prompt.system" in self.probes
 
 
 @dataclass(frozen=True)
@@ -44,36 +28,6 @@ class Table:
         return Table(
             self.values_NC[:, chosen], tuple(self.probes[c] for c in chosen), tuple(self.names[c] for c in chosen)
         )
-
-
-def read(paths: Sequence[Path]) -> list[FingerprintSample]:
-    """The samples in files that `fingerprint.py` has printed. Raises UserError that names the file and the line."""
-    samples: list[FingerprintSample] = []
-    for path in paths:
-        try:
-            lines = path.read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(
-                f"{path} cannot be read ({e}); record one with `etude doctor parity --record FILE` in production"
-            ) from None
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                samples.append(parse(line, f"{path}, line {number}"))
-    if not samples:
-        raise UserError("there is no fingerprint in what --against names; record some on your production machines")
-    return samples
-
-
-def parse(line: str, where: str) -> FingerprintSample:
-    """One line. Raises UserError."""
-    try:
-        record = json.loads(line)
-        version, name, probes = record["format"], record["machine"], record["probes"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{where} is no fingerprint; record it again with this etude's script") from None
-    if version != FORMAT or not isinstance(name, str) or not isinstance(probes, dict):
-        raise UserError(f"{where} has fingerprint format {version!r}, this etude reads {FORMAT}; record it again")
-    return FingerprintSample(name, probes)
 
 
 def table(samples: Sequence[FingerprintSample]) -> Table:

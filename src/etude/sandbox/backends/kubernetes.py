@@ -38,7 +38,7 @@ class Pods:
 
     async def reach(self) -> None:
         if shutil.which("kubectl") is None:
-            raise UserError("kubectl is not installed here; install it, or use another sandbox.backend.")
+            raise UserError("kubectl is not installed here; install it, or use another sandbox.type.")
         code, said = await output([*self._kubectl, "auth", "can-i", "create", "pods"])
         if code:
             raise UserError(f"kubectl may not make pods ({last(said)}); point it at a cluster that allows it.")

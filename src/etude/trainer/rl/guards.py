@@ -29,7 +29,7 @@ _UNKNOWN = 10 * _FLOOR  # k2 of canaries that is taken for usual while fewer tha
 _SENTENCES = {
     "lag": "tokens lag {value:.0f} versions behind the trainer, the bound is {threshold:.0f}",
     "kv_lag": "a token saw keys {value:.0f} versions older than its own, {threshold:.0f} can be: a stale prefix cache?",
-    "canary_growth": "the engine at {engine} scores the canaries of version {version} otherwise than the trainer: "
+    "probe_growth": "the engine at {engine} scores the canaries of version {version} otherwise than the trainer: "
     "k2 {k2:.2g} is {value:.1f} times the usual, threshold {threshold:.1f}",
     "mismatch_k2": "trainer and engine disagree on tokens of one version: k2 {value:.2g}, threshold {threshold:.2g}",
     "mismatch_growth": "the mismatch is {value:.1f} times that of the first steps, threshold {threshold:.1f}",
@@ -44,7 +44,7 @@ _SENTENCES = {
     "non_finite": "the gradient is not finite",
     "routes_missing": "{value:.2%} of the tokens have no recorded experts to replay, threshold {threshold:.2%}",
     "routes_refused": "{value:.2%} of the recorded experts are implausible to the trainer, threshold {threshold:.2%}",
-    "parity": "deterministic trainer and engine differ by {value:.2g} in a log-probability: other processors?",
+    "numerics": "deterministic trainer and engine differ by {value:.2g} in a log-probability: other processors?",
 }
 
 
@@ -109,7 +109,7 @@ class Guards:
         """
         events = [event for name, value in self._values(metrics).items() for event in self._crossed(name, value)]
         usual = max(median(self._canaries), _FLOOR) if len(self._canaries) >= 5 else _UNKNOWN
-        events += [e for c in canaries for e in self._crossed("canary_growth", c.k2 / usual, **vars(c))]
+        events += [e for c in canaries for e in self._crossed("probe_growth", c.k2 / usual, **vars(c))]
         action = max((event.action for event in events), key=_ORDER.index, default="go")
         if not self._config.act:
             action = "go"
@@ -159,7 +159,7 @@ class Guards:
             "weight_cut": metrics.get("loss/W_cut"),
             "routes_missing": metrics.get("router/missing"),
             "routes_refused": metrics.get("router/refused"),
-            "parity": metrics.get("mismatch/max_abs") if self._exact else None,
+            "numerics": metrics.get("mismatch/max_abs") if self._exact else None,
             "zero_variance": _share(metrics.get("rollout/zero_variance"), metrics.get("rollout/groups")),
         }
         norm = metrics.get("optim/grad_norm")

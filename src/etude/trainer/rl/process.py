@@ -98,7 +98,7 @@ class Trainer:
         exact = config.deterministic and possible(self.model)
         equal_bits = exact and inference.dtype == "float32" and inference.device == "cpu"
         self.guards = Guards(config.guards, config.rollout.staleness, history, exact=equal_bits)
-        self.canaries = Canaries(open_store(f"{root}/canary"), self.model, exactly=exact)
+        self.canaries = Canaries(open_store(f"{root}/probes"), self.model, exactly=exact)
         self.drift = BehaviourDrift(config.cheats.window, runfolder.read_jsonl(run / "metrics.jsonl"))
         if not float32_head(self.model):
             print("guard head, warn: the trainer's head is narrower than float32", file=sys.stderr, flush=True)
@@ -179,8 +179,8 @@ class Trainer:
         loaded = time.time()
         observed = batch_metrics(batch, self.version)
         self._note_flags(batch)
-        twins, _ = self.ledger.twins()
-        observed |= {f"twins/{name}": float(getattr(twins, name)) for name in ("played", "passed", "tampered")}
+        counts = self.ledger.impossible()
+        observed |= {f"impossible/{name}": float(getattr(counts, name)) for name in ("played", "passed", "tampered")}
         observed |= self.ledger.left_behind({*self.taken, *(group.id for group in groups)})
         observed["drop/episodes/infra"] = float(len(groups) * self.config.rollout.group - len(batch.flat))
         metrics, verdict = train_step(
