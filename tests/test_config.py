@@ -98,7 +98,7 @@ def test_one_threshold_of_a_guard_can_be_set_on_the_command_line(tmp_path):
 
 
 def test_unknown_behaviours_are_refused(tmp_path):
-    (tmp_path / "run.toml").write_text('[tasks]\nrepository = "x"\n[reward.penalties]\nlaziness = 1.0\n')
+    (tmp_path / "run.toml").write_text('[tasks]\nrepository = "x"\n[reward.behaviour]\nlaziness = 1.0\n')
     with pytest.raises(UserError, match="laziness"):
         validate(RLConfig, read_toml(tmp_path / "run.toml"), "run.toml")
 
@@ -107,13 +107,13 @@ def test_unknown_behaviours_are_refused(tmp_path):
     ("table", "why"),
     [
         ({"reward": {"refused_edits": 0.1}}, "drop reward.refused_edits"),
-        ({"reward": {"penalties": {"untested": 0.1}}}, "all but malformed, truncated, unfinished"),
+        ({"reward": {"behaviour": {"untested": 0.1}}}, "all but malformed, truncated, unfinished"),
         ({"rollout": {"documents": True, "agent": {"command": "x"}}}, "drop rollout.documents"),
     ],
 )
 def test_what_an_outside_agent_does_not_show_cannot_be_priced(table, why):
     data = {"tasks": {"repository": "r"}, "rollout": {"agent": {"command": "x"}}}
-    validate(RLConfig, data | {"reward": {"penalties": {"malformed": 0.1}}}, "run.toml")
+    validate(RLConfig, data | {"reward": {"behaviour": {"malformed": 0.1}}}, "run.toml")
     with pytest.raises(UserError, match=why):
         validate(RLConfig, data | table, "run.toml")
 

@@ -224,10 +224,10 @@ class RewardConfig(Section):
     overlong: int = Field(
         default=0, ge=0, description="last tokens of the budget over which the cost rises to 1 (DAPO)"
     )
-    penalties: dict[Behaviour, Annotated[float, Field(ge=0)]] = Field(
+    behaviour: dict[Behaviour, Annotated[float, Field(ge=0)]] = Field(
         default={}, description="cost of each occurrence of a behaviour"
     )
-    penalties_cap: float = Field(default=0.5, ge=0, description="most that all penalties cost together")
+    behaviour_cap: float = Field(default=0.5, ge=0, description="cost of all behaviours together, at most")
 
 
 Mask = Literal["ipo", "dppo", "geo_rs", "opsm", "veto"]
@@ -545,10 +545,10 @@ class RLConfig(Section):
             seen = {"malformed", "truncated", "unfinished"}
             if self.rollout.documents:
                 raise ValueError("an outside agent sends no documents: drop rollout.documents")
-            if self.reward.refused_edits or set(self.reward.penalties) - seen:
+            if self.reward.refused_edits or set(self.reward.behaviour) - seen:
                 raise ValueError(
                     "edits and tests of an outside agent are not seen: drop reward.refused_edits, and of "
-                    f"reward.penalties all but {', '.join(sorted(seen))}"
+                    f"reward.behaviour all but {', '.join(sorted(seen))}"
                 )
         return self
 

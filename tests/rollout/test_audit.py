@@ -64,7 +64,7 @@ def test_a_charge_takes_the_grade_and_leaves_the_costs() -> None:
 
 @pytest.mark.parametrize("flag", ["canary", "command", "contrast", "tamper"])
 def test_no_charged_episode_is_rewarded_or_better_than_failing(flag: str) -> None:
-    config = RewardConfig(refused_edits=0.2, penalties={"edit_errors": 0.1}, overlong=50)
+    config = RewardConfig(refused_edits=0.2, behaviour={"edit_errors": 0.1}, overlong=50)
     budget = Budget(turns=4, tokens=100)
     accused = msgspec.structs.replace(member(0, True, edits=3.0), metrics={"edits": 3.0, f"flag/{flag}": 1.0})
     worst = with_reward(member(1, False, edit_errors=9.0), config, budget)

@@ -135,9 +135,9 @@ def test_bad_summaries_and_open_work_can_be_charged(
     policy = Members([listing, speaker.turn(), good], {11: [finish], 12: [finish]})
     sampling = Sampling(summarise_at=1, summary_tokens=20)
     found = asyncio.run(grouped(RolloutContext(dataset, Forkable(), policy, compact, BUDGET, sampling), 1, 11))
-    charged = with_reward(found[0], RewardConfig(penalties={"summary_errors": 0.25}), BUDGET)
+    charged = with_reward(found[0], RewardConfig(behaviour={"summary_errors": 0.25}), BUDGET)
     assert found[0].metrics["summary_errors"] == 1
-    assert charged.metrics["reward/penalties"] == -0.25
+    assert charged.metrics["reward/behaviour"] == -0.25
     costs = RewardConfig.model_validate({"length": {"weight": 1.0, "q": 0.0, "calling": 10.0, "final": 1.0}})
     expected = 10 * (len(listing) + len(finish)) + 1 + len(good)
     assert with_reward(found[0], costs, BUDGET).metrics["reward/length"] == -expected

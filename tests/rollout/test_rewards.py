@@ -130,7 +130,7 @@ def test_components_are_recorded_and_add_up() -> None:
         refused_edits=0.2,
         length=LengthCost(weight=1e-3),
         overlong=20,
-        penalties={"untested": 0.1, "malformed": 0.05, "unfinished": 0.3},
+        behaviour={"untested": 0.1, "malformed": 0.05, "unfinished": 0.3},
     )
     one = with_reward(played(60, 30, texts=("x", "y"), passed=True), config, BUDGET)
     parts = {name.removeprefix("reward/"): v for name, v in one.metrics.items() if name.startswith("reward/")}
@@ -139,19 +139,19 @@ def test_components_are_recorded_and_add_up() -> None:
         "refused_edits": 0.0,
         "length": pytest.approx(-1e-3 * math.log(1.9) / 0.01),
         "overlong": pytest.approx(-0.5),
-        "penalties": pytest.approx(-0.1),
+        "behaviour": pytest.approx(-0.1),
     }
     assert one.reward == pytest.approx(sum(parts.values()))
 
 
-def test_penalties_are_capped_and_no_outcome_is_better_than_the_worst_failure() -> None:
+def test_habits_are_capped_and_no_outcome_is_better_than_the_worst_failure() -> None:
     config = RewardConfig(
-        penalties={"edit_errors": 0.2}, penalties_cap=0.3, overlong=20, length=LengthCost(weight=1e-3, turns=1.0)
+        behaviour={"edit_errors": 0.2}, behaviour_cap=0.3, overlong=20, length=LengthCost(weight=1e-3, turns=1.0)
     )
     worst = played(50, 30, 20, texts=("a", "b", "c"))
     worst = msgspec.structs.replace(worst, metrics={"edit_errors": 9.0})
     failed = with_reward(worst, config, BUDGET)
-    assert failed.metrics["reward/penalties"] == -0.3
+    assert failed.metrics["reward/behaviour"] == -0.3
     for outcome in (Outcome.TIMEOUT, Outcome.TAMPERED):
         other = msgspec.structs.replace(played(1, texts=("a",)), outcome=outcome)
         assert with_reward(other, config, BUDGET).reward <= failed.reward

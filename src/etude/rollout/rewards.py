@@ -41,8 +41,8 @@ def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episo
         )
     if config.overlong:
         components["overlong"] = -_overlong(episode, config.overlong, budget)
-    if config.penalties:
-        components["penalties"] = -_penalties(episode, config)
+    if config.behaviour:
+        components["behaviour"] = -_behaviour(episode, config)
     return msgspec.structs.replace(
         episode,
         reward=sum(components.values()),
@@ -114,12 +114,12 @@ def _overlong(episode: Episode, cache: int, budget: Budget) -> float:
     return min(1.0, max(0.0, (episode.sampled_tokens - (budget.tokens - cache)) / cache))
 
 
-def _penalties(episode: Episode, config: RewardConfig) -> float:
+def _behaviour(episode: Episode, config: RewardConfig) -> float:
     """What all bad habits cost together, each occurrence of each."""
     if not _sound(episode):
-        return config.penalties_cap
+        return config.behaviour_cap
     counts = episode.metrics | {
         "unfinished": float(episode.stop_reason is not StopReason.FINISHED),
         "untested": float(episode.metrics.get("edits", 0.0) > 0 and not episode.metrics.get("tests_run", 0.0)),
     }
-    return min(config.penalties_cap, sum(cost * counts.get(name, 0.0) for name, cost in config.penalties.items()))
+    return min(config.behaviour_cap, sum(cost * counts.get(name, 0.0) for name, cost in config.behaviour.items()))
