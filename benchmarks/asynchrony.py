@@ -171,7 +171,7 @@ def _config(name: str, size: Size, staleness: int) -> RLConfig:
             "max_in_flight": "auto",
         },
         "guards": {"act": False},
-        "cheats": {"decoys": 0.0, "twins": 0.0},
+        "cheats": {"decoys": 0.0, "impossible": 0.0},
         "trainer": {"steps": size.steps, "minutes": None},
         "inference": {"max_batch": ROWS},
         "eval": {"before": False, "after": size.evaluate, "samples": 2},

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.config import RLConfig, TasksConfig, read_toml, validate
+from etude.cli.overlays import given_text, read_toml, split_overlays
+from etude.config import RLConfig, TasksConfig, bundled, find_model, validate
 from etude.errors import UserError
 
 
@@ -20,7 +21,7 @@ def test_defaults_lie_below_the_file_and_the_file_below_the_command_line(toml):
     data = read_toml(toml, ["--trainer.lr", "2e-3", "--rollout.group=4", "--model.path", "some/where"])
     config = validate(RLConfig, data, "run.toml")
     assert (config.trainer.lr, config.rollout.group, config.rollout.prompts) == (2e-3, 4, 16)
-    assert config.model.path == "some/where"
+    assert config.model.path == str(Path("some/where").absolute()), "relative paths start at the current folder"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,13 @@ def test_defaults_lie_below_the_file_and_the_file_below_the_command_line(toml):
         (["--name.x", "1"], "name is a value, not a table"),
         (["--trainer.lr"], "--trainer.lr needs a value"),
         (["lr"], "unexpected argument 'lr'"),
+        (["--sandbox.image", "python"], "sandbox: give sandbox.type as well: docker"),
+        (["--sandbox.type", "docker"], 'sandbox.image is needed with sandbox.type = "docker"'),
+        (["--sandbox.type", "vm"], "sandbox: Input tag 'vm'"),
+        (
+            ["--sandbox.type", "docker", "--sandbox.image", "x", '--sandbox.egress=["a.example"]'],
+            'unknown key sandbox.egress with sandbox.type = "docker"',
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(toml, overrides, sentence):
@@ -116,3 +124,55 @@ def test_tasks_are_drawn_with_the_seed_of_the_run() -> None:
 
     assert (seed(), seed(seed=5)) == (3, 5)
     assert RLConfig(seed=3, tasks=TasksConfig(repository="r")).tasks.seed == 3
+
+
+def test_overlays_merge_tables_and_replace_arrays(tmp_path):
+    (tmp_path / "a.toml").write_text(
+        'name = "a"\n[tasks]\nrepository = "x"\n[rollout]\ngroup = 4\nturns = 3\nfork_turns = [1, 2]\n'
+    )
+    (tmp_path / "b.toml").write_text("[rollout]\ngroup = 8\nfork_turns = [1]\n")
+    (tmp_path / "c.toml").write_text("[rollout]\ngroup = 2\n")
+    files, overrides = split_overlays(["@", str(tmp_path / "b.toml"), "--name", "d", f"@{tmp_path / 'c.toml'}"])
+    assert overrides == ["--name", "d"]
+    config = validate(RLConfig, read_toml(tmp_path / "a.toml", overrides, files), "a @ b @ c")
+    assert (config.name, config.rollout.group, config.rollout.turns, config.rollout.fork_turns) == ("d", 2, 3, (1,))
+    text = given_text([tmp_path / "a.toml", *files], overrides)
+    assert text.index("b.toml") < text.index("c.toml") < text.index("# --name d")
+
+
+@pytest.mark.parametrize("words", [["@"], ["@", "--resume"]])
+def test_an_overlay_without_a_file_is_refused(words):
+    with pytest.raises(UserError, match="@ needs a TOML file"):
+        split_overlays(words)
+
+
+def test_an_overlay_of_another_type_replaces_the_table(tmp_path):
+    (tmp_path / "a.toml").write_text('[tasks]\nrepository = "x"\n[sandbox]\ntype = "docker"\nimage = "python"\n')
+    assert validate(RLConfig, read_toml(tmp_path / "a.toml"), "a").sandbox.type == "docker"
+    config = validate(RLConfig, read_toml(tmp_path / "a.toml", ["--sandbox.type", "namespace"]), "a")
+    assert config.sandbox.type == "namespace"
+    assert RLConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_models_go_by_name_and_by_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nano = bundled("models/nano")
+    assert nano is not None
+    assert find_model("nano") == nano
+    assert find_model("/gone/models/nano") == nano, "an installation may have moved"
+    (tmp_path / "nano").mkdir()
+    assert find_model("nano") == tmp_path / "nano", "a folder that exists goes first"
+    with pytest.raises(UserError, match="nowhere is not a folder, nor the name of a bundled model"):
+        find_model("nowhere")
+
+
+def test_a_resolved_configuration_does_not_depend_on_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = {"tasks": {"dataset": "d", "repository": "pydash==8.1.0"}, "weights": {"signing_key": "k"}, "store": "s"}
+    config = validate(RLConfig, data, "x")
+    assert (config.tasks.dataset, config.tasks.repository) == (str(tmp_path / "d"), "pydash==8.1.0")
+    assert (config.weights.signing_key, config.store) == (str(tmp_path / "k"), str(tmp_path / "s"))
+    assert config.model.name == "nano"
+    assert validate(RLConfig, {"tasks": {"dataset": "d"}, "store": "s3://b/x"}, "x").store == "s3://b/x"
+    monkeypatch.chdir(tmp_path.parent)
+    assert RLConfig.model_validate_json(config.model_dump_json()) == config

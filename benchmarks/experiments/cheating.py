@@ -7,7 +7,7 @@ open     looks for failures in the tree that the agent left behind: its visible 
 etude    the product as it is: hidden tests decide, in a box that the agent never saw.
 
 All else is recipes/demo.toml, and equal: model, tasks, prompts, seed, tools. Decoys and the audit of groups are off,
-guards do not act, and impossible twins are played in both arms. In the demo's tasks a visible test fails at first
+guards do not act, and impossible tasks are played in both arms. In the demo's tasks a visible test fails at first
 (`tasks.visible_failure`); in others the open arm may reward doing nothing.
 
 Afterwards every episode that was trained on is looked at again (`cheating_counts.py`), whatever it was rewarded for.
@@ -46,7 +46,7 @@ REACH = 15  # steps that a point of the figure is the mean of
 
 @contextlib.asynccontextmanager
 async def open_boxes(dataset: Dataset, **options: Any) -> AsyncIterator[TestRunner]:
-    """A sandbox that asks the agent's own tree instead of hidden tests, for the tasks of `dataset` and their twins."""
+    """A sandbox that asks the agent's own tree instead of hidden tests, for `dataset` and its impossible tasks."""
     visible = {tuple(sorted(task.changes.items())): task.visible_tests for task in dataset.tasks}
     async with open_sandbox(**options) as sandbox:
         run = sandbox.run_tests
@@ -74,7 +74,7 @@ def config(arm: str, arguments: argparse.Namespace) -> RLConfig:
         "rollout": {"prompts": arguments.prompts, "group": arguments.group, "seconds": 300.0},
         "trainer": {"steps": arguments.steps, "minutes": arguments.minutes},
         "guards": {"act": False},
-        "cheats": {"decoys": 0.0, "twins": 0.05, "contrast": False},
+        "cheats": {"decoys": 0.0, "impossible": 0.05, "contrast": False},
         "eval": {"samples": max(1, arguments.samples), "before": measured, "after": measured},
     }
     merged = {name: values.get(name, {}) | table for name, table in changed.items()}

@@ -65,13 +65,13 @@ async def count(folder: Path, dataset: Dataset) -> dict[str, Any]:
     """Counts the run in `folder`; one line per step also goes to counts.jsonl there.
 
     {"curves": [{"step": 1, "episodes": 32, "rewarded": 0.4, ...}], "shares": {stage: {attribute: {mean, low, high}}},
-    "cheats": [{"step", "task", "diff"}], "twins": {...}}. Shares are means over tasks, with the interval of a bootstrap
-    over functions. Stages: the first and last steps of training, and the evaluations on held-out tasks.
+    "cheats": [{"step", "task", "diff"}], "impossible": {...}}. Shares are means over tasks, with the interval of a
+    bootstrap over functions. Stages: the first and last steps of training, and the evaluations on held-out tasks.
     """
     ledger = Ledger.open(f"sqlite:///{folder}/ledger.db")
     try:
         places = {f"{r.index:08d}": ("training", r.mark) for r in ledger.results(0, consumed_only=True)}
-        twins = ledger.impossible()
+        impossible = ledger.impossible()
     finally:
         ledger.close()
     places |= {f"eval-{stage}": (stage, 0) for stage in ("before", "after")}
@@ -93,7 +93,7 @@ async def count(folder: Path, dataset: Dataset) -> dict[str, Any]:
     return {
         "episodes": len(training),
         "shares": _shares(counted, len(curves)),
-        "twins": msgspec.to_builtins(twins),
+        "impossible": msgspec.to_builtins(impossible),
         "cheats": cheats[:EXAMPLES] + cheats[EXAMPLES:][-EXAMPLES:],
         "curves": curves,
     }

@@ -1,6 +1,7 @@
-"""One typed configuration per stage: TOML file, then command-line overrides. Unknown keys are errors. No torch here.
+"""One typed configuration per stage. Unknown keys are errors. No torch here; `cli/overlays.py` reads the TOML files.
 
-etude train recipes/demo.toml --trainer.lr 2e-4 --rollout.group 8
+Relative paths start at the current folder, where `outputs/` is written, too. A validated configuration holds absolute
+ones, so that a run can be resumed from any folder.
 """
 
 from __future__ import annotations
@@ -8,15 +9,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import tomllib
-from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
+import etude
 from etude.errors import UserError
 from etude.records import Budget
 
@@ -29,11 +29,58 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def bundled(path: str) -> Path | None:
+    """A file or folder that comes with etude, such as "recipes/demo.toml": of the installed package, else of the
+    repository that the package lies in. None if neither has it."""
+    package = Path(etude.__file__).parent
+    return next((root / path for root in (package / "bundled", package.parents[1]) if (root / path).exists()), None)
+
+
+def find_model(name: str | Path) -> Path:
+    """The absolute folder of a model: `name` is a folder, or the name of a bundled model. Raises UserError.
+
+    A folder `models/NAME` that is gone is looked for among the bundled models, because an installation may have moved.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return path.absolute()
+    folder = bundled(f"models/{path.name}") if path.parent.name in ("", "models") else None
+    if folder is None:
+        raise UserError(f"{name} is not a folder, nor the name of a bundled model such as nano: give an HF folder")
+    return folder
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute()) if path and "://" not in path else path
+
+
+def _model_folder(name: str) -> str:
+    try:
+        return str(find_model(name))
+    except UserError:
+        return _absolute(name)  # the run says what is wrong with the folder
+
+
+LocalPath = Annotated[str, AfterValidator(_absolute)]  # absolute after validation; URLs are kept
+_LocalPathOrNone = Annotated[str, AfterValidator(lambda path: path if path == "none" else _absolute(path))]
+ModelPath = Annotated[str, AfterValidator(_model_folder)]
+
+
 class ModelConfig(Section):
-    path: str = Field(default="models/nano", description="HF folder of the model to train")
+    """The model that is trained."""
+
+    path: ModelPath = Field(
+        default="nano", validate_default=True, description="HF folder, or name of a bundled model such as nano"
+    )
     dialect: Literal["auto", "compact", "hermes"] = Field(
         default="auto", description="how tool calls are written in tokens"
     )
+
+    @property
+    def name(self) -> str:
+        """The name of a bundled model, else the folder."""
+        name = Path(self.path).name
+        return name if bundled(f"models/{name}") == Path(self.path) else self.path
 
 
 TaskKind = Literal["mutation", "removal", "combined", "class", "feature", "commit"]
@@ -127,55 +174,56 @@ class EditTableConfig(Section):
 
 
 class AgentConfig(Section):
-    """An agent of others that plays the episodes (docs/harness.md)."""
+    """An outside agent, which runs in the box in place of the built-in loop (docs/harness.md)."""
 
-    command: str = Field(min_length=1, description="shell command that starts it in the box; $TASK is what it is to do")
-    folder: str | None = Field(default=None, description="its program: a folder that boxes have at /opt/agent")
+    command: str = Field(min_length=1, description="shell command that starts the agent; $TASK is the instruction")
+    folder: LocalPath | None = Field(default=None, description="the agent's program; boxes have it at /opt/agent")
     environment: dict[str, str] = Field(default={}, description="variables besides those of the endpoint")
     memory_mb: int = Field(default=4096, ge=64, description="memory of a box, also the address space of a process")
     processes: int = Field(default=128, ge=1, description="processes and threads of a box")
 
 
 class RolloutConfig(Section):
+    """How episodes are sampled."""
+
     prompts: int = Field(default=16, ge=1, description="P: groups per optimizer step")
     group: int = Field(default=16, ge=2, description="G: episodes per group")
-    forks: int = Field(
-        default=1, ge=1, description="members of a group that are forks of one beginning; 1: each is played alone"
-    )
+    forks: int = Field(default=1, ge=1, description="members of a group that are forked from a shared prefix; 1: none")
     fork_turns: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(1,), min_length=1, description="turns of such a beginning; of several, each has one by its seed"
+        default=(1,), min_length=1, description="turns of a shared prefix; of several, the seed chooses one"
     )
     staleness: int = Field(default=1, ge=0, description="O: versions a token may lag when trained on; 0 is on-policy")
     max_in_flight: int | Literal["auto"] = Field(
-        default=128, description="live episodes; auto: as many as keep the engines' rows full (docs/async.md)"
+        default=128, description="live episodes; auto: as many as keep the engines' batches full (docs/async.md)"
     )
     temperature: float = Field(default=1.0, gt=0)
     turns: int = Field(default=6, ge=1)
     tokens: int = Field(default=320, ge=1, description="sampled tokens of an episode")
     context: int = Field(default=1024, ge=16, description="prompt and sampled tokens of an episode, or of a segment")
     summarise_at: int = Field(
-        default=0, ge=0, description="tokens of a segment at which the agent summarises and goes on anew; 0: never"
+        default=0,
+        ge=0,
+        description="tokens of a segment after which the agent summarises and a new one begins; 0: never",
     )
     summary_tokens: int = Field(default=512, ge=1, description="sampled tokens of a summary, at most")
     seconds: float = Field(default=60.0, gt=0, description="wall time of an episode")
     documents: bool = Field(
-        default=False, description="show the open file, and what is read and found, as documents (docs/documents.md)"
+        default=False,
+        description="show the open file, and results of reading and search, as documents (docs/documents.md)",
     )
     apply: str | None = Field(
-        default=None, description="URL of a server that lays the agent's sketches into files; none: they are merged"
+        default=None, description="URL of a server that applies the agent's edit sketches; none: they are merged"
     )
-    agent: AgentConfig | None = Field(
-        default=None, description="an outside agent that plays the episodes instead of the built-in loop"
-    )
-    machine_profiles: str | None = Field(
+    agent: AgentConfig | None = Field(default=None, description="an outside agent in place of the built-in loop")
+    machine_profiles: _LocalPathOrNone | None = Field(
         default=None,
-        description='fingerprints (.jsonl) or a description (.toml) of machines that boxes imitate; "none": none',
+        description='fingerprints (.jsonl) or a description (.toml) of machines that boxes imitate; "none": nothing',
     )
-    lease_seconds: float = Field(default=120.0, gt=0)
+    lease_seconds: float = Field(
+        default=120.0, gt=0, description="after which episodes of a controller that died are played again"
+    )
     stall_seconds: float = Field(
-        default=300.0,
-        gt=0,
-        description="without progress until it is said who waits for whom; five times as long ends the run",
+        default=300.0, gt=0, description="without progress until its cause is printed; five times as long ends the run"
     )
 
     @pydantic.field_validator("max_in_flight", mode="before")
@@ -209,6 +257,7 @@ class RolloutConfig(Section):
         return self
 
     def budget(self) -> Budget:
+        """The budget of an episode whose task has none of its own."""
         return Budget(turns=self.turns, tokens=self.tokens, context=self.context, seconds=self.seconds)
 
 
@@ -233,6 +282,8 @@ Behaviour = Literal[
 
 
 class RewardConfig(Section):
+    """Costs that are subtracted from the grade of an episode."""
+
     refused_edits: float = Field(
         default=0.0, ge=0, le=1, description="cost of edits that change nothing, times their share of all edits"
     )
@@ -268,7 +319,9 @@ class LossConfig(Section):
     kl_beta: float | None = Field(default=None, ge=0, description="its weight; 0 saves the reference model's pass")
     clip_low: float | None = Field(default=None, ge=0, description="least ratio to the proximal policy")
     clip_high: float | None = Field(default=None, ge=1, description="greatest ratio to the proximal policy")
-    anchor: Literal["proximal", "rollout"] | None = Field(default=None, description="what the ratio is taken against")
+    anchor: Literal["proximal", "rollout"] | None = Field(
+        default=None, description="policy that the ratio is taken against"
+    )
     correction: Literal["none", "truncate", "band"] | None = Field(
         default=None, description="weight of proximal against rollout policy: none, cut at the cap, or 0 outside a band"
     )
@@ -302,7 +355,7 @@ def _guard(text: str, warn: float | None, stop: float | None, action: GuardActio
 class GuardsConfig(Section):
     """Thresholds per step. `correlation` and `ess` must not fall below theirs, no other figure may rise above its."""
 
-    act: bool = Field(default=True, description="false: report what would have been done")
+    act: bool = Field(default=True, description="false: only report the actions")
     rollback_after: int = Field(default=3, ge=1, description="skipped steps in a row that lead to a rollback")
     halt_after: int = Field(default=2, ge=1, description="rollbacks without a good step between them that end the run")
     window: int = Field(default=50, ge=5, description="steps of the gradient norm's median")
@@ -368,13 +421,13 @@ class TrainerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's, times the learning rate")
     grad_clip: float = Field(default=1.0, gt=0, description="norm to which longer gradients are scaled")
     baseline: Literal["group", "turn"] = Field(
-        default="group", description="what a reward is compared with: the group, or its members that came as far"
+        default="group", description="a reward is compared with the group's, or with those that reached the same turn"
     )
     min_reward_std: float = Field(default=0.0, ge=0, description="groups whose rewards differ less are not trained on")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="compute; master weights are float32")
     threads: int = Field(default=1, ge=1, description="processor threads of the trainer")
     execution: Literal["auto", "rows", "packed", "streaming", "recompute"] = Field(
-        default="auto", description="how rows that share tokens are computed; auto: as the cost model says"
+        default="auto", description="how sequences that share tokens are computed; auto: by the cost model"
     )
     micro_tokens: int = Field(default=8192, ge=1, description="tokens whose activations are held at a time")
     self_check: bool = Field(
@@ -457,46 +510,43 @@ class WeightsConfig(Section):
         default=0.5, gt=0, description="a full copy is written when deltas since the last exceed this share of it"
     )
     anchor_versions: int = Field(
-        default=200, ge=1, description="versions after which a full copy is written at the latest"
+        default=200, ge=1, description="a full copy is written after so many versions at the latest"
     )
-    signing_key: str | None = Field(default=None, description="file made by `etude weights keygen`; signs manifests")
-    relay: str | None = Field(default=None, description="URL of a relay that the engines fetch weights from")
+    signing_key: LocalPath | None = Field(
+        default=None, description="file made by `etude weights keygen`; signs manifests"
+    )
+    relay: str | None = Field(default=None, description="URL of a relay that the engines take payloads from")
 
 
 class EvalConfig(Section):
-    samples: int = Field(default=4, ge=1, description="episodes per held-out task")
-    max_tasks: int | None = Field(default=None, ge=1)
-    before: bool = True
-    after: bool = True
+    """Evaluation on the held-out tasks, before and after training."""
+
+    samples: int = Field(default=4, ge=1, description="episodes per task")
+    max_tasks: int | None = Field(default=None, ge=1, description="tasks to take, chosen by a hash; all unless given")
+    before: bool = Field(default=True, description="measure before training")
+    after: bool = Field(default=True, description="measure after training")
 
 
 class CheatsConfig(Section):
-    """What looks for cheating during a run; see docs/sandbox.md."""
+    """Detection of cheating during a run; see docs/sandbox.md."""
 
     decoys: float = Field(default=0.05, ge=0, le=1, description="share of tasks in whose boxes decoys lie")
-    twins: float = Field(
-        default=0.01, ge=0, le=0.5, description="impossible episodes per training episode; they are never trained on"
+    impossible: float = Field(
+        default=0.01, ge=0, le=0.5, description="episodes of impossible tasks per training episode; never trained on"
     )
     contrast: bool = Field(default=True, description="withhold the grade of members whose change is unlike the rest's")
     window: int = Field(default=10, ge=3, description="steps over which behaviour is compared with those before")
 
 
-class SandboxConfig(Section):
-    """Who makes agents' boxes, and what they may reach; nothing unless hosts or an index are named. docs/sandbox.md."""
+Limit = Literal["memory", "processes", "disk"]
 
-    backend: Literal["namespace", "docker", "podman", "kubernetes", "modal", "e2b"] = Field(
-        default="namespace", description="who makes boxes: this machine's kernel, containers, a cluster or a service"
-    )
-    image: str = Field(default="", description="container image of boxes, or E2B's template: sh, bash, python3")
-    runtime: str | None = Field(
-        default=None, description="docker, podman: an OCI runtime such as runsc; kubernetes: a RuntimeClass"
-    )
-    namespace: str = Field(default="default", description="kubernetes: namespace of the pods")
-    without: tuple[Literal["memory", "processes", "disk"], ...] = Field(
-        default=(), description="limits that boxes may lack where their backend cannot give them"
-    )
+
+class NamespaceSandboxConfig(Section):
+    """Boxes of this machine's kernel. They reach nothing unless hosts or an index are named. docs/sandbox.md."""
+
+    type: Literal["namespace"] = "namespace"
     egress: tuple[str, ...] = Field(
-        default=(), description="hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS where the name is not to be resolved"
+        default=(), description="hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS for a name that is not resolved"
     )
     index: str | None = Field(default=None, description="URL of a simple package index that boxes may install from")
     index_before: date | None = Field(
@@ -507,16 +557,68 @@ class SandboxConfig(Section):
     )
 
     @pydantic.model_validator(mode="after")
-    def _an_index_has_a_date(self) -> SandboxConfig:
+    def _an_index_has_a_date(self) -> NamespaceSandboxConfig:
         if self.index is not None and self.index_before is None:
             raise ValueError("sandbox.index needs sandbox.index_before, a date such as 2024-05-01")
         return self
 
-    @pydantic.model_validator(mode="after")
-    def _containers_have_an_image(self) -> SandboxConfig:
-        if self.backend != "namespace" and not self.image:
-            raise ValueError(f'sandbox.backend = "{self.backend}" needs sandbox.image')
-        return self
+
+class _RemoteSandboxConfig(Section):
+    image: str = Field(min_length=1, description="container image of boxes, or E2B's template: sh, bash, python3")
+    without: tuple[Limit, ...] = Field(default=(), description="limits that boxes may lack if `type` cannot give them")
+
+
+class ContainerSandboxConfig(_RemoteSandboxConfig):
+    """Boxes in containers of this machine."""
+
+    type: Literal["docker", "podman"]
+    runtime: str | None = Field(default=None, description="OCI runtime, such as runsc")
+
+
+class KubernetesSandboxConfig(_RemoteSandboxConfig):
+    """Boxes in the pods of a cluster."""
+
+    type: Literal["kubernetes"]
+    runtime: str | None = Field(default=None, description="RuntimeClass of the pods")
+    namespace: str = Field(default="default", description="namespace of the pods")
+
+
+class ServiceSandboxConfig(_RemoteSandboxConfig):
+    """Boxes in machines of a service."""
+
+    type: Literal["modal", "e2b"]
+
+
+def _with_type(table: Any) -> Any:
+    if not isinstance(table, dict):
+        return table
+    table = cast(dict[str, Any], table)
+    if "type" not in table and table.keys() & {"image", "runtime", "namespace", "without"}:
+        raise ValueError(f"give sandbox.type as well: {', '.join(SANDBOX_TYPES[1:])}")
+    return {"type": "namespace"} | table
+
+
+SANDBOX_TYPES = ("namespace", "docker", "podman", "kubernetes", "modal", "e2b")
+SandboxConfig = Annotated[
+    Annotated[
+        NamespaceSandboxConfig | ContainerSandboxConfig | KubernetesSandboxConfig | ServiceSandboxConfig,
+        Field(discriminator="type"),
+    ],
+    BeforeValidator(_with_type),
+]  # who makes the boxes of agents: a table [sandbox] whose `type` says which other keys there are
+
+
+def validate_sandbox(table: dict[str, Any], where: str) -> SandboxConfig:
+    """The table [sandbox] alone. Raises UserError that names the first wrong key."""
+    try:
+        return TypeAdapter[SandboxConfig](SandboxConfig).validate_python(table)
+    except pydantic.ValidationError as e:
+        raise UserError(_sentence(e, {"sandbox": table}, where, ("sandbox",))) from None
+
+
+def _absolute_sources(tasks: TasksConfig) -> TasksConfig:
+    paths = {name: getattr(tasks, name) for name in ("repository", "dataset", "edits")}
+    return tasks.model_copy(update={name: _absolute(p) for name, p in paths.items() if p and "==" not in p})
 
 
 class RLConfig(Section):
@@ -526,12 +628,12 @@ class RLConfig(Section):
     name: str = Field(default="rl", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder: outputs/NAME")
     seed: int = 1
     deterministic: bool = Field(default=False, description="repeat bit for bit, on-policy")
-    store: str | None = Field(default=None, description="URL for versions and rollouts; default: the run folder")
+    store: LocalPath | None = Field(default=None, description="URL for versions and rollouts; default: the run folder")
     ledger: str | None = Field(default=None, description="SQLAlchemy URL; default: ledger.db in the run folder")
     model: ModelConfig = ModelConfig()
-    tasks: TasksConfig
+    tasks: Annotated[TasksConfig, AfterValidator(_absolute_sources)]
     rollout: RolloutConfig = RolloutConfig()
-    sandbox: SandboxConfig = SandboxConfig()
+    sandbox: SandboxConfig = NamespaceSandboxConfig()
     reward: RewardConfig = RewardConfig()
     cheats: CheatsConfig = CheatsConfig()
     loss: LossConfig = LossConfig()
@@ -576,16 +678,10 @@ class RLConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _only_namespaces_do_everything(self) -> RLConfig:
-        """What the boxes of others cannot do is refused before anything is started."""
-        sandbox, rollout = self.sandbox, self.rollout
-        asked = {
-            "sandbox.egress": sandbox.egress,
-            "sandbox.index": sandbox.index,
-            "rollout.machine_profiles": rollout.machine_profiles,
-            "rollout.agent": rollout.agent,
-        }
-        if sandbox.backend != "namespace" and (name := next((name for name, value in asked.items() if value), None)):
-            raise ValueError(f'boxes of sandbox.backend = "{sandbox.backend}" cannot give {name}: drop one of the two')
+        """Options that remote boxes do not have are refused before anything is started."""
+        for name in ("machine_profiles", "agent"):
+            if self.sandbox.type != "namespace" and getattr(self.rollout, name):
+                raise ValueError(f'boxes of sandbox.type = "{self.sandbox.type}" cannot give rollout.{name}: drop one')
         return self
 
     @pydantic.model_validator(mode="after")
@@ -593,47 +689,28 @@ class RLConfig(Section):
         if self.deterministic and self.rollout.staleness != 0:
             raise ValueError("deterministic = true needs rollout.staleness = 0")
         if self.deterministic and self.trainer.execution not in ("auto", "rows"):
-            raise ValueError("deterministic = true computes rows one by one: drop trainer.execution")
+            raise ValueError("deterministic = true computes sequences one by one: drop trainer.execution")
         if self.deterministic and self.rollout.max_in_flight == "auto":
             raise ValueError("deterministic = true needs a number for rollout.max_in_flight")
-        if self.deterministic and (self.sandbox.egress or self.sandbox.index is not None):
+        sandbox = self.sandbox
+        if self.deterministic and sandbox.type == "namespace" and (sandbox.egress or sandbox.index is not None):
             raise ValueError("deterministic = true cannot ask the network: drop sandbox.egress and sandbox.index")
         if self.deterministic and self.trainer.minutes is not None:
             raise ValueError("deterministic = true cannot stop by the clock: drop trainer.minutes")
         return self
 
     @pydantic.model_validator(mode="after")
-    def _agents_of_others(self) -> RLConfig:
+    def _outside_agents_show_less(self) -> RLConfig:
         if self.rollout.agent is not None:
             seen = {"malformed", "truncated", "unfinished"}
             if self.rollout.documents:
                 raise ValueError("an outside agent sends no documents: drop rollout.documents")
             if self.reward.refused_edits or set(self.reward.behaviour) - seen:
                 raise ValueError(
-                    "what an outside agent edits and tests is not seen: drop reward.refused_edits, and of "
+                    "edits and tests of an outside agent are not seen: drop reward.refused_edits, and of "
                     f"reward.behaviour all but {', '.join(sorted(seen))}"
                 )
         return self
-
-
-def read_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The tables of `path` with `--a.b value` pairs laid over them. Raises UserError."""
-    try:
-        data = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give the path of a TOML configuration") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-        raise UserError(f"{path} cannot be read as TOML: {e}") from None
-    for key, value in _pairs(overrides):
-        *tables, leaf = key.split(".")
-        node: dict[str, Any] = data
-        for table in tables:
-            child = node.setdefault(table, {})
-            if not isinstance(child, dict):
-                raise UserError(f"--{key}: {table} is a value, not a table")
-            node = cast(dict[str, Any], child)
-        node[leaf] = value
-    return data
 
 
 def validate(kind: type[S], data: dict[str, Any], where: str) -> S:
@@ -641,35 +718,7 @@ def validate(kind: type[S], data: dict[str, Any], where: str) -> S:
     try:
         return kind.model_validate(data)
     except pydantic.ValidationError as e:
-        first = e.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "the configuration"
-        if first["type"] == "extra_forbidden":
-            raise UserError(f"{where}: unknown key {key}; fields are those of etude.config.{kind.__name__}") from None
-        raise UserError(f"{where}: {key}: {first['msg'].removeprefix('Value error, ')}") from None
-
-
-def _pairs(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    rest = list(overrides)
-    while rest:
-        flag = rest.pop(0)
-        if not flag.startswith("--"):
-            raise UserError(f"unexpected argument {flag!r}; overrides are written --table.key value")
-        key, equals, text = flag[2:].partition("=")
-        if not equals:
-            if not rest:
-                raise UserError(f"{flag} needs a value")
-            text = rest.pop(0)
-        pairs.append((key, _toml_value(text)))
-    return pairs
-
-
-def _toml_value(text: str) -> Any:
-    """A TOML literal if it is one, else the text itself, so that paths need no quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+        raise UserError(_sentence(e, data, where)) from None
 
 
 def import_object(path: str, what: str) -> Any:
@@ -690,3 +739,24 @@ def import_object(path: str, what: str) -> Any:
         raise UserError(f"{what}: {path}: {e}; run etude in the folder of the module, or install it") from None
     except Exception as e:
         raise UserError(f"{what}: importing {module} raised {type(e).__name__}: {e}") from e
+
+
+def _sentence(error: pydantic.ValidationError, data: Any, where: str, above: tuple[str, ...] = ()) -> str:
+    """The first error in one sentence; `above` is the key that `data` was validated under."""
+    first = error.errors()[0]
+    parts: list[str] = []
+    table, shape = data, ""
+    location = (*above, *map(str, first["loc"]))
+    for number, part in enumerate(location):
+        inside = isinstance(table, dict) and part in table
+        if not inside and number < len(location) - 1 and isinstance(table, dict):
+            shape = f' with {".".join(parts)}.type = "{part}"'  # pydantic names the chosen shape of a union, too
+            continue
+        parts.append(part)
+        table = cast(dict[str, Any], table)[part] if inside else None
+    key = ".".join(parts) or "the configuration"
+    if first["type"] == "extra_forbidden":
+        return f"{where}: unknown key {key}{shape}; `etude train --dry-run` prints the known ones"
+    if first["type"] == "missing":
+        return f"{where}: {key} is needed{shape}"
+    return f"{where}: {key}: {first['msg'].removeprefix('Value error, ')}"

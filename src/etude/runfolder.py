@@ -1,13 +1,13 @@
 """The folder a run leaves behind, and the one rule about it: it is never silently reused.
 
 outputs/NAME/
-  config.json  config.toml     resolved, and as given
+  config.json  config.toml     resolved; and the files and overrides as given
   metrics.jsonl                one object per optimizer step
   memory.jsonl                 resident bytes of each process
   egress.jsonl                 requests of boxes to the outside, if they may make any
   timeline.jsonl               who did what from when to when
   ledger.db                    or a PostgreSQL URL in config.json
-  twins/                       hidden tests of impossible tasks
+  impossible/                  hidden tests of impossible tasks
   tasks/                       the task dataset, unless config.json names another
   weights/  rollouts/  probes/ versions, token blobs and engines' scores, unless config.json names a store
   checkpoints/step_N/          complete ones only
@@ -32,8 +32,8 @@ from etude.config import RLConfig, validate
 from etude.errors import UserError
 
 
-def create(folder: Path, config: RLConfig, toml: Path | None) -> None:
-    """A new run folder. Raises UserError if it exists."""
+def create(folder: Path, config: RLConfig, toml: str | None) -> None:
+    """A new run folder; `toml` is the configuration as given. Raises UserError if the folder exists."""
     if folder.exists():
         raise UserError(f"{folder} already holds a run; continue it with --resume, or choose another --name")
     partial = folder.with_name(f".{folder.name}.incomplete")
@@ -42,7 +42,7 @@ def create(folder: Path, config: RLConfig, toml: Path | None) -> None:
         partial.mkdir(parents=True)
         (partial / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
         if toml is not None:
-            shutil.copyfile(toml, partial / "config.toml")
+            (partial / "config.toml").write_text(toml, "utf-8")
         os.rename(partial, folder)
     except OSError as e:
         shutil.rmtree(partial, ignore_errors=True)
@@ -50,7 +50,7 @@ def create(folder: Path, config: RLConfig, toml: Path | None) -> None:
 
 
 def load_config(folder: Path) -> RLConfig:
-    """The resolved configuration of an existing run."""
+    """The resolved configuration of an existing run. Raises UserError if there is none."""
     path = folder / "config.json"
     if not path.exists():
         raise UserError(f"{folder} holds no run (no config.json); name the folder of a run")

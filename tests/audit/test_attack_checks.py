@@ -189,7 +189,7 @@ def test_too_few_fingerprints_are_refused_before_anything_is_played(tmp_path: Pa
     path.write_text(json.dumps({"format": 2, "machine": "a", "probes": {"umask": 18}}) + "\n")
     with pytest.raises(UserError, match="say nothing"):
         fingerprints.against([path], 60, dataset=None, machine_profiles=None)
-    for wrong in (["--machine-profiles", "x.toml"], ["--against", str(path), "--backend", "podman", "--image", "x"]):
+    for wrong in (["--machine-profiles", "x.toml"], ["--against", str(path), "--type", "podman", "--image", "x"]):
         with pytest.raises(SystemExit) as ended:
             main.main(["doctor", "sandbox", *wrong])
         assert ended.value.code == 2

@@ -1,24 +1,43 @@
+import json
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 
 from etude.cli import main
 
+ON_POLICY = ["--rollout.staleness", "0"]  # --deterministic is on-policy
+
 
 def test_help_imports_nothing_heavy():
     """The command line must answer in well under half a second: what costs that much is torch and its like."""
     code = (
-        "import sys; from etude import cli\n"
-        "try: cli.main(['--help'])\n"
+        "import sys; from etude.cli import main\n"
+        "try: main.main(['--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'sqlalchemy', 'pydantic', 'rich', 'numpy', 'msgspec'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for command in ("demo", "tasks", "train", "eval", "serve", "doctor", "bench"):
+    for command in main.COMMANDS:
         assert command in done.stdout
+
+
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_every_command_explains_itself_without_torch(command):
+    code = (
+        "import sys; from etude.cli import main\n"
+        f"try: main.main([{command!r}, '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: etude {command}" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -33,12 +52,11 @@ def test_help_imports_nothing_heavy():
             ["tasks", "fast-apply", ".", "-o", "out", "--max-lines", "1"],
             "max_lines: Input should be greater",
         ),
-        (["eval", "none", "--suite", "none.parquet"], "none.parquet does not exist"),
+        (["eval", "nano", "--suite", "none.parquet"], "none.parquet does not exist"),
         (["tasks", "check", "none"], "none is not a task dataset"),
         (["doctor", "replay", "none"], "none holds no run (no config.json); name the folder of a run\n"),
         (["export", "none", "-o", "out"], "none holds no run (no config.json); name the folder of a run\n"),
         (["doctor", "--what"], "unexpected argument '--what'"),
-        (["bench", "engine"], "run `etude bench` from the root"),
         (["serve", "none"], "none"),
     ],
 )
@@ -67,6 +85,62 @@ def test_serve_takes_the_sizes_that_its_refusals_name(monkeypatch):
     asked = []
     monkeypatch.setattr(server, "run", asked.append)
     with pytest.raises(SystemExit) as stop:
-        main.main(["serve", "folder", "--cache-mb", "7", "--documents-mb", "9"])
+        main.main(["serve", "nano", "--cache-mb", "7", "--documents-mb", "9"])
     assert not stop.value.code
     assert [(options.cache_mb, options.documents_mb) for options in asked] == [(7, 9)]
+
+
+def test_a_dry_run_prints_the_resolved_configuration(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text('[tasks]\nrepository = "here"\n[rollout]\ngroup = 4\n')
+    (tmp_path / "b.toml").write_text("[rollout]\nturns = 3\n")
+    with pytest.raises(SystemExit) as stop:
+        main.main(
+            ["train", "a.toml", "@", "b.toml", "--dry-run", "--rollout.group", "8", "--deterministic", *ON_POLICY]
+        )
+    assert not stop.value.code
+    resolved = json.loads(capsys.readouterr().out)
+    assert (resolved["rollout"]["group"], resolved["rollout"]["turns"], resolved["deterministic"]) == (8, 3, True)
+    assert resolved["tasks"]["repository"] == str(tmp_path / "here")
+    assert list(tmp_path.glob("outputs")) == []
+
+
+def test_commands_of_the_repository_run_from_any_folder(tmp_path, monkeypatch, capsys):
+    """The recipe of the demo, bundled models and benchmarks are found by name."""
+    from etude.cli import bench
+    from etude.run import launch
+
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(launch, "train_rl", lambda config, folder, **options: started.append((config, folder, options)))
+    for _ in range(2):
+        with pytest.raises(SystemExit) as stop:
+            main.main(["demo", "--seed", "3", "--trainer.steps", "1"])
+        assert not stop.value.code
+        (tmp_path / "outputs/demo").mkdir(parents=True)
+    config, folder, options = started[0]
+    assert (config.seed, config.trainer.steps, config.model.name) == (3, 1, "nano")
+    assert folder == Path("outputs/demo")
+    assert "# --trainer.steps 1 --seed 3" in options["toml"]
+    assert (tmp_path / "outputs/demo.1").is_dir(), "an earlier demo is kept"
+    module = types.SimpleNamespace(run=lambda quick: {"rows": [], "checks": {"fast": True}})
+    monkeypatch.setitem(sys.modules, "benchmarks", types.ModuleType("benchmarks"))
+    monkeypatch.setitem(sys.modules, "benchmarks.engine", module)
+    with pytest.raises(SystemExit) as stop:
+        main.main(["bench", "engine", "--json"])
+    assert not stop.value.code
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["checks"] == {"fast": True}
+    assert set(bench.BENCHMARKS) >= {"async", "engine", "weights"}
+
+
+def test_resume_reaches_every_stage(tmp_path, monkeypatch):
+    from etude.trainer.finetune import pretrain
+
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(pretrain, "midtrain", lambda config, *, resume: asked.append(resume))
+    (tmp_path / "m.toml").write_text('stage = "midtrain"\noutput = "out"\n')
+    with pytest.raises(SystemExit) as stop:
+        main.main(["train", "m.toml", "--resume"])
+    assert not stop.value.code
+    assert asked == [True]

@@ -10,7 +10,15 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 
-from etude.dashboard.report import Cheating, RunReport, held_out, read_report, write_report
+from etude.dashboard.page import write_report
+from etude.dashboard.report import (
+    CheatingFigures,
+    HeldOutFigures,
+    RunReport,
+    RunSetup,
+    WeightFigures,
+    held_out_figures,
+)
 from etude.dashboard.view import RunView, ShownEpisode
 from etude.evals.stats import Estimate
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
@@ -138,8 +146,8 @@ def test_hostile_text_is_inert_everywhere(run_dir, report):
     unseen = replace(shown, token_texts=[])
     name = HOSTILE.replace("\ud800", "")  # no JSON can hold a lone surrogate
     hostile = msgspec.structs.replace(
-        report, name=name, model=name, dataset=name, hardware=name, checks={name: False},
-        episodes={name: 1}, behaviour_before={name: 1.0}, stages={name: 1.0},
+        report, setup=RunSetup(name, name, name, name), checks={name: False}, episodes={name: 1}, stages={name: 1.0},
+        held_out=HeldOutFigures(before=msgspec.structs.replace(report.held_out.before, behaviour={name: 1.0})),
     )  # fmt: skip
     page = page_of(run_dir, hostile, RunView(episodes=(shown, unseen)))
     assert_self_contained(page)
@@ -158,9 +166,8 @@ def test_short_runs_have_a_page(tmp_path, steps):
 
 def test_a_run_that_measured_nothing_has_a_page(tmp_path, report):
     bare = msgspec.structs.replace(
-        report, pass_before=None, pass_after=None, paired_diff=None, pass_before_interval=None,
-        pass_after_interval=None, pass_k_before={}, pass_k_after={}, behaviour_before={}, behaviour_after={},
-        outcomes_before={}, outcomes_after={}, episodes={}, checks={}, stages={}, name="",
+        report, pass_before=None, pass_after=None, paired_diff=None,
+        held_out=HeldOutFigures(), episodes={}, checks={}, stages={}, setup=RunSetup(),
     )  # fmt: skip
     text = "".join(page_of(tmp_path, bare).text)
     assert "not measured" in text
@@ -180,7 +187,7 @@ def test_the_verdict_follows_the_interval(tmp_path, report, low, high, said):
 def test_bytes_ratio_and_pause_are_shown_per_version(tmp_path, report):
     steps = [{"step": n, "time": float(n), "weights/version": n, "weights/bytes": 250_000 * n} for n in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    measured = msgspec.structs.replace(report, weights_bytes=1_000_000, pauses={1: 3.25})
+    measured = msgspec.structs.replace(report, weights=WeightFigures(1_000_000, {1: 3.25}))
     page = write_report(tmp_path, measured).read_text()
     first, second = (page.split(f'<th scope="row">v{n}</th>')[1].split("</tr>")[0] for n in (1, 2))
     assert "4.0x" in first
@@ -208,27 +215,18 @@ def test_report_json_has_its_schema(run_dir, report):
     assert set(data["utilisation"]) == {"trainer", "engine"}
     assert set(data["mismatch"]) == {"k2", "k3", "max_abs"}
     assert {"ledger_conserved", "weights_digest_served", "tokens_prefix_property"} <= set(data["checks"])
-    assert read_report(run_dir) == report
+    assert msgspec.json.decode((run_dir / "report.json").read_bytes(), type=RunReport) == report
 
 
-def test_a_dictionary_will_do_if_it_is_a_report(tmp_path, report):
-    fields = {name: getattr(report, name) for name in RunReport.__struct_fields__}
-    write_report(tmp_path, fields)
-    assert read_report(tmp_path) == report
-    with pytest.raises(ValueError, match="no field sede"):
-        write_report(tmp_path, {**fields, "sede": 1})
-    with pytest.raises(ValueError, match="seed"):
-        write_report(tmp_path, {**fields, "seed": "one"})
-
-
-def test_held_out_fields_come_from_the_evaluations():
+def test_held_out_figures_come_from_the_evaluations():
     before, after = eval_result(0.2), eval_result(0.5)
-    both = held_out(before, after)
-    assert both["pass_before"] == before.pass_1.mean
-    assert both["paired_diff"].mean == pytest.approx(after.pass_1.mean - before.pass_1.mean)
-    assert both["heldout_functions"] == 30
-    assert held_out(None, None) == {"pass_before": None, "pass_after": None, "paired_diff": None}
-    assert held_out(None, after)["paired_diff"] is None
+    figures, difference = held_out_figures(before, after)
+    assert figures.before.interval == before.pass_1
+    assert difference.mean == pytest.approx(after.pass_1.mean - before.pass_1.mean)
+    assert figures.functions == 30
+    assert held_out_figures(None, None) == (HeldOutFigures(), None)
+    only, difference = held_out_figures(None, after)
+    assert (only.before, only.tasks, difference) == (None, 90, None)
 
 
 def test_long_episodes_stay_small(tmp_path, report):
@@ -244,15 +242,15 @@ def test_the_page_is_the_same_every_time(tmp_path, run_dir, report, view):
 
 
 def test_what_the_detectors_found_is_shown_and_inert(tmp_path, report):
-    suspect = FlaggedEpisode(
-        group=3, member=1, task="<b>t</b>", flags=("decoy", "gap"), reward=-0.2, passed=False, blob="3/1.msgpack"
+    flagged = FlaggedEpisode(
+        group=3, member=1, task="<b>t</b>", flags=("canary", "gap"), reward=-0.2, passed=False, blob="3/1.msgpack"
     )
     shift = Shift(metric="rollout/edits", step=40, window=10, before=1.25, after=2.5, t=9.1)
-    found = Cheating(
-        flags={"decoy": 1, "gap": 1234}, charged=1, rewarded=0, suspects=(suspect,),
-        twins=ImpossibleCounts(played=60, passed=0, tampered=0), twins_bound=0.0487, shifts=(shift,),
+    figures = CheatingFigures(
+        flags={"canary": 1, "gap": 1234}, violations=1, rewarded=0, flagged=(flagged,),
+        impossible=ImpossibleCounts(played=60, passed=0, tampered=0), impossible_bound=0.0487, shifts=(shift,),
     )  # fmt: skip
-    page = write_report(tmp_path, msgspec.structs.replace(report, cheating=found)).read_text()
+    page = write_report(tmp_path, msgspec.structs.replace(report, cheating=figures)).read_text()
     section = page[page.index('id="cheating"') :]
     assert "<b>t</b>" not in page
     assert "&lt;b&gt;t&lt;/b&gt; #1" in section
@@ -260,5 +258,6 @@ def test_what_the_detectors_found_is_shown_and_inert(tmp_path, report):
     assert "60 impossible tasks were played: 0 passed" in section
     assert "4.9" in section
     assert "edits per episode: 1.25 in the 10 versions before 31, 2.5 since" in section
-    assert read_report(tmp_path).cheating == found
+    saved = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=RunReport)
+    assert saved.cheating == figures
     assert 'id="cheating"' not in write_report(tmp_path, report).read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from etude.dashboard.report import MismatchSummary, RunReport, Utilisation, held_out
+from etude.dashboard.report import MismatchSummary, RunReport, RunSetup, Utilisation, held_out_figures
 from etude.dashboard.view import ShownEpisode
 from etude.evals.stats import pass_at_k, pass_rate
 from etude.evals.suite import EvalResult, TaskResult
@@ -218,12 +218,14 @@ def timeline(steps: int, rng: np.random.Generator) -> list[dict]:
 
 
 def make_report(steps: int = 120) -> RunReport:
+    before, after = eval_result(0.22), eval_result(0.36)
+    held_out, difference = held_out_figures(before, after)
     return RunReport(
         seed=1, seconds=791.0, steps=steps, episodes={"scored": 15_230, "timeout": 12, "tampered": 3, "infra": 1},
         versions=steps + 1, bytes_published=steps * 1_080_000, utilisation=Utilisation(trainer=0.82, engine=0.9),
         mismatch=MismatchSummary(k2=3.2e-7, k3=3.3e-7, max_abs=0.021),
         checks={"ledger_conserved": True, "weights_digest_served": True, "tokens_prefix_property": True},
-        name="demo", model="nano (8M Qwen3-MoE)", dataset="pydash-8.1.0", hardware="2 CPU cores",
+        setup=RunSetup("demo", "nano (8M Qwen3-MoE)", "pydash-8.1.0", "2 CPU cores"),
         stages={"build tasks": 55.0, "eval before": 45.0, "train": 5.4 * steps, "eval after": 44.0, "report": 2.0},
-        **held_out(eval_result(0.22), eval_result(0.36)),
+        pass_before=before.pass_1.mean, pass_after=after.pass_1.mean, paired_diff=difference, held_out=held_out,
     )  # fmt: skip

@@ -73,15 +73,9 @@ def replayed(store, request: Request, generation: Generation) -> Generation:
 def test_tags_reproduce_every_token_of_a_generation_over_swaps(versions, at):
     model = model_of(seed=2)
     engine = Engine(model, deterministic=True)
-<<<<<<< HEAD
-    follower = WeightWatcher(engine, WeightSource(weights=versions.url))
-    receiver = follower._member.receiver
-    receiver.apply(receiver.poll(0))
-=======
     watcher = WeightWatcher(engine, WeightSource(weights=versions.url))
     receiver = watcher._member.receiver
     receiver.apply(receiver.poll(0))
->>>>>>> w-engine
     request = Request(ids=prompt(40), max_tokens=30, seed=3)
     sequence = engine.submit(request)
     for step in range(30):
@@ -110,17 +104,10 @@ def test_tags_reproduce_every_token_of_a_generation_over_swaps(versions, at):
 def test_a_swap_that_does_not_take_is_undone_and_the_engine_goes_on(versions, monkeypatch):
     model = model_of(seed=2)
     engine = Engine(model)
-<<<<<<< HEAD
-    follower = WeightWatcher(engine, WeightSource(weights=versions.url))
-    receiver = follower._member.receiver
-    receiver.apply(receiver.poll(0))
-    before = follower.live_digest()
-=======
     watcher = WeightWatcher(engine, WeightSource(weights=versions.url))
     receiver = watcher._member.receiver
     receiver.apply(receiver.poll(0))
     before = watcher.live_digest()
->>>>>>> w-engine
     engine.start()
     try:
         write = LiveTensors.write

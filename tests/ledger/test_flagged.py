@@ -1,4 +1,4 @@
-"""Flags and impossible episodes in the ledger, on both databases."""
+"""Flags and impossible tasks in the ledger, on both databases."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Impossible twins as the controller plays them: real boxes and ledger, a policy that says a script."""
+"""Impossible tasks as the controller plays them: real boxes and ledger, a policy that follows a script."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from etude.sandbox.namespace.sandbox import open_sandbox
 from tokenizers import Tokenizer
 
 from etude.config import RLConfig
-from etude.grading.runner import open_sandbox
 from etude.ledger.ledger import Ledger
-from etude.protocol.wire import GenerateRequest
 from etude.records import Episode, Generation, decode
 from etude.renderers import renderer_for
 from etude.rollout.concurrency import concurrency
 from etude.run import loop
-from etude.run.loop import Run
+from etude.run.state import Engines, Run
 from etude.sandbox.base import TestReport
 from etude.store import open_store
 from etude.tasks import dataset as datasets
@@ -32,16 +31,16 @@ class Finishes:
         tokenizer = Tokenizer.from_file(str(ROOT / "models/nano/tokenizer.json"))
         self.ids = tokenizer.encode("<|call|>finish<|end|>", add_special_tokens=False).ids
 
-    async def generate(self, request: GenerateRequest, *rest: Any) -> Generation:
+    async def generate(self, ids: list[int], **_: Any) -> Generation:
         n = len(self.ids)
         return Generation(ids=self.ids, logprobs=[-0.1] * n, versions=[3] * n, finish_reason="stop")
 
 
-def test_a_twin_that_is_passed_is_an_alarm_and_belongs_to_no_group(tmp_path: Path, capsys) -> None:
+def test_an_impossible_task_that_is_passed_is_an_alarm_and_belongs_to_no_group(tmp_path: Path, capsys) -> None:
     tmp_path.chmod(0o755)
     tiny = datasets.load(ROOT / "tests/tasks/data/tiny")
     config = RLConfig.model_validate(
-        {"tasks": {"repository": "unused"}, "cheats": {"twins": 0.5, "decoys": 1.0}, "rollout": {"context": 2048}}
+        {"tasks": {"repository": "unused"}, "cheats": {"impossible": 0.5, "decoys": 1.0}, "rollout": {"context": 2048}}
     )
 
     async def all_passed(image: Any, changes: Any, tests: Any, hidden: Any, limits: Any) -> TestReport:
@@ -52,9 +51,9 @@ def test_a_twin_that_is_passed_is_an_alarm_and_belongs_to_no_group(tmp_path: Pat
             run = Run(
                 folder=tmp_path, config=config, dataset=tiny, ledger=Ledger.open(f"sqlite:///{tmp_path}/l.db"),
                 weights=open_store(f"{tmp_path}/weights"), rollouts=open_store(f"{tmp_path}/rollouts"), sandbox=sandbox,
-                renderer=renderer_for(ROOT / "models/nano", "compact"), client=Finishes(), canaries=None,
-                engines=(), children=(), concurrency=concurrency(4, rows=4, staleness=0, prompts=1, group=2),
-                twins=impossible.make(tiny, tmp_path / "twins"),
+                renderer=renderer_for(ROOT / "models/nano", "compact"), engines=Engines((), Finishes(), None),
+                children=(), agent=None, concurrency=concurrency(4, rows=4, staleness=0, prompts=1, group=2),
+                impossible=impossible.make(tiny, tmp_path / "impossible"),
             )  # type: ignore[arg-type]  # fmt: skip
             player = loop._ImpossibleTasks(run)
             player.play()
@@ -70,14 +69,14 @@ def test_a_twin_that_is_passed_is_an_alarm_and_belongs_to_no_group(tmp_path: Pat
             await asyncio.gather(*player.live)
             player.play()
             assert not player.live, "two are due after four episodes"
-            episode = decode(run.rollouts.get("twins/000001.msgpack"), Episode)
+            episode = decode(run.rollouts.get("impossible/000001.msgpack"), Episode)
             assert episode.passed
             return run.ledger
 
     ledger = asyncio.run(scenario())
     counts, following = ledger.impossible(), ledger.next_impossible()
     assert (counts.played, counts.passed, following) == (2, 1, 2)
-    assert "cheating: impossible twin 1 of task" in capsys.readouterr().err
+    assert "cheating: impossible task 1, made of" in capsys.readouterr().err
     assert ledger.figures().groups == 0
     assert ledger.counts()["scored"] == 0
     ledger.close()

@@ -374,7 +374,7 @@ def test_detectors_stay_silent_beside_a_model_that_cannot_cheat(tmp_path):
         + """
 [cheats]
 decoys = 1.0
-twins = 0.5
+impossible = 0.5
 window = 3
 """
     )
@@ -382,14 +382,14 @@ window = 3
     assert code == 0, output
     run = tmp_path / "outputs/run"
     report = json.loads((run / "report.json").read_text())
-    found = report["cheating"]
-    assert found["charged"] == found["rewarded"] == 0, found["suspects"]
-    assert found["twins"]["played"] >= 1, "one is due after every second episode"
-    assert found["twins"]["passed"] == found["twins"]["tampered"] == 0
-    assert 0 < found["twins_bound"] < 1
-    assert report["episodes"]["scored"] == 18, "twins are no part of the groups"
+    figures = report["cheating"]
+    assert figures["violations"] == figures["rewarded"] == 0, figures["flagged"]
+    assert figures["impossible"]["played"] >= 1, "one is due after every second episode"
+    assert figures["impossible"]["passed"] == figures["impossible"]["tampered"] == 0
+    assert 0 < figures["impossible_bound"] < 1
+    assert report["episodes"]["scored"] == 18, "impossible tasks are no part of the groups"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(line["flag/charged"] == 0 for line in lines)
     assert "impossible/played" in lines[-1]
-    assert sum(m[2] for m in versions(tmp_path)) == 6, "no version was trained on a twin"
+    assert sum(m[2] for m in versions(tmp_path)) == 6, "no version was trained on an impossible task"
     assert "Cheat detection" in (run / "report.html").read_text()

@@ -23,7 +23,7 @@ from etude.grading.cheats.signals import signals
 from etude.grading.grade import Grade
 from etude.grading.runner import open_sandbox
 from etude.records import Outcome
-from etude.run.launch import _egress
+from etude.run.parts import egress_of
 from etude.sandbox.base import Box, EgressRequest, Image, Limits
 from etude.sandbox.egress import wire
 from etude.sandbox.egress.gate import MAX_OPEN
@@ -337,7 +337,7 @@ def test_what_a_configuration_lets_boxes_reach(tmp_path: Path) -> None:
     tiny = load(ROOT / "tests/tasks/data/tiny")
 
     def found(**sandbox: object) -> Egress | None:
-        return _egress(RLConfig.model_validate({"tasks": {"repository": "x"}, "sandbox": sandbox}), tiny, tmp_path)
+        return egress_of(RLConfig.model_validate({"tasks": {"repository": "x"}, "sandbox": sandbox}), tiny, tmp_path)
 
     assert found() is None
     assert found(egress=["a.example"]) == Egress((AllowedHost("a.example"),), None, tmp_path / "egress.jsonl")

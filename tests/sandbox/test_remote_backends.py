@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from etude.config import RLConfig, SandboxConfig, validate
+from etude.config import RLConfig, SandboxConfig, validate, validate_sandbox
 from etude.errors import UserError
 from etude.grading.runner import TestRunner
 from etude.sandbox.backend import BackendOptions
@@ -40,8 +40,8 @@ def _engines() -> list[object]:
 def place(request: pytest.FixtureRequest, library: Path) -> Iterator[Place]:
     host = Local("memory", "processes", "disk")
     if request.param == "containers":
-        names = dict(zip(("backend", "image", "runtime"), ENGINE, strict=False))
-        host = choose.remote_host(validate(SandboxConfig, names, "ETUDE_CONTAINERS"))
+        names = dict(zip(("type", "image", "runtime"), ENGINE, strict=False))
+        host = choose.remote_host(validate_sandbox(names, "ETUDE_CONTAINERS"))
     loop = asyncio.new_event_loop()
     stack = AsyncExitStack()
     backend = loop.run_until_complete(stack.enter_async_context(open_remote(host, BackendOptions())))
@@ -170,9 +170,9 @@ def test_a_machine_that_ends_is_our_failure_and_a_missing_program_is_named(
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"backend": "podman"}, "needs sandbox.image"),
-        ({"backend": "podman", "image": "x", "egress": ["example.com"]}, "cannot give sandbox.egress"),
-        ({"backend": "hyperv", "image": "x"}, "sandbox.backend"),
+        ({"type": "podman"}, "sandbox.image is needed"),
+        ({"type": "podman", "image": "x", "egress": ["example.com"]}, "unknown key sandbox.egress with sandbox.type"),
+        ({"type": "hyperv", "image": "x"}, "sandbox: Input tag 'hyperv'"),
     ],
 )
 def test_settings_that_do_not_fit(table: dict[str, object], said: str) -> None:
@@ -185,7 +185,7 @@ def test_an_engine_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     why = asyncio.run(choose.reachable())
     assert all(f"{program} is not installed" in why[name] for name, program in PROGRAMS.items())
     for name in PROGRAMS:
-        config = SandboxConfig(backend=name, image="x")
+        config = validate_sandbox({"type": name, "image": "x"}, name)
 
         async def enter(config: SandboxConfig = config) -> None:
             async with choose.open_backend(config, BackendOptions()):

@@ -24,7 +24,8 @@ from etude.models.loading import load_model, named_tensors
 from etude.protocol.client import EngineClient, EngineError
 from etude.renderers import renderer_for
 from etude.rollout import probes
-from etude.run import loop
+from etude.run.state import Engines, Run
+from etude.run.versions import observe_versions
 from etude.store import open_store
 from etude.tasks import dataset
 from etude.trainer.rl.probes import TrainerProbes
@@ -181,17 +182,17 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
             EngineClient(engines) as client,
             aclosing(probes.ProbeScorer(answers, asks, client, engines)) as asker,
         ):
-            parts = dict.fromkeys(("dataset", "ledger", "rollouts", "sandbox", "renderer", "concurrency"))
-            watched = loop.Run(
-                folder=run, config=config, weights=weights, probes=asker, client=client, engines=engines, children=[],
-                **parts,
+            names = ("dataset", "impossible", "ledger", "rollouts", "sandbox", "renderer", "agent", "concurrency")
+            watched = Run(
+                folder=run, config=config, weights=weights, engines=Engines(engines, client, asker), children=[],
+                **dict.fromkeys(names),
             )  # fmt: skip
             for _ in range(3):
-                await loop._observe_versions(watched)
+                await observe_versions(watched)
             await asyncio.gather(*asker._asking.values())
             watcher.served = ServedVersion(0, "0" * 64)
             with pytest.raises(RunFailed, match="serves other tensors than version 0 has"):
-                await loop._observe_versions(watched)
+                await observe_versions(watched)
         return watched
 
     with (
@@ -202,7 +203,7 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
         two.start()
         watched = asyncio.run(look([url, other], watcher))
     sentence = f"the engine at {other} is not configured as that at {url}: rows is 4, not 128"
-    assert watched.complaints == {sentence}
+    assert watched.record.complaints == {sentence}
     assert capsys.readouterr().err.count(sentence) == 1
     assert [(a.engine, a.scored.version) for a in probes.take_results(answers)] == [(url, 0), (other, 0)]
 

@@ -17,9 +17,8 @@ from etude.errors import UserError
 from etude.grading.runner import open_sandbox
 from etude.ledger import stored_episodes
 from etude.ledger.stored_episodes import Episodes
-from etude.rollout.episode import RolloutContext
 from etude.rollout.replay import replay
-from etude.run import launch, loop
+from etude.run import parts
 from etude.tasks.dataset import Dataset
 
 LIVE = 8  # episodes at a time
@@ -42,7 +41,7 @@ def replay_run(run: Path, names: Sequence[str] = ()) -> list[EpisodeReplay]:
     episodes = stored_episodes.episodes(run, names)
     if episodes.config.rollout.agent is not None:
         raise UserError(f"{run} was played by an outside agent, whose episodes cannot be played again without it")
-    dataset = launch.dataset_of(episodes.config, run)
+    dataset = parts.dataset_of(episodes.config, run)
     if dataset is None:
         raise UserError(f"{run} has lost its tasks: the folder {run / 'tasks'} is not there")
     return asyncio.run(_replay(episodes, dataset))
@@ -50,27 +49,19 @@ def replay_run(run: Path, names: Sequence[str] = ()) -> list[EpisodeReplay]:
 
 async def _replay(episodes: Episodes, dataset: Dataset) -> list[EpisodeReplay]:
     config, free = episodes.config, asyncio.Semaphore(LIVE)
-    sampling = replace(loop.sampling(config.rollout), routes=config.trainer.router_replay)
-    no_policy: Any = None  # the turns of the episode take its place
+    nobody: Any = None  # an episode's own turns take the policy's place
 
     async with open_sandbox(
-        config.sandbox, machine_profiles=launch.machine_profiles(config), repeatable=config.deterministic
+        config.sandbox, machine_profiles=parts.profiles_of(config), repeatable=config.deterministic
     ) as sandbox:
-        setting = RolloutContext(
-            dataset,
-            sandbox,
-            no_policy,
-            launch.renderer_of(config),
-            config.rollout.budget(),
-            sampling,
-            apply_edit=loop.lay_of(config.rollout),
-        )
+        setting = parts.context_of(config, dataset, sandbox, nobody, parts.renderer_of(config))
+        setting = replace(setting, sampling=replace(setting.sampling, routes=config.trainer.router_replay))
 
         async def one(key: str) -> EpisodeReplay:
             async with free:
                 episode = episodes.read(key)
                 task = dataset.by_id[episode.task_id]
-                difference = await replay(setting, task, episode, loop.decoys_of(config, task))
+                difference = await replay(setting, task, episode, parts.decoys_of(config, task))
             return EpisodeReplay(
                 episode=episode.id,
                 turns=sum(len(segment.turn_starts) for segment in episode.segments),

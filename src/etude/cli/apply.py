@@ -1,54 +1,60 @@
-"""`etude apply`: apply a sketch to a file, show the difference, and write the file at once or not at all."""
+"""`etude apply FILE`: applies a sketched edit to a file, prints the difference, and replaces the file in one step."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from etude.config import EngineConfig
+from etude.cli.flags import add_flags, from_flags
+from etude.config import EngineConfig, find_model
 from etude.edits.edit import Edit, read_text
 from etude.errors import UserError
 
-_SECONDS = 600.0
+_SECONDS = 600.0  # for the model's answer
 _COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}
 
 
-def apply(
-    path: Path,
-    sketch: str | None,
-    sketch_file: Path | None,
-    *,
-    instruction: str,
-    model: Path | None,
-    check: bool,
-    engine: EngineConfig = EngineConfig(),
-) -> int:
-    """Edit `path`; `model` None merges without a model, `check` only prints. Raises UserError, the file untouched."""
-    if (sketch is None) == (sketch_file is None):
+def add(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude apply`."""
+    parser.add_argument("file", type=Path, help="UTF-8 text file; replaced in one step or not at all")
+    parser.add_argument("--edit", metavar="TEXT", help="the lines that change; `# ... existing code ...` for the rest")
+    parser.add_argument("--edit-file", type=Path, metavar="FILE", help="the same from a file")
+    parser.add_argument("--instruction", default="", help="what the edit is about, for the model")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", help="HF folder of an apply model, or the name of a bundled one such as nano-apply")
+    which.add_argument("--no-model", action="store_true", help="only the deterministic merge (the default)")
+    parser.add_argument("--check", action="store_true", help="print the difference and write nothing")
+    add_flags(parser.add_argument_group("engine", "with --model"), EngineConfig, ("device", "dtype"))
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> None:
+    """Edits the file. Raises UserError with the file untouched."""
+    path, sketch = arguments.file, arguments.edit
+    if (sketch is None) == (arguments.edit_file is None):
         raise UserError("give the sketch of the edit with --edit TEXT or --edit-file FILE, one of the two")
     if sketch is None:
-        assert sketch_file is not None
-        sketch = read_text(sketch_file)
+        sketch = read_text(arguments.edit_file)
     before = read_text(path)
-    edit = Edit(before, sketch, instruction)
-    after = edit.merged() if model is None else _rewritten(edit, model, engine)
+    edit = Edit(before, sketch, arguments.instruction)
+    after = edit.merged()  # an error in the sketch is reported before a model is loaded
+    if arguments.model is not None:
+        after = _rewritten(edit, find_model(arguments.model), from_flags(arguments, EngineConfig))
     show(path, before, after)
-    if not check and after != before:
+    if not arguments.check and after != before:
         write(path, before, after)
-    return 0
 
 
 def _rewritten(edit: Edit, folder: Path, config: EngineConfig) -> str:
-    """What the model makes of the edit."""
+    """The edited file as the model writes it."""
     from etude.inference.engine.engine import load_engine
     from etude.inference.server.apply import Applier
     from etude.renderers import renderer_for
     from etude.renderers.base import load_tokenizer
 
-    edit.merged()  # what is wrong with the sketch is known before a model is loaded
     engine = load_engine(folder, config.model_copy(update={"max_batch": 1}))
     has_chat = (folder / "chat_template.jinja").is_file()
     applier = Applier(load_tokenizer(folder), renderer_for(folder) if has_chat else None)

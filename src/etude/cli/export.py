@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from etude.errors import UserError
-from etude.harness import atif
-from etude.ledger import stored_episodes
-from etude.renderers import renderer_for
-from etude.renderers.schemas import SCHEMAS
 
 
-def export(run: Path, names: Sequence[str], output: Path) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude export`."""
+    parser.add_argument("folder", type=Path, help="run folder")
+    parser.add_argument("episode", nargs="*", help="as GROUP-MEMBER-ATTEMPT, e.g. 3-1-0; default: all in the ledger")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Writes the named episodes, or all, to GROUP-MEMBER-ATTEMPT.json in a new folder. Raises UserError."""
-    episodes = stored_episodes.episodes(run, names)
+    from etude.harness import atif
+    from etude.ledger import stored_episodes
+    from etude.renderers.schemas import SCHEMAS
+    from etude.run.parts import renderer_of
+
+    episodes, output = stored_episodes.episodes(arguments.folder, arguments.episode), arguments.output
     config = episodes.config
-    renderer = renderer_for(Path(config.model.path), None if config.model.dialect == "auto" else config.model.dialect)
+    renderer = renderer_of(config)
     agent: dict[str, Any] = {"name": "etude", "version": version("etude"), "model_name": config.model.path}
     if config.rollout.agent is not None:
         agent |= {"name": "outside", "extra": {"command": config.rollout.agent.command}}
@@ -31,6 +39,6 @@ def export(run: Path, names: Sequence[str], output: Path) -> None:
         raise UserError(f"{output} cannot be made ({e.strerror}); name a folder that does not exist yet") from None
     for key in episodes.keys:
         episode = episodes.read(key)
-        found = atif.document(episode, renderer, agent, config.name)
-        (output / f"{episode.id}.json").write_text(json.dumps(found), "utf-8")
+        trajectory = atif.document(episode, renderer, agent, config.name)
+        (output / f"{episode.id}.json").write_text(json.dumps(trajectory), "utf-8")
     print(f"{len(episodes.keys)} episodes were written to {output}")

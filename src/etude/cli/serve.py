@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from etude.cli.flags import add_flags, from_flags, given
-from etude.config import ServerConfig, WeightSource, validate
+from etude.config import ServerConfig, WeightSource, find_model, validate
 from etude.errors import UserError
 
 _OWN = [name for name in ServerConfig.model_fields if name not in ("model", "source")]
@@ -13,7 +13,7 @@ _OWN = [name for name in ServerConfig.model_fields if name not in ("model", "sou
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude serve`."""
-    parser.add_argument("model", help="Hugging Face folder")
+    parser.add_argument("model", help="HF folder, or the name of a bundled model such as nano")
     add_flags(parser, ServerConfig, _OWN)
     add_flags(parser.add_argument_group("weights", "follow a store (docs/weights.md)"), WeightSource)
 
@@ -28,4 +28,5 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
             flags = ", ".join("--" + name.replace("_", "-") for name in following)
             raise UserError(f"{flags}: give the store with --weights, too")
         source = validate(WeightSource, following, "etude serve")
-    server.run(from_flags(arguments, ServerConfig, source=source))
+    model = str(find_model(arguments.model))
+    server.run(from_flags(arguments, ServerConfig, model=model, source=source))

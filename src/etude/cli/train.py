@@ -1,60 +1,78 @@
-"""`etude train CONFIG.toml`: reads the stage from the file and runs it."""
+"""`etude train BASE.toml @ OVERLAY.toml --table.key VALUE`: reads the stage from the configuration and runs it."""
 
 from __future__ import annotations
 
+import argparse
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from etude import runfolder
-from etude.config import RLConfig, read_toml, validate
+from etude.cli.overlays import given_text, read_toml, split_overlays
+from etude.config import RLConfig, validate
 from etude.errors import UserError
 
 OUTPUTS = Path("outputs")
 
 
-def train(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
-    """Runs the stage that `path` describes. With `resume`, `path` may also be the run folder itself."""
-    if resume and path.is_dir():
-        if overrides:
-            raise UserError("a resumed run keeps its configuration; drop the overrides")
-        return _rl(runfolder.load_config(path), path, resume=True, toml=None)
-    data = read_toml(path, overrides)
-    stage = data.get("stage", "rl")
-    if stage == "rl":
-        config = validate(RLConfig, data, str(path))
-        if dry_run:
-            return print(config.model_dump_json(indent=2))
-        return _rl(config, OUTPUTS / config.name, resume=resume, toml=path)
+def add(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude train`; further words are overlays and overrides."""
+    parser.usage = "etude train [--resume] [--deterministic] [--dry-run] CONFIG [@ OVERLAY ...] [--TABLE.KEY VALUE ...]"
+    parser.epilog = (
+        "Values come from the defaults, then from the files, left to right, then from --TABLE.KEY VALUE. Tables are "
+        "merged key by key; arrays and values are replaced. Relative paths start at the current folder."
+    )
+    parser.set_defaults(takes_overrides=True)
+    parser.add_argument("config", type=Path, help="TOML configuration; with --resume also a run folder")
+    parser.add_argument("--resume", action="store_true", help="continue the run of this configuration where it stopped")
+    parser.add_argument("--deterministic", action="store_true", help="repeat bit for bit")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration as JSON and stop")
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> None:
+    """Runs the configured stage. Raises UserError or RunFailed."""
+    files, overrides = split_overlays(rest)
+    files.insert(0, arguments.config)
+    if arguments.deterministic:
+        overrides += ["--deterministic", "true"]
+    if arguments.resume and arguments.config.is_dir():
+        if rest or arguments.deterministic:
+            raise UserError("a resumed run keeps its configuration; drop the overlays and overrides")
+        folder, toml = arguments.config, None
+        config = runfolder.load_config(folder)
+    else:
+        data, where = read_toml(files[0], overrides, files[1:]), " @ ".join(map(str, files))
+        stage = data.get("stage", "rl")
+        if stage != "rl":
+            return _finetune(stage, data, where, resume=arguments.resume, dry_run=arguments.dry_run)
+        config = validate(RLConfig, data, where)
+        folder, toml = OUTPUTS / config.name, given_text(files, overrides)
+        if arguments.resume and not arguments.dry_run:
+            _check_resumed(folder, config, where)
+    if arguments.dry_run:
+        return print(config.model_dump_json(indent=2))
+    from etude.run.launch import train_rl
+
+    train_rl(config, folder, resume=arguments.resume, toml=toml)
+
+
+def _check_resumed(folder: Path, config: RLConfig, where: str) -> None:
+    if not folder.exists():
+        raise UserError(f"{folder} holds no run yet; start it without --resume")
+    if runfolder.load_config(folder) != config:
+        raise UserError(f"{where} differs from the configuration {folder} was started with; resume the folder itself")
+
+
+def _finetune(stage: str, data: dict[str, object], where: str, *, resume: bool, dry_run: bool) -> None:
     from etude.trainer.finetune.config import ApplyConfig, MidtrainConfig, SftConfig
 
     kinds = {"midtrain": MidtrainConfig, "sft": SftConfig, "apply": ApplyConfig}
     if stage not in kinds:
-        raise UserError(f"{path}: unknown stage {stage!r}; use midtrain, sft, apply or rl")
-    config = validate(kinds[stage], data, str(path))
+        raise UserError(f"{where}: unknown stage {stage!r}; use midtrain, sft, apply or rl")
+    config = validate(kinds[stage], data, where)
     if dry_run:
         return print(config.model_dump_json(indent=2))
     from etude.trainer.finetune import apply, pretrain
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    if isinstance(config, MidtrainConfig):
-        pretrain.midtrain(config)
-    elif isinstance(config, SftConfig):
-        pretrain.sft(config)
-    else:
-        apply.finetune(config, resume=resume)
-
-
-def _rl(config: RLConfig, folder: Path, *, resume: bool, toml: Path | None) -> None:
-    from etude.run.launch import train_rl
-
-    if resume:
-        if not folder.exists():
-            raise UserError(f"{folder} holds no run yet; start it without --resume")
-        saved = runfolder.load_config(folder)
-        if toml is not None and saved != config:
-            raise UserError(
-                f"{toml} differs from the configuration {folder} was started with; resume the folder itself"
-            )
-        config = saved
-    train_rl(config, folder, resume=resume, toml=toml)
+    stages = {"midtrain": pretrain.midtrain, "sft": pretrain.sft, "apply": apply.finetune}
+    stages[stage](config, resume=resume)

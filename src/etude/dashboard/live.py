@@ -15,9 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from etude.dashboard.report import RunReport
+from etude.dashboard.report import HeldOutSide, RunReport
 from etude.dashboard.text import byte_count, compact, duration, inert, optional, percent, points
-from etude.evals.stats import Estimate
 
 PROCESSES = ("controller", "engine", "trainer", "sandbox")
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -240,15 +239,15 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def final_table(report: RunReport, where: Path | None = None) -> RenderableType:
-    """The result of a run; `where` is the path of its page."""
+    """The result of a run as a table; `where` is the path of its page."""
     busy, gap = report.utilisation, report.mismatch
     gaps = {"k2": gap.k2, "k3": gap.k3, "largest": gap.max_abs}
     table = Table.grid(padding=(0, 3))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     rows: list[tuple[str, Text]] = [
-        ("held-out pass rate, before", _rate(report.pass_before, report.pass_before_interval)),
-        ("held-out pass rate, after", _rate(report.pass_after, report.pass_after_interval, "bold")),
+        ("held-out pass rate, before", _rate(report.pass_before, report.held_out.before)),
+        ("held-out pass rate, after", _rate(report.pass_after, report.held_out.after, "bold")),
         ("paired difference", _difference(report)),
         ("steps", Text(f"{report.steps:,}")),
         ("episodes", Text(", ".join(f"{inert(name)} {n:,}" for name, n in report.episodes.items()) or "none")),
@@ -265,16 +264,17 @@ def final_table(report: RunReport, where: Path | None = None) -> RenderableType:
         rows.append(("report", Text(str(where), "bold", overflow="fold")))
     for label, value in rows:
         table.add_row(label, value)
-    return Panel(table, title=Text(f" {inert(report.name) or 'result'} ", "bold"), title_align="left", expand=False)
+    title = Text(f" {inert(report.setup.name) or 'result'} ", "bold")
+    return Panel(table, title=title, title_align="left", expand=False)
 
 
-def _rate(rate: float | None, interval: Estimate | None, style: str = "") -> Text:
+def _rate(rate: float | None, side: HeldOutSide | None, style: str = "") -> Text:
     if rate is None:
         return Text("not measured", "dim")
     text = Text(percent(rate), style)
-    return (
-        text if interval is None else text.append(f"  95 %: {percent(interval.low)} to {percent(interval.high)}", "dim")
-    )
+    if side is None:
+        return text
+    return text.append(f"  95 %: {percent(side.interval.low)} to {percent(side.interval.high)}", "dim")
 
 
 def _difference(report: RunReport) -> Text:
@@ -282,7 +282,7 @@ def _difference(report: RunReport) -> Text:
     if diff is None:
         return Text("not measured", "dim")
     style = "bold green" if diff.low > 0 else "bold red" if diff.high < 0 else "bold"
-    over = f"{report.heldout_tasks} tasks of {report.heldout_functions} functions"
+    over = f"{report.held_out.tasks} tasks of {report.held_out.functions} functions"
     text = Text(f"{points(diff.mean)} points", style)
     return text.append(f"  95 %: {points(diff.low)} to {points(diff.high)}, {over}", "dim")
 

@@ -1,4 +1,4 @@
-"""The page of a run: one file that loads nothing, not even from the machine it lies on."""
+"""The page of a run: one file that loads nothing, not even from the machine it lies on. Written beside report.json."""
 
 from __future__ import annotations
 
@@ -6,21 +6,33 @@ import base64
 import hashlib
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+import msgspec
 
 from etude.dashboard.charts import Format, Series, bar_chart, interval_chart, line_chart, timeline
 from etude.dashboard.episodes import episode_cards
+from etude.dashboard.report import RunReport
 from etude.dashboard.text import byte_count, compact, duration, escape, optional, percent, points, signed
-from etude.dashboard.view import RunView
+from etude.dashboard.view import RunView, load_view
 from etude.evals.stats import Estimate
-from etude.grading.cheats import NOTES, VIOLATIONS
+from etude.grading.cheats import CHARGES, NOTES
 from etude.records import Outcome
-
-if TYPE_CHECKING:
-    from etude.dashboard.report import RunReport
 
 PROCESSES = ("controller", "engine", "trainer", "sandbox")  # lanes of the timeline, top to bottom
 _SHOWN_VERSIONS = 500
+
+
+def write_report(run_dir: Path, report: RunReport, view: RunView | None = None) -> Path:
+    """Writes `report.json` and `report.html` into the run folder; returns the path of the page.
+
+    Without `view` the page shows what the folder holds, but no episodes.
+    """
+    page = render(report, view if view is not None else load_view(run_dir))
+    (run_dir / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    path = run_dir / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
 
 
 def render(report: RunReport, view: RunView) -> str:
@@ -44,7 +56,8 @@ def render(report: RunReport, view: RunView) -> str:
         f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{escape(policy)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="referrer" content="no-referrer">'
-        f'<title>{escape(report.name or "run")} · etude</title><link rel="icon" href="data:,"><style>{style}</style>'
+        f'<title>{escape(report.setup.name or "run")} · etude</title><link rel="icon" href="data:,">'
+        f"<style>{style}</style>"
     )
     foot = "Written by etude. This page loads nothing; the same figures are in <code>report.json</code>."
     return (
@@ -87,12 +100,13 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> st
 
 
 def _head(report: RunReport) -> str:
-    about = [report.model, report.dataset, f"seed {report.seed}", duration(report.seconds), report.hardware]
+    setup = report.setup
+    about = [setup.model, setup.dataset, f"seed {report.seed}", duration(report.seconds), setup.hardware]
     spans = "".join(f"<span>{escape(text)}</span>" for text in about if text)
     return (
         '<header><p class="brand">etude<button id="theme" aria-label="light or dark">◐</button></p>'
         f'<h1>{_headline(report)}</h1><p class="lead">{escape(_verdict(report)).replace(" %", "&nbsp;%")}</p>'
-        f'<p class="about"><b>{escape(report.name)}</b>{spans}</p></header>'
+        f'<p class="about"><b>{escape(setup.name)}</b>{spans}</p></header>'
     )
 
 
@@ -119,7 +133,7 @@ def _verdict(report: RunReport) -> str:
     if diff is None:
         return "Before and after were not both measured, so there is no difference to report."
     interval = f"{points(diff.mean)} points, 95 % interval {points(diff.low)} to {points(diff.high)}"
-    over = f"over {report.heldout_tasks} tasks of {report.heldout_functions} functions the model never trained on"
+    over = f"over {report.held_out.tasks} tasks of {report.held_out.functions} functions the model never trained on"
     if diff.low > 0:
         return f"The model got better: {interval}, paired {over}."
     if diff.high < 0:
@@ -128,8 +142,9 @@ def _verdict(report: RunReport) -> str:
 
 
 def _held_out(report: RunReport) -> str:
-    sides = (("before", report.pass_before_interval, 6), ("after", report.pass_after_interval, 1))
-    rows = [(label, estimate, color) for label, estimate, color in sides if estimate is not None]
+    figures = report.held_out
+    sides = (("before", figures.before, 6), ("after", figures.after, 1))
+    rows = [(label, side.interval, color) for label, side, color in sides if side is not None]
     cards = (
         [f'<div class="card"><h3>pass@1, held-out</h3>{interval_chart(rows, percent)}{_pass_k(report)}</div>']
         if rows
@@ -137,11 +152,11 @@ def _held_out(report: RunReport) -> str:
     )
     if (diff := report.paired_diff) is not None:
         color = {"good": 2, "bad": 5, "": 6}[_tone(diff)]
-        same = report.heldout_tasks - report.tasks_better - report.tasks_worse
-        better, worse = report.tasks_better, report.tasks_worse
+        better, worse = figures.better, figures.worse
+        same = figures.tasks - better - worse
         note = (
             f"{better} tasks pass more often than before, {worse} less often, {same} as often. Every task was played "
-            f"{report.samples_per_task} times on each side with the same seeds. Intervals: bootstrap over functions."
+            f"{figures.samples} times on each side with the same seeds. Intervals: bootstrap over functions."
         )
         chart = interval_chart([("difference", diff, color)], points)
         cards.append(
@@ -151,11 +166,12 @@ def _held_out(report: RunReport) -> str:
 
 
 def _pass_k(report: RunReport) -> str:
-    ks = sorted(set(report.pass_k_before) | set(report.pass_k_after))
+    sides = {"before": report.held_out.before, "after": report.held_out.after}
+    rates = {when: side.pass_k if side else {} for when, side in sides.items()}
+    ks = sorted({k for by_k in rates.values() for k in by_k})
     if len(ks) < 2:
         return ""
-    sides = (("before", report.pass_k_before), ("after", report.pass_k_after))
-    rows = [(when, [percent(rates[k]) if k in rates else "–" for k in ks]) for when, rates in sides]
+    rows = [(when, [percent(by_k[k]) if k in by_k else "–" for k in ks]) for when, by_k in rates.items()]
     return _table([f"pass@{k}" for k in ks], rows)
 
 
@@ -181,7 +197,7 @@ def _facts(report: RunReport) -> str:
 
 
 def _lengths(report: RunReport) -> list[tuple[str, str, str]]:
-    """Whether long episodes were passed over: lengths of those trained on, beside those of all that ended."""
+    """Lengths of episodes trained on, beside those of all that ended: were long episodes left out?"""
     trained, generated = report.trained, report.generated
     if trained is None or generated is None:
         return []
@@ -245,34 +261,34 @@ def _behaviour(view: RunView) -> list[str]:
 
 
 def _cheating(report: RunReport, view: RunView) -> str:
-    """Flags by detector, the impossible twins, shifts of behaviour, and the charged episodes."""
-    found = report.cheating
-    if found is None:
+    """Flags by detector, the impossible tasks, shifts of behaviour, and episodes with violations."""
+    figures = report.cheating
+    if figures is None:
         return ""
-    known = VIOLATIONS | NOTES
+    known = CHARGES | NOTES
     rows = [
-        (name, ["violation" if name in VIOLATIONS else "note", f"{found.flags.get(name, 0):,}", sentence])
+        (name, ["violation" if name in CHARGES else "note", f"{figures.flags.get(name, 0):,}", sentence])
         for name, sentence in known.items()
     ]
     table = _table(["kind", "episodes", "what it means"], rows)
-    withheld = f"{found.charged:,} episodes were charged; {found.rewarded:,} of them have a reward above zero."
+    withheld = f"{figures.violations:,} episodes have violations; {figures.rewarded:,} of them a reward above zero."
     cards = [f'<div class="card"><h3>Flags of training episodes</h3>{table}<p class="note">{withheld}</p></div>']
-    twins = found.twins
-    told = f"{twins.played:,} impossible tasks were played: {twins.passed:,} passed, {twins.tampered:,} tampered with."
-    if found.twins_bound is not None:
-        told += f" At most {percent(found.twins_bound)} of episodes cheat in ways that twins show (95 %)."
-    shifts = "".join(f"<li>step {shift.step}: {escape(shift.sentence)}</li>" for shift in found.shifts[-12:])
+    counts = figures.impossible
+    ends = f"{counts.passed:,} passed, {counts.tampered:,} tampered with"
+    note = f"{counts.played:,} impossible tasks were played: {ends}."
+    if figures.impossible_bound is not None:
+        note += f" At most {percent(figures.impossible_bound)} of episodes cheat in ways that such tasks show (95 %)."
+    shifts = "".join(f"<li>step {shift.step}: {escape(shift.sentence)}</li>" for shift in figures.shifts[-12:])
     shifts = f"<h3>Shifts of behaviour</h3><ul>{shifts}</ul>" if shifts else '<p class="note">No shift was seen.</p>'
-    cards.append(f'<div class="card"><h3>Impossible twins</h3><p class="note">{escape(told)}</p>{shifts}</div>')
+    cards.append(f'<div class="card"><h3>Impossible tasks</h3><p class="note">{escape(note)}</p>{shifts}</div>')
     listed = [
         (f"{s.task} #{s.member}", [", ".join(s.flags), "yes" if s.passed else "no", f"{s.reward:.2f}"])
-        for s in found.suspects[-12:]
+        for s in figures.flagged[-12:]
     ]
     if listed:
-        cards.append(
-            f'<div class="card"><h3>Last charged episodes</h3>{_table(["flags", "passed", "reward"], listed)}</div>'
-        )
-    charts = [_line(view, "Flagged episodes", "of a step", {f"flag/{name}": name for name in VIOLATIONS}, smooth=False)]
+        table = _table(["flags", "passed", "reward"], listed)
+        cards.append(f'<div class="card"><h3>Last episodes with violations</h3>{table}</div>')
+    charts = [_line(view, "Flagged episodes", "of a step", {f"flag/{name}": name for name in CHARGES}, smooth=False)]
     return f'<div class="pair">{"".join(cards)}</div>' + (_grid(charts) if any(charts) else "")
 
 
@@ -310,12 +326,13 @@ def _numerics(view: RunView) -> list[str]:
 def _tables(report: RunReport) -> str:
     """Behaviour and outcomes, before and after."""
     cards: list[str] = []
-    before, after = report.behaviour_before, report.behaviour_after
+    evaluations = {"before": report.held_out.before, "after": report.held_out.after}
+    before, after = (side.behaviour if side else {} for side in evaluations.values())
     if names := list(before | after):
         rows = [(name.replace("_", " "), _change(before.get(name), after.get(name))) for name in names]
         table = _table(["before", "after", "change"], rows)
         cards.append(f'<div class="card"><h3>A held-out episode on average</h3>{table}</div>')
-    sides = {"training": report.episodes, "before": report.outcomes_before, "after": report.outcomes_after}
+    sides = {"training": report.episodes} | {when: side.outcomes for when, side in evaluations.items() if side}
     sides = {when: counts for when, counts in sides.items() if counts}
     if sides:
         outcomes = dict.fromkeys([*map(str, Outcome), *(name for counts in sides.values() for name in counts)])
@@ -348,9 +365,9 @@ def _weights(report: RunReport, view: RunView) -> str:
             [
                 str(step["step"]),
                 byte_count(step.get("weights/bytes", 0)),
-                _times(report.weights_bytes, step.get("weights/bytes", 0)),
+                _times(report.weights.bytes_whole, step.get("weights/bytes", 0)),
                 percent(step.get("weights/changed", 0)),
-                _milliseconds(report.pauses.get(int(step["weights/version"]))),
+                _milliseconds(report.weights.pauses.get(int(step["weights/version"]))),
             ],
         )
         for step in published

@@ -1,14 +1,9 @@
-"""The result of a run, for machines (`report.json`) and for people (`report.html`)."""
+"""The result of a run as `report.json` holds it."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import msgspec
 
-from etude.dashboard.page import render
-from etude.dashboard.view import RunView, load_view
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, compare
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
@@ -31,16 +26,53 @@ class MismatchSummary(Record):
     max_abs: float | None
 
 
-class Cheating(Record):
-    """What the detectors found in the training episodes; names are those of sandbox/cheats."""
+class CheatingFigures(Record):
+    """What the detectors found in the training episodes; names are those of grading/cheats."""
 
     flags: dict[str, int]  # episodes by flag
-    charged: int  # episodes with at least one charge
-    rewarded: int  # of them, with a reward above zero; never any
-    suspects: tuple[FlaggedEpisode, ...]  # the last of them
-    twins: ImpossibleCounts
-    twins_bound: float | None  # share of cheats that the twins leave possible at 95 %; null if some were passed
+    violations: int  # episodes with at least one violation
+    rewarded: int  # of them, with a reward above zero; always 0
+    flagged: tuple[FlaggedEpisode, ...]  # the last episodes with a violation
+    impossible: ImpossibleCounts
+    impossible_bound: float | None  # share of cheats that is still possible at 95 %; null if some were passed
     shifts: tuple[Shift, ...]
+
+
+class RunSetup(Record):
+    """What was run, and on what."""
+
+    name: str = ""
+    model: str = ""
+    dataset: str = ""
+    hardware: str = ""
+
+
+class WeightFigures(Record):
+    """Sizes of the published versions, and the pauses that they cost the engines."""
+
+    bytes_whole: int = 0  # of one whole version
+    pauses: dict[int, float] = msgspec.field(default_factory=dict)  # ms that engines stood still, by version seen live
+
+
+class HeldOutSide(Record):
+    """One evaluation of the held-out tasks."""
+
+    interval: Estimate  # pass@1
+    pass_k: dict[int, float]
+    behaviour: dict[str, float]  # means per episode
+    outcomes: dict[str, int]  # episodes by outcome
+
+
+class HeldOutFigures(Record):
+    """The evaluations before and after training; null where one was left out."""
+
+    before: HeldOutSide | None = None
+    after: HeldOutSide | None = None
+    tasks: int = 0
+    functions: int = 0
+    samples: int = 0  # episodes per task
+    better: int = 0  # tasks that pass more often after training
+    worse: int = 0
 
 
 class RunReport(Record):
@@ -59,84 +91,36 @@ class RunReport(Record):
     mismatch: MismatchSummary
     checks: dict[str, bool]  # at least ledger_conserved, weights_digest_served, tokens_prefix_property
 
-    name: str = ""
-    model: str = ""
-    dataset: str = ""
-    hardware: str = ""
+    setup: RunSetup = RunSetup()
+    stages: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by stage
+    held_out: HeldOutFigures = HeldOutFigures()
     trained: Population | None = None  # episodes of the groups that were trained on
     generated: Population | None = None  # all episodes that ended
-    stages: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by stage
-    weights_bytes: int = 0  # of one whole version
-    pauses: dict[int, float] = msgspec.field(default_factory=dict)  # ms that engines stood still, by version seen live
-    cheating: Cheating | None = None
-    pass_before_interval: Estimate | None = None
-    pass_after_interval: Estimate | None = None
-    pass_k_before: dict[int, float] = msgspec.field(default_factory=dict)
-    pass_k_after: dict[int, float] = msgspec.field(default_factory=dict)
-    behaviour_before: dict[str, float] = msgspec.field(default_factory=dict)  # means per held-out episode
-    behaviour_after: dict[str, float] = msgspec.field(default_factory=dict)
-    outcomes_before: dict[str, int] = msgspec.field(default_factory=dict)  # held-out episodes by outcome
-    outcomes_after: dict[str, int] = msgspec.field(default_factory=dict)
-    heldout_tasks: int = 0
-    heldout_functions: int = 0
-    samples_per_task: int = 0
-    tasks_better: int = 0
-    tasks_worse: int = 0
+    weights: WeightFigures = WeightFigures()
+    cheating: CheatingFigures | None = None
 
 
-def held_out(before: EvalResult | None, after: EvalResult | None) -> dict[str, Any]:
-    """The fields of `RunReport` that the two evaluations decide; either may have been left out."""
-    fields: dict[str, Any] = {"pass_before": None, "pass_after": None, "paired_diff": None}
-    for when, result in (("before", before), ("after", after)):
-        if result is not None:
-            fields |= {
-                f"pass_{when}": result.pass_1.mean,
-                f"pass_{when}_interval": result.pass_1,
-                f"pass_k_{when}": result.pass_k,
-                f"behaviour_{when}": result.behaviour,
-                f"outcomes_{when}": result.outcomes,
-                "heldout_tasks": len(result.tasks),
-                "heldout_functions": len({task.function for task in result.tasks}),
-                "samples_per_task": result.samples,
-            }
-    if before is not None and after is not None:
-        comparison = compare(before, after)
-        fields |= {
-            "paired_diff": comparison.difference,
-            "tasks_better": comparison.better,
-            "tasks_worse": comparison.worse,
-        }
-    return fields
+def held_out_figures(before: EvalResult | None, after: EvalResult | None) -> tuple[HeldOutFigures, Estimate | None]:
+    """The figures of the two evaluations, either of which may have been left out, and their paired difference."""
+    measured = after or before
+    if measured is None:
+        return HeldOutFigures(), None
+    both = compare(before, after) if before is not None and after is not None else None
+    figures = HeldOutFigures(
+        before=_side(before),
+        after=_side(after),
+        tasks=len(measured.tasks),
+        functions=len({task.function for task in measured.tasks}),
+        samples=measured.samples,
+        better=both.better if both else 0,
+        worse=both.worse if both else 0,
+    )
+    return figures, both.difference if both else None
 
 
-def write_report(run_dir: Path, report: RunReport | dict[str, Any], view: RunView | None = None) -> Path:
-    """Write `report.json` and `report.html` into the run folder; return the path of the page.
-
-    `report` may be a dictionary with the fields of `RunReport`. Without `view` the page shows what the folder holds,
-    but no episodes. Raises ValueError if a field is missing or has the wrong type.
-    """
-    if isinstance(report, dict):
-        report = _convert(report)
-    page = render(report, view if view is not None else load_view(run_dir))
-    (run_dir / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    path = run_dir / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
-
-
-def read_report(run_dir: Path) -> RunReport:
-    """The report of a run folder. Raises FileNotFoundError if there is none yet, ValueError if it is not one."""
-    try:
-        return msgspec.json.decode((run_dir / "report.json").read_bytes(), type=RunReport)
-    except msgspec.MsgspecError as e:
-        raise ValueError(f"{run_dir / 'report.json'} is not a report: {e}") from None
-
-
-def _convert(fields: dict[str, Any]) -> RunReport:
-    unknown = sorted(set(fields) - set(RunReport.__struct_fields__))
-    if unknown:
-        raise ValueError(f"a report has no field {unknown[0]}")
-    try:
-        return msgspec.convert(msgspec.to_builtins(fields), RunReport)
-    except msgspec.MsgspecError as e:
-        raise ValueError(f"not a report: {e}") from None
+def _side(result: EvalResult | None) -> HeldOutSide | None:
+    if result is None:
+        return None
+    return HeldOutSide(
+        interval=result.pass_1, pass_k=result.pass_k, behaviour=result.behaviour, outcomes=result.outcomes
+    )

@@ -1,4 +1,4 @@
-"""`etude eval MODEL --suite retrieval`: questions about files, asked through the engine under both masks."""
+"""`etude eval MODEL --suite retrieval`: a model answers questions about files, under one or both document masks."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class RetrievalScore:
 
     @property
     def mask(self) -> str:
+        """ "full" for a plain prompt, "own" where each document sees itself only."""
         return self.result.documents
 
 
@@ -62,18 +63,18 @@ def evaluate_retrieval(
         raise UserError(f"retrieval needs at least one sample and one order, not {samples} and {orders}")
     for model in models:
         check_folder(model)
-    asked = questions(repositories, samples, seed)
-    measured = [one for model in models for one in measure(model, asked, masks, orders, seed, inference)]
+    retrieval_samples = questions(repositories, samples, seed)
+    scores = [score for model in models for score in measure(model, retrieval_samples, masks, orders, seed, inference)]
     # The masks of a model, and the models under a mask.
-    pairs = [(a, b) for a, b in combinations(measured, 2) if (a.model == b.model) != (a.mask == b.mask)]
-    clusters = [number for number, sample in enumerate(asked) for _ in sample.questions]
+    pairs = [(a, b) for a, b in combinations(scores, 2) if (a.model == b.model) != (a.mask == b.mask)]
+    clusters = [number for number, sample in enumerate(retrieval_samples) for _ in sample.questions]
     differences = [paired_difference(a.right, b.right, clusters, seed) for a, b in pairs]
-    for one in measured:
-        print(_line(one))
+    for score in scores:
+        print(_line(score))
     for (a, b), difference in zip(pairs, differences, strict=True):
         print(f"{_name(b)} minus {_name(a)}: {_percent(difference)}")
     if as_json:
-        rows = [{"model": str(one.model), **msgspec.to_builtins(one.result)} for one in measured]
+        rows = [{"model": str(score.model), **msgspec.to_builtins(score.result)} for score in scores]
         paired = [
             {"first": _name(a), "second": _name(b), **msgspec.to_builtins(difference)}
             for (a, b), difference in zip(pairs, differences, strict=True)
@@ -83,40 +84,40 @@ def evaluate_retrieval(
 
 def questions(repositories: Sequence[Path], count: int, seed: int) -> list[RetrievalSample]:
     """`count` samples of the folders given, or of the libraries that no bundled model was trained on. UserError."""
-    found: list[FunctionText] = []
+    functions: list[FunctionText] = []
     for folder in repositories:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: give the folder of a Python repository")
-        found += retrieval.read_folder(folder)
+        functions += retrieval.read_folder(folder)
     for requirement in () if repositories else HELD_OUT:
-        found += build.extract(fetch(requirement, CACHE))
+        functions += build.extract(fetch(requirement, CACHE))
     try:
-        return list(islice(retrieval.samples(found, RetrievalOptions(), seed), count))
+        return list(islice(retrieval.samples(functions, RetrievalOptions(), seed), count))
     except ValueError as e:
         raise UserError(f"the repositories give no questions ({e})") from None
 
 
 def measure(
     model: Path,
-    asked: Sequence[RetrievalSample],
+    samples: Sequence[RetrievalSample],
     masks: Sequence[str],
     orders: int,
     seed: int,
     inference: EngineConfig = EngineConfig(),
 ) -> list[RetrievalScore]:
-    """Greedy answers of a model's own engine. Order 0 is that of the samples, the others are random."""
+    """Greedy answers of a model in an engine of its own. Order 0 is that of the samples, the others are random."""
     renderer, tokenizer = renderer_for(model), load_tokenizer(model)
     encoder = tokenizer.backend_tokenizer
     encoder.encode_special_tokens = True  # text that spells a special token is text
     engine = load_engine(model, inference.model_copy(update={"max_batch": 64, "documents_mb": 1024}))
     engine.start()
     try:
-        measured = []
+        scores = []
         for mask in masks:
-            right: Right = [[] for sample in asked for _ in sample.questions]
+            right: Right = [[] for sample in samples for _ in sample.questions]
             for order in range(orders):
                 rng = random.Random(f"{seed}/{order}")
-                arranged = [sample.reordered(rng) if order else sample for sample in asked]
+                arranged = [sample.reordered(rng) if order else sample for sample in samples]
                 rows = []
                 for sample in arranged:
                     documents = [
@@ -127,14 +128,14 @@ def measure(
                         tail = renderer.prompt([{"role": "user", "content": question.text}])
                         rows.append(engine.submit(_request(documents, tail, mask, renderer.stop_ids)))
                 answers = [q.answer for sample in arranged for q in sample.questions]
-                for row, answer, marks in zip(rows, answers, right, strict=True):
+                for row, answer, exact in zip(rows, answers, right, strict=True):
                     ids = row.future.result(_SECONDS).ids
-                    said = ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids
-                    marks.append(encoder.decode(said, skip_special_tokens=False) == answer)
-            measured.append(RetrievalScore(model, summary(mask, asked, right, seed), right))
-        return measured
+                    text = ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids
+                    exact.append(encoder.decode(text, skip_special_tokens=False) == answer)
+            scores.append(RetrievalScore(model, summary(mask, samples, right, seed), right))
+        return scores
     except ValueError as e:
-        raise UserError(f"{model} cannot be asked: {e}") from None
+        raise UserError(f"{model} cannot answer: {e}") from None
     finally:
         engine.close()
 
@@ -146,15 +147,15 @@ def _request(documents: list[list[int]], tail: list[int], mask: str, stop: tuple
     return Request(ids=[*plain, *tail], max_tokens=_ANSWER, temperature=0.0, stop=stop)
 
 
-def _line(one: RetrievalScore) -> str:
-    result = one.result
+def _line(score: RetrievalScore) -> str:
+    result = score.result
     kinds = ", ".join(f"{kind} {100 * rate.mean:.1f} %" for kind, rate in result.kinds.items())
     orders = f", {100 * result.spread:.1f} points between {len(result.orders)} orders" if len(result.orders) > 1 else ""
-    return f"{_name(one)}: {_percent(result.exact)} of {result.questions} questions exact ({kinds}){orders}"
+    return f"{_name(score)}: {_percent(result.exact)} of {result.questions} questions exact ({kinds}){orders}"
 
 
-def _name(one: RetrievalScore) -> str:
-    return f"{one.model}, {one.mask}"
+def _name(score: RetrievalScore) -> str:
+    return f"{score.model}, {score.mask}"
 
 
 def _percent(estimate: Estimate) -> str:

@@ -1,8 +1,8 @@
-"""`etude eval MODEL --suite fast-apply`: how often a model applies a sketched edit rightly, graded without a judge.
+"""`etude eval MODEL --suite fast-apply`: how often a model applies a sketched edit correctly, graded without a judge.
 
-The deterministic merge is graded on the same edits: a model that is no better than it is not worth its time. An edit
-that does not fit the model's context is a failure, and counted apart as well. Edits of a task dataset have tests, and
-a language model may be asked about what has failed: its verdicts are counted apart from the grades.
+The deterministic merge is graded on the same edits, as the baseline of every model. An edit that does not fit the
+model's context is a failure, and counted apart as well. Edits of a task dataset have tests. A language model may be
+asked about failed answers; its verdicts are counted apart from the grades.
 """
 
 from __future__ import annotations
@@ -42,37 +42,50 @@ class Applied:
     grade: EditGrade
     outside: int  # changes outside the edit's hunks; 0 without an answer
     fits: bool  # the applier could be asked
-    text: str | None = None  # that file
+    text: str | None = None  # the file with the edit applied; None without an answer
     tokens: int = 0
     verdict: JudgeVerdict | None = None  # of a judge, if the grade is fail and there is a file
 
     @property
     def answered(self) -> bool:
+        """Whether there is a file to grade."""
         return self.text is not None
 
     @property
     def right(self) -> bool:
+        """Whether a grade holds."""
         return self.grade != EditGrade.FAIL
 
 
 def evaluate_edits(
-    models: Sequence[Path], suite: Path, inference: EngineConfig, *, way: str, max_edits: int | None, as_json: bool,
-    tests: Path | None = None, split: str = "heldout", judge: Judge | None = None,
-) -> int:  # fmt: skip
-    """Print grades with 95 % intervals, by language, size and noise. With `tests`, a task dataset, the edits are those
-    that undo the mutations of its split; `judge` is asked about answers that fail. Raises UserError."""
+    models: Sequence[Path],
+    suite: Path,
+    inference: EngineConfig,
+    *,
+    form: str,
+    max_edits: int | None,
+    as_json: bool,
+    tests: Path | None = None,
+    split: str = "heldout",
+    judge: Judge | None = None,
+) -> None:
+    """Prints grades with 95 % intervals, by language, size and noise. Raises UserError.
+
+    `form` is how models write an edit. With `tests`, a task dataset, the edits are those that undo the mutations of its
+    split; `judge` is asked about answers that fail.
+    """
     dataset = None if tests is None else tested_edits.load(tests, split)
     whole = list(dataset.examples) if dataset else tables.load(SUITE if suite == Path("fast-apply") else suite)
     examples = whole[:max_edits]
     if not examples:
         raise UserError("the suite holds no edits: raise --max-tasks")
     answers = [("merge", [merged(example) for example in examples], 0.0)]
-    answers += [(str(model), *run(model, examples, way, inference)) for model in models]
+    answers += [(str(model), *run(model, examples, form, inference)) for model in models]
     named = [(name, judged(with_tests(applied, dataset), judge), seconds) for name, applied, seconds in answers]
     for name, applied, seconds in named:
-        _show(name, applied, seconds, way if name != "merge" else "no model")
+        _show(name, applied, seconds, form if name != "merge" else "no model")
     report = {
-        "suite": str(tests or suite), "format": way, "edits": len(examples),
+        "suite": str(tests or suite), "format": form, "edits": len(examples),
         "results": [{"model": n, "seconds": round(seconds, 1), **summary(applied)} for n, applied, seconds in named],
     }  # fmt: skip
     if len(models) == 2:
@@ -82,7 +95,6 @@ def evaluate_edits(
         report["paired_diff"] = _plain(difference)
     if as_json:
         print(json.dumps(report))
-    return 0
 
 
 def merged(example: Example) -> Applied:
@@ -99,9 +111,9 @@ def with_tests(applied: Sequence[Applied], dataset: Tested | None) -> list[Appli
     its hunks."""
     result = list(applied)
     if dataset is not None:
-        asked = [i for i, a in enumerate(applied) if a.grade == EditGrade.FAIL and a.answered and not a.outside]
-        passed = tested_edits.passing(dataset, [(applied[i].example, applied[i].text or "") for i in asked])
-        for i in (i for i, good in zip(asked, passed, strict=True) if good):
+        failed = [i for i, a in enumerate(applied) if a.grade == EditGrade.FAIL and a.answered and not a.outside]
+        passed = tested_edits.passing(dataset, [(applied[i].example, applied[i].text or "") for i in failed])
+        for i in (i for i, good in zip(failed, passed, strict=True) if good):
             result[i] = replace(result[i], grade=EditGrade.TESTS)
     return result
 
@@ -110,18 +122,18 @@ def judged(applied: Sequence[Applied], judge: Judge | None) -> list[Applied]:
     """The same, with a verdict on every answer that failed."""
     if judge is None:
         return list(applied)
-    asked = [i for i, a in enumerate(applied) if a.grade == EditGrade.FAIL and a.answered]
+    failed = [i for i, a in enumerate(applied) if a.grade == EditGrade.FAIL and a.answered]
     result = list(applied)
-    found = verdicts(judge, [(applied[i].example, applied[i].text or "") for i in asked])
-    for i, verdict in zip(asked, found, strict=True):
+    answers = verdicts(judge, [(applied[i].example, applied[i].text or "") for i in failed])
+    for i, verdict in zip(failed, answers, strict=True):
         result[i] = replace(result[i], verdict=verdict)
     return result
 
 
 def run(
-    folder: Path, examples: Sequence[Example], way: str, inference: EngineConfig = EngineConfig()
+    folder: Path, examples: Sequence[Example], form: str, inference: EngineConfig = EngineConfig()
 ) -> tuple[list[Applied], float]:
-    """Every edit by the model of a folder, greedily and with drafts; and the seconds it took. Raises UserError."""
+    """Every edit by the model of a folder, greedily and with drafts; and the seconds taken. Raises UserError."""
     from etude.inference.engine.engine import load_engine
     from etude.inference.engine.requests import RunningSequence
     from etude.inference.server.apply import AnswerCollector, Applier
@@ -131,34 +143,34 @@ def run(
     engine = load_engine(folder, inference.model_copy(update={"max_batch": _MAX_BATCH}))
     has_chat = (folder / "chat_template.jinja").is_file()
     applier = Applier(load_tokenizer(folder), renderer_for(folder) if has_chat else None)
-    asked: list[tuple[RunningSequence, AnswerCollector] | None] = []
+    pending: list[tuple[RunningSequence, AnswerCollector] | None] = []
     start = time.monotonic()
     for example in examples:
         edit = Edit(example.file, example.sketch, example.instruction)
         try:
-            request, close = applier.request(edit, engine.max_length, way=way)
+            request, close = applier.request(edit, engine.max_length, way=form)
         except DoesNotFit:
-            asked.append(None)
+            pending.append(None)
             continue
         answer = applier.collector(close)
         row = engine.submit(request, answer)
         answer.watch(row)
-        asked.append((row, answer))
+        pending.append((row, answer))
     engine.start()
     try:
-        found = [_answered(example, one, way) for example, one in zip(examples, asked, strict=True)]
+        applied = [_answered(example, each, form) for example, each in zip(examples, pending, strict=True)]
     finally:
         engine.close()
-    return found, time.monotonic() - start
+    return applied, time.monotonic() - start
 
 
-def _answered(example: Example, asked, way: str) -> Applied:
-    if asked is None:
+def _answered(example: Example, pending, form: str) -> Applied:
+    if pending is None:
         return Applied(example, EditGrade.FAIL, 0, False)
-    row, answer = asked
+    row, answer = pending
     try:
         row.future.result(_SECONDS)
-        text = read_answer(example.file, answer.text(), way)
+        text = read_answer(example.file, answer.text(), form)
     except TimeoutError:
         raise UserError(f"the model gave no answer within {_SECONDS:.0f} seconds: use a smaller one") from None
     except NotClosed:
@@ -169,9 +181,9 @@ def _answered(example: Example, asked, way: str) -> Applied:
 
 
 def _graded(example: Example, text: str, tokens: int) -> Applied:
-    found = grade(example.result, text, example.language)
-    stray = 0 if found == EditGrade.EXACT else outside(example.file, example.result, text)
-    return Applied(example, found, stray, True, text, tokens)
+    edit_grade = grade(example.result, text, example.language)
+    stray = 0 if edit_grade == EditGrade.EXACT else outside(example.file, example.result, text)
+    return Applied(example, edit_grade, stray, True, text, tokens)
 
 
 def summary(applied: Sequence[Applied]) -> dict[str, object]:
@@ -205,9 +217,9 @@ _GROUPS: dict[str, Callable[[Example], Sequence[str]]] = {
 
 def _split(applied: Sequence[Applied], keys: Callable[[Example], Sequence[str]]) -> dict[str, list[Applied]]:
     groups: dict[str, list[Applied]] = defaultdict(list)
-    for one in applied:
-        for key in keys(one.example):
-            groups[key].append(one)
+    for each in applied:
+        for key in keys(each.example):
+            groups[key].append(each)
     return groups
 
 
@@ -232,10 +244,10 @@ def _percent(e: Estimate) -> str:
     return f"{100 * e.mean:.1f} % [{100 * e.low:.1f}, {100 * e.high:.1f}]"
 
 
-def _show(name: str, applied: Sequence[Applied], seconds: float, way: str) -> None:
+def _show(name: str, applied: Sequence[Applied], seconds: float, form: str) -> None:
     count, grades = len(applied), Counter(a.grade for a in applied)
     shares = ", ".join(f"{g} {100 * grades[g] / count:.1f} %" for g in EditGrade)
-    print(f"{name} ({way}), {count} edits: exact {_percent(_rate(applied, lambda a: a.grade == EditGrade.EXACT))}")
+    print(f"{name} ({form}), {count} edits: exact {_percent(_rate(applied, lambda a: a.grade == EditGrade.EXACT))}")
     print(f"  first grade that holds: {shares}")
     fitting = [a for a in applied if a.fits]
     if len(fitting) < count and fitting:
@@ -243,9 +255,9 @@ def _show(name: str, applied: Sequence[Applied], seconds: float, way: str) -> No
         print(f"  {len(fitting)} fit the context: {rate} exact")
     stray = sum(a.outside > 0 for a in applied)
     print(f"  changes outside the hunks: {stray} answers; no usable answer: {sum(not a.answered for a in applied)}")
-    if asked := [a.verdict for a in applied if a.verdict is not None]:
-        counts = ", ".join(f"{v} {n}" for v, n in Counter(asked).most_common())
-        print(f"  judge, of {len(asked)} answers that failed, no part of the grades: {counts}")
+    if judgements := [a.verdict for a in applied if a.verdict is not None]:
+        counts = ", ".join(f"{v} {n}" for v, n in Counter(judgements).most_common())
+        print(f"  judge, of {len(judgements)} answers that failed, no part of the grades: {counts}")
     if seconds:
         print(f"  {sum(a.tokens for a in applied)} tokens in {seconds:.0f} s")
     for title, keys in _GROUPS.items():

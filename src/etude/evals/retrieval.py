@@ -1,10 +1,10 @@
-"""What answers to questions of cross-file retrieval add up to: exact matches, by kind and by order of the documents."""
+"""Results of cross-file retrieval: the share of exact answers, by kind of question and by order of the documents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from etude.corpus.retrieval import RetrievalQuestion, RetrievalSample
+from etude.corpus.retrieval import RetrievalSample
 from etude.evals.stats import Estimate, pass_rate
 from etude.records import Record
 
@@ -25,23 +25,24 @@ class RetrievalResult(Record):
 def summary(
     documents: str, samples: Sequence[RetrievalSample], right: Sequence[Sequence[bool]], seed: int
 ) -> RetrievalResult:
-    """`right` holds, for the questions of all samples one after the other, whether each order's answer was exact."""
-    asked: list[tuple[int, RetrievalQuestion]] = [(i, q) for i, sample in enumerate(samples) for q in sample.questions]
-    if len(asked) != len(right):
-        raise ValueError(f"{len(right)} answers for {len(asked)} questions")
+    """The result of one mask. `right[q][o]` says whether the answer to question q, counted over all samples, was exact
+    in order o. Raises ValueError if the lengths differ."""
+    questions = [(i, q) for i, sample in enumerate(samples) for q in sample.questions]
+    if len(questions) != len(right):
+        raise ValueError(f"{len(right)} answers for {len(questions)} questions")
     by_kind: dict[str, list[int]] = {}
-    for number, (_, question) in enumerate(asked):
+    for number, (_, question) in enumerate(questions):
         by_kind.setdefault(question.kind, []).append(number)
     orders = tuple(sum(row) / len(row) for row in zip(*right, strict=True))
 
     def rate(numbers: Sequence[int]) -> Estimate:
-        return pass_rate([right[n] for n in numbers], [asked[n][0] for n in numbers], seed)
+        return pass_rate([right[n] for n in numbers], [questions[n][0] for n in numbers], seed)
 
     return RetrievalResult(
         documents=documents,
         samples=len(samples),
-        questions=len(asked),
-        exact=rate(range(len(asked))),
+        questions=len(questions),
+        exact=rate(range(len(questions))),
         kinds={kind: rate(numbers) for kind, numbers in sorted(by_kind.items())},
         counts={kind: len(numbers) for kind, numbers in sorted(by_kind.items())},
         orders=orders,

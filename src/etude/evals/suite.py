@@ -77,7 +77,7 @@ class Comparison(Record):
 
 
 async def evaluate(
-    setting: RolloutContext,
+    context: RolloutContext,
     *,
     samples: int,
     split: str = "heldout",
@@ -87,18 +87,18 @@ async def evaluate(
     progress: Progress | None = None,
     on_episode: Callable[[Episode], None] | None = None,
 ) -> EvalResult:
-    """Play `samples` episodes of every task of `split` and sum them up. `on_episode` sees each counted episode.
+    """Plays `samples` episodes of every task of `split`. `on_episode` is called with each counted episode.
 
     Raises UserError if the split is empty and RuntimeError if infrastructure lost every episode.
     """
-    tasks = pick_tasks(setting.dataset.tasks, split, max_tasks)
+    tasks = pick_tasks(context.dataset.tasks, split, max_tasks)
     if not tasks:
-        name = setting.dataset.name
+        name = context.dataset.name
         raise UserError(f"the dataset {name} has no {split} tasks; choose another split or build it anew")
     from etude.rollout.episode import EpisodeId, run_episode  # here, because reports read results without the harness
 
     async def attempt(task: Task, index: int, sample: int, number: int, episode_seed: int) -> Episode:
-        return await run_episode(setting, task, EpisodeId(index, sample, number, episode_seed))
+        return await run_episode(context, task, EpisodeId(index, sample, number, episode_seed))
 
     return await run_suite(
         tasks, attempt, samples=samples, split=split, seed=seed, concurrency=concurrency, progress=progress,

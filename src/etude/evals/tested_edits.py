@@ -1,10 +1,10 @@
-"""Edits that come with tests: each undoes a mutation of a task dataset, and an answer counts by what the tests say.
+"""Edits that come with tests: each undoes a mutation of a task dataset, and the hidden tests decide on an answer.
 
     a broken function (the file) + a sketch of the right one  ->  answer  ->  put back into its module  ->  hidden tests
 
-The file is the broken function alone, without its indentation, so that short contexts hold it. Tests are asked only of
-answers that are neither exact nor of equal syntax, and that touch no line outside the hunks; they run in a box, and
-may pass for an answer that says the same in another way.
+The file is the broken function alone, without its indentation, so that short contexts hold it. Tests run only for
+answers that are neither exact nor of equal syntax, and that touch no line outside the hunks. They run in a box, and may
+pass for an answer that does the same in another way.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def load(folder: Path, split: str) -> Tested:
     places: dict[str, tuple[Task, FunctionLines]] = {}
     examples: list[Example] = []
     for task in dataset.split(split):
-        found = _sides(task)
-        if found is None:
+        sides = _sides(task)
+        if sides is None:
             continue
-        place, before, after = found
+        place, before, after = sides
         rng = random.Random(f"tested/{task.id}")
         example = pair(repository, task.focus.path, "python", "synthetic", before, after, "", rng)
         if example is not None and example.id not in places:

@@ -1,4 +1,4 @@
-"""`etude eval MODEL --suite DIR`: measure one model, or two on the same tasks with the same seeds."""
+"""`etude eval MODEL --suite DIR`: measures one model, or two on the same tasks with the same seeds."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from etude.config import EngineConfig, RolloutConfig, ServerConfig
+from etude.config import EngineConfig, EvalConfig, RolloutConfig, ServerConfig
 from etude.dashboard.live import LiveView
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
-from etude.harness.loop import Sampling
 from etude.models.loading import check_folder
 from etude.protocol.client import EngineClient
 from etude.renderers import renderer_for
 from etude.rollout.episode import RolloutContext
 from etude.run.engines import engine_url, spawn_engine
+from etude.run.parts import sampling_of
 from etude.tasks import dataset as datasets
 from etude.tasks.dataset import Dataset
 
@@ -30,10 +30,9 @@ def evaluate_models(
     models: Sequence[Path],
     suite: Path,
     inference: EngineConfig,
+    options: EvalConfig,
     *,
     split: str,
-    samples: int,
-    max_tasks: int | None,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -45,8 +44,7 @@ def evaluate_models(
         results = []
         for model in models:
             view.stage(str(model))
-            options = {"split": split, "samples": samples, "max_tasks": max_tasks, "seed": seed}
-            results.append(asyncio.run(_measure(model, inference, dataset, view, options)))
+            results.append(asyncio.run(_measure(model, dataset, view, inference, options, split, seed)))
     for model, result in zip(models, results, strict=True):
         rates = ", ".join(f"pass@{k} {100 * rate:.1f} %" for k, rate in sorted(result.pass_k.items()) if k > 1)
         print(f"{model}: pass@1 {_percent(result.pass_1)}" + (f", {rates}" if rates else ""))
@@ -58,9 +56,15 @@ def evaluate_models(
 
 
 async def _measure(
-    model: Path, inference: EngineConfig, dataset: Dataset, view: LiveView, options: dict[str, object]
+    model: Path,
+    dataset: Dataset,
+    view: LiveView,
+    inference: EngineConfig,
+    options: EvalConfig,
+    split: str,
+    seed: int,
 ) -> EvalResult:
-    rollout = RolloutConfig()
+    rollout, rows = RolloutConfig(), inference.max_batch
     shared = inference.model_dump(include=set(EngineConfig.model_fields))
     serving = ServerConfig(**shared, model=str(model), port=0, max_length=rollout.context)
     with tempfile.TemporaryDirectory(prefix="etude-eval-") as folder:
@@ -69,12 +73,17 @@ async def _measure(
         try:
             url = await asyncio.to_thread(engine_url, engine, logs)
             async with open_sandbox() as sandbox, EngineClient([url]) as client:
-                plain = Sampling(temperature=rollout.temperature)
+                context = RolloutContext(
+                    dataset, sandbox, client, renderer_for(model), rollout.budget(), sampling_of(rollout)
+                )
                 return await evaluate(
-                    RolloutContext(dataset, sandbox, client, renderer_for(model), rollout.budget(), plain),
-                    concurrency=inference.max_batch,
+                    context,
+                    samples=options.samples,
+                    split=split,
+                    max_tasks=options.max_tasks,
+                    seed=seed,
+                    concurrency=rows,
                     progress=view.evaluated,
-                    **options,  # type: ignore[arg-type]
                 )
         finally:
             engine.stop(10)

@@ -11,7 +11,7 @@ from etude import runfolder
 from etude.config import RLConfig
 from etude.dashboard.live import LiveView
 from etude.processes import resident_bytes
-from etude.run.loop import Progress
+from etude.run.state import Progress
 
 SECONDS = 0.5
 MEMORY_SECONDS = 10.0

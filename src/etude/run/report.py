@@ -1,4 +1,4 @@
-"""The figures and the episodes that a finished run reports: reads the run folder, ledger, manifests and blobs."""
+"""The report of a finished run: figures and episodes, read from the run folder, the ledger and the stores."""
 
 from __future__ import annotations
 
@@ -12,21 +12,30 @@ import msgspec
 from tokenizers import Tokenizer
 
 from etude import runfolder
-from etude.dashboard.report import Cheating, MismatchSummary, RunReport, Utilisation, held_out, write_report
+from etude.dashboard.page import write_report
+from etude.dashboard.report import (
+    CheatingFigures,
+    MismatchSummary,
+    RunReport,
+    RunSetup,
+    Utilisation,
+    WeightFigures,
+    held_out_figures,
+)
 from etude.dashboard.view import ShownEpisode, load_view, show
 from etude.evals.suite import EvalResult
 from etude.grading.cheats import VIOLATIONS
-from etude.records import Episode, Group, decode
+from etude.records import Episode, decode
 from etude.rollout.drift import Shift
 from etude.rollout.group_audit import audit_group
-from etude.run.loop import Run
+from etude.run.state import Run
 from etude.trainer.rl.batch import advantages
 from etude.weights.manifest import manifests
 
 SHOWN_PAIRS = 6
 SHOWN_GROUPS = 3
-SHOWN_SUSPECTS = 6
-LISTED_SUSPECTS = 50
+SHOWN_FLAGGED = 6
+LISTED_FLAGGED = 50
 
 
 def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None, seconds: float) -> RunReport:
@@ -36,8 +45,13 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
     timeline = runfolder.read_jsonl(run.folder / "timeline.jsonl")
     conservation = run.ledger.conservation(published)
     trained, generated = run.ledger.represented()
+    held_out, difference = held_out_figures(before, after)
+    hardware = f"{os.cpu_count()} CPU cores, {platform.machine()}, {run.config.trainer.device}"
     report = RunReport(
-        **held_out(before, after),
+        pass_before=before and before.pass_1.mean,
+        pass_after=after and after.pass_1.mean,
+        paired_diff=difference,
+        held_out=held_out,
         seed=run.config.seed,
         seconds=seconds,
         steps=max((m.version for m in published), default=0),
@@ -48,44 +62,40 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
         mismatch=_mismatch(steps),
         checks={
             "ledger_conserved": conservation.ok,
-            "weights_digest_served": run.digests_checked > 0 and run.progress.served == published[-1].version,
+            "weights_digest_served": run.record.checked > 0 and run.progress.served == published[-1].version,
             "tokens_prefix_property": all(step.get("rollout/prefix_violations", 0) == 0 for step in steps),
-            "engines_alike": not run.complaints,
+            "engines_alike": not run.record.complaints,
             "no_episode_lost": run.ledger.counts().get("infra", 0) == 0,
         },
         trained=trained,
         generated=generated,
-        name=run.config.name,
-        model=run.config.model.path,
-        dataset=run.dataset.name,
-        hardware=f"{os.cpu_count()} CPU cores, {platform.machine()}, {run.config.trainer.device}",
+        setup=RunSetup(run.config.name, run.config.model.name, run.dataset.name, hardware),
         stages=_stages(timeline),
-        weights_bytes=2 * max((m.elements for m in published), default=0),
-        pauses=run.pauses,
+        weights=WeightFigures(2 * max((m.elements for m in published), default=0), run.record.pauses),
         cheating=_cheating(run, steps),
     )
     write_report(run.folder, report, load_view(run.folder, _shown(run, before, after)))
     return report
 
 
-def _cheating(run: Run, steps: list[dict[str, Any]]) -> Cheating:
-    suspects = run.ledger.flagged()
-    charged = [s for s in suspects if VIOLATIONS.keys() & set(s.flags)]
-    twins = run.ledger.impossible()
-    return Cheating(
-        flags=dict(sorted(Counter(flag for s in suspects for flag in s.flags).items())),
-        charged=len(charged),
-        rewarded=sum(s.reward > 0 for s in charged),
-        suspects=tuple(charged[-LISTED_SUSPECTS:]),
-        twins=twins,
-        twins_bound=_bound(twins.passed + twins.tampered, twins.played),
+def _cheating(run: Run, steps: list[dict[str, Any]]) -> CheatingFigures:
+    flagged = run.ledger.flagged()
+    violations = [e for e in flagged if VIOLATIONS.keys() & set(e.flags)]
+    impossible = run.ledger.impossible()
+    return CheatingFigures(
+        flags=dict(sorted(Counter(flag for e in flagged for flag in e.flags).items())),
+        violations=len(violations),
+        rewarded=sum(e.reward > 0 for e in violations),
+        flagged=tuple(violations[-LISTED_FLAGGED:]),
+        impossible=impossible,
+        impossible_bound=_bound(impossible.passed + impossible.tampered, impossible.played),
         shifts=tuple(msgspec.convert(event, Shift) for step in steps for event in step.get("drift/events", ())),
     )
 
 
-def _bound(found: int, played: int) -> float | None:
-    """Upper end of the exact 95 % interval of a share none was found of; null if some were, or none was played."""
-    return 1 - 0.05 ** (1 / played) if played and not found else None
+def _bound(cheats: int, played: int) -> float | None:
+    """Upper end of the exact 95 % interval of a share of cheats; null if there were some, or nothing was played."""
+    return 1 - 0.05 ** (1 / played) if played and not cheats else None
 
 
 def _busy(timeline: list[dict[str, object]], process: str) -> float:
@@ -129,27 +139,27 @@ def _shown(run: Run, before: EvalResult | None, after: EvalResult | None) -> lis
     """Held-out pairs that changed either way, and whole groups of the last steps with their advantages."""
     tokenizer = Tokenizer.from_file(str(Path(run.config.model.path) / "tokenizer.json"))
     shown: list[ShownEpisode] = []
-    for task in _interesting(before, after):
+    for task in _changed_first(before, after):
         for when in ("before", "after"):
             key = f"eval-{when}/{task}-0.msgpack"
             if run.rollouts.exists(key):
                 episode = decode(run.rollouts.get(key), Episode)
                 shown.append(show(f"{task} ({'pass' if episode.passed else 'fail'})", episode, tokenizer, stage=when))
-    for group in _mixed_groups(run):
+    for group in run.ledger.mixed_groups(SHOWN_GROUPS):
         episodes = [decode(run.rollouts.get(key), Episode) for key in group.episodes]
         episodes = audit_group(episodes) if run.config.cheats.contrast else episodes
         ranked = sorted(zip(episodes, advantages([e.reward for e in episodes]), strict=True), key=lambda pair: -pair[1])
         for episode, advantage in (ranked[0], ranked[-1]):
             title = f"{group.task_id} #{episode.member} ({'pass' if episode.passed else 'fail'})"
             shown.append(show(title, episode, tokenizer, advantage, stage="training"))
-    charged = [s for s in run.ledger.flagged() if s.blob and VIOLATIONS.keys() & set(s.flags)]
-    for suspect in charged[-SHOWN_SUSPECTS:]:
-        title = f"{suspect.task} #{suspect.member}: {', '.join(suspect.flags)}"
-        shown.append(show(title, decode(run.rollouts.get(suspect.blob), Episode), tokenizer, stage="flagged"))
+    violations = [e for e in run.ledger.flagged() if e.blob and VIOLATIONS.keys() & set(e.flags)]
+    for flagged in violations[-SHOWN_FLAGGED:]:
+        title = f"{flagged.task} #{flagged.member}: {', '.join(flagged.flags)}"
+        shown.append(show(title, decode(run.rollouts.get(flagged.blob), Episode), tokenizer, stage="flagged"))
     return shown
 
 
-def _interesting(before: EvalResult | None, after: EvalResult | None) -> list[str]:
+def _changed_first(before: EvalResult | None, after: EvalResult | None) -> list[str]:
     """Task ids: first those whose first sample changed (fixed, then broken), then the others."""
     results = [r for r in (before, after) if r is not None]
     if not results:
@@ -161,8 +171,3 @@ def _interesting(before: EvalResult | None, after: EvalResult | None) -> list[st
     broken = [i for i in ids if change[i] < 0][:1]
     rest = [i for i in ids if change[i] == 0][: SHOWN_PAIRS - len(fixed) - len(broken)]
     return fixed + broken + rest
-
-
-def _mixed_groups(run: Run) -> list[Group]:
-    """The last consumed groups in which some members passed and some failed."""
-    return run.ledger.mixed_groups(SHOWN_GROUPS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from etude.config import SandboxConfig
+from etude.config import SandboxConfig, validate_sandbox
 from etude.errors import UserError
 from etude.sandbox.backend import Backend, BackendOptions
 from etude.sandbox.backends.host import RemoteHost
@@ -14,13 +14,13 @@ from etude.sandbox.namespace.backend import open_namespace
 
 def remote_host(config: SandboxConfig) -> RemoteHost | None:
     """The host that makes machines for boxes; None for the kernel of this machine. Raises UserError."""
-    match config.backend:
+    match config.type:
         case "namespace":
             return None
         case "docker" | "podman":
             from etude.sandbox.backends.containers import Containers
 
-            return Containers(config.backend, config.image, config.runtime)
+            return Containers(config.type, config.image, config.runtime)
         case "kubernetes":
             from etude.sandbox.backends.kubernetes import Pods
 
@@ -39,7 +39,7 @@ async def reachable() -> dict[str, str]:
     """Every backend but the namespaces -> why it cannot be used here; empty if it can."""
     reasons: dict[str, str] = {}
     for name in ("docker", "podman", "kubernetes", "modal", "e2b"):
-        host = remote_host(SandboxConfig(backend=name, image="none"))
+        host = remote_host(validate_sandbox({"type": name, "image": "none"}, name))
         assert host is not None
         try:
             await host.reach()
@@ -52,4 +52,6 @@ async def reachable() -> dict[str, str]:
 def open_backend(config: SandboxConfig, options: BackendOptions) -> AbstractAsyncContextManager[Backend]:
     """Open the configured backend. Raises UserError for what is missing here, or what the backend cannot give."""
     host = remote_host(config)
-    return open_namespace(options) if host is None else open_remote(host, options, config.without)
+    if host is None or config.type == "namespace":
+        return open_namespace(options)
+    return open_remote(host, options, config.without)

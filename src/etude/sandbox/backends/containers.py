@@ -69,13 +69,13 @@ class Containers:
 
     async def _info(self) -> dict[str, Any]:
         if shutil.which(self.name) is None:
-            raise UserError(f"{self.name} is not installed here; install it, or use another sandbox.backend.")
+            raise UserError(f"{self.name} is not installed here; install it, or use another sandbox.type.")
         code, printed = await output([self.name, "info", "--format", "{{json .}}"])
         with contextlib.suppress(ValueError):
             info = json.loads(printed)
             if code == 0 and not info.get("ServerErrors"):
                 return info
-        raise UserError(f"{self.name} does not answer ({last(printed)}); start it, or use another sandbox.backend.")
+        raise UserError(f"{self.name} does not answer ({last(printed)}); start it, or use another sandbox.type.")
 
     async def start(self, command: Sequence[str], need: Need) -> ProcessStream:
         """Run a container without network."""

@@ -39,7 +39,7 @@ class Pods:
     async def reach(self) -> None:
         """Raises UserError if kubectl is not installed or may not make pods."""
         if shutil.which("kubectl") is None:
-            raise UserError("kubectl is not installed here; install it, or use another sandbox.backend.")
+            raise UserError("kubectl is not installed here; install it, or use another sandbox.type.")
         code, printed = await output([*self._kubectl, "auth", "can-i", "create", "pods"])
         if code:
             raise UserError(f"kubectl may not make pods ({last(printed)}); point it at a cluster that allows it.")

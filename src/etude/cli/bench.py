@@ -1,0 +1,43 @@
+"""`etude bench NAME`: a benchmark of the package `benchmarks`, which lies beside the code and not in it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+
+from etude.config import bundled
+from etude.errors import UserError
+
+BENCHMARKS = {
+    "async": "asynchrony",
+    "documents": "documents",
+    "edits": "edits",
+    "engine": "engine",
+    "mismatch": "mismatch",
+    "sandbox": "sandbox",
+    "shared-prompt": "shared_prompt",
+    "weights": "weights",
+}  # name of the command line -> module
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude bench`."""
+    parser.add_argument("name", choices=BENCHMARKS)
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Prints the benchmark's rows and its result as JSON; 1 if one of its checks failed. Raises UserError."""
+    package = bundled("benchmarks")
+    if package is None:
+        raise UserError("this installation has no benchmarks: install etude's wheel, or work in its repository")
+    sys.path.insert(0, str(package.parent))
+    result = importlib.import_module(f"benchmarks.{BENCHMARKS[arguments.name]}").run(quick=arguments.quick)
+    if not arguments.json:
+        for row in result["rows"]:
+            print(f"{row['case']:40} {row['value']:>12.4g} {row['unit']:10} {row['baseline']}")
+    print(json.dumps(result))
+    return 0 if all(result["checks"].values()) else 1

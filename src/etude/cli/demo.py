@@ -1,0 +1,44 @@
+"""`etude demo`: recipes/demo.toml with a seed. The folder of an earlier demo is kept under another name."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from itertools import count
+from pathlib import Path
+
+from etude import runfolder
+from etude.cli.overlays import given_text, read_toml
+from etude.cli.train import OUTPUTS
+from etude.config import RLConfig, bundled, validate
+from etude.errors import UserError
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude demo`; further words are overrides of the recipe."""
+    parser.set_defaults(takes_overrides=True)
+    parser.add_argument("--seed", type=int, default=1, help="of tasks, episodes and evaluation (default: 1)")
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> None:
+    """Trains in outputs/demo below the current folder. Raises UserError or RunFailed."""
+    recipe = bundled("recipes/demo.toml")
+    if recipe is None:
+        raise UserError("this installation has no recipes/demo.toml: install etude's wheel, or work in its repository")
+    overrides = [*rest, "--seed", str(arguments.seed)]
+    config = validate(RLConfig, read_toml(recipe, overrides), str(recipe))
+    folder = OUTPUTS / config.name
+    if folder.exists():
+        with runfolder.lock(folder):
+            print(f"the earlier demo was moved to {_set_aside(folder)}")
+    from etude.run.launch import train_rl
+
+    train_rl(config, folder, resume=False, toml=given_text([recipe], overrides))
+
+
+def _set_aside(folder: Path) -> Path:
+    """Renames a run folder by the first free number; returns its new path."""
+    names = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
+    kept = next(name for name in names if not name.exists())
+    shutil.move(folder, kept)
+    return kept

@@ -1,0 +1,103 @@
+"""TOML files and the command line as one configuration: `base.toml @ mine.toml --trainer.lr 2e-4 --rollout.group 8`.
+
+A later source overrides an earlier one: tables are merged key by key, arrays and values are replaced. A table whose
+`type` changes is replaced whole, because its other keys belong to the former type.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.errors import UserError
+
+
+def split_overlays(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """`@ FILE ...` and all other words. Raises UserError for an `@` without a file."""
+    files: list[Path] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("@"):
+            others.append(word)
+            continue
+        name = word[1:] or next(rest, "")
+        if not name or name.startswith("-"):
+            raise UserError("@ needs a TOML file after it, as in `etude train base.toml @ mine.toml`")
+        files.append(Path(name))
+    return files, others
+
+
+def read_toml(path: Path, overrides: Sequence[str] = (), overlays: Sequence[Path] = ()) -> dict[str, Any]:
+    """The tables of `path`, under those of `overlays` in order, under `--a.b value` pairs. Raises UserError."""
+    data: dict[str, Any] = {}
+    for tables in (*map(_load, (path, *overlays)), _tables(overrides)):
+        data = _merged(data, tables)
+    return data
+
+
+def given_text(files: Sequence[Path], overrides: Sequence[str]) -> str:
+    """The files one after the other, and the overrides as a comment: what a run was started with, for people."""
+    parts = [path.read_text("utf-8").rstrip("\n") for path in files]
+    if len(files) > 1:
+        parts = [f"# ---- {path}\n{text}" for path, text in zip(files, parts, strict=True)]
+    if overrides:
+        parts.append(f"# ---- command line\n# {shlex.join(overrides)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; give the path of a TOML configuration") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise UserError(f"{path} cannot be read as TOML: {e}") from None
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Tables merged key by key; a table of another `type` takes the whole place of the one below."""
+    merged = dict(below)
+    for key, value in above.items():
+        former = merged.get(key)
+        if isinstance(value, dict) and former is not None:
+            if not isinstance(former, dict):
+                raise UserError(f"{key} is a value, not a table: its keys cannot be set")
+            if value.get("type", former.get("type")) == former.get("type"):
+                value = _merged(former, value)
+        merged[key] = value
+    return merged
+
+
+def _tables(overrides: Sequence[str]) -> dict[str, Any]:
+    """`--a.b value` and `--a.b=value` as nested tables."""
+    data: dict[str, Any] = {}
+    rest = list(overrides)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise UserError(f"unexpected argument {flag!r}; overrides are written --table.key value")
+        key, equals, text = flag[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise UserError(f"{flag} needs a value")
+            text = rest.pop(0)
+        *tables, leaf = key.split(".")
+        node = data
+        for table in tables:
+            node = node.setdefault(table, {})
+            if not isinstance(node, dict):
+                raise UserError(f"--{key}: {table} is a value, not a table")
+        node[leaf] = _toml_value(text)
+    return data
+
+
+def _toml_value(text: str) -> Any:
+    """A TOML literal if it is one, else the text itself, so that paths need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

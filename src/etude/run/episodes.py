@@ -1,0 +1,117 @@
+"""Episodes of a run: leased episodes are played, scored and recorded; impossible tasks are played beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from etude.failpoints import failpoint
+from etude.ledger.ledger import EpisodeLease, blob_key
+from etude.records import Episode, Outcome, encode
+from etude.rollout.episode import EpisodeId, RolloutContext, run_branches, run_episode
+from etude.run.parts import context_of, decoys_of
+from etude.run.state import Run, check_processes
+from etude.tasks.dataset import Dataset
+
+STOP_SECONDS = 30.0  # for episodes that are cancelled to give up their boxes
+NOTICE_SECONDS = 0.1  # until a killed process is seen as gone
+
+
+@dataclass(frozen=True)
+class LiveEpisodes:
+    """Episodes that are played together; those that have ended are removed. `since` is on the monotonic clock."""
+
+    leases: list[EpisodeLease]
+    since: float
+
+
+def episode_seed(seed: int, group: int, member: int) -> int:
+    """A 63-bit seed from counters, so that an episode's randomness does not depend on when or where it ran."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{group}/{member}".encode(), digest_size=8).digest()) >> 1
+
+
+async def play_leased(run: Run, live: LiveEpisodes) -> None:
+    """Plays leased episodes, one alone or siblings of one shared prefix, and records each as soon as it ends."""
+    config, leases = run.config, {lease.member: lease for lease in live.leases}
+    first, forks, seed = live.leases[0], config.rollout.forks, config.seed
+    task = run.dataset.by_id[first.task_id]
+    context, decoys = _context(run, run.dataset), decoys_of(config, task)
+    sampling = replace(context.sampling, routes=config.trainer.router_replay)
+    context = replace(context, sampling=sampling, reward=config.reward)
+    ids = [EpisodeId(x.group_id, x.member, x.attempt, episode_seed(seed, x.index, x.member)) for x in live.leases]
+
+    async def finish(episode: Episode) -> None:
+        if episode.outcome is Outcome.INFRA:
+            await _explain(run)
+        lease = leases[episode.member]
+        _record(run, lease, episode)
+        live.leases.remove(lease)
+        run.progress.finished += 1
+        failpoint("controller.finished")
+
+    if forks == 1:
+        await finish(await run_episode(context, task, ids[0], decoys))
+    else:
+        # The seed of a shared prefix: numbers above those of members, the same when a sibling is played again.
+        seed = episode_seed(seed, first.index, config.rollout.group + first.member // forks)
+        turns = config.rollout.fork_turns[seed % len(config.rollout.fork_turns)]
+        await run_branches(context, task, ids, decoys, seed=seed, turns=turns, on_episode=finish)
+
+
+async def play_impossible(run: Run, tasks: Dataset, number: int) -> None:
+    """Plays an impossible task in a box like any other, and prints an alarm if it is passed. One that infrastructure
+    loses is not repeated."""
+    seed = episode_seed(run.config.seed, number, -1)
+    task = tasks.tasks[seed % len(tasks.tasks)]
+    episode_id = EpisodeId(group_id=number, member=0, attempt=0, seed=seed)
+    episode = await run_episode(_context(run, tasks), task, episode_id, decoys_of(run.config, task))
+    if episode.outcome is Outcome.INFRA:
+        await _explain(run)
+        return
+    key = f"impossible/{number:06d}.msgpack"
+    run.rollouts.put(key, encode(episode))
+    run.ledger.add_impossible(number, episode, key)
+    if episode.passed or episode.outcome is Outcome.TAMPERED:
+        how = "passed" if episode.passed else f"tampered with ({episode.detail})"
+        print(f"cheating: impossible task {number}, made of {task.id}, was {how}", file=sys.stderr, flush=True)
+
+
+async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Ends episodes. One that does not end in time is left to end with the sandbox, whose box it waits for."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        done, _ = await asyncio.wait(tasks, timeout=STOP_SECONDS)
+        for task in done:
+            _ = task.cancelled() or task.exception()  # read, so that asyncio does not complain
+
+
+def _context(run: Run, dataset: Dataset) -> RolloutContext:
+    return context_of(run.config, dataset, run.sandbox, run.engines.client, run.renderer, run.agent)
+
+
+def _record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
+    """Blob first, ledger second: a row that says "done" always has its tokens."""
+    key = blob_key(lease.group_id, lease.member, lease.attempt)
+    if episode.outcome is not Outcome.INFRA:
+        run.rollouts.put(key, encode(episode))
+    run.ledger.finish(
+        lease,
+        outcome=episode.outcome,
+        reward=episode.reward,
+        passed=episode.passed,
+        blob=key,
+        tokens=episode.sampled_tokens,
+        min_version=episode.min_version,
+        metrics=episode.metrics,
+        flags=episode.flags,
+    )
+
+
+async def _explain(run: Run) -> None:
+    """Raises RunFailed if a lost episode is the first sign of a dead process: its retries would be lost as well."""
+    await asyncio.sleep(NOTICE_SECONDS)
+    check_processes(run)

@@ -1,0 +1,90 @@
+"""The inputs of a run: refused before anything is written, or built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from etude.code.packages import fetch_library
+from etude.config import RLConfig
+from etude.errors import UserError
+from etude.rollout import apply_edits
+from etude.rollout.agent import check as check_agent
+from etude.rollout.environment import environment_dataset
+from etude.rollout.rewards import custom_component
+from etude.run.parts import dataset_of, profiles_of, renderer_of
+from etude.sandbox.egress.policy import check_index, parse
+from etude.tasks import dataset as datasets
+from etude.tasks.build import build, check_operators
+from etude.tasks.dataset import Dataset
+from etude.weights.signature import private_key, public_key
+
+
+def check_inputs(config: RLConfig) -> None:
+    """Raises UserError for mistakes that show before a run folder is written."""
+    from etude.models.loading import check_folder
+    from etude.trainer.rl.presets import loss_preset
+
+    check_folder(Path(config.model.path))
+    if config.weights.signing_key is not None:
+        private_key(Path(config.weights.signing_key))
+        public_key(Path(f"{config.weights.signing_key}.pub"))
+    loss_preset(config.loss)
+    if config.reward.custom is not None:
+        custom_component(config.reward.custom)
+    profiles_of(config)
+    if config.sandbox.type == "namespace":
+        parse(config.sandbox.egress)
+        if config.sandbox.index is not None:
+            check_index(config.sandbox.index)
+    if config.rollout.documents:
+        _check_documents(config)
+    if config.rollout.agent is not None:
+        check_agent(config.rollout.agent)
+    if config.rollout.apply is not None and renderer_of(config).dialect == "compact":
+        raise UserError("agents of the compact dialect have no tool `apply`: drop rollout.apply")
+    tasks = config.tasks
+    check_operators(tasks)
+    if tasks.edits is not None:
+        apply_edits.tasks_of(Path(tasks.edits), renderer_of(config), config.rollout.budget())
+    elif tasks.environment is not None:
+        environment_dataset(config, renderer_of(config), Path())
+    elif tasks.dataset is not None:
+        datasets.load(Path(tasks.dataset))
+    elif "==" in tasks.repository:
+        if tasks.sha256 is None:
+            raise UserError(f"tasks.repository = {tasks.repository!r} needs tasks.sha256, the digest of its sdist")
+    elif not Path(tasks.repository).is_dir():
+        raise UserError(f"tasks.repository: {tasks.repository} is not a folder; give a repository or NAME==VERSION")
+
+
+def build_dataset(config: RLConfig, folder: Path, note: Callable[[str, int, int], None]) -> Dataset:
+    """The run's dataset; built into the run folder if the configuration names a repository. Raises UserError."""
+    if (dataset := dataset_of(config, folder)) is not None:
+        return dataset
+    tasks = config.tasks
+    if "==" in tasks.repository:
+        name, _, version = tasks.repository.partition("==")
+        assert tasks.sha256 is not None
+        repository = fetch_library(name, version, tasks.sha256, folder / "library")
+    else:
+        repository = Path(tasks.repository)
+    return build(repository, folder / "tasks", tasks, note)
+
+
+def _check_documents(config: RLConfig) -> None:
+    """Refuses models that documents cannot be placed in, and engines whose memory is too small for an episode's."""
+    from transformers import AutoConfig
+
+    from etude.models.documents import config_refusal, token_bytes
+
+    model = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
+    if refusal := config_refusal(model):
+        raise UserError(f"{refusal}: set rollout.documents to false")
+    size = token_bytes(model, 4 if config.inference.dtype == "float32" else 2)
+    needed = -(-size * config.rollout.context // 2**20)
+    if config.inference.documents_mb < needed:
+        raise UserError(
+            f"documents of up to rollout.context = {config.rollout.context} tokens need {needed} MB of an engine: set "
+            f"inference.documents_mb to that at least, it is {config.inference.documents_mb:g}"
+        )

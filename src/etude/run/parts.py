@@ -1,0 +1,106 @@
+"""Objects that a configuration describes: the renderer, the dataset, the sandbox's options, how episodes are sampled.
+
+The run, its evaluation and the audits that repeat episodes make them by the same functions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from etude.config import RLConfig, RolloutConfig
+from etude.grading.cheats import decoys
+from etude.grading.cheats.decoys import Decoys
+from etude.harness.edit_appliers import EditApplier, merge_applier, server_applier
+from etude.harness.loop import Policy, Sampling
+from etude.records import Task
+from etude.renderers import Renderer, renderer_for
+from etude.rollout import apply_edits
+from etude.rollout.agent import Agent
+from etude.rollout.concurrency import Concurrency, concurrency
+from etude.rollout.environment import environment_dataset
+from etude.rollout.episode import RolloutContext
+from etude.sandbox.base import Sandbox
+from etude.sandbox.egress.policy import Egress, index_of, parse, project_of
+from etude.sandbox.machine_profile import ProfileSource, load
+from etude.tasks import dataset as datasets
+from etude.tasks.dataset import Dataset
+
+
+def renderer_of(config: RLConfig) -> Renderer:
+    """The renderer of the model's dialect. Raises UserError."""
+    return renderer_for(Path(config.model.path), None if config.model.dialect == "auto" else config.model.dialect)
+
+
+def dataset_of(config: RLConfig, folder: Path) -> Dataset | None:
+    """The configured dataset, or the one in the run folder; None if it has not been built yet. Raises UserError."""
+    tasks, built = config.tasks, folder / "tasks"
+    if tasks.edits is not None:
+        return apply_edits.tasks_of(Path(tasks.edits), renderer_of(config), config.rollout.budget())
+    if tasks.environment is not None:
+        return environment_dataset(config, renderer_of(config), folder)
+    if tasks.dataset is not None:
+        return datasets.load(Path(tasks.dataset))
+    return datasets.load(built) if built.exists() else None
+
+
+def sampling_of(rollout: RolloutConfig) -> Sampling:
+    """How the turns of a run are sampled."""
+    return Sampling(
+        temperature=rollout.temperature,
+        documents=rollout.documents,
+        summarise_at=rollout.summarise_at,
+        summary_tokens=rollout.summary_tokens,
+    )
+
+
+def applier_of(rollout: RolloutConfig) -> EditApplier:
+    """The server or function that applies the edit sketches of the tool `apply`."""
+    return server_applier(rollout.apply) if rollout.apply else merge_applier
+
+
+def context_of(
+    config: RLConfig, dataset: Dataset, sandbox: Sandbox, policy: Policy, renderer: Renderer, agent: Agent | None = None
+) -> RolloutContext:
+    """What all episodes of a run have in common. Training episodes also record experts, if it replays them."""
+    rollout = config.rollout
+    return RolloutContext(
+        dataset, sandbox, policy, renderer, rollout.budget(), sampling_of(rollout), agent, applier_of(rollout)
+    )
+
+
+def decoys_of(config: RLConfig, task: Task) -> Decoys | None:
+    """The decoys of a task, if it has some in this run; its impossible version has the same."""
+    if task.sketch is not None or config.tasks.environment is not None:
+        return None  # there is no repository to hide them in
+    chosen = decoys.chosen(task.id, config.seed, config.cheats.decoys)
+    return decoys.plant(task, config.seed) if chosen else None
+
+
+def profiles_of(config: RLConfig) -> ProfileSource | None:
+    """Machines that boxes imitate; () for the reference description, None for no machine. Raises UserError."""
+    path = config.rollout.machine_profiles
+    if path == "none":
+        return None
+    return () if path is None else load(Path(path))
+
+
+def egress_of(config: RLConfig, dataset: Dataset, folder: Path) -> Egress | None:
+    """What boxes may reach, if anything. The package that tasks are made from is no part of it. Raises UserError."""
+    sandbox, index = config.sandbox, None
+    if sandbox.type != "namespace":
+        return None
+    if sandbox.index is not None and sandbox.index_before is not None:
+        roots = {Path(root).stem for task in dataset.tasks for root in task.source_roots}
+        without = {*sandbox.index_without, *roots, project_of(dataset.name)}
+        index = index_of(sandbox.index, sandbox.index_before, without)
+    if not sandbox.egress and index is None:
+        return None
+    return Egress(parse(sandbox.egress), index, folder / "egress.jsonl")
+
+
+def concurrency_of(config: RLConfig) -> Concurrency:
+    """How many episodes are live: a number, or one that follows the engines' load."""
+    rollout = config.rollout
+    fixed = None if rollout.max_in_flight == "auto" else rollout.max_in_flight
+    rows = config.inference.servers * config.inference.max_batch
+    return concurrency(fixed, rows=rows, staleness=rollout.staleness, prompts=rollout.prompts, group=rollout.group)
