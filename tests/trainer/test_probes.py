@@ -202,7 +202,7 @@ def test_the_controller_asks_names_differences_and_refuses_other_tensors(tmp_pat
         one.start()
         two.start()
         watched = asyncio.run(look([url, other], watcher))
-    sentence = f"the engine at {other} is not configured as that at {url}: rows is 4, not 128"
+    sentence = f"the engine at {other} is not configured as that at {url}: max_batch is 4, not 128"
     assert watched.record.complaints == {sentence}
     assert capsys.readouterr().err.count(sentence) == 1
     assert [(a.engine, a.scored.version) for a in probes.take_results(answers)] == [(url, 0), (other, 0)]
@@ -289,7 +289,7 @@ def test_limits_of_an_engine_are_in_its_configuration(tmp_path):
     assert digest_of(one) == digest_of(same) != digest_of(other)
     assert complaints({"http://a": one, "http://b": same}) == []
     (said,) = complaints({"http://a": one, "http://b": same, "http://c": other})
-    assert said == "the engine at http://c is not configured as that at http://a: rows is 8, not 4"
+    assert said == "the engine at http://c is not configured as that at http://a: max_batch is 8, not 4"
     (said,) = complaints({"http://a": one | {"head": "narrower than float32"}})
     assert said.startswith("the engine at http://a is not float32 where log-probabilities are made: head is narrower")
 
