@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from etude.errors import RunFailed, UserError
@@ -33,7 +34,7 @@ def _fail(sentence: str) -> None:
     sys.exit(2)
 
 
-def _parser(words: list[str]) -> argparse.ArgumentParser:
+def _parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="etude", description="Train your own coding agent on your own product.", allow_abbrev=False
     )
