@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import pairwise
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import blake3
 import msgspec
@@ -238,6 +238,7 @@ class Episode(Record, frozen=True, kw_only=True):
     turns: tuple[Turn, ...]
     metrics: dict[str, float]  # for display, e.g. {"turns": 3, "tests_run": 2, "malformed": 0, "edits": 2}
     flags: tuple[str, ...] = ()  # what the detectors of cheating found, sorted; see grading/cheats
+    tools: tuple[dict[str, Any], ...] = ()  # definitions that an outside agent gave its model, in OpenAI's format
     detail: str = ""  # one sentence: why it failed, or what was tampered with
     fork: Fork | None = None  # None: it was played alone
 

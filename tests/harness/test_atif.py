@@ -9,7 +9,7 @@ import pytest
 
 from etude.harness import atif
 from etude.harness.loop import UngradedEpisode
-from etude.records import Episode, Fork, Outcome
+from etude.records import Episode, Fork, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from tests.harness.test_loop import edit, play
 from tests.harness.test_summaries import Agent, a_search, chain, long_box, notes
@@ -94,3 +94,16 @@ def test_a_malformed_call_and_an_episode_without_a_token(compact: Renderer, comp
     assert (call["arguments"], bool(call["extra"]["error"])) == ({}, True)
     draft = UngradedEpisode((), (), play(compact, Scripted([speaker.turn()])).stop_reason, {}, False)
     assert written(draft, compact)["steps"] == [{"step_id": 1, "source": "system", "message": "nothing was sampled"}]
+
+
+def test_tools_of_an_outside_agent_are_those_of_its_trajectory() -> None:
+    tool = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+    episode = Episode(
+        id="1-0-0", group_id=1, member=0, attempt=0, task_id="t", seed=1, outcome=Outcome.INFRA,
+        stop_reason=StopReason.ERROR, reward=0.0, passed=False, segments=(), turns=(), metrics={}, tools=(tool,),
+    )  # fmt: skip
+    stored = decode(encode(episode), Episode)
+    assert stored == episode
+    document = atif.document(stored, None, AGENT, "run")  # type: ignore[arg-type]  # nothing was sampled
+    assert document["agent"] == AGENT | {"tool_definitions": [tool]}
+    assert "tool_definitions" not in AGENT

@@ -136,6 +136,7 @@ def test_a_conversation_that_goes_on_appends_only_what_is_new(hermes: Renderer, 
     assert [turn.results for turn in draft.turns] == [("\n\n<|im_start|>assistant\n",), ("1", "2", "And?"), ()]
     assert draft.metrics["forks"] == 0
     assert draft.metrics["tokens_prefix_property"] == 3
+    assert [definition["function"]["name"] for definition in draft.tools] == ["bash"]
 
 
 def test_a_rewritten_history_is_a_segment_of_its_own(hermes: Renderer, hermes_folder: Path) -> None:

@@ -1,1 +1,5 @@
-"""What people look at: the terminal while a run goes on, and the page it leaves behind."""
+"""What people look at: the terminal view while a run goes on, the page and the report that it leaves behind.
+
+The room draws figures and decides nothing. It imports evals, ledger, rollout's figures and the foundations. Public:
+`live.LiveView`, `report.RunReport`, `page.write_report` and `view.load_view`.
+"""

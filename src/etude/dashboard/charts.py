@@ -21,6 +21,8 @@ _WAITING = ("wait", "idle", "sleep", "stopped")
 
 @dataclass(frozen=True)
 class Series:
+    """One curve of a line chart."""
+
     label: str
     points: Sequence[Point]
     color: int = 1  # 1 to 6, see static/page.css
@@ -93,6 +95,7 @@ def timeline(spans: Sequence[TimelineSpan], order: Sequence[str] = ()) -> str:
 
 
 def is_waiting(state: str) -> bool:
+    """Whether a process in this state does nothing."""
     return any(word in state.lower() for word in _WAITING)
 
 
@@ -117,8 +120,8 @@ def _lane(name: str, spans: Sequence[TimelineSpan], start: float, length: float)
     busy = sum(seconds[state] for state in working) / length
     keys = "".join(_key(color[state], state, f"{100 * seconds[state] / length:.0f} %") for state in ranked)
     centres = [(i + 0.5) / _BINS for i in range(_BINS)]
-    said = {state: [f"{100 * v:.0f} %" if v > 0.002 else "" for v in shares[state]] for state in ranked}
-    tips = _tips(centres, [clock(x * length) for x in centres], said)
+    texts = {state: [f"{100 * v:.0f} %" if v > 0.002 else "" for v in shares[state]] for state in ranked}
+    tips = _tips(centres, [clock(x * length) for x in centres], texts)
     return (
         f'<div class="lane"><span class="who"><b>{escape(name)}</b><small>{100 * busy:.0f} % busy</small></span>'
         f'<div class="area" {tips}><svg viewBox="0 0 {_BINS} {_SIZE}" preserveAspectRatio="none" role="img" '
@@ -155,12 +158,12 @@ def _plot(series: Sequence[Series], scale: _Scale, fmt: Format, smooth: bool, by
     marks = "".join(_curve(s, [(at(p) - left) / span for p in s.points], scale, smooth) for s in series)
     ticks = [((t - left) / span, compact(t)) for t in _nice_ticks(left, right, whole=not by_minutes)]
     longest = max(series, key=lambda s: len(s.points)).points
-    said: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     for s in series:
         by_step = {p.step: fmt(p.value) for p in s.points}
-        said[s.label] = [by_step.get(p.step, "") for p in longest]
+        texts[s.label] = [by_step.get(p.step, "") for p in longest]
     heads = [f"step {p.step} · {p.minutes:.1f} min" for p in longest]
-    tips = _tips([(at(p) - left) / span for p in longest], heads, said)
+    tips = _tips([(at(p) - left) / span for p in longest], heads, texts)
     name = "minutes" if by_minutes else "step"
     return f'<div class="by-{name}">{_frame(marks, scale, fmt, ticks, name, tips)}</div>'
 
@@ -207,9 +210,9 @@ def _frame(
     )
 
 
-def _tips(xs: Sequence[float], heads: Sequence[str], said: Mapping[str, Sequence[str]]) -> str:
+def _tips(xs: Sequence[float], heads: Sequence[str], texts: Mapping[str, Sequence[str]]) -> str:
     """What the page's script shows at each x (0 to 1): a head and one text per series; an empty text is left out."""
-    tips = {"x": [round(x, 4) for x in xs], "l": list(heads), "s": [{"n": n, "v": list(v)} for n, v in said.items()]}
+    tips = {"x": [round(x, 4) for x in xs], "l": list(heads), "s": [{"n": n, "v": list(v)} for n, v in texts.items()]}
     return f'data-tips="{escape(json.dumps(tips, separators=(",", ":"), ensure_ascii=False))}"'
 
 

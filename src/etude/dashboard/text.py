@@ -33,6 +33,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 def percent(value: float, digits: int = 1) -> str:
+    """A share, 0 to 1, in percent."""
     return f"{100 * value:.{digits}f} %"
 
 
@@ -53,6 +54,7 @@ def points(value: float) -> str:
 
 
 def signed(value: float) -> str:
+    """Two digits with a sign, a real minus; zero has none."""
     text = f"{value:+.2f}".replace("-", "−")
     return "0.00" if text in ("+0.00", "−0.00") else text
 
@@ -74,10 +76,12 @@ def compact(value: float) -> str:
 
 
 def optional(value: float | None) -> str:
+    """`compact`, or a dash for what was not measured."""
     return "–" if value is None else compact(value)
 
 
 def byte_count(value: float) -> str:
+    """Bytes with a decimal prefix: 512 B, 1.08 MB."""
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if value >= limit:
             return f"{value / limit:.3g} {unit}"

@@ -53,6 +53,8 @@ class Point:
 
 @dataclass(frozen=True)
 class RunView:
+    """What the run folder holds for the page, and the episodes picked for it."""
+
     steps: tuple[Mapping[str, Any], ...] = ()  # lines of metrics.jsonl
     memory: tuple[Mapping[str, Any], ...] = ()  # lines of memory.jsonl
     timeline: tuple[TimelineSpan, ...] = ()

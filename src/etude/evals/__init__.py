@@ -1,1 +1,5 @@
-"""Suites and statistics: how well a policy does, and whether one does better than another."""
+"""Evaluations: suites, and the statistics that tell whether one model does better than another.
+
+The room plays episodes through rollout and asks engines for answers; it starts no processes and knows no runs. Public:
+`suite.evaluate`, `suite.compare` and the functions of `stats`.
+"""

@@ -21,7 +21,8 @@ Step = dict[str, Any]
 
 
 def document(episode: Episode, renderer: Renderer, agent: dict[str, Any], session: str) -> dict[str, Any]:
-    """The trajectory of an episode. `agent` is ATIF's object of that name, `session` names the run."""
+    """The trajectory of an episode. `agent` is ATIF's object of that name; tools that the episode
+    brought itself are added to it. `session` names the run."""
     steps = list(_steps(episode, renderer))
     if not steps:
         steps = [{"source": "system", "message": episode.detail or "nothing was sampled"}]
@@ -43,7 +44,7 @@ def document(episode: Episode, renderer: Renderer, agent: dict[str, Any], sessio
         "schema_version": "ATIF-v1.8",
         "session_id": session,
         "trajectory_id": episode.id,
-        "agent": agent,
+        "agent": agent | ({"tool_definitions": list(episode.tools)} if episode.tools else {}),
         "steps": [{"step_id": number} | step for number, step in enumerate(steps, 1)],
         "final_metrics": {
             "total_prompt_tokens": sum(start for s in episode.segments for start in s.turn_starts),

@@ -78,6 +78,7 @@ class UngradedEpisode:
     timed_out: bool  # a tool outlived the budget of seconds: the state of the box is unknown
     visible_passed: bool = False  # the visible tests passed on the tree as the agent left it
     note: str = ""  # one sentence for people, added to the grade's
+    tools: tuple[dict[str, Any], ...] = ()  # definitions that an outside agent gave its model
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -255,6 +255,7 @@ def _record(
         turns=ungraded.turns,
         metrics=ungraded.metrics | {n: v for n, v in signals.items() if not n.startswith("flag/")} | shared,
         flags=tuple(sorted(n.removeprefix("flag/") for n in signals if n.startswith("flag/"))),
+        tools=ungraded.tools,
         detail=grade.detail,
         fork=fork,
     )

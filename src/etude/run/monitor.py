@@ -1,4 +1,4 @@
-"""Feeds the terminal view, the engine's part of the timeline and memory.jsonl from what the run's processes report."""
+"""Feeds the terminal view, the engines' part of the timeline and memory.jsonl with figures of the run's processes."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Monitor:
         self._finished = 0
 
     def tick(self, progress: Progress) -> None:
+        """Reports where the run stands, unless it was reported less than half a second ago."""
         now = time.time()
         if now - self._last < SECONDS:
             return

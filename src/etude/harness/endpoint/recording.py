@@ -23,7 +23,7 @@ from etude.harness.loop import Aborted, EpisodeSpec, UngradedEpisode, turn_seed
 from etude.harness.token_ledger import TokenLedger
 from etude.protocol.wire import GenerateRequest
 from etude.records import Generation, Segment, StopReason, Turn
-from etude.renderers import Message, ParsedTurn, Renderer
+from etude.renderers import Message, ParsedTurn, Renderer, Tool
 from etude.renderers.base import content_text
 
 MAX_CHARACTERS = 64  # of a token, on average over a whole prompt: beyond, a prompt is too long without being encoded
@@ -169,6 +169,7 @@ class Recording:
         self._requested: dict[tuple[bytes, tuple[str, ...], int | None], RecordedTurn] = {}
         self._turns: dict[bytes, RecordedTurn] = {}  # whole turns by the digest of the conversation up to their end
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tools: dict[str, Tool] = {}  # every definition that was sent, by the tool's name
 
     def ask(self, request: AgentRequest) -> RecordedTurn:
         """The turn that answers: a recorded one if the same was asked before, else one whose sampling begins here.
@@ -195,6 +196,8 @@ class Recording:
             raise RequestRefused("invalid", str(e), "messages") from None
         if kept + len(added) >= self._spec.budget.context:
             raise self._too_long(kept + len(added))
+        for tool in request.tools:
+            self._tools.setdefault(tool["function"]["name"], tool)
         branch = self._branch(tip, request.messages[at:], bool(request.tools))
         branch.ledger.add_environment(added)
         turn = RecordedTurn(self.renderer, len(self._requested), branch, chain[-1], request)
@@ -234,8 +237,9 @@ class Recording:
         segments = [segment for branch in working for segment in branch.ledger.segments()]
         turns = [self._turn(turn) for branch in (*working, *side) for turn in branch.turns]
         return UngradedEpisode(
-            tuple(segments), tuple(turns), stop_reason, self._metrics(working, side, segments), timed_out
-        )
+            tuple(segments), tuple(turns), stop_reason, self._metrics(working, side, segments), timed_out,
+            tools=tuple(self._tools.values()),
+        )  # fmt: skip
 
     def _check_budget(self) -> None:
         if not self.ended.is_set():
