@@ -1,69 +1,19 @@
-"""One typed configuration per stage. Unknown keys are errors. No torch here; `cli/overlays.py` reads the TOML files.
-
-Relative paths start at the current folder, where `outputs/` is written, too. A validated configuration holds absolute
-ones, so that a run can be resumed from any folder.
-"""
+"""Stage "rl": the tables of a run."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, cast
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, Field
 
-import etude
-from etude.errors import UserError
+from etude.config.bundled import bundled
+from etude.config.engine import InferenceConfig
+from etude.config.sandbox import NamespaceSandboxConfig, SandboxConfig
+from etude.config.sections import LocalPath, LocalPathOrNone, ModelPath, Section, absolute
+from etude.config.tasks import TasksConfig
 from etude.records import Budget
-
-S = TypeVar("S", bound="Section")
-
-
-class Section(BaseModel):
-    """A table of the configuration. Frozen; unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-def bundled(path: str) -> Path | None:
-    """A file or folder that comes with etude, such as "recipes/demo.toml": of the installed package, else of the
-    repository that the package lies in. None if neither has it."""
-    package = Path(etude.__file__).parent
-    return next((root / path for root in (package / "bundled", package.parents[1]) if (root / path).exists()), None)
-
-
-def find_model(name: str | Path) -> Path:
-    """The absolute folder of a model: `name` is a folder, or the name of a bundled model. Raises UserError.
-
-    A folder `models/NAME` that is gone is looked for among the bundled models, because an installation may have moved.
-    """
-    path = Path(name)
-    if path.is_dir():
-        return path.absolute()
-    folder = bundled(f"models/{path.name}") if path.parent.name in ("", "models") else None
-    if folder is None:
-        raise UserError(f"{name} is not a folder, nor the name of a bundled model such as nano: give an HF folder")
-    return folder
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).absolute()) if path and "://" not in path else path
-
-
-def _model_folder(name: str) -> str:
-    try:
-        return str(find_model(name))
-    except UserError:
-        return _absolute(name)  # the run says what is wrong with the folder
-
-
-LocalPath = Annotated[str, AfterValidator(_absolute)]  # absolute after validation; URLs are kept
-_LocalPathOrNone = Annotated[str, AfterValidator(lambda path: path if path == "none" else _absolute(path))]
-ModelPath = Annotated[str, AfterValidator(_model_folder)]
 
 
 class ModelConfig(Section):
@@ -81,96 +31,6 @@ class ModelConfig(Section):
         """The name of a bundled model, else the folder."""
         name = Path(self.path).name
         return name if bundled(f"models/{name}") == Path(self.path) else self.path
-
-
-TaskKind = Literal["mutation", "removal", "combined", "class", "feature", "commit"]
-
-
-class BuildConfig(Section):
-    """How tasks are made from a repository: the flags of `etude tasks build`, and a part of the table [tasks]."""
-
-    seed: int = Field(default=1, description="seed of every draw; in a run the run's own, unless given")
-    max_tasks: int = Field(default=600, ge=2, description="tasks of a dataset, at most")
-    kinds: tuple[TaskKind, ...] = Field(
-        default=("mutation", "removal"), min_length=1, description="how programs are broken (docs/tasks.md)"
-    )
-    operators: tuple[str, ...] = Field(default=(), description="mutation operators to use; empty: all")
-    per_function: int = Field(default=3, ge=1, description="tasks of one function and kind, at most")
-    min_lines: int = Field(default=3, ge=1, description="shortest function that is broken, docstring left out")
-    max_lines: int = Field(default=30, ge=1, description="longest function that is broken, docstring left out")
-    max_functions: int | None = Field(
-        default=None, ge=1, description="functions to try, drawn by the seed; default: all of them"
-    )
-    max_test_files: int | None = Field(
-        default=None, ge=1, description="JavaScript test files to use, drawn by the seed; default: all of them"
-    )
-    heldout_fraction: float = Field(default=0.25, gt=0, lt=1, description="share of functions kept for evaluation")
-    bootstrap: str = Field(
-        default="declared", description="dependencies: declared, rules, or the URL of a model that proposes them"
-    )
-    visible: Literal["auto", "doctests", "half"] = Field(default="auto", description="tests that the agent may run")
-    visible_failure: bool = Field(default=False, description="only tasks in which a test fails that the agent may run")
-    repeats: int = Field(default=3, ge=1, description="times that each gate must hold")
-    workers: int = Field(default=2, ge=1, description="boxes at a time")
-    test_cap: int = Field(
-        default=12, ge=1, description="hidden tests of a task that must start to pass, and that must keep passing"
-    )
-    hang_seconds: float = Field(default=5.0, gt=0, description="a broken program that runs longer is dropped")
-    write_tests: str | None = Field(
-        default=None, description="command that writes tests for functions that have none (docs/tasks.md)"
-    )
-
-    @property
-    def wanted(self) -> int:
-        """Tasks of one function over all kinds, at most."""
-        return self.per_function * len(self.kinds)
-
-    @pydantic.model_validator(mode="after")
-    def _possible(self) -> BuildConfig:
-        if self.min_lines > self.max_lines:
-            raise ValueError("min_lines must not be above max_lines")
-        if self.bootstrap not in ("declared", "rules") and not self.bootstrap.startswith(("http://", "https://")):
-            raise ValueError("bootstrap must be declared, rules, or the URL of an OpenAI-compatible server")
-        return self
-
-
-class TasksConfig(BuildConfig):
-    """The tasks of a run: built from a repository, or read from a dataset or a folder of edits."""
-
-    repository: str = Field(default="", description="folder of a repository with tests, or NAME==VERSION")
-    sha256: str | None = Field(default=None, description="digest of the source package; required with NAME==VERSION")
-    dataset: str | None = Field(
-        default=None, description="an existing task dataset; built from `repository` when absent"
-    )
-    edits: str | None = Field(
-        default=None,
-        description="instead: a folder of `etude tasks fast-apply`; episodes apply edits, without boxes",
-    )
-    environment: str | None = Field(
-        default=None,
-        description='instead: import path of an environment in Python, "module:Class" (docs/environments.md)',
-    )
-    arguments: dict[str, Any] = Field(default={}, description="keyword arguments that the environment is made with")
-
-    @pydantic.model_validator(mode="after")
-    def _given(self) -> TasksConfig:
-        if not (self.repository or self.dataset or self.edits or self.environment):
-            raise ValueError("give tasks.repository, tasks.dataset, tasks.edits or tasks.environment")
-        if self.arguments and not self.environment:
-            raise ValueError("tasks.arguments are those of an environment: give tasks.environment")
-        return self
-
-
-class EditTableConfig(Section):
-    """How `etude tasks fast-apply` makes tables of edits: its flags."""
-
-    seed: int = Field(default=1, description="seed of every draw")
-    max_lines: int = Field(default=400, ge=8, le=2500, description="longest file to train on; longer ones give parts")
-    per_path: int = Field(default=4, ge=1, description="real edits of one file, at most")
-    per_repository: int = Field(default=50, ge=1, description="real edits of one repository, at most")
-    synthetic: float = Field(default=4.0, ge=0, description="synthetic edits for each real one")
-    no_ops: float = Field(default=0.02, ge=0, lt=1, description="share of edits that change nothing, at most")
-    held_out_edits: int = Field(default=450, ge=1, description="edits made of the held-out repositories")
 
 
 class AgentConfig(Section):
@@ -215,7 +75,7 @@ class RolloutConfig(Section):
         default=None, description="URL of a server that applies the agent's edit sketches; none: they are merged"
     )
     agent: AgentConfig | None = Field(default=None, description="an outside agent in place of the built-in loop")
-    machine_profiles: _LocalPathOrNone | None = Field(
+    machine_profiles: LocalPathOrNone | None = Field(
         default=None,
         description='fingerprints (.jsonl) or a description (.toml) of machines that boxes imitate; "none": nothing',
     )
@@ -441,68 +301,6 @@ class TrainerConfig(Section):
     device: str = Field(default="cpu", description="torch device of the trainer, e.g. cuda")
 
 
-class EngineConfig(Section):
-    """What an engine may use and how it computes: in a run, behind `etude serve`, and in evaluations."""
-
-    threads: int = Field(default=1, ge=1, description="CPU threads")
-    device: str = Field(default="cpu", description="PyTorch device of the model")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="type that the model computes in; log-probabilities are float32"
-    )
-    max_batch: int = Field(default=128, ge=1, description="sequences computed at a time; others wait")
-    prefill_tokens: int = Field(
-        default=1024, ge=1, description="prompt tokens of one pass; and as many of documents, in a pass of their own"
-    )
-    cache_mb: float = Field(
-        default=512, gt=0, description="MB for keys and values of running sequences and of kept prefixes"
-    )
-    documents_mb: float = Field(default=256, gt=0, description="MB for keys and values of documents")
-    speculate: bool = Field(
-        default=True, description="draft text that the answer may repeat; never in deterministic mode"
-    )
-
-
-class InferenceConfig(EngineConfig):
-    """The inference servers of a run. What else they are told follows from other tables of the run."""
-
-    servers: int = Field(default=1, ge=1, description="inference servers of the run")
-    port: int = Field(default=0, ge=0, le=65535, description="first port; 0 picks free ones")
-
-
-class WeightSource(Section):
-    """Where a server takes new versions of its weights from."""
-
-    weights: str = Field(description="URL of the store whose newest version is served")
-    relay: str | None = Field(default=None, description="URL of the cluster's relay, asked before the store")
-    peers: tuple[str, ...] = Field(default=(), description="URLs of servers that may repair this one's weights")
-    coordinator: str | None = Field(default=None, description="URL of the coordinator of this server's replica")
-    member: str = Field(default="", description="name of this server in its replica")
-    public_key: Path | None = Field(default=None, description="serve only versions that this key has signed")
-    accepted: Path | None = Field(default=None, description="file that remembers the newest signed version served")
-
-    @pydantic.model_validator(mode="after")
-    def _a_memory_needs_a_key(self) -> WeightSource:
-        if self.accepted is not None and self.public_key is None:
-            raise ValueError("--accepted needs --public-key: without a key every manifest is believed")
-        return self
-
-
-class ServerConfig(EngineConfig):
-    """One inference server: of `etude serve`, of an evaluation, or of a run, whose tables it is then made from."""
-
-    model: str = Field(description="Hugging Face folder")
-    host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    threads: int = Field(default=2, ge=1, description="CPU threads")
-    max_length: int | None = Field(
-        default=None, ge=2, description="tokens of prompt and answer together; none: the model's context"
-    )
-    deterministic: bool = Field(default=False, description="the same request gives the same bits, whatever runs beside")
-    routes: bool = Field(default=False, description="keep the experts of every token for requests that ask for them")
-    source: WeightSource | None = None
-    ready_file: Path | None = Field(default=None, description="file written with URL and PID once the server answers")
-
-
 class WeightsConfig(Section):
     """How versions of the weights are published; see docs/weights.md."""
 
@@ -538,87 +336,9 @@ class CheatsConfig(Section):
     window: int = Field(default=10, ge=3, description="steps over which behaviour is compared with those before")
 
 
-Limit = Literal["memory", "processes", "disk"]
-
-
-class NamespaceSandboxConfig(Section):
-    """Boxes of this machine's kernel. They reach nothing unless hosts or an index are named. docs/sandbox.md."""
-
-    type: Literal["namespace"] = "namespace"
-    egress: tuple[str, ...] = Field(
-        default=(), description="hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS for a name that is not resolved"
-    )
-    index: str | None = Field(default=None, description="URL of a simple package index that boxes may install from")
-    index_before: date | None = Field(
-        default=None, description="files uploaded on this day (UTC) or later are left out"
-    )
-    index_without: tuple[str, ...] = Field(
-        default=(), description="projects that the index leaves out, besides the one that tasks are made from"
-    )
-
-    @pydantic.model_validator(mode="after")
-    def _an_index_has_a_date(self) -> NamespaceSandboxConfig:
-        if self.index is not None and self.index_before is None:
-            raise ValueError("sandbox.index needs sandbox.index_before, a date such as 2024-05-01")
-        return self
-
-
-class _RemoteSandboxConfig(Section):
-    image: str = Field(min_length=1, description="container image of boxes, or E2B's template: sh, bash, python3")
-    without: tuple[Limit, ...] = Field(default=(), description="limits that boxes may lack if `type` cannot give them")
-
-
-class ContainerSandboxConfig(_RemoteSandboxConfig):
-    """Boxes in containers of this machine."""
-
-    type: Literal["docker", "podman"]
-    runtime: str | None = Field(default=None, description="OCI runtime, such as runsc")
-
-
-class KubernetesSandboxConfig(_RemoteSandboxConfig):
-    """Boxes in the pods of a cluster."""
-
-    type: Literal["kubernetes"]
-    runtime: str | None = Field(default=None, description="RuntimeClass of the pods")
-    namespace: str = Field(default="default", description="namespace of the pods")
-
-
-class ServiceSandboxConfig(_RemoteSandboxConfig):
-    """Boxes in machines of a service."""
-
-    type: Literal["modal", "e2b"]
-
-
-def _with_type(table: Any) -> Any:
-    if not isinstance(table, dict):
-        return table
-    table = cast(dict[str, Any], table)
-    if "type" not in table and table.keys() & {"image", "runtime", "namespace", "without"}:
-        raise ValueError(f"give sandbox.type as well: {', '.join(SANDBOX_TYPES[1:])}")
-    return {"type": "namespace"} | table
-
-
-SANDBOX_TYPES = ("namespace", "docker", "podman", "kubernetes", "modal", "e2b")
-SandboxConfig = Annotated[
-    Annotated[
-        NamespaceSandboxConfig | ContainerSandboxConfig | KubernetesSandboxConfig | ServiceSandboxConfig,
-        Field(discriminator="type"),
-    ],
-    BeforeValidator(_with_type),
-]  # who makes the boxes of agents: a table [sandbox] whose `type` says which other keys there are
-
-
-def validate_sandbox(table: dict[str, Any], where: str) -> SandboxConfig:
-    """The table [sandbox] alone. Raises UserError that names the first wrong key."""
-    try:
-        return TypeAdapter[SandboxConfig](SandboxConfig).validate_python(table)
-    except pydantic.ValidationError as e:
-        raise UserError(_sentence(e, {"sandbox": table}, where, ("sandbox",))) from None
-
-
 def _absolute_sources(tasks: TasksConfig) -> TasksConfig:
     paths = {name: getattr(tasks, name) for name in ("repository", "dataset", "edits")}
-    return tasks.model_copy(update={name: _absolute(p) for name, p in paths.items() if p and "==" not in p})
+    return tasks.model_copy(update={name: absolute(p) for name, p in paths.items() if p and "==" not in p})
 
 
 class RLConfig(Section):
@@ -711,52 +431,3 @@ class RLConfig(Section):
                     f"reward.behaviour all but {', '.join(sorted(seen))}"
                 )
         return self
-
-
-def validate(kind: type[S], data: dict[str, Any], where: str) -> S:
-    """`data` as a configuration of type `kind`. Raises UserError that names the first wrong key."""
-    try:
-        return kind.model_validate(data)
-    except pydantic.ValidationError as e:
-        raise UserError(_sentence(e, data, where)) from None
-
-
-def import_object(path: str, what: str) -> Any:
-    """The object at the import path "module:name", for the option `what`. Raises UserError.
-
-    Modules are looked for in the current folder, too.
-    """
-    module, colon, name = path.partition(":")
-    if not (module and colon and name):
-        raise UserError(f'{what}: {path!r} is no import path; write "module:name"')
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), name)
-    except AttributeError:
-        raise UserError(f"{what}: the module {module} has no {name}") from None
-    except ModuleNotFoundError as e:
-        raise UserError(f"{what}: {path}: {e}; run etude in the folder of the module, or install it") from None
-    except Exception as e:
-        raise UserError(f"{what}: importing {module} raised {type(e).__name__}: {e}") from e
-
-
-def _sentence(error: pydantic.ValidationError, data: Any, where: str, above: tuple[str, ...] = ()) -> str:
-    """The first error in one sentence; `above` is the key that `data` was validated under."""
-    first = error.errors()[0]
-    parts: list[str] = []
-    table, shape = data, ""
-    location = (*above, *map(str, first["loc"]))
-    for number, part in enumerate(location):
-        inside = isinstance(table, dict) and part in table
-        if not inside and number < len(location) - 1 and isinstance(table, dict):
-            shape = f' with {".".join(parts)}.type = "{part}"'  # pydantic names the chosen shape of a union, too
-            continue
-        parts.append(part)
-        table = cast(dict[str, Any], table)[part] if inside else None
-    key = ".".join(parts) or "the configuration"
-    if first["type"] == "extra_forbidden":
-        return f"{where}: unknown key {key}{shape}; `etude train --dry-run` prints the known ones"
-    if first["type"] == "missing":
-        return f"{where}: {key} is needed{shape}"
-    return f"{where}: {key}: {first['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,74 @@
+"""One typed configuration per stage. Unknown keys are errors. No torch here; `cli/overlays.py` reads the TOML files.
+
+Relative paths start at the current folder, where `outputs/` is written, too. A validated configuration holds absolute
+ones, so that a run can be resumed from any folder.
+"""
+
+from __future__ import annotations
+
+from etude.config.bundled import bundled, find_model
+from etude.config.engine import EngineConfig, InferenceConfig, ServerConfig, WeightSource
+from etude.config.run import (
+    AgentConfig,
+    CheatsConfig,
+    EvalConfig,
+    Guard,
+    GuardsConfig,
+    LengthCost,
+    LossConfig,
+    Mask,
+    ModelConfig,
+    RewardConfig,
+    RLConfig,
+    RolloutConfig,
+    TrainerConfig,
+    WeightsConfig,
+)
+from etude.config.sandbox import (
+    SANDBOX_TYPES,
+    ContainerSandboxConfig,
+    KubernetesSandboxConfig,
+    NamespaceSandboxConfig,
+    SandboxConfig,
+    ServiceSandboxConfig,
+    validate_sandbox,
+)
+from etude.config.sections import Section, import_object, validate
+from etude.config.tasks import BuildConfig, EditTableConfig, TaskKind, TasksConfig
+
+__all__ = [
+    "SANDBOX_TYPES",
+    "AgentConfig",
+    "BuildConfig",
+    "CheatsConfig",
+    "ContainerSandboxConfig",
+    "EditTableConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "Guard",
+    "GuardsConfig",
+    "InferenceConfig",
+    "KubernetesSandboxConfig",
+    "LengthCost",
+    "LossConfig",
+    "Mask",
+    "ModelConfig",
+    "NamespaceSandboxConfig",
+    "RLConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "SandboxConfig",
+    "Section",
+    "ServerConfig",
+    "ServiceSandboxConfig",
+    "TaskKind",
+    "TasksConfig",
+    "TrainerConfig",
+    "WeightSource",
+    "WeightsConfig",
+    "bundled",
+    "find_model",
+    "import_object",
+    "validate",
+    "validate_sandbox",
+]

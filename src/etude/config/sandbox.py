@@ -1,0 +1,89 @@
+"""The table [sandbox]: who makes the boxes of agents, and what they may reach."""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Annotated, Any, Literal, cast
+
+import pydantic
+from pydantic import BeforeValidator, Field, TypeAdapter
+
+from etude.config.sections import Section, error_sentence
+from etude.errors import UserError
+
+Limit = Literal["memory", "processes", "disk"]
+
+
+class NamespaceSandboxConfig(Section):
+    """Boxes of this machine's kernel. They reach nothing unless hosts or an index are named. docs/sandbox.md."""
+
+    type: Literal["namespace"] = "namespace"
+    egress: tuple[str, ...] = Field(
+        default=(), description="hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS for a name that is not resolved"
+    )
+    index: str | None = Field(default=None, description="URL of a simple package index that boxes may install from")
+    index_before: date | None = Field(
+        default=None, description="files uploaded on this day (UTC) or later are left out"
+    )
+    index_without: tuple[str, ...] = Field(
+        default=(), description="projects that the index leaves out, besides the one that tasks are made from"
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _an_index_has_a_date(self) -> NamespaceSandboxConfig:
+        if self.index is not None and self.index_before is None:
+            raise ValueError("sandbox.index needs sandbox.index_before, a date such as 2024-05-01")
+        return self
+
+
+class _RemoteSandboxConfig(Section):
+    image: str = Field(min_length=1, description="container image of boxes, or E2B's template: sh, bash, python3")
+    without: tuple[Limit, ...] = Field(default=(), description="limits that boxes may lack if `type` cannot give them")
+
+
+class ContainerSandboxConfig(_RemoteSandboxConfig):
+    """Boxes in containers of this machine."""
+
+    type: Literal["docker", "podman"]
+    runtime: str | None = Field(default=None, description="OCI runtime, such as runsc")
+
+
+class KubernetesSandboxConfig(_RemoteSandboxConfig):
+    """Boxes in the pods of a cluster."""
+
+    type: Literal["kubernetes"]
+    runtime: str | None = Field(default=None, description="RuntimeClass of the pods")
+    namespace: str = Field(default="default", description="namespace of the pods")
+
+
+class ServiceSandboxConfig(_RemoteSandboxConfig):
+    """Boxes in machines of a service."""
+
+    type: Literal["modal", "e2b"]
+
+
+def _with_type(table: Any) -> Any:
+    if not isinstance(table, dict):
+        return table
+    table = cast(dict[str, Any], table)
+    if "type" not in table and table.keys() & {"image", "runtime", "namespace", "without"}:
+        raise ValueError(f"give sandbox.type as well: {', '.join(SANDBOX_TYPES[1:])}")
+    return {"type": "namespace"} | table
+
+
+SANDBOX_TYPES = ("namespace", "docker", "podman", "kubernetes", "modal", "e2b")
+SandboxConfig = Annotated[
+    Annotated[
+        NamespaceSandboxConfig | ContainerSandboxConfig | KubernetesSandboxConfig | ServiceSandboxConfig,
+        Field(discriminator="type"),
+    ],
+    BeforeValidator(_with_type),
+]  # who makes the boxes of agents: a table [sandbox] whose `type` says which other keys there are
+
+
+def validate_sandbox(table: dict[str, Any], where: str) -> SandboxConfig:
+    """The table [sandbox] alone. Raises UserError that names the first wrong key."""
+    try:
+        return TypeAdapter[SandboxConfig](SandboxConfig).validate_python(table)
+    except pydantic.ValidationError as e:
+        raise UserError(error_sentence(e, {"sandbox": table}, where, ("sandbox",))) from None

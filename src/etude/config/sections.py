@@ -1,0 +1,89 @@
+"""The base of all tables, paths in them, and errors in one sentence."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
+
+import pydantic
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from etude.config.bundled import find_model
+from etude.errors import UserError
+
+S = TypeVar("S", bound="Section")
+
+
+class Section(BaseModel):
+    """A table of the configuration. Frozen; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def absolute(path: str) -> str:
+    """A path from the current folder as an absolute one; URLs and empty text stay as they are."""
+    return str(Path(path).absolute()) if path and "://" not in path else path
+
+
+def _model_folder(name: str) -> str:
+    try:
+        return str(find_model(name))
+    except UserError:
+        return absolute(name)  # the run says what is wrong with the folder
+
+
+LocalPath = Annotated[str, AfterValidator(absolute)]  # absolute after validation; URLs are kept
+LocalPathOrNone = Annotated[str, AfterValidator(lambda path: path if path == "none" else absolute(path))]
+ModelPath = Annotated[str, AfterValidator(_model_folder)]
+
+
+def validate(kind: type[S], data: dict[str, Any], where: str) -> S:
+    """`data` as a configuration of type `kind`. Raises UserError that names the first wrong key."""
+    try:
+        return kind.model_validate(data)
+    except pydantic.ValidationError as e:
+        raise UserError(error_sentence(e, data, where)) from None
+
+
+def error_sentence(error: pydantic.ValidationError, data: Any, where: str, above: tuple[str, ...] = ()) -> str:
+    """The first error in one sentence; `above` is the key that `data` was validated under."""
+    first = error.errors()[0]
+    parts: list[str] = []
+    table, shape = data, ""
+    location = (*above, *map(str, first["loc"]))
+    for number, part in enumerate(location):
+        inside = isinstance(table, dict) and part in table
+        if not inside and number < len(location) - 1 and isinstance(table, dict):
+            shape = f' with {".".join(parts)}.type = "{part}"'  # pydantic names the chosen shape of a union, too
+            continue
+        parts.append(part)
+        table = cast(dict[str, Any], table)[part] if inside else None
+    key = ".".join(parts) or "the configuration"
+    if first["type"] == "extra_forbidden":
+        return f"{where}: unknown key {key}{shape}; `etude train --dry-run` prints the known ones"
+    if first["type"] == "missing":
+        return f"{where}: {key} is needed{shape}"
+    return f"{where}: {key}: {first['msg'].removeprefix('Value error, ')}"
+
+
+def import_object(path: str, what: str) -> Any:
+    """The object at the import path "module:name", for the option `what`. Raises UserError.
+
+    Modules are looked for in the current folder, too.
+    """
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise UserError(f'{what}: {path!r} is no import path; write "module:name"')
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError:
+        raise UserError(f"{what}: the module {module} has no {name}") from None
+    except ModuleNotFoundError as e:
+        raise UserError(f"{what}: {path}: {e}; run etude in the folder of the module, or install it") from None
+    except Exception as e:
+        raise UserError(f"{what}: importing {module} raised {type(e).__name__}: {e}") from e
