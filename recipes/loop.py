@@ -25,7 +25,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from etude.config import RLConfig, read_toml, validate
+from etude.cli.overlays import read_toml
+from etude.config import RLConfig, validate
 from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling
 from etude.inference.engine.engine import Engine

@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from etude.sandbox.namespace.sandbox import open_sandbox
 from tokenizers import Tokenizer
 
 from etude.config import RLConfig
+from etude.grading.runner import open_sandbox
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, Generation, decode
 from etude.renderers import renderer_for

@@ -16,7 +16,7 @@ from etude.dashboard.report import RunReport
 from etude.dashboard.text import byte_count, compact, duration, escape, optional, percent, points, signed
 from etude.dashboard.view import RunView, load_view
 from etude.evals.stats import Estimate
-from etude.grading.cheats import CHARGES, NOTES
+from etude.grading.cheats import NOTES, VIOLATIONS
 from etude.records import Outcome
 
 PROCESSES = ("controller", "engine", "trainer", "sandbox")  # lanes of the timeline, top to bottom
@@ -265,9 +265,9 @@ def _cheating(report: RunReport, view: RunView) -> str:
     figures = report.cheating
     if figures is None:
         return ""
-    known = CHARGES | NOTES
+    known = VIOLATIONS | NOTES
     rows = [
-        (name, ["violation" if name in CHARGES else "note", f"{figures.flags.get(name, 0):,}", sentence])
+        (name, ["violation" if name in VIOLATIONS else "note", f"{figures.flags.get(name, 0):,}", sentence])
         for name, sentence in known.items()
     ]
     table = _table(["kind", "episodes", "what it means"], rows)
@@ -288,7 +288,7 @@ def _cheating(report: RunReport, view: RunView) -> str:
     if listed:
         table = _table(["flags", "passed", "reward"], listed)
         cards.append(f'<div class="card"><h3>Last episodes with violations</h3>{table}</div>')
-    charts = [_line(view, "Flagged episodes", "of a step", {f"flag/{name}": name for name in CHARGES}, smooth=False)]
+    charts = [_line(view, "Flagged episodes", "of a step", {f"flag/{name}": name for name in VIOLATIONS}, smooth=False)]
     return f'<div class="pair">{"".join(cards)}</div>' + (_grid(charts) if any(charts) else "")
 
 

@@ -9,7 +9,7 @@ from etude.code.packages import fetch_library
 from etude.config import RLConfig
 from etude.errors import UserError
 from etude.rollout import apply_edits
-from etude.rollout.agent import check as check_agent
+from etude.rollout.agent import check_agent
 from etude.rollout.environment import environment_dataset
 from etude.rollout.rewards import custom_component
 from etude.run.parts import dataset_of, profiles_of, renderer_of
