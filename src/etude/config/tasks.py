@@ -69,8 +69,7 @@ class TasksConfig(BuildConfig):
         default=None, description="an existing task dataset; built from `repository` when absent"
     )
     edits: str | None = Field(
-        default=None,
-        description="instead: a folder of `etude tasks fast-apply`; episodes apply edits, without boxes",
+        default=None, description="instead: a folder of `etude tasks fast-apply`; episodes apply edits, without boxes"
     )
     environment: str | None = Field(
         default=None,

@@ -253,10 +253,7 @@ def final_table(report: RunReport, where: Path | None = None) -> RenderableType:
         ("episodes", Text(", ".join(f"{inert(name)} {n:,}" for name, n in report.episodes.items()) or "none")),
         ("busy", Text(f"trainer {percent(busy.trainer, 0)}, engine {percent(busy.engine, 0)}")),
         ("weight versions", Text(f"{report.versions:,}, {byte_count(report.bytes_published)} shipped")),
-        (
-            "trainer–engine mismatch",
-            Text(", ".join(f"{name} {optional(value)}" for name, value in gaps.items())),
-        ),
+        ("trainer–engine mismatch", Text(", ".join(f"{name} {optional(value)}" for name, value in gaps.items()))),
         ("checks", _check_row(report.checks)),
         ("time", Text(duration(report.seconds))),
     ]

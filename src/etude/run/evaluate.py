@@ -56,13 +56,7 @@ def evaluate_models(
 
 
 async def _measure(
-    model: Path,
-    dataset: Dataset,
-    view: LiveView,
-    inference: EngineConfig,
-    options: EvalConfig,
-    split: str,
-    seed: int,
+    model: Path, dataset: Dataset, view: LiveView, inference: EngineConfig, options: EvalConfig, split: str, seed: int
 ) -> EvalResult:
     rollout, rows = RolloutConfig(), inference.max_batch
     shared = inference.model_dump(include=set(EngineConfig.model_fields))
