@@ -119,9 +119,6 @@ def _parity(arguments: argparse.Namespace) -> int:
     if arguments.record is not None:
         return show_record(arguments.record, arguments.samples)
     return show_parity(
-        arguments.against,
-        arguments.boxes,
-        arguments.json,
-        dataset=arguments.dataset,
+        arguments.against, arguments.boxes, arguments.json, dataset=arguments.dataset,
         machine_profiles=arguments.machine_profiles,
-    )
+    )  # fmt: skip

@@ -25,13 +25,9 @@ def show_record(path: Path, samples: int) -> int:
 
 
 def show_parity(
-    files: Sequence[Path],
-    boxes: int,
-    *,
-    as_json: bool,
-    dataset: Path | None = None,
+    files: Sequence[Path], boxes: int, *, as_json: bool, dataset: Path | None = None,
     machine_profiles: Path | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Print the audit; 1 if treated boxes are told apart more often than the gate allows. Raises UserError."""
     comparison = audit.against(files, boxes, dataset=dataset, machine_profiles=machine_profiles)
     if as_json:

@@ -43,12 +43,9 @@ class LiveView:
     """
 
     def __init__(
-        self,
-        title: str,
-        stages: Sequence[str],
-        console: Console | None = None,
+        self, title: str, stages: Sequence[str], console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._console = console or Console()
         self._clock = clock
         self._title = inert(title)
@@ -190,13 +187,9 @@ class LiveView:
             body.append(table)
         clock = f" {duration(self._clock() - self._started)} "
         return Panel(
-            Group(*body),
-            title=Text(f" {self._title} ", "bold"),
-            title_align="left",
-            subtitle=Text(clock, "dim"),
-            subtitle_align="right",
-            border_style="dim",
-        )
+            Group(*body), title=Text(f" {self._title} ", "bold"), title_align="left", subtitle=Text(clock, "dim"),
+            subtitle_align="right", border_style="dim",
+        )  # fmt: skip
 
     def _stage_row(self) -> Text:
         text = Text()

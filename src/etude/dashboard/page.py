@@ -217,14 +217,9 @@ def _checks(report: RunReport) -> str:
 
 
 def _line(
-    view: RunView,
-    title: str,
-    note: str,
-    names: Mapping[str, str],
-    fmt: Format = compact,
-    log: bool = False,
+    view: RunView, title: str, note: str, names: Mapping[str, str], fmt: Format = compact, log: bool = False,
     smooth: bool = True,
-) -> str:
+) -> str:  # fmt: skip
     """A chart of metrics, {name: label}."""
     series = [Series(label, view.series(name), color) for color, (name, label) in enumerate(names.items(), 1)]
     return line_chart(title, note, series, fmt, log, smooth)

@@ -107,14 +107,10 @@ def held_out_figures(before: EvalResult | None, after: EvalResult | None) -> tup
         return HeldOutFigures(), None
     both = compare(before, after) if before is not None and after is not None else None
     figures = HeldOutFigures(
-        before=_side(before),
-        after=_side(after),
-        tasks=len(measured.tasks),
-        functions=len({task.function for task in measured.tasks}),
-        samples=measured.samples,
-        better=both.better if both else 0,
-        worse=both.worse if both else 0,
-    )
+        before=_side(before), after=_side(after), tasks=len(measured.tasks),
+        functions=len({task.function for task in measured.tasks}), samples=measured.samples,
+        better=both.better if both else 0, worse=both.worse if both else 0,
+    )  # fmt: skip
     return figures, both.difference if both else None
 
 

@@ -48,16 +48,9 @@ class RetrievalScore:
 
 
 def evaluate_retrieval(
-    models: Sequence[Path],
-    inference: EngineConfig,
-    *,
-    masks: Sequence[str],
-    repositories: Sequence[Path],
-    samples: int,
-    orders: int,
-    seed: int,
-    as_json: bool,
-) -> None:
+    models: Sequence[Path], inference: EngineConfig, *, masks: Sequence[str], repositories: Sequence[Path],
+    samples: int, orders: int, seed: int, as_json: bool,
+) -> None:  # fmt: skip
     """Prints shares of exact answers with 95 % intervals, and paired differences. Raises UserError."""
     if samples < 1 or orders < 1:
         raise UserError(f"retrieval needs at least one sample and one order, not {samples} and {orders}")
@@ -98,13 +91,9 @@ def questions(repositories: Sequence[Path], count: int, seed: int) -> list[Retri
 
 
 def measure(
-    model: Path,
-    samples: Sequence[RetrievalSample],
-    masks: Sequence[str],
-    orders: int,
-    seed: int,
+    model: Path, samples: Sequence[RetrievalSample], masks: Sequence[str], orders: int, seed: int,
     inference: EngineConfig = EngineConfig(),
-) -> list[RetrievalScore]:
+) -> list[RetrievalScore]:  # fmt: skip
     """Greedy answers of a model in an engine of its own. Order 0 is that of the samples, the others are random."""
     renderer, tokenizer = renderer_for(model), load_tokenizer(model)
     encoder = tokenizer.backend_tokenizer

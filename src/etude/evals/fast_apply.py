@@ -58,17 +58,9 @@ class Applied:
 
 
 def evaluate_edits(
-    models: Sequence[Path],
-    suite: Path,
-    inference: EngineConfig,
-    *,
-    form: str,
-    max_edits: int | None,
-    as_json: bool,
-    tests: Path | None = None,
-    split: str = "heldout",
-    judge: Judge | None = None,
-) -> None:
+    models: Sequence[Path], suite: Path, inference: EngineConfig, *, form: str, max_edits: int | None, as_json: bool,
+    tests: Path | None = None, split: str = "heldout", judge: Judge | None = None,
+) -> None:  # fmt: skip
     """Prints grades with 95 % intervals, by language, size and noise. Raises UserError.
 
     `form` is how models write an edit. With `tests`, a task dataset, the edits are those that undo the mutations of its

@@ -63,12 +63,9 @@ def pass_rate(
 
 
 def paired_difference(
-    before: Sequence[Sequence[bool]],
-    after: Sequence[Sequence[bool]],
-    clusters: Sequence[Hashable] | None = None,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
-) -> Estimate:
+    before: Sequence[Sequence[bool]], after: Sequence[Sequence[bool]], clusters: Sequence[Hashable] | None = None,
+    seed: int = 0, resamples: int = RESAMPLES,
+) -> Estimate:  # fmt: skip
     """Mean over tasks of `after` minus `before`; the same tasks in the same order on both sides.
 
     A single cluster gives [-1, 1]. Two sides that agree on every task give [0, 0].
@@ -85,12 +82,9 @@ def paired_difference(
 
 
 def mean_difference(
-    before: Sequence[float],
-    after: Sequence[float],
-    clusters: Sequence[Hashable] | None = None,
-    seed: int = 0,
+    before: Sequence[float], after: Sequence[float], clusters: Sequence[Hashable] | None = None, seed: int = 0,
     resamples: int = RESAMPLES,
-) -> Estimate:
+) -> Estimate:  # fmt: skip
     """`paired_difference` of any figure of a task: its means on both sides, the same tasks in the same order."""
     if len(before) != len(after) or not before:
         raise ValueError(f"a paired difference needs the same tasks on both sides, got {len(before)} and {len(after)}")

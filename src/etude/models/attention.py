@@ -160,18 +160,9 @@ def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: floa
 
 
 def etude_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    layout: AttentionLayout | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **options: object,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
+    layout: AttentionLayout | None = None, dropout: float = 0.0, sliding_window: int | None = None, **options: object,
+) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls in every attention layer.
 
     Raises ValueError for what it does not compute: dropout, soft-capping, attention sinks, a sliding window shorter

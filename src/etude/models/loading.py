@@ -32,13 +32,9 @@ def load_model(
     transformers_logging.disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            root,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            experts_implementation=experts.NAME,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+            root, dtype=dtype, attn_implementation=attention.NAME, experts_implementation=experts.NAME,
+            local_files_only=True, output_loading_info=True,
+        )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         raise UserError(f"{root} cannot be loaded as a causal language model: {_first_line(e)}") from e
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):

@@ -182,12 +182,9 @@ class Trie:
 
 
 def trie(
-    rows: Sequence[np.ndarray],
-    min_share: int = MIN_SHARE,
-    *,
-    marks: Sequence[np.ndarray] | None = None,
+    rows: Sequence[np.ndarray], min_share: int = MIN_SHARE, *, marks: Sequence[np.ndarray] | None = None,
     documents: Sequence[tuple[int, ...]] | None = None,
-) -> Trie:
+) -> Trie:  # fmt: skip
     """The prefix tree of rows of token ids: equal beginnings of at least `min_share` tokens become one node.
 
     Shorter common runs stay with each branch. Rows may be equal, empty, or beginnings of each other: a row ends with

@@ -27,15 +27,9 @@ from etude.tasks.dataset import Dataset
 
 
 def evaluate_models(
-    models: Sequence[Path],
-    suite: Path,
-    inference: EngineConfig,
-    options: EvalConfig,
-    *,
-    split: str,
-    seed: int,
+    models: Sequence[Path], suite: Path, inference: EngineConfig, options: EvalConfig, *, split: str, seed: int,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Prints pass rates with 95 % intervals, and the paired difference of two models. Raises UserError."""
     dataset = datasets.load(suite)
     for model in models:
@@ -71,14 +65,9 @@ async def _measure(
                     dataset, sandbox, client, renderer_for(model), rollout.budget(), sampling_of(rollout)
                 )
                 return await evaluate(
-                    context,
-                    samples=options.samples,
-                    split=split,
-                    max_tasks=options.max_tasks,
-                    seed=seed,
-                    concurrency=rows,
-                    progress=view.evaluated,
-                )
+                    context, samples=options.samples, split=split, max_tasks=options.max_tasks, seed=seed,
+                    concurrency=rows, progress=view.evaluated,
+                )  # fmt: skip
         finally:
             engine.stop(10)
 

@@ -124,15 +124,10 @@ def _admit(run: Run, curriculum: Curriculum, learned: int) -> int:
         curriculum.observe(result.task_id, result.passed, result.episodes)
         learned = result.mark
     count = groups_to_admit(
-        version=run.progress.served,
-        staleness=rollout.staleness,
-        prompts=rollout.prompts,
-        group=rollout.group,
-        accepted=figures.accepted,
-        reserved=figures.reserved,
-        in_flight=figures.in_flight,
+        version=run.progress.served, staleness=rollout.staleness, prompts=rollout.prompts, group=rollout.group,
+        accepted=figures.accepted, reserved=figures.reserved, in_flight=figures.in_flight,
         max_in_flight=max(run.concurrency.limit, rollout.group) * 2,
-    )
+    )  # fmt: skip
     count = min(count, run.config.trainer.steps * rollout.prompts - figures.groups)
     busy = frozenset(figures.open_tasks)
     for index in range(figures.groups, figures.groups + count):
@@ -165,13 +160,9 @@ def _snapshot(run: Run, live: Sequence[LiveEpisodes], now: float) -> StallSnapsh
     oldest = min((episodes for episodes in live if episodes.leases), key=lambda e: e.since, default=None)
     lease = oldest and oldest.leases[0]
     return StallSnapshot(
-        served=run.progress.served,
-        published=published,
-        prompts=rollout.prompts,
-        ready=len(run.ledger.ready_groups(rollout.prompts, in_order=False)),
-        takeable=len(taken),
-        live=sum(len(episodes.leases) for episodes in live),
-        at_engine=_requests(run),
+        served=run.progress.served, published=published, prompts=rollout.prompts,
+        ready=len(run.ledger.ready_groups(rollout.prompts, in_order=False)), takeable=len(taken),
+        live=sum(len(episodes.leases) for episodes in live), at_engine=_requests(run),
         oldest=f"member {lease.member} of group {lease.group_id} (task {lease.task_id})" if lease else "",
         oldest_seconds=now - oldest.since if oldest else 0.0,
-    )
+    )  # fmt: skip

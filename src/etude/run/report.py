@@ -83,14 +83,11 @@ def _cheating(run: Run, steps: list[dict[str, Any]]) -> CheatingFigures:
     violations = [e for e in flagged if VIOLATIONS.keys() & set(e.flags)]
     impossible = run.ledger.impossible()
     return CheatingFigures(
-        flags=dict(sorted(Counter(flag for e in flagged for flag in e.flags).items())),
-        violations=len(violations),
-        rewarded=sum(e.reward > 0 for e in violations),
-        flagged=tuple(violations[-LISTED_FLAGGED:]),
-        impossible=impossible,
-        impossible_bound=_bound(impossible.passed + impossible.tampered, impossible.played),
+        flags=dict(sorted(Counter(flag for e in flagged for flag in e.flags).items())), violations=len(violations),
+        rewarded=sum(e.reward > 0 for e in violations), flagged=tuple(violations[-LISTED_FLAGGED:]),
+        impossible=impossible, impossible_bound=_bound(impossible.passed + impossible.tampered, impossible.played),
         shifts=tuple(msgspec.convert(event, Shift) for step in steps for event in step.get("drift/events", ())),
-    )
+    )  # fmt: skip
 
 
 def _bound(cheats: int, played: int) -> float | None:

@@ -58,15 +58,9 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        config: EngineConfig | None = None,
-        *,
-        version: int = 0,
-        max_length: int | None = None,
-        deterministic: bool = False,
-        routes: bool = False,
-    ) -> None:
+        self, model: PreTrainedModel, config: EngineConfig | None = None, *, version: int = 0,
+        max_length: int | None = None, deterministic: bool = False, routes: bool = False,
+    ) -> None:  # fmt: skip
         fused.install(model)
         self.model = model
         self.config = config or EngineConfig()

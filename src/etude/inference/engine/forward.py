@@ -25,16 +25,9 @@ _curves: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], Cos
 
 
 def logits_of(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    table: np.ndarray,
-    ids_N: np.ndarray,
-    slot_N: np.ndarray,
-    position_N: np.ndarray,
-    sampled_S: np.ndarray,
-    alone: bool = False,
-    routes: bool = False,
-) -> Tensor:
+    model: PreTrainedModel, cache: PagedCache, table: np.ndarray, ids_N: np.ndarray, slot_N: np.ndarray,
+    position_N: np.ndarray, sampled_S: np.ndarray, alone: bool = False, routes: bool = False,
+) -> Tensor:  # fmt: skip
     """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys and values go to the cache.
 
     `routes`: its expert ids, too. `alone`: no padding, so that the bits are those of a plain pass over these tokens.

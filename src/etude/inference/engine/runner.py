@@ -114,13 +114,9 @@ class Runner:
         return states.reasons(slot_R, done_R) if done_R.any() else []
 
     def _verify(
-        self,
-        sequences: list[RunningSequence],
-        drafts: list[np.ndarray],
-        start_R: np.ndarray,
-        ids_S: np.ndarray,
+        self, sequences: list[RunningSequence], drafts: list[np.ndarray], start_R: np.ndarray, ids_S: np.ndarray,
         margin_S: np.ndarray,
-    ) -> np.ndarray:
+    ) -> np.ndarray:  # fmt: skip
         """How many of its drawn tokens each sequence emits, int64 [R]."""
         emitted_R = np.ones(len(sequences), np.int64)
         safe_S = margin_S >= self._margin

@@ -286,16 +286,10 @@ class OpenAI:
         for i in range(count):
             events: asyncio.Queue[tuple[int, float] | None] = asyncio.Queue()
             request = Request(
-                ids=prompt,
-                max_tokens=max_tokens,
-                temperature=1.0 if body.temperature is None else body.temperature,
-                top_p=1.0 if body.top_p is None else body.top_p,
-                stop=stop_ids,
-                seed=seed + i,
-                session=body.user,
-                sources=sources,
-                documents=documents,
-            )
+                ids=prompt, max_tokens=max_tokens, temperature=1.0 if body.temperature is None else body.temperature,
+                top_p=1.0 if body.top_p is None else body.top_p, stop=stop_ids, seed=seed + i, session=body.user,
+                sources=sources, documents=documents,
+            )  # fmt: skip
 
             def on_token(token: int, logprob: float, put: Callable[[Any], None] = events.put_nowait) -> None:
                 loop.call_soon_threadsafe(put, (token, logprob))

@@ -116,16 +116,9 @@ def update_to(server: VllmServer, version: int, deadline: float = DEADLINE) -> L
 
 
 def feed(
-    server: VllmServer,
-    store: Store,
-    relay: str | None = None,
-    public_key: str | None = None,
-    *,
-    once: bool = False,
-    every: float = EVERY,
-    deadline: float = DEADLINE,
-    say: Callable[[str], None] = print,
-) -> int:
+    server: VllmServer, store: Store, relay: str | None = None, public_key: str | None = None, *, once: bool = False,
+    every: float = EVERY, deadline: float = DEADLINE, say: Callable[[str], None] = print,
+) -> int:  # fmt: skip
     """Updates the server to every newest version, for ever; with `once` until it serves the newest, which it returns.
 
     Raises UserError if the server does not answer, or if a version is not live `deadline` seconds after it was seen.
