@@ -16,10 +16,8 @@ def bundled(path: str) -> Path | None:
 
 
 def find_model(name: str | Path) -> Path:
-    """The absolute folder of a model: `name` is a folder, or the name of a bundled model. Raises UserError.
-
-    A folder `models/NAME` that is gone is looked for among the bundled models, because an installation may have moved.
-    """
+    """The absolute folder of a model: `name` is a folder, or the name of a bundled model. Raises UserError. A folder
+    `models/NAME` that is gone is looked for among the bundled models, because an installation may have moved."""
     path = Path(name)
     if path.is_dir():
         return path.absolute()

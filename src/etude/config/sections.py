@@ -70,10 +70,8 @@ def error_sentence(error: pydantic.ValidationError, data: Any, where: str, above
 
 
 def import_object(path: str, what: str) -> Any:
-    """The object at the import path "module:name", for the option `what`. Raises UserError.
-
-    Modules are looked for in the current folder, too.
-    """
+    """The object at the import path "module:name", for the option `what`. Raises UserError. Modules are looked for in
+    the current folder, too."""
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise UserError(f'{what}: {path!r} is no import path; write "module:name"')

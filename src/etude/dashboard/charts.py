@@ -31,10 +31,8 @@ class Series:
 def line_chart(
     title: str, note: str, series: Sequence[Series], fmt: Format = compact, log: bool = False, smooth: bool = True
 ) -> str:
-    """Curves over steps, and the same over minutes (the page switches), from zero. Empty without data.
-
-    `smooth` lays a running mean over long curves; `log` draws zeros at the floor.
-    """
+    """Curves over steps, and the same over minutes (the page switches), from zero. Empty without data. `smooth` lays a
+    running mean over long curves; `log` draws zeros at the floor."""
     series = [s for s in series if s.points]
     if not series:
         return ""

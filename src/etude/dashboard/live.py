@@ -36,11 +36,9 @@ _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 class LiveView:
-    """What a run is doing, fed by plain calls. A context manager.
-
-    On a terminal it draws in place, twice a second, from its own thread. Elsewhere (a CI log) it writes one plain line
-    at most every five seconds, when something is reported, and one for each stage.
-    """
+    """What a run is doing, fed by plain calls. A context manager. On a terminal it draws in place, twice a second, from
+    its own thread. Elsewhere (a CI log) it writes one plain line at most every five seconds, when something is
+    reported, and one for each stage."""
 
     def __init__(
         self, title: str, stages: Sequence[str], console: Console | None = None,
@@ -92,11 +90,8 @@ class LiveView:
     def update(
         self, done: float | None = None, total: float | None = None, seconds_left: float | None = None, **figures: float
     ) -> None:
-        """Report progress and figures: those of `_FIGURES`, such as reward and pass_rate, or any other.
-
-        `seconds_left` overrides the estimate from `done` and `total` until the next `done`, e.g. when the clock ends
-        the stage.
-        """
+        """Report progress and figures: those of `_FIGURES`, such as reward and pass_rate, or any other. `seconds_left`
+        overrides the estimate from `done` and `total` until the next `done`, e.g. when the clock ends the stage."""
         if done is not None:
             self._done, self._seconds_left = done, seconds_left
         self._total = self._total if total is None else total

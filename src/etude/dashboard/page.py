@@ -24,10 +24,8 @@ _SHOWN_VERSIONS = 500
 
 
 def write_report(run_dir: Path, report: RunReport, view: RunView | None = None) -> Path:
-    """Writes `report.json` and `report.html` into the run folder; returns the path of the page.
-
-    Without `view` the page shows what the folder holds, but no episodes.
-    """
+    """Writes `report.json` and `report.html` into the run folder; returns the path of the page. Without `view` the page
+    shows what the folder holds, but no episodes."""
     page = render(report, view if view is not None else load_view(run_dir))
     (run_dir / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     path = run_dir / "report.html"

@@ -28,12 +28,9 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class ShownEpisode:
-    """An episode picked for reading.
-
-    `token_texts` holds one text per token over all segments in order; `advantage` is one figure for the episode or one
-    per token in the same order; None leaves the tokens untinted. `stage` groups episodes: "before", "training" or
-    "after".
-    """
+    """An episode picked for reading. `token_texts` holds one text per token over all segments in order; `advantage` is
+    one figure for the episode or one per token in the same order; None leaves the tokens untinted. `stage` groups
+    episodes: "before", "training" or "after"."""
 
     title: str
     episode: Episode
@@ -89,10 +86,8 @@ class RunView:
 
 
 def load_view(run_dir: Path, episodes: Sequence[ShownEpisode] = ()) -> RunView:
-    """The view of a run folder. Missing files read as empty, so a run that ended early still has a page.
-
-    Raises UserError if a file holds something else than its format.
-    """
+    """The view of a run folder. Missing files read as empty, so a run that ended early still has a page. Raises
+    UserError if a file holds something else than its format."""
     steps = _read_lines(run_dir / "metrics.jsonl", ("step", "time"))
     memory = _read_lines(run_dir / "memory.jsonl", ("step", "time"))
     spans = _read_lines(run_dir / "timeline.jsonl", ("process", "state", "start", "end"))

@@ -61,11 +61,9 @@ def evaluate_edits(
     models: Sequence[Path], suite: Path, inference: EngineConfig, *, form: str, max_edits: int | None, as_json: bool,
     tests: Path | None = None, split: str = "heldout", judge: Judge | None = None,
 ) -> None:  # fmt: skip
-    """Prints grades with 95 % intervals, by language, size and noise. Raises UserError.
-
-    `form` is how models write an edit. With `tests`, a task dataset, the edits are those that undo the mutations of its
-    split; `judge` is asked about answers that fail.
-    """
+    """Prints grades with 95 % intervals, by language, size and noise. Raises UserError. `form` is how models write an
+    edit. With `tests`, a task dataset, the edits are those that undo the mutations of its split; `judge` is asked about
+    answers that fail."""
     dataset = None if tests is None else tested_edits.load(tests, split)
     whole = list(dataset.examples) if dataset else tables.load(SUITE if suite == Path("fast-apply") else suite)
     examples = whole[:max_edits]

@@ -28,9 +28,7 @@ class Estimate(Record):
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Probability that at least one of `k` samples passes, unbiased, when `c` of `n` passed: 1 - C(n-c, k) / C(n, k).
-
-    Chen et al. 2021 (arXiv:2107.03374), equation 1, in the product form that needs no large binomials.
-    """
+    Chen et al. 2021 (arXiv:2107.03374), equation 1, in the product form that needs no large binomials."""
     if not 1 <= k <= n or not 0 <= c <= n:
         raise ValueError(f"pass@{k} needs 1 <= k <= n and 0 <= c <= n, got n={n}, c={c}")
     if n - c < k:
@@ -44,12 +42,10 @@ def pass_rate(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Estimate:
-    """Mean over tasks of each task's share of passed samples, i.e. pass@1.
-
-    `clusters` names the cluster of each task; without it every task is its own. Where all samples agree the bootstrap
-    has nothing to resample, so the interval is the exact binomial one (Clopper and Pearson 1934) over the clusters; a
-    single cluster says nothing about spread, so its interval is [0, 1].
-    """
+    """Mean over tasks of each task's share of passed samples, i.e. pass@1. `clusters` names the cluster of each task;
+    without it every task is its own. Where all samples agree the bootstrap has nothing to resample, so the interval is
+    the exact binomial one (Clopper and Pearson 1934) over the clusters; a single cluster says nothing about spread, so
+    its interval is [0, 1]."""
     rates = _task_means(results)
     labels = _labels(clusters, len(rates))
     mean, count = float(rates.mean()), int(labels.max()) + 1
@@ -66,10 +62,8 @@ def paired_difference(
     before: Sequence[Sequence[bool]], after: Sequence[Sequence[bool]], clusters: Sequence[Hashable] | None = None,
     seed: int = 0, resamples: int = RESAMPLES,
 ) -> Estimate:  # fmt: skip
-    """Mean over tasks of `after` minus `before`; the same tasks in the same order on both sides.
-
-    A single cluster gives [-1, 1]. Two sides that agree on every task give [0, 0].
-    """
+    """Mean over tasks of `after` minus `before`; the same tasks in the same order on both sides. A single cluster gives
+    [-1, 1]. Two sides that agree on every task give [0, 0]."""
     if len(before) != len(after):
         raise ValueError(f"a paired difference needs the same tasks on both sides, got {len(before)} and {len(after)}")
     differences = _task_means(after) - _task_means(before)
@@ -112,10 +106,8 @@ def _labels(clusters: Sequence[Hashable] | None, tasks: int) -> np.ndarray:
 
 
 def _bootstrap(values: np.ndarray, labels: np.ndarray, seed: int, resamples: int) -> tuple[float, float]:
-    """Quantiles of the mean of `values` when whole clusters are drawn with replacement.
-
-    Clusters differ in size, so a resampled mean is a sum over drawn clusters divided by the tasks drawn.
-    """
+    """Quantiles of the mean of `values` when whole clusters are drawn with replacement. Clusters differ in size, so a
+    resampled mean is a sum over drawn clusters divided by the tasks drawn."""
     count = int(labels.max()) + 1
     sums, sizes = np.bincount(labels, values, count), np.bincount(labels, minlength=count)
     rng = np.random.default_rng(seed)

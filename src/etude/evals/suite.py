@@ -80,10 +80,8 @@ async def evaluate(
     context: RolloutContext, *, samples: int, split: str = "heldout", max_tasks: int | None = None, seed: int = 0,
     concurrency: int = 64, progress: Progress | None = None, on_episode: Callable[[Episode], None] | None = None,
 ) -> EvalResult:  # fmt: skip
-    """Plays `samples` episodes of every task of `split`. `on_episode` is called with each counted episode.
-
-    Raises UserError if the split is empty and RuntimeError if infrastructure lost every episode.
-    """
+    """Plays `samples` episodes of every task of `split`. `on_episode` is called with each counted episode. Raises
+    UserError if the split is empty and RuntimeError if infrastructure lost every episode."""
     tasks = pick_tasks(context.dataset.tasks, split, max_tasks)
     if not tasks:
         name = context.dataset.name

@@ -86,10 +86,8 @@ def log_probs(logits_SV: Tensor) -> Tensor:
 
 @torch.no_grad()
 def float32_head(model: nn.Module, taken: Callable[[Tensor, Tensor], Tensor] | None = None) -> bool:
-    """Whether `taken`, or else `head`, computes this model's logits in float32: measured, against float64.
-
-    bfloat16 is off by some 4e-3 of the largest logit, TF32 by 5e-4, float32 by less than 1e-5.
-    """
+    """Whether `taken`, or else `head`, computes this model's logits in float32: measured, against float64. bfloat16 is
+    off by some 4e-3 of the largest logit, TF32 by 5e-4, float32 by less than 1e-5."""
     weight_VD = model.get_output_embeddings().weight[:_SOME]
     noise = torch.Generator().manual_seed(0)
     for rows in (TILE, 4 * TILE):  # few and many may be computed in different ways

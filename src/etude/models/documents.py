@@ -110,11 +110,9 @@ def key_shape(config: PretrainedConfig) -> tuple[int, int]:
 def compute(
     model: PreTrainedModel, rotation: Rotation, parts: Sequence[tuple[CachedDocument, int]], routes: bool = False
 ) -> None:
-    """The next `count` tokens of each document, in one pass [1, sum of counts] beside each other.
-
-    `routes`: their expert ids, too. In batch-invariant mode the bits of a document are the same however it is
-    cut and beside whatever it is computed.
-    """
+    """The next `count` tokens of each document, in one pass [1, sum of counts] beside each other. `routes`: their
+    expert ids, too. In batch-invariant mode the bits of a document are the same however it is cut and beside whatever
+    it is computed."""
     device = parts[0][0].keys_LKnD.device
     ids_N = np.concatenate([d.ids_n[d.computed : d.computed + count] for d, count in parts])
     padded_N = np.pad(ids_N, (0, gemm.padding(len(ids_N), device, model.dtype)))
@@ -159,11 +157,9 @@ class _Apart:
 
 
 class PlacedDocuments:
-    """The layout of one row that begins with documents, computed and placed as the engine does it, with gradients.
-
-    In batch-invariant mode the row's bits are then those of the engine. The tokens of its documents must claim to stand
-    at position 0: `positions_T`. Raises ValueError for a graph that is not that of one row.
-    """
+    """The layout of one row that begins with documents, computed and placed as the engine does it, with gradients. In
+    batch-invariant mode the row's bits are then those of the engine. The tokens of its documents must claim to stand at
+    position 0: `positions_T`. Raises ValueError for a graph that is not that of one row."""
 
     kept: KeyValues | None = None  # no pass hangs below such a row
 

@@ -27,11 +27,8 @@ _few_shapes: ContextVar[bool] = ContextVar("etude_few_shapes", default=False)
 
 @contextmanager
 def few_shapes() -> Iterator[None]:
-    """Inside, experts are padded to one number of tokens, a multiple of `gemm.ROUND_NARROW`.
-
-    oneDNN compiles its bfloat16 kernels for each shape, which takes milliseconds, and the counts of the experts are
-    ever new ones.
-    """
+    """Inside, experts are padded to one number of tokens, a multiple of `gemm.ROUND_NARROW`. oneDNN compiles its
+    bfloat16 kernels for each shape, which takes milliseconds, and the counts of the experts are ever new ones."""
     token = _few_shapes.set(True)
     try:
         yield

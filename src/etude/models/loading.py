@@ -23,10 +23,8 @@ def load_model(
     path: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
     """The causal language model of a Hugging Face folder, in evaluation mode, running our attention and experts.
-
     Weights stored in a narrower type are widened exactly. Raises UserError for a folder that is missing, incomplete or
-    damaged, or whose architecture transformers does not know.
-    """
+    damaged, or whose architecture transformers does not know."""
     root = Path(path)
     check_folder(root)
     transformers_logging.disable_progress_bar()
@@ -57,10 +55,8 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
 
 
 def model_id(path: Path | str) -> str:
-    """Names a folder's configuration and vocabulary, not its weights: 32 hexadecimal digits.
-
-    Where it differs, the same weights mean something else, even if every shape is equal. Raises UserError.
-    """
+    """Names a folder's configuration and vocabulary, not its weights: 32 hexadecimal digits. Where it differs, the same
+    weights mean something else, even if every shape is equal. Raises UserError."""
     root = Path(path)
     check_folder(root)
     try:

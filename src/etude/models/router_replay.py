@@ -87,11 +87,9 @@ def shape(model: nn.Module) -> tuple[int, int]:
 def replay(
     model: nn.Module, routes_TLK: np.ndarray | None, weight_T: Tensor, *, plausible: float = PLAUSIBLE
 ) -> Iterator[ReplayStatistics]:
-    """Inside, the model's next forward pass, over T tokens, takes `routes_TLK`: ids, `MISSING` or `UNFED`.
-
-    `weight_T` says how many rows a token stands for. `plausible` 0 believes every record, 1 takes only experts that are
-    as good as the router's own. Without routes nothing is hooked. Raises RunFailed for routes of another model.
-    """
+    """Inside, the model's next forward pass, over T tokens, takes `routes_TLK`: ids, `MISSING` or `UNFED`. `weight_T`
+    says how many rows a token stands for. `plausible` 0 believes every record, 1 takes only experts that are as good as
+    the router's own. Without routes nothing is hooked. Raises RunFailed for routes of another model."""
     sums = ReplayStatistics()
     if routes_TLK is None:
         yield sums

@@ -149,11 +149,9 @@ def row_graph(row: np.ndarray, documents: Sequence[int]) -> Graph:
 
 @dataclass(frozen=True)
 class Trie:
-    """A prefix tree in depth-first order: `graph`, and per row (in the order given) the nodes from root to its end.
-
-    The first `documents` nodes are documents, which see nothing: a row's path begins with its own, and a root of the
-    tree sees those of its rows.
-    """
+    """A prefix tree in depth-first order: `graph`, and per row (in the order given) the nodes from root to its end. The
+    first `documents` nodes are documents, which see nothing: a row's path begins with its own, and a root of the tree
+    sees those of its rows."""
 
     graph: Graph
     paths: tuple[tuple[int, ...], ...]

@@ -45,10 +45,8 @@ def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[proc
 
 
 def spawn_engine(config: ServerConfig, logs: Path, number: int = 0) -> processes.Child:
-    """An inference server that dies with this process; `engine_url` waits until it is ready.
-
-    Its configuration is written to `logs`, where the process reads it.
-    """
+    """An inference server that dies with this process; `engine_url` waits until it is ready. Its configuration is
+    written to `logs`, where the process reads it."""
     path, ready = logs / f"inference-{number}.config.json", _ready_file(logs, number)
     ready.unlink(missing_ok=True)
     path.write_text(config.model_copy(update={"ready_file": ready}).model_dump_json(indent=2) + "\n")

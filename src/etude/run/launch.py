@@ -62,11 +62,9 @@ class _Inputs:
 def train_rl(
     config: RLConfig, folder: Path, *, resume: bool, toml: str | None, boxes: Boxes | None = None
 ) -> RunReport:
-    """Runs or resumes the stage in `folder` and writes its report. Raises UserError or RunFailed.
-
-    `toml` is the configuration as it was given, kept for people. Episodes are played in what `boxes` makes, such as a
-    benchmark's with slower tools; by default in boxes of [sandbox].
-    """
+    """Runs or resumes the stage in `folder` and writes its report. Raises UserError or RunFailed. `toml` is the
+    configuration as it was given, kept for people. Episodes are played in what `boxes` makes, such as a benchmark's
+    with slower tools; by default in boxes of [sandbox]."""
     started = time.time()
     check_inputs(config)
     if not resume:

@@ -67,11 +67,8 @@ NO_MATCH = Match((), None, 0)
 
 
 class PagedCache:
-    """Keys, values and expert ids of all sequences, and the trie that finds them again.
-
-    A sequence holds `max_length` tokens, or fewer if `num_bytes` do not hold as many.
-    Raises ValueError if they hold less than two pages.
-    """
+    """Keys, values and expert ids of all sequences, and the trie that finds them again. A sequence holds `max_length`
+    tokens, or fewer if `num_bytes` do not hold as many. Raises ValueError if they hold less than two pages."""
 
     def __init__(
         self, config: PretrainedConfig, *, num_bytes: int, max_length: int, dtype: torch.dtype, device: torch.device
@@ -126,11 +123,9 @@ class PagedCache:
         return best, best_length
 
     def take(self, match: Match, num_pages: int, session: str | None) -> list[int]:
-        """Pages of a new sequence: the matched nodes', a copy of the partial one, and fresh ones up to `num_pages`.
-
-        The caller holds the nodes of the match until it calls `release`. Raises IndexError if pages run out; ask
-        `available` first, counting the idle nodes of the match as taken.
-        """
+        """Pages of a new sequence: the matched nodes', a copy of the partial one, and fresh ones up to `num_pages`. The
+        caller holds the nodes of the match until it calls `release`. Raises IndexError if pages run out; ask
+        `available` first, counting the idle nodes of the match as taken."""
         self._clock += 1
         for node in match.nodes:
             self._hold(node, session)
@@ -146,11 +141,9 @@ class PagedCache:
     def insert(
         self, held: list[CacheNode], pages: list[int], tokens: Sequence[int], version: int, session: str | None
     ) -> list[CacheNode]:
-        """Offer a sequence's computed tokens to others; returns the nodes that the sequence holds now.
-
-        `held` are the nodes the sequence holds, the first of its pages. A page that becomes a node belongs to the trie
-        from here on. Where an equal node exists, the sequence goes on with that node's page, and its own is freed.
-        """
+        """Offer a sequence's computed tokens to others; returns the nodes that the sequence holds now. `held` are the
+        nodes the sequence holds, the first of its pages. A page that becomes a node belongs to the trie from here on.
+        Where an equal node exists, the sequence goes on with that node's page, and its own is freed."""
         self._clock += 1
         held = list(held)
         node = held[-1] if held else self.root
@@ -270,10 +263,8 @@ class PagedCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, because the end of a sequence's last page is read with weight 0, where garbage could be a NaN.
-
-    On the CPU from numpy, whose zeros take memory only once they are written to.
-    """
+    """Zeros, because the end of a sequence's last page is read with weight 0, where garbage could be a NaN. On the CPU
+    from numpy, whose zeros take memory only once they are written to."""
     if device.type == "cpu" and dtype == torch.float32:
         return torch.from_numpy(np.zeros(shape, dtype=np.float32))
     return torch.zeros(shape, dtype=dtype, device=device)

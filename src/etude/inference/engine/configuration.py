@@ -20,9 +20,7 @@ EngineSetting = str | int | float | bool
 
 def configuration(engine: Engine) -> dict[str, EngineSetting]:
     """Settings by name: precision, kernels, cache, scheduling, swaps, speculation, libraries, processor, threads.
-
-    `head` and `log_softmax` are measured on the loaded model, not read from its configuration.
-    """
+    `head` and `log_softmax` are measured on the loaded model, not read from its configuration."""
     model, config, keys = engine.model, engine.config, engine.cache.keys
     on_cpu = keys.device.type == "cpu"
     plain = on_cpu and keys.dtype == torch.float32

@@ -51,11 +51,9 @@ def load_engine(
 
 
 class Engine:
-    """Runs requests on one model. Start it with `start` (a thread) or call `step` yourself.
-
-    `max_length` bounds prompt and answer below the model's context. `routes` keeps the experts of every token for
-    requests that ask for them. Raises ValueError if the cache of `config` is too small.
-    """
+    """Runs requests on one model. Start it with `start` (a thread) or call `step` yourself. `max_length` bounds prompt
+    and answer below the model's context. `routes` keeps the experts of every token for requests that ask for them.
+    Raises ValueError if the cache of `config` is too small."""
 
     def __init__(
         self, model: PreTrainedModel, config: EngineConfig | None = None, *, version: int = 0,
@@ -97,11 +95,9 @@ class Engine:
     # --- called from any thread -----------------------------------------------------------------------------------
 
     def submit(self, request: Request, on_token: Callable[[int, float], None] | None = None) -> RunningSequence:
-        """Queue a request; `RunningSequence.future` gives its Generation.
-
-        `on_token(id, logprob)` is called on the engine's thread for every sampled token. Raises ValueError for a
-        request that cannot run, RuntimeError if the engine is closed.
-        """
+        """Queue a request; `RunningSequence.future` gives its Generation. `on_token(id, logprob)` is called on the
+        engine's thread for every sampled token. Raises ValueError for a request that cannot run, RuntimeError if the
+        engine is closed."""
         request.check(self.max_length, self.vocab_size)
         self.documents.check(request)
         if request.routes_from is not None and not self.routes:
@@ -119,11 +115,9 @@ class Engine:
         return self.submit(request).future.result(timeout)
 
     def swap(self, version: int, apply: Callable[[], None]) -> Future[float]:
-        """Between two steps call `apply`, which writes new weights into the live tensors, and go on as `version`.
-
-        The future gives the seconds that sequences stood still. If `apply` raises SwapUndone, so does the future and
-        the engine goes on with the old version; any other error ends the engine.
-        """
+        """Between two steps call `apply`, which writes new weights into the live tensors, and go on as `version`. The
+        future gives the seconds that sequences stood still. If `apply` raises SwapUndone, so does the future and the
+        engine goes on with the old version; any other error ends the engine."""
         future: Future[float] = Future()
         with self._wake:
             self._check_open()

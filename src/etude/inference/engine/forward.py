@@ -28,11 +28,9 @@ def logits_of(
     model: PreTrainedModel, cache: PagedCache, table: np.ndarray, ids_N: np.ndarray, slot_N: np.ndarray,
     position_N: np.ndarray, sampled_S: np.ndarray, alone: bool = False, routes: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys and values go to the cache.
-
-    `routes`: its expert ids, too. `alone`: no padding, so that the bits are those of a plain pass over these tokens.
-    In batch-invariant mode (`etude.models.batch_invariant`) those of a token are the same in any pass.
-    """
+    """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys and values go to the cache. `routes`: its
+    expert ids, too. `alone`: no padding, so that the bits are those of a plain pass over these tokens. In
+    batch-invariant mode (`etude.models.batch_invariant`) those of a token are the same in any pass."""
     device = cache.keys.device
     batch = PagedBatch(cache, table, slot_N.astype(np.int32), position_N.astype(np.int32))
     padding, more = (
@@ -63,11 +61,9 @@ def _padded(x_N: np.ndarray, padding: int) -> np.ndarray:
 
 
 def score(model: PreTrainedModel, like: PagedCache, ids: Sequence[int], *, alone: bool = False) -> np.ndarray:
-    """Log-probabilities, float32 [T - 1], of `ids` [T] but the first, each given those before it, at temperature 1.
-
-    One pass as `logits_of` makes them, over keys and values of its own: nothing is read from the cache `like`, nor left
-    there. May be called between two passes of an engine.
-    """
+    """Log-probabilities, float32 [T - 1], of `ids` [T] but the first, each given those before it, at temperature 1. One
+    pass as `logits_of` makes them, over keys and values of its own: nothing is read from the cache `like`, nor left
+    there. May be called between two passes of an engine."""
     scratch = _scratch(model, like, len(ids))
     ids_T, position_T = np.array(ids, dtype=np.int64), np.arange(len(ids))
     table, slot_T = np.arange(scratch.num_pages, dtype=np.int32)[None], np.zeros(len(ids), np.int64)
@@ -86,10 +82,8 @@ def _scratch(model: PreTrainedModel, like: PagedCache, tokens: int) -> PagedCach
 
 
 def cost_curve(model: PreTrainedModel, cache: PagedCache) -> CostCurve:
-    """Seconds of verifying n tokens after a context of some hundred, sampling included; measured once per model.
-
-    Runs on keys and values of its own, so it may be called between two passes of an engine.
-    """
+    """Seconds of verifying n tokens after a context of some hundred, sampling included; measured once per model. Runs
+    on keys and values of its own, so it may be called between two passes of an engine."""
     kept = _curves.setdefault(model, {})
     largest = max(2, min(LARGEST, cache.max_length // 2))
     key = (model.dtype, str(cache.keys.device), torch.get_num_threads(), largest)

@@ -45,10 +45,8 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """The queues of an engine. Everything here runs on the engine's thread, but for `documents.check`.
-
-    `serial`: one sequence at a time, and nothing is shared between sequences.
-    """
+    """The queues of an engine. Everything here runs on the engine's thread, but for `documents.check`. `serial`: one
+    sequence at a time, and nothing is shared between sequences."""
 
     def __init__(
         self, model: PreTrainedModel, config: EngineConfig, counters: Counters, *, max_length: int, serial: bool,
@@ -161,11 +159,8 @@ class Scheduler:
         return ScheduledBatch(self.decoding, chunks)
 
     def update(self, batch: ScheduledBatch, reasons: list[str]) -> None:
-        """Take a computed pass into account.
-
-        `reasons` say why each of the decoding sequences and then of the prompts' ends, "" where it goes on; empty if
-        none ends.
-        """
+        """Take a computed pass into account. `reasons` say why each of the decoding sequences and then of the prompts'
+        ends, "" where it goes on; empty if none ends."""
         prompts, complete = batch.prompts, batch.complete
         for sequence, n in batch.chunks:
             sequence.fed += n

@@ -53,11 +53,9 @@ class _Copies(TorchDispatchMode):
 
 
 def live_tensors(model: LoadableModel, published: Schema) -> dict[str, torch.Tensor]:
-    """The model's own memory under the names and in the shapes that are published.
-
-    Raises UserError if a tensor is not there whole and in order (several GPUs share it, it was transposed), or if the
-    model has a parameter that no published tensor fills.
-    """
+    """The model's own memory under the names and in the shapes that are published. Raises UserError if a tensor is not
+    there whole and in order (several GPUs share it, it was transposed), or if the model has a parameter that no
+    published tensor fills."""
     sources = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in published.tensors}
     names = {_storage(tensor): name for name, tensor in sources.items()}
     filled: set[int] = set()

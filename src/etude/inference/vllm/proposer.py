@@ -66,11 +66,9 @@ class _DraftedSequence:
 
 
 class SequenceDrafts:
-    """Drafts for sequences that are known by their tokens only.
-
-    `longest` is the greatest number of drafted tokens per sequence, `max_length` the model's context, `sequences` the
-    greatest number of sequences. `clock` gives seconds. Raises UserError for a `longest` that vLLM cannot verify.
-    """
+    """Drafts for sequences that are known by their tokens only. `longest` is the greatest number of drafted tokens per
+    sequence, `max_length` the model's context, `sequences` the greatest number of sequences. `clock` gives seconds.
+    Raises UserError for a `longest` that vLLM cannot verify."""
 
     def __init__(
         self, tokenizer: Tokenizer, longest: int, max_length: int, sequences: int,
@@ -172,10 +170,8 @@ class _SequenceHistories:
 
 
 def sources(tokenizer: Tokenizer, prompt: list[int]) -> tuple[DraftSource, ...]:
-    """Text that the answer to a prompt may repeat, the most trusted first: merge, file and sketch of an edit.
-
-    Empty for another prompt: a drafter then has the sequence's own tokens, prompt included.
-    """
+    """Text that the answer to a prompt may repeat, the most trusted first: merge, file and sketch of an edit. Empty for
+    another prompt: a drafter then has the sequence's own tokens, prompt included."""
     text = tokenizer.decode(prompt, skip_special_tokens=False)
     edit = parse_prompt(text)
     if edit is None:
