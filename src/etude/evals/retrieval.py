@@ -9,7 +9,7 @@ from etude.evals.stats import Estimate, pass_rate
 from etude.records import Record
 
 
-class RetrievalResult(Record):
+class RetrievalResult(Record, frozen=True):
     """One model under one mask. Rates are over all orders, with intervals at 95 % clustered by sample."""
 
     documents: str  # "full": a plain prompt; "own": each document sees itself only

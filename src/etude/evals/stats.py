@@ -18,12 +18,17 @@ TAIL = 0.025  # probability outside the interval, per side
 _CELLS = 4_000_000  # resample counts held at once: 32 MB
 
 
-class Estimate(Record):
+class Estimate(Record, frozen=True):
     """A mean with its 95 % interval."""
 
     mean: float
     low: float
     high: float
+
+    @property
+    def percent(self) -> str:
+        """A share and its interval in percent."""
+        return f"{100 * self.mean:.1f} % [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -28,7 +28,7 @@ Attempt = Callable[[Task, int, int, int, int], Awaitable[Episode]]  # task, task
 Progress = Callable[[int, int, int], None]  # samples done, samples in all, samples passed
 
 
-class TaskResult(Record):
+class TaskResult(Record, frozen=True):
     """The samples of one task that count, in sample order; `lost` is how many infrastructure took."""
 
     id: str
@@ -37,7 +37,7 @@ class TaskResult(Record):
     lost: int
 
 
-class EvalResult(Record):
+class EvalResult(Record, frozen=True):
     """One measurement. As JSON (`msgspec.json.encode`):
 
     {"split": "heldout", "seed": 1, "samples": 4, "seconds": 21.7,
@@ -63,7 +63,7 @@ class EvalResult(Record):
     behaviour: dict[str, float]
 
 
-class Comparison(Record):
+class Comparison(Record, frozen=True):
     """Two measurements over the tasks that both have; `better`, `worse` and `same` count tasks by their pass rates."""
 
     before: Estimate

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from etude.config import EngineConfig, EvalConfig, RolloutConfig, ServerConfig
 from etude.dashboard.live import LiveView
-from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
 from etude.models.loading import check_folder
@@ -41,12 +40,17 @@ def evaluate_models(
             results.append(asyncio.run(_measure(model, dataset, view, inference, options, split, seed)))
     for model, result in zip(models, results, strict=True):
         rates = ", ".join(f"pass@{k} {100 * rate:.1f} %" for k, rate in sorted(result.pass_k.items()) if k > 1)
-        print(f"{model}: pass@1 {_percent(result.pass_1)}" + (f", {rates}" if rates else ""))
+        print(f"{model}: pass@1 {result.pass_1.percent}" + (f", {rates}" if rates else ""))
     difference = compare(*results).difference if len(results) == 2 else None
     if difference is not None:
-        print(f"second minus first: {_percent(difference)}")
+        print(f"second minus first: {difference.percent}")
     if as_json:
-        print(json.dumps(_json(models, results, difference)))
+        measured = [
+            {"model": str(model), **msgspec.to_builtins(result, str_keys=True)}
+            for model, result in zip(models, results, strict=True)
+        ]
+        paired = None if difference is None else msgspec.to_builtins(difference)
+        print(json.dumps({"results": measured, "paired_diff": paired}))
 
 
 async def _measure(
@@ -70,16 +74,3 @@ async def _measure(
                 )  # fmt: skip
         finally:
             engine.stop(10)
-
-
-def _percent(estimate: Estimate) -> str:
-    return f"{100 * estimate.mean:.1f} % [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
-
-
-def _json(models: Sequence[Path], results: Sequence[EvalResult], difference: Estimate | None) -> dict[str, object]:
-    measured = [
-        {"model": str(model), **msgspec.to_builtins(result, str_keys=True)}
-        for model, result in zip(models, results, strict=True)
-    ]
-    paired = None if difference is None else msgspec.to_builtins(difference)
-    return {"results": measured, "paired_diff": paired}

@@ -32,7 +32,6 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from etude.errors import RunFailed
-from etude.ledger.ledger import EpisodeLease
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.curriculum import Curriculum
 from etude.rollout.stall import LIMIT, StallSnapshot, StallWatchdog, diagnose
@@ -62,8 +61,9 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
             learned = _admit(run, curriculum, learned)
             if (free := run.concurrency.limit - count) > 0:
                 leases = run.ledger.lease(OWNER, free, rollout.lease_seconds, together=rollout.forks)
-                for siblings in _siblings(leases, rollout.forks):
-                    episodes = LiveEpisodes(siblings, time.monotonic())
+                # Neighbours of a group fork from one shared prefix.
+                for _, siblings in groupby(leases, lambda lease: (lease.group_id, lease.member // rollout.forks)):
+                    episodes = LiveEpisodes(list(siblings), time.monotonic())
                     live[asyncio.create_task(play_leased(run, episodes))] = episodes
                 count += len(leases)
             impossible.play()
@@ -100,11 +100,6 @@ class _ImpossibleTasks:
         if tasks is not None and tasks.tasks and not self.live and self._number < due:
             self.live.append(asyncio.create_task(play_impossible(run, tasks, self._number)))
             self._number += 1
-
-
-def _siblings(leases: Sequence[EpisodeLease], forks: int) -> list[list[EpisodeLease]]:
-    """Leases of members that fork from one shared prefix, each `forks` neighbours of a group; the order is kept."""
-    return [list(g) for _, g in groupby(leases, lambda lease: (lease.group_id, lease.member // forks))]
 
 
 def _requests(run: Run) -> int:

@@ -82,27 +82,23 @@ def _cheating(run: Run, steps: list[dict[str, Any]]) -> CheatingFigures:
     flagged = run.ledger.flagged()
     violations = [e for e in flagged if VIOLATIONS.keys() & set(e.flags)]
     impossible = run.ledger.impossible()
+    # The upper end of the exact 95 % interval; none if there were some, or nothing was played.
+    clean = impossible.played and not impossible.passed + impossible.tampered
+    bound = 1 - 0.05 ** (1 / impossible.played) if clean else None
     return CheatingFigures(
         flags=dict(sorted(Counter(flag for e in flagged for flag in e.flags).items())), violations=len(violations),
         rewarded=sum(e.reward > 0 for e in violations), flagged=tuple(violations[-LISTED_FLAGGED:]),
-        impossible=impossible, impossible_bound=_bound(impossible.passed + impossible.tampered, impossible.played),
+        impossible=impossible, impossible_bound=bound,
         shifts=tuple(msgspec.convert(event, Shift) for step in steps for event in step.get("drift/events", ())),
     )  # fmt: skip
 
 
-def _bound(cheats: int, played: int) -> float | None:
-    """Upper end of the exact 95 % interval of a share of cheats; null if there were some, or nothing was played."""
-    return 1 - 0.05 ** (1 / played) if played and not cheats else None
-
-
-def _busy(timeline: list[dict[str, object]], process: str) -> float:
+def _busy(timeline: list[dict[str, Any]], process: str) -> float:
     """Share of the training stage in which `process` did something else than wait."""
-    stages = [
-        (float(s["start"]), float(s["end"])) for s in timeline if s["process"] == "controller" and s["state"] == "train"
-    ]
+    stages = [(s["start"], s["end"]) for s in timeline if s["process"] == "controller" and s["state"] == "train"]
     total = sum(end - start for start, end in stages)
     busy = sum(
-        max(0.0, min(end, float(span["end"])) - max(start, float(span["start"])))
+        max(0.0, min(end, span["end"]) - max(start, span["start"]))
         for span in timeline
         if span["process"] == process and span["state"] not in ("wait", "idle")
         for start, end in stages
@@ -123,13 +119,12 @@ def _mismatch(steps: list[dict[str, float]]) -> MismatchSummary:
     )
 
 
-def _stages(timeline: list[dict[str, object]]) -> dict[str, float]:
-    seconds: dict[str, float] = {}
+def _stages(timeline: list[dict[str, Any]]) -> dict[str, float]:
+    seconds: Counter[str] = Counter()
     for span in timeline:
         if span["process"] == "controller":
-            name = str(span["state"])
-            seconds[name] = seconds.get(name, 0.0) + float(span["end"]) - float(span["start"])
-    return seconds
+            seconds[span["state"]] += span["end"] - span["start"]
+    return dict(seconds)
 
 
 def _shown(run: Run, before: EvalResult | None, after: EvalResult | None) -> list[ShownEpisode]:

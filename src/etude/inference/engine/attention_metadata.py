@@ -34,8 +34,8 @@ class PagedBatch:
         """Attention output, [1, H, T, D]; the keys and values go to the cache."""
         if isinstance(self._made, _Gather):
             return self._made.attend(layer, query_BHTD, key_BKTD, value_BKTD, scale)
-        heads = ((x[0].transpose(0, 1).float().contiguous()) for x in (query_BHTD, key_BKTD, value_BKTD))
-        out_THD = self._made.attend(layer, *heads, scale)
+        query, key, value = (x[0].transpose(0, 1).float().contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
+        out_THD = self._made.attend(layer, query, key, value, scale)
         return out_THD.to(query_BHTD.dtype).transpose(0, 1).unsqueeze(0)
 
     def attend_by_token(

@@ -195,11 +195,12 @@ class PagedCache:
         position_T = torch.arange(position, position + count, device=self.keys.device)
         return torch.tensor(pages, device=self.keys.device)[position_T // BLOCK], position_T % BLOCK
 
-    def hold_experts(self, like_TEK: Tensor) -> None:
-        """Make room for expert ids of tokens like these, if there is none yet."""
+    def hold_experts(self, like_TEK: Tensor) -> Tensor:
+        """The expert ids of all pages; room for those of tokens like these is made if there is none yet."""
         if self.experts is None:
             shape = (self.num_pages, BLOCK, *like_TEK.shape[1:])
             self.experts = torch.zeros(shape, dtype=like_TEK.dtype, device=self.keys.device)
+        return self.experts
 
     def routes(self, pages: list[int], first: int, end: int) -> Routes:
         """The experts of a sequence's positions [first, end): those stored beside the keys that it uses."""
@@ -253,6 +254,7 @@ class PagedCache:
         """Free at least one and about `count` pages of idle leaves, least recently used first."""
         leaves = [node for node in self.nodes if node.users == 0 and not node.children]
         for node in sorted(leaves, key=lambda n: n.used)[:count]:
+            assert node.parent is not None
             siblings = node.parent.children[node.tokens]
             siblings.remove(node)
             if not siblings:

@@ -224,8 +224,8 @@ class Documents:
             for to, x_LKTD in ((cache.keys, keys_LKTD), (cache.values, document.values_LKnD[:, :, first:])):
                 to[:, page_T, :, offset_T] = x_LKTD.permute(2, 0, 1, 3).to(to.dtype)
         if document.experts_nEK is not None:
-            cache.hold_experts(document.experts_nEK)
-            cache.experts[cache.places(pages, start + first, length - first)] = document.experts_nEK[first:]
+            experts = cache.hold_experts(document.experts_nEK)
+            experts[cache.places(pages, start + first, length - first)] = document.experts_nEK[first:]
 
     def release(self, sequence: RunningSequence, *, stale: bool = False) -> None:
         """Release what the sequence holds, if anything. Documents that no other waits for are not computed further,

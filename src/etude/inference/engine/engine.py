@@ -90,7 +90,7 @@ class Engine:
         self._wake = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # the error that ended the thread
 
     # --- called from any thread -----------------------------------------------------------------------------------
 
@@ -177,11 +177,6 @@ class Engine:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the thread, or None."""
-        return self._failure
-
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
@@ -202,13 +197,13 @@ class Engine:
                         break
                 self.step()
         except BaseException as e:
-            self._failure = e
+            self.failure = e
             self.on_failure()
             raise
         finally:
             with self._wake:
                 self._closed = True
-            reason = self._failure or RuntimeError("the engine was closed")
+            reason = self.failure or RuntimeError("the engine was closed")
             for sequence in self._sequences():
                 sequence.future.set_exception(reason)
             for *_, future in (*self._swaps, *self._scores):
@@ -248,7 +243,11 @@ class Engine:
                 scheduler.update(batch, self.runner.run(batch, self.version))
                 busy = True
             if self._paused != "keep" and self._scores:
-                self._score_one()
+                # One sequence per step, so that running sequences wait for one short pass at a time.
+                ids, future = self._scores[0]
+                log_probs = self.runner.score(ids)
+                self._scores.popleft()  # not before: if the pass fails, its future gets the error
+                future.set_result((self.version, log_probs.tolist()))
                 busy = True
             if busy:
                 self.counters.busy_seconds += time.perf_counter() - start
@@ -272,10 +271,3 @@ class Engine:
             self.counters.swaps += 1
             self.documents.clear()
             future.set_result(self.last_pause)
-
-    def _score_one(self) -> None:
-        """One sequence per step, so that running sequences wait for one short pass at a time."""
-        ids, future = self._scores[0]
-        log_probs = self.runner.score(ids)
-        self._scores.popleft()  # not before: if the pass fails, its future gets the error
-        future.set_result((self.version, log_probs.tolist()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,12 +48,12 @@ def logits_of(
         ).last_hidden_state
     # In float32 on both sides: the trainer computes its log-probabilities in the same way.
     hidden_SD = hidden_1ND[0].index_select(0, torch.from_numpy(_padded(sampled_S, more)).to(device))
-    logits_SV = gemm.head(hidden_SD, model.get_output_embeddings().weight)
+    logits_SV = gemm.head(hidden_SD, cast(Any, model.get_output_embeddings()).weight)
     if choices is not None and choices.layers:
         experts_NLK = choices.stacked()
-        cache.hold_experts(experts_NLK)
         pages_N = torch.from_numpy(table[slot_N, position_N // BLOCK]).to(device).long()
-        cache.experts[pages_N, torch.from_numpy(position_N % BLOCK).to(device)] = experts_NLK[: len(ids_N)]
+        offset_N = torch.from_numpy(position_N % BLOCK).to(device)
+        cache.hold_experts(experts_NLK)[pages_N, offset_N] = experts_NLK[: len(ids_N)]
     return logits_SV[: len(sampled_S)]
 
 
