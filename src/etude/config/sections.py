@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from etude.config.bundled import find_model
 from etude.errors import UserError
@@ -21,6 +21,11 @@ class Section(BaseModel):
     """A table of the configuration. Frozen; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def option(default: Any, text: str, **limits: Any) -> Any:
+    """A field of a section: its default, what it means, and pydantic's constraints on it."""
+    return Field(default=default, description=text, **limits)
 
 
 def absolute(path: str) -> str:

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from etude.dashboard.report import HeldOutSide, RunReport
 from etude.dashboard.text import byte_count, compact, duration, inert, optional, percent, points
+from etude.dashboard.view import PROCESSES
 
-PROCESSES = ("controller", "engine", "trainer", "sandbox")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 48  # values of the sparkline
 _LINE_SECONDS = 5.0  # between two plain lines
@@ -114,11 +114,6 @@ class LiveView:
         self.update(done=done, total=total, pass_rate=passed / max(done, 1))
 
     @property
-    def console(self) -> Console:
-        """Where the view is drawn; print to it only after the view is closed."""
-        return self._console
-
-    @property
     def stages(self) -> dict[str, float]:
         """Seconds of each finished stage."""
         return dict(self._taken)
@@ -210,9 +205,8 @@ class LiveView:
     def _figure_row(self, figures: Sequence[tuple[str, str]]) -> Text:
         text = Text()
         for label, value in figures:  # hard spaces: a label and its value stay on one line
-            text.append(f"{label} ".replace(" ", "\u00a0"), "dim").append(value.replace(" ", "\u00a0"), "bold").append(
-                "   "
-            )
+            text.append(f"{label} ".replace(" ", "\u00a0"), "dim").append(value.replace(" ", "\u00a0"), "bold")
+            text.append("   ")
         return text
 
 
@@ -257,9 +251,9 @@ def _rate(rate: float | None, side: HeldOutSide | None, style: str = "") -> Text
     if rate is None:
         return Text("not measured", "dim")
     text = Text(percent(rate), style)
-    if side is None:
-        return text
-    return text.append(f"  95 %: {percent(side.interval.low)} to {percent(side.interval.high)}", "dim")
+    if side is not None:
+        text.append(f"  95 %: {percent(side.interval.low)} to {percent(side.interval.high)}", "dim")
+    return text
 
 
 def _difference(report: RunReport) -> Text:
@@ -275,7 +269,6 @@ def _difference(report: RunReport) -> Text:
 def _check_row(checks: dict[str, bool]) -> Text:
     text = Text()
     for name, holds in checks.items():
-        text.append(
-            f"{'✓' if holds else '✗ FAILED'} {inert(name).replace('_', ' ')}  ", "green" if holds else "bold red"
-        )
+        mark, style = ("✓", "green") if holds else ("✗ FAILED", "bold red")
+        text.append(f"{mark} {inert(name).replace('_', ' ')}  ", style)
     return text if checks else Text("none", "dim")

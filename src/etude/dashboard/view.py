@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+PROCESSES = ("controller", "engine", "trainer", "sandbox")  # as they are listed, top to bottom
+
+
 @dataclass(frozen=True)
 class TimelineSpan:
     """One process was in one state from `start` to `end` (seconds; any origin that the whole file shares)."""
@@ -91,14 +94,9 @@ def load_view(run_dir: Path, episodes: Sequence[ShownEpisode] = ()) -> RunView:
     steps = _read_lines(run_dir / "metrics.jsonl", ("step", "time"))
     memory = _read_lines(run_dir / "memory.jsonl", ("step", "time"))
     spans = _read_lines(run_dir / "timeline.jsonl", ("process", "state", "start", "end"))
-    return RunView(
-        steps=tuple(sorted(steps, key=lambda line: line["step"])),
-        memory=tuple(memory),
-        timeline=tuple(
-            TimelineSpan(str(s["process"]), str(s["state"]), float(s["start"]), float(s["end"])) for s in spans
-        ),
-        episodes=tuple(episodes),
-    )
+    timeline = (TimelineSpan(str(s["process"]), str(s["state"]), float(s["start"]), float(s["end"])) for s in spans)
+    ordered = sorted(steps, key=lambda line: line["step"])
+    return RunView(tuple(ordered), tuple(memory), tuple(timeline), tuple(episodes))
 
 
 def show(
