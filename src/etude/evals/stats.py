@@ -59,8 +59,7 @@ def pass_rate(
         return Estimate(mean=mean, low=max(0.0, mean - reach), high=min(1.0, mean + reach))
     if count == 1:
         return Estimate(mean=mean, low=0.0, high=1.0)
-    low, high = _bootstrap(rates, labels, seed, resamples)
-    return Estimate(mean=mean, low=low, high=high)
+    return _bootstrap(rates, labels, seed, resamples)
 
 
 def paired_difference(
@@ -73,11 +72,9 @@ def paired_difference(
         raise ValueError(f"a paired difference needs the same tasks on both sides, got {len(before)} and {len(after)}")
     differences = _task_means(after) - _task_means(before)
     labels = _labels(clusters, len(differences))
-    mean = float(differences.mean())
     if labels.max() == 0:
-        return Estimate(mean=mean, low=-1.0, high=1.0)
-    low, high = _bootstrap(differences, labels, seed, resamples)
-    return Estimate(mean=mean, low=low, high=high)
+        return Estimate(mean=float(differences.mean()), low=-1.0, high=1.0)
+    return _bootstrap(differences, labels, seed, resamples)
 
 
 def mean_difference(
@@ -88,8 +85,7 @@ def mean_difference(
     if len(before) != len(after) or not before:
         raise ValueError(f"a paired difference needs the same tasks on both sides, got {len(before)} and {len(after)}")
     differences = np.asarray(after, float) - np.asarray(before, float)
-    low, high = _bootstrap(differences, _labels(clusters, len(differences)), seed, resamples)
-    return Estimate(mean=float(differences.mean()), low=low, high=high)
+    return _bootstrap(differences, _labels(clusters, len(differences)), seed, resamples)
 
 
 def _task_means(results: Sequence[Sequence[bool]]) -> np.ndarray:
@@ -110,9 +106,9 @@ def _labels(clusters: Sequence[Hashable] | None, tasks: int) -> np.ndarray:
     return np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])
 
 
-def _bootstrap(values: np.ndarray, labels: np.ndarray, seed: int, resamples: int) -> tuple[float, float]:
-    """Quantiles of the mean of `values` when whole clusters are drawn with replacement. Clusters differ in size, so a
-    resampled mean is a sum over drawn clusters divided by the tasks drawn."""
+def _bootstrap(values: np.ndarray, labels: np.ndarray, seed: int, resamples: int) -> Estimate:
+    """The mean of `values`, and its quantiles when whole clusters are drawn with replacement. Clusters differ in size,
+    so a resampled mean is a sum over drawn clusters divided by the tasks drawn."""
     count = int(labels.max()) + 1
     sums, sizes = np.bincount(labels, values, count), np.bincount(labels, minlength=count)
     rng = np.random.default_rng(seed)
@@ -123,4 +119,4 @@ def _bootstrap(values: np.ndarray, labels: np.ndarray, seed: int, resamples: int
         means.append((draws @ sums) / (draws @ sizes))
     # "nearest" keeps the quantile one of the resampled means: no value that no resample could have
     low, high = np.quantile(np.concatenate(means), [TAIL, 1.0 - TAIL], method="nearest")
-    return float(low), float(high)
+    return Estimate(mean=float(values.mean()), low=float(low), high=float(high))

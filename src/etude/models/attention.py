@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
@@ -153,7 +153,7 @@ def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: floa
 
 
 def etude_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
     layout: AttentionLayout | None = None, dropout: float = 0.0, sliding_window: int | None = None, **options: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls in every attention layer. Raises ValueError for what it does not compute:

@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from etude.models.kernels import BLOCK, paged_attention
 
@@ -48,7 +49,7 @@ def is_on() -> bool:
     return _on.get()
 
 
-def possible(model: nn.Module) -> bool:
+def possible(model: Any) -> bool:
     """Whether the mode is for this model: on the CPU, in float32, plain experts, keys as wide as values."""
     one, config = next(model.parameters()), model.config
     widths = {getattr(config, name, None) for name in ("v_head_dim", "head_dim")} - {None}
@@ -56,7 +57,7 @@ def possible(model: nn.Module) -> bool:
     return one.device.type == "cpu" and one.dtype == torch.float32 and plain and len(widths) < 2
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_plain(module: Any) -> bool:
     """Gated experts without bias, stored [experts, out, in], gate before up."""
     special = module.is_transposed or module.has_bias or module.has_post_expert_norm or module._is_expert_parallel
     return module.has_gate and module.is_concatenated and not special
@@ -85,7 +86,7 @@ def log_probs(logits_SV: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def float32_head(model: nn.Module, taken: Callable[[Tensor, Tensor], Tensor] | None = None) -> bool:
+def float32_head(model: Any, taken: Callable[[Tensor, Tensor], Tensor] | None = None) -> bool:
     """Whether `taken`, or else `head`, computes this model's logits in float32: measured, against float64. bfloat16 is
     off by some 4e-3 of the largest logit, TF32 by 5e-4, float32 by less than 1e-5."""
     weight_VD = model.get_output_embeddings().weight[:_SOME]
@@ -99,7 +100,7 @@ def float32_head(model: nn.Module, taken: Callable[[Tensor, Tensor], Tensor] | N
     return True
 
 
-def experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+def experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """Weighted sum of the chosen experts' outputs, [T, D], of plain experts."""
     flat = index_TK.reshape(-1)
     order = flat.argsort(stable=True)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class Rotation:
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder = model.get_decoder()
-        self._table = decoder.rotary_emb
+        self._table: Any = decoder.rotary_emb
         self._apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
         self._like = next(model.parameters()).new_empty(0, dtype=model.dtype)
         self._head_dim = key_shape(model.config)[1]
@@ -121,9 +122,8 @@ def compute(
         model.get_decoder()(
             input_ids=torch.from_numpy(padded_N).to(device)[None],
             position_ids=torch.zeros((1, len(padded_N)), dtype=torch.int64, device=device),
-            layout=_Apart(rotation, parts),
-            use_cache=False,
-        )
+            layout=_Apart(rotation, parts), use_cache=False,
+        )  # fmt: skip
     experts_NEK = choices.stacked() if choices is not None and choices.layers else None
     at = 0
     for document, count in parts:

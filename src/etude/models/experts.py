@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from etude.models import batch_invariant, gemm
@@ -70,7 +71,7 @@ def observe() -> Iterator[Choices]:
         _choices.reset(token)
 
 
-def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+def etude_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """Weighted sum of the chosen experts' outputs, [T, D]. Gradients flow to tokens, experts and router weights."""
     choices = _choices.get()
     if choices is not None:
@@ -116,7 +117,7 @@ def _rounded(rows: int, size: int) -> int:
     return rows + -rows % size
 
 
-def _each(module: nn.Module, sorted_ND: Tensor, counts: list[int]) -> Tensor:
+def _each(module: Any, sorted_ND: Tensor, counts: list[int]) -> Tensor:
     """The experts one after the other, their rows filled up with others' to a multiple of `gemm.ROUND`."""
     out_ND = torch.empty_like(sorted_ND)
     start = 0
@@ -132,7 +133,7 @@ def _each(module: nn.Module, sorted_ND: Tensor, counts: list[int]) -> Tensor:
     return out_ND
 
 
-def _one_token(module: nn.Module, hidden_1D: Tensor, experts: list[int], weight_1K: Tensor) -> Tensor:
+def _one_token(module: Any, hidden_1D: Tensor, experts: list[int], weight_1K: Tensor) -> Tensor:
     """A row that decodes alone: sorting it for a grouped GEMM would take longer than the experts do."""
     outs = []
     for expert in experts:

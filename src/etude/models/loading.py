@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any, cast
 
 import blake3
 import torch
@@ -29,7 +30,7 @@ def load_model(
     check_folder(root)
     transformers_logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
             root, dtype=dtype, attn_implementation=attention.NAME, experts_implementation=experts.NAME,
             local_files_only=True, output_loading_info=True,
         )  # fmt: skip

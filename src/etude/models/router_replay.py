@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
     return routers
 
 
-def shape(model: nn.Module) -> tuple[int, int]:
+def shape(model: Any) -> tuple[int, int]:
     """MoE layers and experts of a token. Raises UserError for a dense model."""
     layers = len(routers(model))
     if not layers:

@@ -13,6 +13,7 @@ fed, as plain decoding does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -26,15 +27,12 @@ class Speculation:
 
     def __init__(self, curve: Callable[[], CostCurve]) -> None:
         self._measure = curve
-        self._curve: CostCurve | None = None
         self._shared = SharedRates()
 
-    @property
+    @cached_property
     def curve(self) -> CostCurve:
         """Seconds of a pass by its number of tokens."""
-        if self._curve is None:
-            self._curve = self._measure()
-        return self._curve
+        return self._measure()
 
     def drafts(
         self, sequences: Sequence[RunningSequence], states: SequenceStates, tokens: int
