@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal, cast
 import pydantic
 from pydantic import AfterValidator, Field
 
-from etude.config.bundled import bundled
 from etude.config.engine import InferenceConfig
 from etude.config.sandbox import NamespaceSandboxConfig, SandboxConfig
-from etude.config.sections import LocalPath, LocalPathOrNone, ModelPath, Section, absolute, option
+from etude.config.sections import LocalPath, LocalPathOrNone, ModelPath, Section, absolute, bundled, option
 from etude.config.tasks import TasksConfig
 from etude.records import Budget
 

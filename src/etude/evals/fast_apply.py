@@ -53,11 +53,6 @@ class Applied:
         """Whether there is a file to grade."""
         return self.text is not None
 
-    @property
-    def right(self) -> bool:
-        """Whether a grade holds."""
-        return self.grade != EditGrade.FAIL
-
 
 def evaluate_edits(
     models: Sequence[Path], suite: Path, inference: EngineConfig, *, form: str, max_edits: int | None, as_json: bool,
@@ -184,7 +179,7 @@ def summary(applied: Sequence[Applied]) -> dict[str, object]:
     groups = {name: {k: _group(part) for k, part in sorted(_split(applied, f).items())} for name, f in _GROUPS.items()}
     return {
         "exact": msgspec.to_builtins(_exact(applied)),
-        "right": msgspec.to_builtins(_rate(applied, lambda a: a.right)),
+        "right": msgspec.to_builtins(_rate(applied, lambda a: a.grade != EditGrade.FAIL)),
         "grades": {str(g): sum(a.grade == g for a in applied) / count for g in EditGrade},
         "fits": sum(a.fits for a in applied) / count,
         "exact_of_those_that_fit": _group([a for a in applied if a.fits]),

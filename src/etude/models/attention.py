@@ -37,6 +37,18 @@ class AttentionLayout(Protocol):
         ...
 
 
+class CausalLayout:
+    """Plain causal attention of rows; it keeps the keys of each layer, after rotation."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        """Attention output, [B, H, T, D]."""
+        self.keys[layer] = key_BKTD
+        return causal(query_BHTD, key_BKTD, value_BKTD, scale)
+
+
 class SegmentLayout:
     """The nodes of `graph` in one row [1, T]. Every one of them also sees the tokens of `prefix` wholly. `prefix` lists
     the keys and values of forward passes made before, in layout order. With `keep`, `kept` holds those of this pass,

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from etude.models import attention_kernel, batch_invariant, gemm
-from etude.models.attention import KeyValues, causal
+from etude.models.attention import CausalLayout, KeyValues, causal
 from etude.models.experts import few_shapes, observe
 from etude.models.kernels import BLOCK, place
 from etude.models.segments import Graph
@@ -186,17 +186,6 @@ class PlacedDocuments:
         return torch.cat([*outs, torch.zeros_like(padding)], dim=2)
 
 
-class _Kept:
-    """Plain causal attention that keeps the rotated keys."""
-
-    def __init__(self) -> None:
-        self.keys: dict[int, Tensor] = {}
-
-    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-        self.keys[layer] = key_BKTD
-        return causal(query_BHTD, key_BKTD, value_BKTD, scale)
-
-
 def token_bytes(config: PretrainedConfig, itemsize: int) -> int:
     """Bytes of the keys and values of one token."""
     return 2 * config.num_hidden_layers * math.prod(key_shape(config)) * itemsize
@@ -232,7 +221,7 @@ def _rotates_alike(model: PreTrainedModel) -> bool:
     rotation = Rotation(model)
     document = empty_document(model, [i % model.config.vocab_size for i in range(_PROBED)])
     compute(model, rotation, [(document, _PROBED)])
-    angles, kept, device = rotation.angles(_PROBED), _Kept(), document.keys_LKnD.device
+    angles, kept, device = rotation.angles(_PROBED), CausalLayout(), document.keys_LKnD.device
     ids_1n = torch.from_numpy(document.ids_n).to(device)[None]
     position_1n = torch.arange(_PROBED, device=device)[None]
     model.get_decoder()(input_ids=ids_1n, position_ids=position_1n, layout=kept, use_cache=False)

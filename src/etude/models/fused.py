@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from etude.models import batch_invariant
-from etude.models.attention import AttentionLayout, causal
+from etude.models.attention import AttentionLayout, CausalLayout
 from etude.models.gemm import gated, product, three
 
 _LANES, _SUMS = 8, 4  # PyTorch adds squares up in four vectors of eight, and begins new ones
@@ -158,13 +158,6 @@ def _attended(module: Any, hidden_TD: Tensor, where: tuple[Tensor, Tensor], layo
     return product(out_TD, parts["o_proj"]._parameters["weight"])
 
 
-class _Causal:
-    """Plain attention, as the layout of the comparison."""
-
-    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-        return causal(query_BHTD, key_BKTD, value_BKTD, scale)
-
-
 def _same_attention(module: Any) -> bool:
     """Whether the layer has the parts that `_attention` reads, and nothing that changes its output."""
     parts: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
@@ -186,7 +179,7 @@ def _same_attention(module: Any) -> bool:
     for rows in _SIZES:
         x, angles = _sample(1, rows, q.in_features), _sample(1, rows, module.head_dim // 2)
         cos, sin = (torch.cat((f(angles), f(angles)), dim=-1) for f in (torch.cos, torch.sin))
-        (one, _), (other, _) = (f(module, x, (cos, sin), None, layout=_Causal()) for f in both)
+        (one, _), (other, _) = (f(module, x, (cos, sin), None, layout=CausalLayout()) for f in both)
         if not torch.equal(one, other):
             return False
     return True
@@ -273,7 +266,7 @@ def _same_layer(module: Any) -> bool:
     for rows in _SIZES:
         x, angles = _sample(1, rows, attention.q_proj.in_features), _sample(1, rows, attention.head_dim // 2)
         cos, sin = (torch.cat((f(angles), f(angles)), dim=-1) for f in (torch.cos, torch.sin))
-        one, other = (f(module, x, position_embeddings=(cos, sin), layout=_Causal()) for f in both)
+        one, other = (f(module, x, position_embeddings=(cos, sin), layout=CausalLayout()) for f in both)
         if not isinstance(other, Tensor) or not torch.equal(one, other):
             return False
     return True

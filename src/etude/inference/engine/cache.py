@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from etude.models.documents import key_shape
 from etude.models.kernels import BLOCK
 from etude.records import Routes
 
@@ -73,8 +74,7 @@ class PagedCache:
     def __init__(
         self, config: PretrainedConfig, *, num_bytes: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        heads = config.num_key_value_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, head_dim = key_shape(config)
         self.layers = config.num_hidden_layers
         self.page_bytes = 2 * self.layers * heads * BLOCK * head_dim * dtype.itemsize
         self.num_pages = num_bytes // self.page_bytes
