@@ -257,15 +257,9 @@ def _trust(arguments: argparse.Namespace, folder: Path | None = None) -> Trust:
 
 def _row(manifest: PolicyVersion) -> dict[str, Any]:
     return {
-        "version": manifest.version,
-        "kind": manifest.kind,
-        "parent": manifest.parent,
-        "bytes": manifest.payload_bytes,
-        "changed": manifest.changed / max(manifest.elements, 1),
-        "skips": [skip.base for skip in manifest.skips],
-        "anchor": manifest.anchor.version,
-        "signed": bool(manifest.signature),
-        "digest": manifest.digest,
-        "groups": len(manifest.groups),
+        "version": manifest.version, "kind": manifest.kind, "parent": manifest.parent,
+        "bytes": manifest.payload_bytes, "changed": manifest.changed / max(manifest.elements, 1),
+        "skips": [skip.base for skip in manifest.skips], "anchor": manifest.anchor.version,
+        "signed": bool(manifest.signature), "digest": manifest.digest, "groups": len(manifest.groups),
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(manifest.created)),
-    }
+    }  # fmt: skip

@@ -17,9 +17,9 @@ Suffixes as in `etude.models.attention`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,17 +31,23 @@ from etude.models.kernels import BLOCK, paged_attention
 TILE = 16
 _SOME = 512  # rows of the head that its precision is measured on
 
+T = TypeVar("T")
 _on: ContextVar[bool] = ContextVar("etude_batch_invariant", default=False)
 
 
 @contextmanager
-def batch_invariant(on: bool = True) -> Iterator[None]:
-    """Inside, attention and experts are batch-invariant if `on`; passes must be padded by `padding`."""
-    token = _on.set(on)
+def within(variable: ContextVar[Any], value: T) -> Iterator[T]:
+    """Inside, the variable has this value."""
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _on.reset(token)
+        variable.reset(token)
+
+
+def batch_invariant(on: bool = True) -> AbstractContextManager[bool]:
+    """Inside, attention and experts are batch-invariant if `on`; passes must be padded by `padding`."""
+    return within(_on, on)
 
 
 def is_on() -> bool:

@@ -7,8 +7,7 @@ tokens per expert (a token of a shared prompt once for every row it stands for).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,20 +20,13 @@ from etude.models import batch_invariant, gemm
 
 NAME = "etude"
 _MOST_PADDING = 4  # times the tokens
-
-
 _few_shapes: ContextVar[bool] = ContextVar("etude_few_shapes", default=False)
 
 
-@contextmanager
-def few_shapes() -> Iterator[None]:
+def few_shapes() -> AbstractContextManager[bool]:
     """Inside, experts are padded to one number of tokens, a multiple of `gemm.ROUND_NARROW`. oneDNN compiles its
     bfloat16 kernels for each shape, which takes milliseconds, and the counts of the experts are ever new ones."""
-    token = _few_shapes.set(True)
-    try:
-        yield
-    finally:
-        _few_shapes.reset(token)
+    return batch_invariant.within(_few_shapes, True)
 
 
 class Choices:
@@ -60,15 +52,9 @@ class Choices:
 _choices: ContextVar[Choices | None] = ContextVar("etude_expert_choices", default=None)
 
 
-@contextmanager
-def observe() -> Iterator[Choices]:
+def observe() -> AbstractContextManager[Choices]:
     """Keep the experts of the forward pass inside; no layer, then, for a dense model."""
-    choices = Choices()
-    token = _choices.set(choices)
-    try:
-        yield choices
-    finally:
-        _choices.reset(token)
+    return batch_invariant.within(_choices, Choices())
 
 
 def etude_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:

@@ -43,37 +43,26 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
     steps = runfolder.read_jsonl(run.folder / "metrics.jsonl")
     published = manifests(run.weights)
     timeline = runfolder.read_jsonl(run.folder / "timeline.jsonl")
-    conservation = run.ledger.conservation(published)
     trained, generated = run.ledger.represented()
     held_out, difference = held_out_figures(before, after)
     hardware = f"{os.cpu_count()} CPU cores, {platform.machine()}, {run.config.trainer.device}"
+    checks = {
+        "ledger_conserved": run.ledger.conservation(published).ok,
+        "weights_digest_served": run.record.checked > 0 and run.progress.served == published[-1].version,
+        "tokens_prefix_property": all(step.get("rollout/prefix_violations", 0) == 0 for step in steps),
+        "engines_alike": not run.record.complaints,
+        "no_episode_lost": run.ledger.counts().get("infra", 0) == 0,
+    }
     report = RunReport(
-        pass_before=before and before.pass_1.mean,
-        pass_after=after and after.pass_1.mean,
-        paired_diff=difference,
-        held_out=held_out,
-        seed=run.config.seed,
-        seconds=seconds,
-        steps=max((m.version for m in published), default=0),
-        episodes=run.ledger.counts(),
-        versions=len(published),
-        bytes_published=sum(m.payload_bytes for m in published),
-        utilisation=Utilisation(trainer=_busy(timeline, "trainer"), engine=_busy(timeline, "engine")),
-        mismatch=_mismatch(steps),
-        checks={
-            "ledger_conserved": conservation.ok,
-            "weights_digest_served": run.record.checked > 0 and run.progress.served == published[-1].version,
-            "tokens_prefix_property": all(step.get("rollout/prefix_violations", 0) == 0 for step in steps),
-            "engines_alike": not run.record.complaints,
-            "no_episode_lost": run.ledger.counts().get("infra", 0) == 0,
-        },
-        trained=trained,
-        generated=generated,
-        setup=RunSetup(run.config.name, run.config.model.name, run.dataset.name, hardware),
-        stages=_stages(timeline),
+        setup=RunSetup(run.config.name, run.config.model.name, run.dataset.name, hardware), seed=run.config.seed,
+        seconds=seconds, stages=_stages(timeline), steps=max((m.version for m in published), default=0),
+        pass_before=before and before.pass_1.mean, pass_after=after and after.pass_1.mean, paired_diff=difference,
+        held_out=held_out, episodes=run.ledger.counts(), trained=trained, generated=generated,
+        versions=len(published), bytes_published=sum(m.payload_bytes for m in published),
         weights=WeightFigures(2 * max((m.elements for m in published), default=0), run.record.pauses),
-        cheating=_cheating(run, steps),
-    )
+        utilisation=Utilisation(trainer=_busy(timeline, "trainer"), engine=_busy(timeline, "engine")),
+        mismatch=_mismatch(steps), checks=checks, cheating=_cheating(run, steps),
+    )  # fmt: skip
     write_report(run.folder, report, load_view(run.folder, _shown(run, before, after)))
     return report
 

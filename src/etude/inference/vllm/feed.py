@@ -19,10 +19,8 @@ from etude.errors import UserError
 from etude.store import Store
 from etude.weights.manifest import versions
 
-EVERY = 1.0
-"""Seconds between two polls of the store."""
-DEADLINE = 600.0
-"""Seconds that a version may take from its first sight to being live."""
+EVERY = 1.0  # seconds between two polls of the store
+DEADLINE = 600.0  # seconds that a version may take from its first sight to being live
 _POLL = 0.2  # seconds between two questions whether a version is staged
 _REQUEST = 600.0  # one request; the first one reads the checkpoint again
 Answer = dict[str, Any]
