@@ -42,11 +42,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_rate(
-    results: Sequence[Sequence[bool]],
-    clusters: Sequence[Hashable] | None = None,
-    seed: int = 0,
+    results: Sequence[Sequence[bool]], clusters: Sequence[Hashable] | None = None, seed: int = 0,
     resamples: int = RESAMPLES,
-) -> Estimate:
+) -> Estimate:  # fmt: skip
     """Mean over tasks of each task's share of passed samples, i.e. pass@1. `clusters` names the cluster of each task;
     without it every task is its own. Where all samples agree the bootstrap has nothing to resample, so the interval is
     the exact binomial one (Clopper and Pearson 1934) over the clusters; a single cluster says nothing about spread, so

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 import httpx2
@@ -48,9 +47,7 @@ class EngineClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

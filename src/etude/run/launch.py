@@ -77,10 +77,9 @@ def train_rl(
         try:
             children.append(processes.start("trainer", ["etude.trainer.rl.process", str(folder)], logs / "trainer.log"))
             sandbox = (boxes or partial(open_sandbox, config.sandbox))(
-                machine_profiles=profiles_of(config),
-                egress=egress_of(config, inputs.dataset, folder),
+                machine_profiles=profiles_of(config), egress=egress_of(config, inputs.dataset, folder),
                 repeatable=config.deterministic,
-            )
+            )  # fmt: skip
             report = asyncio.run(_run_stages(inputs, view, children, urls, sandbox, started))
         finally:
             for child in children:

@@ -427,12 +427,8 @@ class OpenAI:
     def _completion_logprobs(self, choice: _Choice, first: int) -> dict[str, Any]:
         tokens = [self._token(token) for token in choice.ids]
         offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
-        return {
-            "tokens": tokens[first:],
-            "token_logprobs": choice.logprobs[first:],
-            "top_logprobs": None,
-            "text_offset": offsets[first:],
-        }
+        shown = {"tokens": tokens[first:], "token_logprobs": choice.logprobs[first:], "top_logprobs": None}
+        return shown | {"text_offset": offsets[first:]}
 
 
 def _decoded(data: bytes, kind: type[B]) -> B:
