@@ -31,6 +31,11 @@ class CostCurve:
         self._slope = (self._seconds[-1] - self._seconds[-2]) / (self._tokens[-1] - self._tokens[-2])
         self._worth: dict[tuple[int, int], bool] = {}
 
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """(tokens, seconds) as measured and made monotone."""
+        return [(int(n), float(s)) for n, s in zip(self._tokens, self._seconds, strict=True)]
+
     def seconds(self, tokens_N: np.ndarray | int) -> np.ndarray:
         """Seconds of passes over so many tokens."""
         beyond = np.maximum(np.asarray(tokens_N) - self._tokens[-1], 0) * self._slope
