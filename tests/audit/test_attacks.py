@@ -15,7 +15,7 @@ from etude.audit.attacks.probes import PROBES, script
 from etude.audit.attacks.report import DEFAULT, IN_PROCESS, ITEMS, AttackReport, AttackResult
 from etude.audit.attacks.submissions import SUBMISSIONS
 from etude.cli.show_attacks import show_attacks, table
-from etude.config import SandboxConfig
+from etude.config import NamespaceSandboxConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +57,7 @@ def test_what_was_missed_is_named_beside_the_counts(
         return AttackReport([AttackResult("A7", "probe", "box", "missed", "/run/x")], dict(fingerprints.REASONS))
 
     monkeypatch.setattr(suite, "run", made)
-    assert show_attacks(SandboxConfig(), as_json=True, quick=True) == 1
+    assert show_attacks(NamespaceSandboxConfig(), as_json=True, quick=True) == 1
     shown = capsys.readouterr()
     assert json.loads(shown.out)["missed"] == 1
     assert "A7 probe (box): /run/x" in shown.err
