@@ -145,13 +145,7 @@ class ScriptRunner:
         }
         seconds = time.monotonic() - started
         return TestReport(
-            outcomes,
-            messages,
-            seconds,
-            report.timed_out,
-            report.crashed,
-            report.tampered,
-            controlled=report.controlled,
+            outcomes, messages, seconds, report.timed_out, report.crashed, report.tampered, controlled=report.controlled
         )
 
     async def _run_file(self, job: _ScriptJob, path: str, text: str, names: list[str], report: _Report) -> None:

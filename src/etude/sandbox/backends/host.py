@@ -40,12 +40,7 @@ from guest.guest import main
 main(f)
 """
 # Runs in the image: needs sh, env, python3 (3.11 or later) and bash. The environment is that of a test run.
-COMMAND = (
-    "sh",
-    "-c",
-    'exec env -i PATH="$PATH" HOME=/tmp LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -sSPB -c "$0"',
-    _BOOT,
-)
+COMMAND = ("sh", "-c", 'exec env -i PATH="$PATH" HOME=/tmp LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -sSPB -c "$0"', _BOOT)
 
 
 @dataclass(frozen=True)

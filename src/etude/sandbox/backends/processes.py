@@ -73,10 +73,7 @@ async def attached(command: Sequence[str], end: Sequence[str], lasting: bool = F
 async def output(command: Sequence[str], seconds: float = QUESTION_SECONDS, data: bytes = b"") -> tuple[int, str]:
     """(exit code, what a command printed); a code of 124 if it took too long. Raises FileNotFoundError."""
     process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
     try:
         async with asyncio.timeout(seconds):
