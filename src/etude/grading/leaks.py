@@ -102,16 +102,7 @@ def _members(data: bytes) -> Iterable[tuple[str, bytes]]:
                 return [(m.name, file.read()) for m in members if (file := archive.extractfile(m)) is not None]
         if data[:1] == b"\x78":
             return [("stream", zlib.decompressobj().decompress(data, MAX_FILE))]
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        RuntimeError,
-        NotImplementedError,
-        zipfile.BadZipFile,
-        tarfile.TarError,
-        zlib.error,
-    ):
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, tarfile.TarError, zlib.error):
         return []  # no archive after all, or a broken one
     return []
 

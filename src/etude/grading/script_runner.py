@@ -22,7 +22,7 @@ from typing import Any
 
 from etude.grading.javascript import conditions, contradicted, framework, guarded, holds_tests, package
 from etude.sandbox.backend import Backend
-from etude.sandbox.base import ExecResult, Image, Limits, NotFound, TestReport
+from etude.sandbox.base import Changes, ExecResult, Image, Limits, NotFound, TestReport
 from etude.sandbox.guest.root import RUNNER, WORKSPACE
 from etude.sandbox.shell import Shell
 
@@ -105,7 +105,7 @@ class _ScriptJob:
     """What the test files of one report are run on; `files` lie over the image."""
 
     image: Image
-    files: Mapping[str, bytes | None]
+    files: Changes
     hidden: Path | None
     limits: Limits
 
@@ -118,12 +118,7 @@ class ScriptRunner:
         self._controls: dict[tuple[Path, Path | None, Path, str], asyncio.Task[ControlFile | None]] = {}
 
     async def run(
-        self,
-        image: Image,
-        layers: Mapping[str, bytes | None],
-        tests: Sequence[str],
-        hidden: Path | None,
-        limits: Limits,
+        self, image: Image, layers: Changes, tests: Sequence[str], hidden: Path | None, limits: Limits
     ) -> TestReport:
         """The report on `tests` ("path::outer > inner"), file by file; `limits` are those of one file."""
         by_path: dict[str, list[str]] = {}
@@ -168,9 +163,7 @@ class ScriptRunner:
         failing = frozenset() if control is None else control.failing
         report.add_file(path, names, real, outputs.get(True), failing)
 
-    async def list_tests(
-        self, image: Image, path: str, layers: Mapping[str, bytes | None]
-    ) -> tuple[FileOutput, ScriptTrace]:
+    async def list_tests(self, image: Image, path: str, layers: Changes) -> tuple[FileOutput, ScriptTrace]:
         """Run every test of a file of the image, whose sources in `layers` write numbers to CALLED."""
         text = _text(image, {}, None, path)
         assert text is not None
@@ -195,7 +188,7 @@ class ScriptRunner:
     async def _run_copy(
         self,
         image: Image,
-        layers: Mapping[str, bytes | None],
+        layers: Changes,
         path: str,
         text: str,
         wanted: list[str] | None,
@@ -251,7 +244,7 @@ def _hidden_files(hidden: Path | None) -> dict[str, bytes | None]:
     return files
 
 
-def _text(image: Image, layers: Mapping[str, bytes | None], hidden: Path | None, path: str) -> str | None:
+def _text(image: Image, layers: Changes, hidden: Path | None, path: str) -> str | None:
     if hidden is None and path in layers:
         data = layers[path]
         return None if data is None else data.decode("utf-8", "replace")

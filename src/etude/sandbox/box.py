@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from etude.sandbox.backend import Backend
 from etude.sandbox.base import (
     BoxDead,
+    Changes,
     EgressRequest,
     Escape,
     ExecResult,
@@ -27,7 +28,7 @@ from etude.sandbox.namespace.image_templates import DEPTH, Layer
 from etude.sandbox.shell import Shell
 
 RunTests = Callable[
-    [Image, Mapping[str, bytes | None], Sequence[str], Path | None, Limits], Awaitable[TestReport]
+    [Image, Changes, Sequence[str], Path | None, Limits], Awaitable[TestReport]
 ]  # as `Sandbox.run_tests`
 
 MAX_FILE = 10 << 20  # bytes of one file

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from etude.sandbox import base
-from etude.sandbox.base import BoxDead, BoxError, Busy, EgressRequest, ExecResult, TooLarge
+from etude.sandbox.base import BoxDead, BoxError, Busy, Changes, EgressRequest, ExecResult, TooLarge
 from etude.sandbox.connection import Connection, encode
 from etude.sandbox.egress.gate import PORT, Gate
 from etude.sandbox.guest.root import RUNNER, SITE, WORKSPACE
@@ -45,7 +45,7 @@ class Shell:
     async def start(
         self,
         limits: dict[str, float],
-        layers: Mapping[str, bytes | None],
+        layers: Changes,
         prefix: str,
         variables: Mapping[str, str],
         host_socket: tuple[str, int] | None,

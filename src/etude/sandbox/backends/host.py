@@ -61,15 +61,12 @@ class ProgramStream(Protocol):
 
     async def read(self) -> bytes:
         """Some bytes; none once the program has ended. Raises OSError."""
-        ...
 
     async def write(self, data: bytes) -> None:
         """Raises OSError if the program is gone."""
-        ...
 
     async def close(self) -> None:
         """End the machine. Idempotent; raises nothing."""
-        ...
 
 
 class RemoteHost(Protocol):
@@ -79,15 +76,12 @@ class RemoteHost(Protocol):
 
     async def reach(self) -> None:
         """Raises UserError: it is not installed, does not answer, or has no key."""
-        ...
 
     async def open(self) -> Capabilities:
         """Prepare, and say what its boxes have. Raises UserError: it lacks what boxes need."""
-        ...
 
     async def start(self, command: Sequence[str], need: Need) -> ProgramStream:
         """Run `command` as root in a new machine without network. Raises LaunchFailed."""
-        ...
 
 
 class StreamConnection(Connection):

@@ -29,7 +29,7 @@ from etude.sandbox.backend import (
     PristineImage,
 )
 from etude.sandbox.backends.host import COMMAND, Need, Packed, RemoteHost, StreamConnection, pack
-from etude.sandbox.base import BoxDead, BoxError, Capabilities, Image, LaunchFailed, Limits
+from etude.sandbox.base import BoxDead, BoxError, Capabilities, Changes, Image, LaunchFailed, Limits
 from etude.sandbox.connection import encode, limits_of
 from etude.sandbox.guest.root import RUN, SITE, WORKSPACE
 from etude.sandbox.namespace.image_templates import Layer
@@ -61,13 +61,7 @@ class RemoteBackend(Backend):
         return self._capabilities
 
     async def shell(
-        self,
-        image: Image,
-        layers: Mapping[str, bytes | None],
-        limits: Limits,
-        *,
-        bare: bool = False,
-        below: Sequence[Layer] = (),
+        self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False, below: Sequence[Layer] = ()
     ) -> Shell:
         """A live box in a machine of its own; all of them are bare."""
         assert not below  # forks of machines are copies

@@ -106,9 +106,8 @@ def write(root: int, path: str, data: bytes) -> None:
             if not stat.S_ISREG(status.st_mode):
                 raise FileRefused("NotRegular", f"{path} is not a regular file")
             mode = stat.S_IMODE(status.st_mode) & 0o777
-        fd = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=parent
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, mode, dir_fd=parent)
         try:
             with open(fd, "wb") as file:
                 file.write(data)

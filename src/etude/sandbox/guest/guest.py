@@ -27,7 +27,6 @@ from typing import Any, BinaryIO, NoReturn
 from . import box, files, linux, root, runs, shell
 
 HOME = "/home/user"
-LEARNING = {"memory": 4 << 30, "addresses": 4 << 30, "processes": 64, "disk": 64 << 20, "seconds": 60}
 
 
 def main(stream: BinaryIO) -> NoReturn:
@@ -204,12 +203,7 @@ class Guest(shell.ShellServer):
         os.setegid(user)
         os.seteuid(user)
         os.chdir("/")
-        self._tree = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    @property
-    def tree(self) -> int:
-        """Descriptor of the work tree."""
-        return self._tree
+        self.tree = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def _changed(self) -> Iterator[tuple[str, bytes | None]]:
         return files.differing(self.tree, self.before)
@@ -314,7 +308,7 @@ class Runs(runs.RunTemplate):
         reader, writer = os.pipe()
         if self._fork() == 0:
             try:
-                self._enter(LEARNING, {})
+                self._enter(runs.LEARNING, {})
                 self.suite.warm(path)
                 with open(writer, "w") as pipe:
                     json.dump(list(self.suite.items[path]), pipe)

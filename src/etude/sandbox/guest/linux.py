@@ -45,15 +45,22 @@ def setns(fd: int, kind: int) -> None:
     _check(libc.setns(fd, kind), "setns")
 
 
+def fork_first(pids: int) -> int:
+    """fork(2) pid 1 of a new pid namespace; further children of this process belong to `pids` again."""
+    unshare(NEWPID)
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid != 0:
+            setns(pids, NEWPID)
+    return pid
+
+
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str = "") -> None:
     """mount(2). `options` must fit a page."""
-    result = libc.mount(
-        os.fsencode(source),
-        os.fsencode(target),
-        kind.encode() if kind else None,
-        ctypes.c_ulong(flags),
-        options.encode() or None,
-    )
+    places = os.fsencode(source), os.fsencode(target), kind.encode() if kind else None
+    result = libc.mount(*places, ctypes.c_ulong(flags), options.encode() or None)
     _check(result, f"mount {kind or 'bind'} on {target}")
 
 
@@ -282,7 +289,6 @@ def filter_program(machine: str) -> bytes:
     """The deny list as classic BPF over `struct seccomp_data` (nr at 0, arch at 4, low half of argument i at 16+8i)."""
     column = {"x86_64": 0, "aarch64": 1}[machine]
     clone, clone3, socket_, ioctl = ((56, 435, 41, 16), (220, 435, 198, 29))[column]
-    refuse, missing = _RETURN, _RETURN
     code: list[tuple[int, int, int, int]] = []
 
     def op(kind: int, value: int, yes: int = 0, no: int = 0) -> None:
@@ -294,28 +300,28 @@ def filter_program(machine: str) -> bytes:
     op(_LOAD, 0)
     if machine == "x86_64":  # x32 calls carry bit 30
         op(_GREATER, 0x40000000, 0, 1)
-        op(missing, _ERRNO | errno.ENOSYS)
+        op(_RETURN, _ERRNO | errno.ENOSYS)
     op(_EQUAL, clone3, 0, 1)  # its flags lie in memory, out of reach of a filter; libc falls back to clone
-    op(missing, _ERRNO | errno.ENOSYS)
+    op(_RETURN, _ERRNO | errno.ENOSYS)
     for number in sorted(numbers[column] for numbers in _DENIED.values() if numbers[column] is not None):
         op(_EQUAL, number, 0, 1)
-        op(refuse, _ERRNO | errno.EPERM)
+        op(_RETURN, _ERRNO | errno.EPERM)
     op(_EQUAL, clone, 0, 4)
     op(_LOAD, 16)
     op(_MASK, _NAMESPACES & ~NEWTIME, 0, 1)  # CLONE_NEWTIME's bit belongs to the exit signal in clone(2)
-    op(refuse, _ERRNO | errno.EPERM)
+    op(_RETURN, _ERRNO | errno.EPERM)
     op(_RETURN, _ALLOW)
     op(_EQUAL, socket_, 0, 2 * len(_FAMILIES) + 2)
     op(_LOAD, 16)
     for family in _FAMILIES:
         op(_EQUAL, family, 0, 1)
-        op(refuse, _ERRNO | errno.EAFNOSUPPORT)
+        op(_RETURN, _ERRNO | errno.EAFNOSUPPORT)
     op(_RETURN, _ALLOW)
     op(_EQUAL, ioctl, 0, 5)
     op(_LOAD, 24)
     for request in (_TIOCSTI, _TIOCLINUX):
         op(_EQUAL, request, 0, 1)
-        op(refuse, _ERRNO | errno.EPERM)
+        op(_RETURN, _ERRNO | errno.EPERM)
     op(_RETURN, _ALLOW)
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 

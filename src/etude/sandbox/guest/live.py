@@ -88,7 +88,8 @@ class LiveBox(shell.ShellServer):
 
         pid = os.fork()
         if pid == 0:
-            host_socket.start(*self.request["host_socket"], linux.filter_program(os.uname().machine))
+            path, port = self.request["host_socket"]
+            host_socket.start(path, port, linux.filter_program(os.uname().machine))
             os._exit(0)
         if os.waitpid(pid, 0)[1]:
             raise OSError("the way out could not be opened")

@@ -107,9 +107,8 @@ def _stamp(folder: str, checkout: float, rate: float) -> None:
 def _clocks(uptime: float) -> None:
     """Processes forked from now on count time since a boot that was `uptime` seconds ago: see time_namespaces(7)."""
     linux.unshare(linux.NEWTIME)
-    lines = []
-    for name, clock in (("monotonic", time.CLOCK_MONOTONIC), ("boottime", time.CLOCK_BOOTTIME)):
-        lines.append(f"{name} {int(uptime - time.clock_gettime(clock))} 0\n")
+    clocks = {"monotonic": time.CLOCK_MONOTONIC, "boottime": time.CLOCK_BOOTTIME}
+    lines = [f"{name} {int(uptime - time.clock_gettime(clock))} 0\n" for name, clock in clocks.items()]
     with open("/proc/self/timens_offsets", "w") as file:
         file.write("".join(lines))
 

@@ -40,20 +40,8 @@ def build(prefix: str, runner: dict[str, str]) -> None:
     binds += [(source, f"{RUNNER}/{name}") for name, source in runner.items()]
     etc = {name: f"/etc/{name}" for name in _ETC if os.path.isfile(f"/etc/{name}")}
     linux.mount("tmpfs", new, "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    for folder in (
-        HOST,
-        WORKSPACE,
-        SITE,
-        LAYER,
-        SHARED,
-        "/proc",
-        "/dev/shm",
-        "/dev/pts",
-        "/etc",
-        "/home/user",
-        "/tmp",
-        "/var/tmp",
-    ):
+    folders = ("/proc", "/dev/shm", "/dev/pts", "/etc", "/home/user", "/tmp", "/var/tmp")
+    for folder in (HOST, WORKSPACE, SITE, LAYER, SHARED, *folders):
         os.makedirs(new + folder, 0o755)
     for name, source in etc.items():
         # Resolved below the old root: /tmp there is covered by now.

@@ -20,7 +20,7 @@ import blake3
 
 from etude.sandbox import cgroups, machine_profile
 from etude.sandbox.backend import Backend, BackendOptions, ForkRequest, ForkResult, PristineImage
-from etude.sandbox.base import HOST_SOCKET_PORT, TOOLS, Capabilities, Image, Limits
+from etude.sandbox.base import HOST_SOCKET_PORT, TOOLS, Capabilities, Changes, Image, Limits
 from etude.sandbox.cgroups import Groups
 from etude.sandbox.connection import Connection, encode, limits_of, memory
 from etude.sandbox.egress.gate import Gate, Network
@@ -78,13 +78,7 @@ class NamespaceBackend(Backend):
         return await self._runs.test_names(image, path)
 
     async def shell(
-        self,
-        image: Image,
-        layers: Mapping[str, bytes | None],
-        limits: Limits,
-        *,
-        bare: bool = False,
-        below: Sequence[Layer] = (),
+        self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False, below: Sequence[Layer] = ()
     ) -> Shell:
         """A live box: a fork of its image's template."""
         texts = image.changes if bare else {**image.decoys, **image.changes}
