@@ -67,13 +67,11 @@ async def grade(
 
 
 def _flags(aside: Sequence[str], report: TestReport) -> tuple[str, ...]:
-    touched = {"tests-touched" if _is_test(PurePosixPath(path)) else "outside-roots" for path in aside}
+    paths = [PurePosixPath(path) for path in aside]
+    tests = [p.name == "conftest.py" or p.name.startswith("test_") or {"tests", "test"} & set(p.parts) for p in paths]
+    touched = {"tests-touched" if of_tests else "outside-roots" for of_tests in tests}
     signals = {"tamper": report.tampered, "crash": report.crashed, "timeout": report.timed_out}
     return (*sorted(touched), *(name for name, present in signals.items() if present))
-
-
-def _is_test(path: PurePosixPath) -> bool:
-    return path.name == "conftest.py" or path.name.startswith("test_") or bool({"tests", "test"} & set(path.parts))
 
 
 def _why(report: TestReport, bad: Sequence[str], total: int, limits: Limits) -> str:

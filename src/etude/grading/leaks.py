@@ -37,15 +37,14 @@ class AnswerFingerprint:
     shingles: frozenset[tuple[str, ...]]
     constants: frozenset[bytes]
 
-    def in_text(self, text: str) -> bool:
-        """Whether source text holds the answer."""
-        return bool(self.shingles) and len(self.shingles & shingles(text)) >= SHARE * len(self.shingles)
-
     def in_data(self, data: bytes) -> bool:
         """In source text of any encoding near UTF-8, or in anything that keeps text constants, such as bytecode."""
         if any(constant in data for constant in self.constants):
             return True
-        return b"\0" not in data[:4096] and self.in_text(data.decode("utf-8", "replace"))
+        if not self.shingles or b"\0" in data[:4096]:
+            return False
+        held = self.shingles & shingles(data.decode("utf-8", "replace"))
+        return len(held) >= SHARE * len(self.shingles)
 
 
 def answer(solution: str, given: str) -> AnswerFingerprint:

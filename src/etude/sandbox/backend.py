@@ -48,10 +48,6 @@ class HiddenControls:
     token: str
     modules: Mapping[str, str]
 
-    def plain(self) -> dict[str, object]:
-        """For the request that starts a template."""
-        return {"token": self.token, "modules": dict(self.modules)}
-
 
 @dataclass(frozen=True)
 class PristineImage:

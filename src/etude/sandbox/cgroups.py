@@ -268,9 +268,8 @@ def _kill(folder: Path) -> None:
 
 def _removed(folder: Path) -> bool:
     try:
-        folder.rmdir()
-    except FileNotFoundError:
-        return True
+        with contextlib.suppress(FileNotFoundError):
+            folder.rmdir()
     except OSError:  # a process is ending in it
         return False
     return True

@@ -151,7 +151,9 @@ def memory(data: bytes) -> Iterator[int]:
     """A descriptor of memory that holds `data`, to be sent to its reader."""
     fd = os.memfd_create("request", os.MFD_CLOEXEC)
     try:
-        _write_all(fd, data)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
         yield fd
     finally:
         os.close(fd)
@@ -166,12 +168,6 @@ def limits_of(limits: Limits) -> dict[str, float]:
         "disk": limits.disk_mb << 20,
         "seconds": limits.seconds,
     }
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def encode(request: dict[str, Any], changes: Changes) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import platform
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,10 +87,6 @@ class MachineProfile:
     checkout_age: float | None  # of the files in the work tree
     checkout_rate: float  # files that it wrote in a second
     pids: int  # processes before the agent's
-
-    def plain(self) -> dict[str, Any]:
-        """For the request that starts a live box."""
-        return asdict(self)
 
 
 @cache

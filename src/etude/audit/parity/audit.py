@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -160,7 +161,7 @@ async def box_samples(
     samples: list[FingerprintSample] = []
     with tempfile.TemporaryDirectory(prefix="etude-parity-") as folder:
         images = _made_up(Path(folder), count) if dataset is None else _of_tasks(dataset, count)
-        line = f"python3 -c {_quoted(SCRIPT.read_text('utf-8'))} --samples 1 >> /tmp/samples.jsonl"
+        line = f"python3 -c {shlex.quote(SCRIPT.read_text('utf-8'))} --samples 1 >> /tmp/samples.jsonl"
         async with open_sandbox(machine_profiles=machine_profiles) as sandbox:
             for number, (name, image) in enumerate(images):
                 box = await sandbox.create(image, LIMITS)
@@ -197,10 +198,6 @@ def _made_up(root: Path, count: int) -> Iterator[tuple[str, Image]]:
         who = f"Ada <ada@example.com> {int(time.time()) - 86_400 * (1 + number % 90)} +0100\n"
         past = history.single(f"author {who}committer {who}".encode(), b"A small library\n")
         yield str(number), Image(root, None, changes, history=history.folder(past, files))
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
 
 
 def record(path: Path, samples: int) -> None:
@@ -273,14 +270,11 @@ def against(
 
 
 def _halves(production: Sequence[FingerprintSample]) -> tuple[list[FingerprintSample], list[FingerprintSample]]:
-    """Samples that machine profiles are drawn from, and samples to compare boxes with.
-
-    They are of different machines, if there are several.
-    """
+    """Samples to draw machine profiles from, and samples to compare boxes with, of other machines if possible."""
     machines = sorted({sample.machine for sample in production})
-    models = set(machines[::2]) if len(machines) > 1 else set()
-    if not models:
+    if len(machines) < 2:
         return list(production[::2]), list(production[1::2])
+    models = set(machines[::2])
     return [s for s in production if s.machine in models], [s for s in production if s.machine not in models]
 
 

@@ -11,9 +11,9 @@ import json
 import secrets
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ class RemoteBackend(Backend):
         hello = {
             "kind": "runs",
             "hidden": None if image.hidden is None else f"{RUN}/{secrets.token_hex(12)}",
-            "controls": None if image.controls is None else image.controls.plain(),
+            "controls": None if image.controls is None else asdict(image.controls),
         }
         return await self._machine(image, hello, limits, ends)
 
@@ -168,7 +168,8 @@ class RemoteBackend(Backend):
         if folder not in self._packs:
             if folder is not None and not folder.is_dir():
                 raise LaunchFailed(f"{folder} is not a folder")
-            places = {"": folder.resolve()} if folder is not None else _paths(installed_runner())
+            runner = {} if folder is not None else installed_runner()
+            places = {"": folder.resolve()} if folder is not None else {name: Path(at) for name, at in runner.items()}
             self._packs[folder] = asyncio.create_task(asyncio.to_thread(pack, places))
         return await asyncio.shield(self._packs[folder])
 
@@ -176,10 +177,6 @@ class RemoteBackend(Backend):
         """End all live boxes."""
         self._closed = True
         await asyncio.gather(*(shell.close() for shell in list(self._shells)))
-
-
-def _paths(places: Mapping[str, str]) -> dict[str, Path]:
-    return {name: Path(path) for name, path in places.items()}
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ class NamespaceBackend(Backend):
     def _make_template(self, image: Image, shared: Mapping[str, bytes], bare: bool) -> ImageTemplate:
         profile = None
         if self._machine_profiles is not None and not bare:
-            profile = machine_profile.draw(_digest(image.changes), self._machine_profiles)
+            task = repr(sorted(image.changes.items())).encode("utf-8", "surrogatepass")  # wherever its repository lies
+            profile = machine_profile.draw(blake3.blake3(task).digest(), self._machine_profiles)
         hello: dict[str, Any] = {
             "live": True,
             "repository": folder_of(image.repository),
@@ -139,7 +141,7 @@ class NamespaceBackend(Backend):
         }
         if image.host_socket is not None:
             hello["mounts"] |= {_socket_folder(image.host_socket): folder_of(image.host_socket.parent)}
-        with memory(encode({"machine_profile": profile and profile.plain()}, shared)) as fd:
+        with memory(encode({"machine_profile": profile and asdict(profile)}, shared)) as fd:
             return ImageTemplate(self.zygote.handler(hello, [fd], socket.SOCK_SEQPACKET), profile)
 
     async def watch(self) -> None:
@@ -173,11 +175,6 @@ def _host_socket(image: Image) -> tuple[str, int] | None:
 def _socket_folder(path: Path) -> str:
     """Where a box has the folder of a host socket."""
     return f"{RUN}/{blake3.blake3(os.fsencode(path)).hexdigest()[:24]}"
-
-
-def _digest(changes: Mapping[str, str]) -> bytes:
-    """Of what makes one task differ from others, wherever its repository lies."""
-    return blake3.blake3(repr(sorted(changes.items())).encode("utf-8", "surrogatepass")).digest()
 
 
 @asynccontextmanager

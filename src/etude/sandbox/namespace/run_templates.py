@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class RunTemplates:
                 "site": None if image.site is None else folder_of(image.site),
                 "mounts": {} if hidden is None else {target: folder_of(hidden)},
                 "hidden": None if hidden is None else target,
-                "controls": None if controls is None else controls.plain(),
+                "controls": None if controls is None else asdict(controls),
             }
             template = self._templates[place] = _TemplateConnection(self._zygote.handler(hello))
         await template.connection.started()
