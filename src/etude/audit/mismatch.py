@@ -346,10 +346,7 @@ class _Case:
 
 
 def _altered_tokens(kernel: Sequence[np.ndarray], draws: Sequence[np.ndarray]) -> Supposition:
-    """Tokens replaced after they were sampled: all fits up to one that its seed does not draw, and nothing after it.
-
-    The remaining k2 is that of the tokens before the first such one, and of the episodes that have none.
-    """
+    """Tokens replaced after they were sampled: all fits up to one that its seed does not draw, and nothing after it."""
     left, altered = [], 0
     for d, wrong in zip(kernel, draws, strict=True):
         bad = np.flatnonzero(np.abs(d) > 0.1)

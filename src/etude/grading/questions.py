@@ -50,10 +50,7 @@ class Assertion:
 
 @dataclass(frozen=True)
 class Question:
-    """A test function without its expected values.
-
-    `source` defines the function and `ROWS`, its arguments; `checks` and `decoys` are per row.
-    """
+    """A test without its expected values: `source` defines it and its ROWS; `checks` and `decoys` are per row."""
 
     name: str
     source: str
@@ -66,10 +63,7 @@ class _Unfit(Exception):
 
 
 def questions(text: str, own: frozenset[str]) -> Iterator[Question]:
-    """The questions of a test module, one for each test function that can be split.
-
-    `own` names the top-level packages of the hidden tests. Raises SyntaxError.
-    """
+    """What can be asked of a test module; `own` are the packages of the hidden tests. Raises SyntaxError."""
     tree = ast.parse(text)
     bindings = _bindings(tree)
     for node in tree.body:

@@ -49,10 +49,7 @@ def checked(path: str) -> str:
 
 
 class ValueBox:
-    """A box that turns into a live one at the first `exec`, and stays live.
-
-    Reading goes through the change set to the image on disk; links in the image are not followed.
-    """
+    """A box that turns live at the first `exec`. Until then it reads changes over the image, and follows no links."""
 
     def __init__(self, backend: Backend, image: Image, limits: Limits, run_tests: RunTests) -> None:
         """`backend` makes the live box, `run_tests` runs the visible tests."""

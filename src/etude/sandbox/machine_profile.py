@@ -64,10 +64,7 @@ _PATH_MORE = ("{home}/.local/bin", "{home}/bin", "{home}/.cargo/bin", "/usr/game
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """`files` and `folders` lie in the home folder; `environment` is all of the shell's but PATH.
-
-    Times are in seconds. What is None stays as the box has it.
-    """
+    """A machine to imitate, times in seconds; `environment` lacks PATH. What is None stays as the box has it."""
 
     user: str
     host: str

@@ -145,10 +145,7 @@ class Shell:
         return self._template is not None
 
     async def freeze(self) -> tuple[Layer | None, bool]:
-        """Freeze what the box has written since the last time.
-
-        Returns the layer, or None if nothing was written; and whether the box itself now stands on that layer.
-        """
+        """(what was written since the last time or None, whether the box stands on that layer now)."""
         head, _ = await self._ask({"op": "freeze"})
         if head["layer"] == "empty":
             return None, False

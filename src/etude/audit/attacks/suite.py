@@ -19,7 +19,7 @@ from etude.audit.attacks.gates import GATES
 from etude.audit.attacks.injections import injections
 from etude.audit.attacks.library import EXPECTED, SECRET, TASK, Library, prepare
 from etude.audit.attacks.lookups import look_ups
-from etude.audit.attacks.monitors import MONITORS
+from etude.audit.attacks.monitors import MONITORS, changes_of
 from etude.audit.attacks.outside import outside
 from etude.audit.attacks.probes import PROBES, script
 from etude.audit.attacks.report import DEFAULT, IN_PROCESS, AttackReport, AttackResult
@@ -75,10 +75,7 @@ async def run(
     quick: bool,
     progress: Callable[[str], None] = lambda _: None,
 ) -> AttackReport:
-    """Play every attack on the configured backend; `quick` leaves out repetitions and comparisons.
-
-    Raises UserError where boxes cannot be made.
-    """
+    """Play every attack on the configured backend, or the `quick` ones. Raises UserError where boxes cannot be made."""
     report = AttackReport(skipped=dict(fingerprints.REASONS))
     with tempfile.TemporaryDirectory(prefix="etude-attacks-") as folder, contextlib.closing(_listener()) as listener:
         Path(folder).chmod(0o755)
@@ -216,9 +213,8 @@ def _verdict(graded: Grade) -> str:
 
 async def _changes(sandbox: Sandbox, library: Library, attack: Submission) -> dict[str, bytes | None] | str:
     """What is handed in; a sentence if the box can't be read any more."""
-    given = {path: None if text is None else text.encode() for path, text in attack.files.items()}
     if not attack.line:
-        return given
+        return changes_of(attack)
     box = await sandbox.create(library.image, LIMITS)
     try:
         await box.exec(attack.line, SECONDS)
@@ -226,7 +222,7 @@ async def _changes(sandbox: Sandbox, library: Library, attack: Submission) -> di
     except BoxError as e:
         if e.payer == "infra":
             raise
-        return f"{type(e).__name__}"
+        return type(e).__name__
     finally:
         await box.close()
 

@@ -72,10 +72,7 @@ class ParityAudit:
 
 @dataclass(frozen=True)
 class Item:
-    """The probes of one group. `gated` leaves the declared exceptions out, and is None if nothing is left.
-
-    `tells` are of all probes of the group, sorted by their AUC.
-    """
+    """The probes of one group, as in `ParityAudit`. `gated` is None if all are declared exceptions."""
 
     gated: Estimate | None
     whole: Estimate
@@ -216,10 +213,7 @@ def record(path: Path, samples: int) -> None:
 
 
 def requests(count: int, dataset: Path) -> list[FingerprintSample]:
-    """Fingerprints of the first requests of `count` episodes on the tasks of `dataset`, played by the loop here.
-
-    They are of the presentation for models that know the OpenAI format, without documents.
-    """
+    """Fingerprints of first requests of `count` episodes, in OpenAI's format and without documents."""
     tasks = datasets.load(dataset).tasks
     chosen = [tasks[number % len(tasks)] for number in range(count)]
     bodies = [{"messages": messages_of(task), "tools": SCHEMAS} for task in chosen]

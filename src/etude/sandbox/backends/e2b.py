@@ -43,13 +43,10 @@ class E2BMachine:
         """Raises OSError or httpx2.HTTPError."""
         request = {"process": {"cmd": command[0], "args": list(command[1:]), "envs": {}, "cwd": "/"}, "stdin": True}
         body = json.dumps(request).encode()
-        sent = self._client.stream(
-            "POST",
-            f"{self._base}/process.Process/Start",
-            content=struct.pack(">BI", 0, len(body)) + body,
-            headers={**self._headers, "content-type": "application/connect+json", "keepalive-ping-interval": "50"},
-            timeout=httpx2.Timeout(SECONDS, read=2 * SECONDS),
-        )
+        url, timeout = f"{self._base}/process.Process/Start", httpx2.Timeout(SECONDS, read=2 * SECONDS)
+        headers = {**self._headers, "content-type": "application/connect+json", "keepalive-ping-interval": "50"}
+        framed = struct.pack(">BI", 0, len(body)) + body
+        sent = self._client.stream("POST", url, content=framed, headers=headers, timeout=timeout)
         response = await self._ends.enter_async_context(sent)
         response.raise_for_status()
         self._events = _messages(response.aiter_bytes())

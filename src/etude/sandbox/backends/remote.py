@@ -133,10 +133,7 @@ class RemoteBackend(Backend):
         return connection
 
     async def probe(self, without: Collection[str]) -> None:
-        """Try a machine, and keep the capabilities that hold there; `without` names limits that may be missing.
-
-        Raises UserError if too few hold.
-        """
+        """Keep what holds in a machine. Raises UserError if too little does, the limits `without` left aside."""
         limits = Limits(memory_mb=256, processes=16, disk_mb=16)
         try:
             async with AsyncExitStack() as ends:
@@ -183,10 +180,7 @@ class RemoteBackend(Backend):
 async def open_remote(
     host: RemoteHost, options: BackendOptions, without: Sequence[str] = ()
 ) -> AsyncIterator[RemoteBackend]:
-    """Open a backend over `host`; `without` names limits that boxes may lack. All boxes are repeatable.
-
-    Raises UserError for options that the host cannot give.
-    """
+    """Open a backend over `host`, but for the limits `without`. Raises UserError for options that it cannot give."""
     capabilities = await host.open()
     if options.egress is not None:
         raise UserError(

@@ -216,14 +216,6 @@ class Guest(shell.ShellServer):
         signal_all(self.user, number)
 
 
-def _gateways() -> list[str]:
-    """Addresses of the machine's gateways."""
-    with contextlib.suppress(OSError), open("/proc/net/route") as file:
-        rows = [line.split() for line in file.readlines()[1:]]
-        return [socket.inet_ntoa(struct.pack("<I", int(row[2], 16))) for row in rows if int(row[2], 16)]
-    return []
-
-
 class BoxProbe:
     """Tries what a box relies on, as its user, and says what holds."""
 
@@ -262,7 +254,11 @@ class BoxProbe:
 
     def _network(self, limits: dict[str, Any]) -> None:
         """Raises OSError unless something out there answers, be it with a refusal."""
-        for address in (*_gateways(), "1.1.1.1", "8.8.8.8"):
+        addresses = ["1.1.1.1", "8.8.8.8"]
+        with contextlib.suppress(OSError), open("/proc/net/route") as file:
+            gateways = [int(line.split()[2], 16) for line in file.readlines()[1:]]
+            addresses += [socket.inet_ntoa(struct.pack("<I", gateway)) for gateway in gateways if gateway]
+        for address in addresses:
             for port in (53, 443):
                 with contextlib.suppress(OSError), socket.socket() as probe:
                     probe.settimeout(1.0)

@@ -147,10 +147,7 @@ def _prctl(option: int, a: int = 0, b: object = 0) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL when the parent ends. `parent` is its pid as seen here: the signal is lost if it is gone already.
-
-    A change of credentials clears this, so it comes after `become`. Pid 1 sees its parent as 0.
-    """
+    """SIGKILL when `parent` ends, a pid as seen here (pid 1: 0). After `become`: new credentials clear this."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -140,10 +140,7 @@ class LiveBox(shell.ShellServer):
 
 
 def rehearse() -> None:
-    """Serve some commands, in no box.
-
-    Forks of a process whose code has run before find it adapted to what it meets (PEP 659), and write to less.
-    """
+    """Serve some commands, in no box: forks of code that has run before (PEP 659) write to less memory."""
     owner, connection = socket.socketpair()
     with owner, connection:
         served = LiveBox(connection, (), None)

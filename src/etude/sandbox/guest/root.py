@@ -27,10 +27,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
 def build(prefix: str, runner: dict[str, str]) -> None:
-    """Make and enter the root in this process's own mount namespace.
-
-    `prefix` is the Python installation, at the same path inside; `runner` maps names below RUNNER to host paths.
-    """
+    """Make and enter the root in this mount namespace, with the Python at `prefix` and host paths by name in RUNNER."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     new = "/tmp"  # any folder will do: it is covered in this namespace only, and only until pivot_root
     binds = [(path, path) for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]

@@ -108,10 +108,10 @@ class NamespaceBackend(Backend):
                 template.fork(theirs.fileno(), descriptors)
             shell = Shell(connection, template, gate, ends.pop_all())
             self._shells.add(shell)
+            variables = {} if network is None else dict(network.environment)
+            if self._repeatable or template.machine_profile is None:
+                variables["PYTHONHASHSEED"] = "0"
             try:
-                variables = {} if network is None else dict(network.environment)
-                if self._repeatable or template.machine_profile is None:
-                    variables["PYTHONHASHSEED"] = "0"
                 await shell.start(limits_of(limits), own, sys.base_prefix, variables, _host_socket(image), below)
             except BaseException:
                 await shell.close()
