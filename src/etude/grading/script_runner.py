@@ -77,28 +77,6 @@ class _Report:
     tampered: bool = False
     controlled: int = 0
 
-    def add_run(self, output: FileOutput, names: Sequence[str], sentinels: Mapping[str, str]) -> None:
-        """Check the sentinels of one run of a file."""
-        all_passed = all(output.outcome(name) == "passed" for name in names)
-        for sentinel, expected in sentinels.items():
-            outcome = output.outcome(sentinel)
-            # A hook of the file can fail every test, but no mistake makes a test pass that must fail.
-            self.tampered |= outcome != expected and (all_passed or outcome == "passed")
-        self.timed_out |= output.timed_out
-        self.tampered |= output.forged
-
-    def add_file(
-        self, path: str, names: Sequence[str], output: FileOutput, control: FileOutput | None, failing: frozenset[str]
-    ) -> None:
-        """Add the outcomes of a file. Tests in `failing` must not pass in the output of its negative control."""
-        self.crashed |= not output.ended and not self.timed_out
-        for name in names:
-            outcome, message = output.tests.get(name, ("missing", "the test process ended early"))
-            self.outcomes[f"{path}::{name}"], self.messages[f"{path}::{name}"] = outcome, message
-            if control is not None and name in failing:
-                self.controlled += 1
-                self.tampered |= outcome == "passed" == control.outcome(name)
-
 
 @dataclass(frozen=True)
 class _ScriptJob:
@@ -156,12 +134,24 @@ class ScriptRunner:
             guard = (copy, {}) if hidden is None else guarded(copy, framework(text, package(image.repository)))
             output = await self._run_copy(image, job.files, path, guard[0], [*names, *guard[1]], job.limits)
             outputs[is_control] = output
-            report.add_run(output, names, guard[1])
+            all_passed = all(output.outcome(name) == "passed" for name in names)
+            for sentinel, expected in guard[1].items():
+                outcome = output.outcome(sentinel)
+                # A hook of the file can fail every test, but no mistake makes a test pass that must fail.
+                report.tampered |= outcome != expected and (all_passed or outcome == "passed")
+            report.timed_out |= output.timed_out
+            report.tampered |= output.forged
             if report.timed_out:
                 break
         real = outputs.get(False, FileOutput({}, False, False, True))
-        failing = frozenset() if control is None else control.failing
-        report.add_file(path, names, real, outputs.get(True), failing)
+        negative = outputs.get(True)
+        report.crashed |= not real.ended and not report.timed_out
+        for name in names:
+            outcome, message = real.tests.get(name, ("missing", "the test process ended early"))
+            report.outcomes[f"{path}::{name}"], report.messages[f"{path}::{name}"] = outcome, message
+            if control is not None and negative is not None and name in control.failing:
+                report.controlled += 1
+                report.tampered |= outcome == "passed" == negative.outcome(name)
 
     async def list_tests(self, image: Image, path: str, layers: Changes) -> tuple[FileOutput, ScriptTrace]:
         """Run every test of a file of the image, whose sources in `layers` write numbers to CALLED."""

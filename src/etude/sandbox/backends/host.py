@@ -14,6 +14,7 @@ import json
 import re
 import struct
 import tarfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,17 +57,27 @@ class Need:
         return self.limits.memory_mb + SERVER_MB + self.files_mb
 
 
-class ProgramStream(Protocol):
+class ProgramStream(ABC):
     """To the standard input, and from the standard output, of a program in a machine of its own."""
 
+    _closed: asyncio.Task[None] | None = None
+
+    @abstractmethod
     async def read(self) -> bytes:
         """Some bytes; none once the program has ended. Raises OSError."""
 
+    @abstractmethod
     async def write(self, data: bytes) -> None:
         """Raises OSError if the program is gone."""
 
     async def close(self) -> None:
         """End the machine. Idempotent; raises nothing."""
+        if self._closed is None:
+            self._closed = asyncio.create_task(self._close())
+        await asyncio.shield(self._closed)
+
+    @abstractmethod
+    async def _close(self) -> None: ...
 
 
 class RemoteHost(Protocol):

@@ -81,10 +81,7 @@ def attach(tree: int, target: str) -> None:
 
 
 def bind_owned(source: str, target: str, host_id: int) -> None:
-    """Bind a folder read-only so that what its owner owns belongs to `host_id`: then an overlay can copy it up.
-
-    Real root only; falls back to a plain bind on file systems without id-mapped mounts.
-    """
+    """`bind` with the owner mapped to `host_id`, where it can be: then overlays can copy up. Real root only."""
     owner = os.stat(source)
     tree = -1
     try:
@@ -154,10 +151,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def become(host_id: int | None, box_id: int, flags: int) -> None:
-    """Unshare a user namespace and `flags`; `box_id` in it is `host_id` outside (the present user if None).
-
-    The caller then holds every capability in the new namespaces, and none outside.
-    """
+    """Unshare `flags` and a user namespace with all rights; its `box_id` is `host_id` outside (None: this user)."""
     uid, gid = os.geteuid(), os.getegid()
     if host_id is not None:
         os.setgroups([host_id])  # as a login gives people their own group

@@ -129,10 +129,7 @@ def _dev() -> None:
 
 
 def enter(repository: str, site: str | None, host_id: int | None, extra: dict[str, str]) -> None:
-    """In a handler: own mount namespace with the image bound, the host gone, and fresh namespaces to fork into.
-
-    `extra` maps targets to host folders. The next fork is pid 1 of a new pid namespace.
-    """
+    """In a handler: bind image and `extra` (target -> host folder), leave the host; the next fork is a box's pid 1."""
     linux.unshare(linux.NEWNS)
     folders = {WORKSPACE: repository} | ({SITE: site} if site is not None else {}) | extra
     for target, source in folders.items():

@@ -108,11 +108,12 @@ class NamespaceBackend(Backend):
                 template.fork(theirs.fileno(), descriptors)
             shell = Shell(connection, template, gate, ends.pop_all())
             self._shells.add(shell)
-            variables = {} if network is None else dict(network.environment)
+            way, variables = image.host_socket, {} if network is None else dict(network.environment)
+            host_socket = None if way is None else (f"{_socket_folder(way)}/{way.name}", HOST_SOCKET_PORT)
             if self._repeatable or template.machine_profile is None:
                 variables["PYTHONHASHSEED"] = "0"
             try:
-                await shell.start(limits_of(limits), own, sys.base_prefix, variables, _host_socket(image), below)
+                await shell.start(limits_of(limits), own, sys.base_prefix, variables, host_socket, below)
             except BaseException:
                 await shell.close()
                 raise
@@ -163,13 +164,6 @@ class NamespaceBackend(Backend):
         self._templates.close(reason)
         for shell in list(self._shells):
             await shell.close()
-
-
-def _host_socket(image: Image) -> tuple[str, int] | None:
-    """Path in the box of the image's host socket, and the port that leads to it."""
-    if image.host_socket is None:
-        return None
-    return f"{_socket_folder(image.host_socket)}/{image.host_socket.name}", HOST_SOCKET_PORT
 
 
 def _socket_folder(path: Path) -> str:

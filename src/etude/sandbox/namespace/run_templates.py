@@ -36,10 +36,7 @@ class _TemplateConnection:
 
 
 class RunTemplates:
-    """The templates of a sandbox: for each image a hot one, which has imported the library, and a cold one.
-
-    Questions have templates of their own, which see no hidden tests.
-    """
+    """For each image a hot template, which has imported the library, and a cold one; for questions, without tests."""
 
     def __init__(self, zygote: Zygote) -> None:
         self._zygote = zygote
