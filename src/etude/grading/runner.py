@@ -16,7 +16,7 @@ from pathlib import Path
 
 import blake3
 
-from etude.config import SandboxConfig
+from etude.config import NamespaceSandboxConfig, SandboxConfig
 from etude.grading import verdict
 from etude.grading.javascript import is_script
 from etude.grading.questions import AssertionSplit
@@ -214,5 +214,5 @@ async def open_sandbox(
     Raises UserError where boxes cannot be made, or for an option that the backend lacks.
     """
     options = BackendOptions(machine_profiles, egress, repeatable)
-    async with open_backend(config or SandboxConfig(), options) as backend:
+    async with open_backend(config or NamespaceSandboxConfig(), options) as backend:
         yield TestRunner(backend, workers=workers, memo=memo, questions=questions)

@@ -166,33 +166,40 @@ class Box(Protocol):
 
     async def read(self, path: str, max_bytes: int = 65536) -> bytes:
         """Content of a regular file. Raises NotFound, NotRegular, Escape, or TooLarge above `max_bytes`."""
+        ...
 
     async def write(self, path: str, data: bytes) -> None:
         """Replace or create a file and its folders. Raises Escape, NotRegular, TooLarge, NoSpace."""
 
     async def list(self, path: str) -> list[str]:
         """Sorted names in a folder ("" is the root), folders with a trailing slash. Raises NotFound, NotRegular."""
+        ...
 
     async def delete(self, path: str) -> None:
         """Remove a file. Raises NotFound, NotRegular, Escape."""
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
         """Run a line in the box's shell, which keeps its folder and variables. A non-zero exit is a result."""
+        ...
 
     async def interrupt(self) -> None:
         """End the command that `exec` runs, as its deadline would."""
 
     async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:
         """Run visible tests on a throwaway copy of the box."""
+        ...
 
     async def changes(self) -> dict[str, bytes | None]:
         """Files that differ from the image; None is a deletion. Raises TooLarge, payer agent."""
+        ...
 
     def requests(self) -> Sequence[EgressRequest] | None:
         """Requests of the box to the outside, complete once the box is closed; None without a way out."""
+        ...
 
     async def fork(self, count: int) -> Sequence[Box]:
         """Boxes with the same files; this one goes on, with its processes. Raises TooLarge."""
+        ...
 
     async def close(self) -> None:
         """End every process of the box. Idempotent."""
@@ -216,16 +223,20 @@ class Sandbox(Protocol):
     @property
     def alive(self) -> bool:
         """Whether boxes can still be made; if not, every call raises BoxDead."""
+        ...
 
     @property
     def zygote_pid(self) -> int | None:
         """Of the process that makes boxes, where there is one."""
+        ...
 
     def capabilities(self) -> Capabilities:
         """What boxes have on this machine."""
+        ...
 
     async def create(self, image: Image, limits: Limits) -> Box:
         """A box on `image`; nothing is started yet."""
+        ...
 
     async def run_tests(
         self, image: Image, changes: Changes, tests: Sequence[str], hidden: Path | None, limits: Limits
@@ -235,3 +246,4 @@ class Sandbox(Protocol):
         `hidden` is a folder of test files that only this run sees; sentinels are mixed in then. Raises BoxDead or
         LaunchFailed; whatever the tested code does is a result.
         """
+        ...

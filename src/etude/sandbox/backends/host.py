@@ -90,9 +90,11 @@ class RemoteHost(Protocol):
 
     async def open(self) -> Capabilities:
         """Prepare, and say what its boxes have. Raises UserError: it lacks what boxes need."""
+        ...
 
     async def start(self, command: Sequence[str], need: Need) -> ProgramStream:
         """Run `command` as root in a new machine without network. Raises LaunchFailed."""
+        ...
 
 
 class StreamConnection(Connection):

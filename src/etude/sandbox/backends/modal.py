@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from etude.errors import UserError
 from etude.sandbox.backends.host import LIFETIME, Need, ProgramStream
@@ -58,10 +58,10 @@ class Modal:
             import modal  # type: ignore[import-not-found]
         except ImportError:
             raise UserError("the package modal is not installed here; install etude[modal].") from None
-        self._modal = modal
+        self._modal = service = cast(Any, modal)
         try:
-            self._app = await modal.App.lookup.aio(APP, create_if_missing=True)
-        except modal.exception.Error as e:
+            self._app = await service.App.lookup.aio(APP, create_if_missing=True)
+        except service.exception.Error as e:
             raise UserError(f"modal does not answer ({e}); run `modal setup`, or set MODAL_TOKEN_ID.") from None
 
     async def open(self) -> Capabilities:

@@ -83,7 +83,8 @@ class NamespaceBackend(Backend):
     ) -> Shell:
         """A live box: a fork of its image's template."""
         texts = image.changes if bare else {**image.decoys, **image.changes}
-        shared = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()} | image.history
+        shared = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
+        shared |= image.history
         if not below and not shared.keys() <= layers.keys():  # not even the task's files are wanted
             shared = {}
         own = {path: data for path, data in layers.items() if path not in shared or data != shared[path]}
