@@ -81,11 +81,7 @@ def _inconsistent_group(c: sa.Connection) -> int | None:
         .join_from(groups, episodes, _g.id == _e.group_id)
         .group_by(_g.id, _g.size, _g.unfinished, _g.state)
         .having(
-            sa.or_(
-                sa.func.count() != _g.size,
-                unfinished != _g.unfinished,
-                (unfinished > 0) != (_g.state == "open"),
-            )
+            sa.or_(sa.func.count() != _g.size, unfinished != _g.unfinished, (unfinished > 0) != (_g.state == "open"))
         )
         .limit(1)
     )

@@ -15,11 +15,7 @@ from etude.errors import UserError
 
 
 def save(
-    folder: Path,
-    version: int,
-    tensors: dict[str, torch.Tensor],
-    keep: int,
-    protect: Collection[int] = (),
+    folder: Path, version: int, tensors: dict[str, torch.Tensor], keep: int, protect: Collection[int] = ()
 ) -> Path:
     """Writes the checkpoint of `version` and drops all but the newest `keep` and those of the versions in `protect`.
 

@@ -38,10 +38,7 @@ class MasterAdamW:
     """
 
     def __init__(
-        self,
-        live: Mapping[str, torch.Tensor],
-        settings: AdamWSettings,
-        fixed: Mapping[str, torch.Tensor] | None = None,
+        self, live: Mapping[str, torch.Tensor], settings: AdamWSettings, fixed: Mapping[str, torch.Tensor] | None = None
     ):
         self._settings = settings
         self._live = dict(live)

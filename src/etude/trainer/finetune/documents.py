@@ -63,8 +63,7 @@ def encode(tokenizer: Tokenizer, retrieved: Sequence[Questions]) -> list[Documen
     encoded = iter(dialect.encode(tokenizer, parts))
     return [
         DocumentSample(
-            tuple(next(encoded)[0] for _ in sample.documents),
-            tuple(next(encoded) for _ in sample.questions),
+            tuple(next(encoded)[0] for _ in sample.documents), tuple(next(encoded) for _ in sample.questions)
         )
         for sample in retrieved
     ]

@@ -147,12 +147,7 @@ def _self_check(model: torch.nn.Module, updates: list[OptimizerUpdate], checked:
 
 
 def _prepare(
-    learner: Learner,
-    updates: list[OptimizerUpdate],
-    batch: Batch,
-    config: RLConfig,
-    sums: StepSums,
-    version: int,
+    learner: Learner, updates: list[OptimizerUpdate], batch: Batch, config: RLConfig, sums: StepSums, version: int
 ) -> list[OptimizerUpdate]:
     """The updates with what the step needs of the proximal policy, in a pass of its own only if it must be."""
     if not needs_proximal(config.loss, loss_preset(config.loss)):
