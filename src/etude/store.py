@@ -128,10 +128,8 @@ ADVICE = "check that it is reachable, writable and not full"
 
 
 def open_store(url: str) -> Store:
-    """The store at `url`; a folder is created if it is missing. Raises UserError for a URL that names no store.
-
-    A cloud store is not contacted before its first use.
-    """
+    """The store at `url`; a folder is created if it is missing. Raises UserError for a URL that names no store. A cloud
+    store is not contacted before its first use."""
     scheme = urlsplit(url).scheme if "://" in url else "file"
     try:
         if scheme == "file":

@@ -152,10 +152,8 @@ class Ledger:
 
     @classmethod
     def open(cls, url: str, run: str | None = None) -> Ledger:
-        """The ledger at `sqlite:///PATH` or `postgresql://...`, made if missing.
-
-        With `run`, the ledger is bound to that name: another run that opens it later gets a UserError.
-        """
+        """The ledger at `sqlite:///PATH` or `postgresql://...`, made if missing. With `run`, the ledger is bound to
+        that name: another run that opens it later gets a UserError."""
         ledger = cls(connect(url))
         if run is not None:
             try:
@@ -172,10 +170,8 @@ class Ledger:
     # Admission and play -----------------------------------------------------------------------------------------------
 
     def admit(self, index: int, task_id: str, size: int, version: int) -> int:
-        """Opens group `index` with `size` pending episodes, unless it is there already. Returns its id.
-
-        Indices count from 0 without gaps; `version` is what the engines serve now.
-        """
+        """Opens group `index` with `size` pending episodes, unless it is there already. Returns its id. Indices count
+        from 0 without gaps; `version` is what the engines serve now."""
         group = {
             "id": index,
             "task_id": task_id,
@@ -198,9 +194,7 @@ class Ledger:
 
     def lease(self, owner: str, limit: int, seconds: float, together: int = 1) -> list[EpisodeLease]:
         """Up to `limit` episodes for `owner`, of the oldest groups first: pending ones and those of expired leases.
-
-        Families of `together` neighbours of a group are leased as a whole, or what is left of them.
-        """
+        Families of `together` neighbours of a group are leased as a whole, or what is left of them."""
         now = time.time()
         with self._write() as c:
             rows = _whole(c.execute(_LEASABLE, {"now": now, "limit": limit + 1}).all(), limit, together)
@@ -256,11 +250,9 @@ class Ledger:
         metrics: Mapping[str, float],
         flags: tuple[str, ...] = (),
     ) -> bool:
-        """Records how a leased episode ended. False if the result came late and was ignored.
-
-        An infrastructure failure sends the episode back to pending, twice at most; after that it is done without a
-        blob. The group is ready once its last member is done.
-        """
+        """Records how a leased episode ended. False if the result came late and was ignored. An infrastructure failure
+        sends the episode back to pending, twice at most; after that it is done without a blob. The group is ready once
+        its last member is done."""
         key = {"g": lease.group_id, "m": lease.member, "a": lease.attempt}
         values = {
             "state": "done",
@@ -394,11 +386,9 @@ class Ledger:
         )
 
     def results(self, after: int, *, consumed_only: bool) -> list[GroupResult]:
-        """Finished groups beyond the mark `after` (0 at first), none twice and none left out.
-
-        In order of completion, or with `consumed_only` those trained on, by version and index: an order that does not
-        depend on timing. A mark is good for the same `consumed_only` only.
-        """
+        """Finished groups beyond the mark `after` (0 at first), none twice and none left out. In order of completion,
+        or with `consumed_only` those trained on, by version and index: an order that does not depend on timing. A mark
+        is good for the same `consumed_only` only."""
         query = _RESULTS_CONSUMED if consumed_only else _RESULTS_READY
         with self._read() as c:
             rows = c.execute(query, {"after": after}).all()

@@ -18,9 +18,7 @@ def save(
     folder: Path, version: int, tensors: dict[str, torch.Tensor], keep: int, protect: Collection[int] = ()
 ) -> Path:
     """Writes the checkpoint of `version` and drops all but the newest `keep` and those of the versions in `protect`.
-
-    Raises UserError if the disk is full.
-    """
+    Raises UserError if the disk is full."""
     final = _path(folder, version)
     partial = final.with_name(final.name + ".incomplete")
     shutil.rmtree(partial, ignore_errors=True)

@@ -31,11 +31,9 @@ class AdamWSettings:
 
 
 class MasterAdamW:
-    """Owns the master copy of every trained tensor; used as `collect`, then `apply` or `drop`.
-
-    After construction and after each update the live tensors hold exactly `bfloat16(master)`, upcast to their own type,
-    so trainer and engine run on the same numbers. The order of `live` is that of the sum in the gradient's norm.
-    """
+    """Owns the master copy of every trained tensor; used as `collect`, then `apply` or `drop`. After construction and
+    after each update the live tensors hold exactly `bfloat16(master)`, upcast to their own type, so trainer and engine
+    run on the same numbers. The order of `live` is that of the sum in the gradient's norm."""
 
     def __init__(
         self, live: Mapping[str, torch.Tensor], settings: AdamWSettings, fixed: Mapping[str, torch.Tensor] | None = None

@@ -27,10 +27,8 @@ kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 
 @dataclass(frozen=True)
 class Content:
-    """The bits of a version on the host, with the digest of every chunk.
-
-    Tensors that are the same in two versions share their arrays, so arrays are never written to.
-    """
+    """The bits of a version on the host, with the digest of every chunk. Tensors that are the same in two versions
+    share their arrays, so arrays are never written to."""
 
     schema: Schema
     bits: Mapping[str, Bits]
@@ -79,11 +77,8 @@ def content_of(
 def read_content(
     source: PayloadSource, target: int, held: int, content: Content | None
 ) -> tuple[PolicyVersion, Content]:
-    """Version `target`, from version `held` with this content or from an anchor, by the fewest bytes.
-
-    A payload that is gone or altered is left out and the next best path is taken. Raises DamagedVersion if no path
-    leads there.
-    """
+    """Version `target`, from version `held` with this content or from an anchor, by the fewest bytes. A payload that is
+    gone or altered is left out and the next best path is taken. Raises DamagedVersion if no path leads there."""
     broken: set[str] = set()
     damage: DamagedVersion | None = None
     while True:

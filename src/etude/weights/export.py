@@ -47,11 +47,9 @@ def advance(
     trust: Trust | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> int:
-    """Writes `out`: the folder `base`, which holds some version, brought to `version`. Returns what `base` holds.
-
-    Only the payloads between the two are read, or an anchor if that is less. Raises UserError if `base` holds no
-    published version.
-    """
+    """Writes `out`: the folder `base`, which holds some version, brought to `version`. Returns what `base` holds. Only
+    the payloads between the two are read, or an anchor if that is less. Raises UserError if `base` holds no published
+    version."""
     _refuse_existing(out)
     model = load_model(base, dtype=torch.bfloat16)
     tensors = named_tensors(model)
@@ -62,10 +60,8 @@ def advance(
 
 
 def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = None) -> PolicyVersion:
-    """Publishes the weights of a Hugging Face folder as the next version, a delta where there is one before it.
-
-    Raises UserError if the newest version is damaged, AlreadyPublished if another writer is faster.
-    """
+    """Publishes the weights of a Hugging Face folder as the next version, a delta where there is one before it. Raises
+    UserError if the newest version is damaged, AlreadyPublished if another writer is faster."""
     tensors = named_tensors(load_model(folder, dtype=torch.bfloat16))
     try:
         last = newest(store)

@@ -34,10 +34,8 @@ def create(store: Store, manifest: PolicyVersion) -> bool:
 
 
 def read(store: Store, version: int, trust: Trust | None = None) -> PolicyVersion | None:
-    """The manifest of a version, None if it is not published.
-
-    Raises ValueError if it is damaged, of another format or of another version; ManifestRefused if it is not trusted.
-    """
+    """The manifest of a version, None if it is not published. Raises ValueError if it is damaged, of another format or
+    of another version; ManifestRefused if it is not trusted."""
     try:
         data = store.get(key(version))
     except KeyError:
@@ -59,10 +57,8 @@ def read(store: Store, version: int, trust: Trust | None = None) -> PolicyVersio
 
 
 def versions(store: Store, after: int = -1) -> list[int]:
-    """Published version numbers greater than `after`, ascending.
-
-    A listing may be stale where reading a key is not: what follows the last listed number is asked for by name.
-    """
+    """Published version numbers greater than `after`, ascending. A listing may be stale where reading a key is not:
+    what follows the last listed number is asked for by name."""
     keys = store.list(FOLDER, after=key(after) if after >= 0 else None)
     numbers = [int(name.rsplit("/", 1)[1].removesuffix(".json")) for name in keys]
     following = (numbers[-1] if numbers else after) + 1

@@ -149,10 +149,8 @@ class Publisher:
         self._anchor: tuple[int, Future[tuple[PayloadPart, ...]]] | None = None
 
     def resume(self, last: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Continues after `last`, whose tensors these are. Raises ValueError if they are not.
-
-        A rank among several is proven right or wrong by the sum over all of them, at the next version.
-        """
+        """Continues after `last`, whose tensors these are. Raises ValueError if they are not. A rank among several is
+        proven right or wrong by the sum over all of them, at the next version."""
         if self._ranks.count == 1 and digest(tensors) != last.digest:
             raise ValueError(f"the tensors do not have the digest of version {last.version}")
         schema = schema_of(tensors)
@@ -214,9 +212,7 @@ class Publisher:
 
     def finish_anchor(self) -> None:
         """Waits for an anchor that is being written, so that the next version names it; RunFailed after 15 minutes.
-
-        Nothing needs it but a process that ends soon and would take its thread with it.
-        """
+        Nothing needs it but a process that ends soon and would take its thread with it."""
         if self._anchor is not None:
             try:
                 self._anchor[1].exception(PUBLISH_SECONDS)

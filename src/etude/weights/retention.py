@@ -42,9 +42,7 @@ def referenced(published: Iterable[PolicyVersion]) -> set[str]:
 
 def floor(published: Sequence[PolicyVersion]) -> int:
     """The oldest version that stays reachable, -1 without versions: the first that names the oldest anchor that stays.
-
-    An anchor is written in the background, so the version that it is of was published before it.
-    """
+    An anchor is written in the background, so the version that it is of was published before it."""
     anchor = _oldest_anchor(published)
     return min((manifest.version for manifest in published if manifest.anchor.version == anchor), default=-1)
 
@@ -56,10 +54,8 @@ def _oldest_anchor(published: Sequence[PolicyVersion]) -> int:
 
 
 def needed(published: Sequence[PolicyVersion], in_use: Collection[int] = (), gone: Collection[str] = ()) -> set[str]:
-    """Keys of the objects that must stay. `gone` are keys that an earlier pruning took.
-
-    Raises UserError if a version in use cannot be reached even with all that is there.
-    """
+    """Keys of the objects that must stay. `gone` are keys that an earlier pruning took. Raises UserError if a version
+    in use cannot be reached even with all that is there."""
     oldest = _oldest_anchor(published)
     kept: set[str] = set()
     for manifest in published:
@@ -89,9 +85,7 @@ def collect(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Collected:
     """Takes away objects older than `grace` seconds that no manifest names; with `prune` also those not `needed`.
-
-    Raises UserError, and takes nothing, if a manifest is damaged: what it names is not known.
-    """
+    Raises UserError, and takes nothing, if a manifest is damaged: what it names is not known."""
     # Objects first, manifests second: what is published meanwhile is not on the list. Every writer names its objects
     # anew, so none that nobody names can come to be named later than its grace.
     entries = [entry for folder in ("payloads", "shares") for entry in store.entries(folder)]

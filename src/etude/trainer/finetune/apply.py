@@ -35,10 +35,8 @@ log = logging.getLogger(__name__)
 
 
 def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
-    """Fine-tunes a model on applied edits; returns its Hugging Face folder. Raises UserError for bad input.
-
-    `resume` continues from the saved state; `stop_after` ends after that many steps in all.
-    """
+    """Fine-tunes a model on applied edits; returns its Hugging Face folder. Raises UserError for bad input. `resume`
+    continues from the saved state; `stop_after` ends after that many steps in all."""
     output, optim, form = config.output, config.optim, config.format
     folder = distillation.tokenizer_folder(config)
     train, held_out = tables.load(config.data), tables.load(config.held_out)

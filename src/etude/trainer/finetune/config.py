@@ -108,11 +108,9 @@ class DocumentsConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW with decoupled weight decay; the schedule is linear warm-up, a plateau, and a decay to zero.
-
-    The schedule runs on max(tokens / `tokens`, elapsed / `max_minutes`), so a run ends on time with a decayed learning
-    rate however busy the machine is. Without `max_minutes` it depends on tokens alone and the run is reproducible.
-    """
+    """AdamW with decoupled weight decay; the schedule is linear warm-up, a plateau, and a decay to zero. The schedule
+    runs on max(tokens / `tokens`, elapsed / `max_minutes`), so a run ends on time with a decayed learning rate however
+    busy the machine is. Without `max_minutes` it depends on tokens alone and the run is reproducible."""
 
     tokens: int = Field(10_000_000, gt=0)
     max_minutes: float | None = Field(None, gt=0)

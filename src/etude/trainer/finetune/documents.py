@@ -70,10 +70,8 @@ def encode(tokenizer: Tokenizer, retrieved: Sequence[Questions]) -> list[Documen
 
 
 def take(retrieved: Iterator[Questions], tokenizer: Tokenizer, tokens: int, longest: int) -> list[DocumentSample]:
-    """Encoded samples until their tokens reach `tokens`; longer ones than `longest` are left out.
-
-    Raises ValueError if hundreds on end are longer.
-    """
+    """Encoded samples until their tokens reach `tokens`; longer ones than `longest` are left out. Raises ValueError if
+    hundreds on end are longer."""
     taken: list[DocumentSample] = []
     total = 0
     while total < tokens:
@@ -218,9 +216,7 @@ def loss_function(
 @torch.no_grad()
 def measure(model: PreTrainedModel, samples: Sequence[DocumentSample], own: bool, length: int) -> dict[str, float]:
     """Of all answers under one mask: `nll`, nats per labelled token, and `exact`, the share that greedy decoding gives.
-
-    Greedy decoding gives an answer exactly if each of its tokens is the likeliest after those before it.
-    """
+    Greedy decoding gives an answer exactly if each of its tokens is the likeliest after those before it."""
     nll, tokens, right, answers = 0.0, 0, 0, 0
     for members in _rows(samples, length):
         index_K, targets_K, _ = (torch.from_numpy(x) for x in predicting(members))

@@ -44,11 +44,9 @@ class TrainingWork:
 
 @dataclass(frozen=True)
 class StageRun:
-    """Where a stage writes, the folder of its tokenizer, and which part of it runs.
-
-    `resume` continues from the saved state; `stop_after` ends after that many steps in all, with the state saved and
-    the schedule unfinished, as a preempted run would.
-    """
+    """Where a stage writes, the folder of its tokenizer, and which part of it runs. `resume` continues from the saved
+    state; `stop_after` ends after that many steps in all, with the state saved and the schedule unfinished, as a
+    preempted run would."""
 
     output: Path
     tokenizer: Path
@@ -73,11 +71,9 @@ def learning_rate(config: OptimConfig, progress: float) -> float:
 
 
 def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: StageRun) -> PreTrainedModel:
-    """Trains on all batches once, in order, or until the token target or the time budget is reached.
-
-    Writes output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/state.safetensors (for resuming).
-    Returns the model in evaluation mode. Raises UserError if a gradient is not finite.
-    """
+    """Trains on all batches once, in order, or until the token target or the time budget is reached. Writes
+    output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/state.safetensors (for resuming). Returns
+    the model in evaluation mode. Raises UserError if a gradient is not finite."""
     output = run.output
     torch.set_num_threads(config.threads)
     model.train()

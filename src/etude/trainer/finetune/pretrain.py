@@ -80,10 +80,8 @@ def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
 
 
 def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
-    """Makes the run folder and records its configuration; an existing run is continued only with `resume`.
-
-    Raises UserError if the folder holds a run and `resume` is off, or no saved state and `resume` is on.
-    """
+    """Makes the run folder and records its configuration; an existing run is continued only with `resume`. Raises
+    UserError if the folder holds a run and `resume` is off, or no saved state and `resume` is on."""
     if (output / "config.json").exists() and not resume:
         raise UserError(f"{output} already holds a run; choose another output, or continue the run with --resume")
     if resume and not (output / "state.safetensors").is_file():
@@ -106,10 +104,8 @@ def _held_out_rows(
 
 
 def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
-    """Trains a new model on code, fill-in-the-middle and repair episodes; returns its Hugging Face folder.
-
-    `resume` continues from the saved state; `stop_after` ends after that many steps in all. Raises UserError.
-    """
+    """Trains a new model on code, fill-in-the-middle and repair episodes; returns its Hugging Face folder. `resume`
+    continues from the saved state; `stop_after` ends after that many steps in all. Raises UserError."""
     output = config.output
     prepare(output, config, resume)
     corpus = _corpus(config.corpus, config.seed)
@@ -138,11 +134,9 @@ def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | 
 
 
 def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
-    """Fine-tunes a mid-trained model on repair episodes in its tool dialect, or on prompts with documents.
-
-    Returns its Hugging Face folder. `resume` continues from the saved state; `stop_after` ends after that many steps in
-    all. Raises UserError.
-    """
+    """Fine-tunes a mid-trained model on repair episodes in its tool dialect, or on prompts with documents. Returns its
+    Hugging Face folder. `resume` continues from the saved state; `stop_after` ends after that many steps in all. Raises
+    UserError."""
     output = config.output
     if not (config.model / "tokenizer.json").is_file():
         raise UserError(f"{config.model} is not a model folder; run mid-training first")

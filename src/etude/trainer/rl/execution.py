@@ -89,9 +89,7 @@ def evaluate(
     replays: bool = True,
 ) -> BatchResult:
     """Log-probabilities of the `count` sampled tokens, and values if there is a head for them, without gradients.
-
-    `replays` off: the model takes its own experts, whatever the parts carry.
-    """
+    `replays` off: the model takes its own experts, whatever the parts carry."""
     out = _blank(model, count)
     walk = _Pass(model, out, temperature, value, None, 0.0, None, _weight(parts), replays)
     with torch.no_grad():
@@ -180,10 +178,8 @@ def _detached(kept: KeyValues, learns: bool) -> KeyValues:
 def _forward(
     walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...], first: bool = True
 ) -> tuple[Tensor | None, KeyValues, Choices]:
-    """The part's term of the loss, its keys and values if a pass below needs them, and the experts it went through.
-
-    The loss is computed in the pass that has a backward, everything else is noted in the first one.
-    """
+    """The part's term of the loss, its keys and values if a pass below needs them, and the experts it went through. The
+    loss is computed in the pass that has a backward, everything else is noted in the first one."""
     device = _device(walk.model)
     layout, positions_T = None, part.positions_T
     if part.graph is not None and batch_invariant.is_on():
@@ -232,10 +228,8 @@ def _forward(
 
 
 def _predict(walk: _Pass, hidden_TD: Tensor, part: ForwardPass) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probability and value [M] of the sampled tokens, and entropy of every 16th source.
-
-    Head and log-softmax in float32, after the division by the temperature, as in the engine.
-    """
+    """Log-probability and value [M] of the sampled tokens, and entropy of every 16th source. Head and log-softmax in
+    float32, after the division by the temperature, as in the engine."""
     source_S, of_M, target_M = (
         torch.from_numpy(x).to(hidden_TD.device) for x in (part.source_S, part.of_M, part.target_M)
     )
@@ -253,11 +247,9 @@ def _predict(walk: _Pass, hidden_TD: Tensor, part: ForwardPass) -> tuple[Tensor,
 
 
 def _balance(router_logits: Sequence[Tensor], weight_T: Tensor, walk: _Pass) -> Tensor:
-    """This pass's share of the balance loss: E * sum over experts of (share of tokens) * (mean probability).
-
-    Switch Transformer (arXiv:2101.03961, equation 4) over the tokens of all rows, mean over layers: a token that stands
-    for w rows weighs w, as if each row had computed it.
-    """
+    """This pass's share of the balance loss: E * sum over experts of (share of tokens) * (mean probability). Switch
+    Transformer (arXiv:2101.03961, equation 4) over the tokens of all rows, mean over layers: a token that stands for w
+    rows weighs w, as if each row had computed it."""
     terms = []
     for layer, logits_TE in enumerate(router_logits):
         probability_TE = torch.softmax(logits_TE.float(), dim=-1)

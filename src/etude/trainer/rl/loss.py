@@ -20,9 +20,7 @@ from etude.trainer.rl.presets import LossPreset
 @dataclass(frozen=True)
 class LossTokens:
     """What the loss needs of the sampled tokens of a forward pass, [N] each; only `current` carries a gradient.
-
-    `current`, `proximal`, `rollout` and `reference` are log-probabilities of the tokens under the four policies.
-    """
+    `current`, `proximal`, `rollout` and `reference` are log-probabilities of the tokens under the four policies."""
 
     current: Tensor
     proximal: Tensor

@@ -63,11 +63,9 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """One forward pass, the passes that need its keys and values, and what is predicted from its hidden states.
-
-    `graph` is None for a plain causal row. Sampled token `item_M[m]` is predicted from `source_S[of_M[m]]`.
-    `routes_TLK` are experts to replay, or None.
-    """
+    """One forward pass, the passes that need its keys and values, and what is predicted from its hidden states. `graph`
+    is None for a plain causal row. Sampled token `item_M[m]` is predicted from `source_S[of_M[m]]`. `routes_TLK` are
+    experts to replay, or None."""
 
     graph: Graph | None
     ids_T: np.ndarray
@@ -122,10 +120,8 @@ class ExecutionPlan:
 
 
 def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int, shape: Shape) -> ExecutionPlan:
-    """The passes of a batch. `auto` takes the cheapest execution that holds at most `budget` tokens at a time.
-
-    Where none does, the one that holds the fewest. Any other execution is obeyed whatever it holds.
-    """
+    """The passes of a batch. `auto` takes the cheapest execution that holds at most `budget` tokens at a time. Where
+    none does, the one that holds the fewest. Any other execution is obeyed whatever it holds."""
     tree = tokens.tree()
     build: dict[Execution, Callable[[], tuple[ForwardPass, ...]]] = {
         "packed": lambda: packed(tokens, tree, budget),
@@ -195,9 +191,7 @@ def packed(tokens: TokenRows, tree: Trie, budget: int) -> tuple[ForwardPass, ...
 
 def streaming(tokens: TokenRows, tree: Trie, budget: int, *, recompute: bool = False) -> tuple[ForwardPass, ...]:
     """Trees that branch: the shared prefix, then the passes below it. A branch that fits no pass is streamed in turn.
-
-    Documents are part of the prefix of the one tree that sees them, or a prefix of their own over several trees.
-    """
+    Documents are part of the prefix of the one tree that sees them, or a prefix of their own over several trees."""
     make = _PassBuilder(tokens, tree)
     siblings: dict[tuple[int, ...], list[int]] = {}
     for root in make.roots:

@@ -64,10 +64,8 @@ PRESETS = {
 
 
 def loss_preset(config: LossConfig) -> LossPreset:
-    """The preset with what the configuration replaces in it.
-
-    Raises UserError for what cannot be combined, and for a custom loss that cannot be imported or called.
-    """
+    """The preset with what the configuration replaces in it. Raises UserError for what cannot be combined, and for a
+    custom loss that cannot be imported or called."""
     preset = PRESETS[config.preset]
     preset = replace(
         preset,
@@ -98,10 +96,8 @@ def _band(preset: tuple[float, float], low: float | None, high: float | None) ->
 
 
 def divisor(preset: LossPreset, rollout: RolloutConfig, tokens: int, share: float) -> float:
-    """N of the loss, for an update on `tokens` sampled tokens that are a `share` of the batch's groups.
-
-    A constant of the run except under "tokens": a batch's own lengths would otherwise change the meaning of a step.
-    """
+    """N of the loss, for an update on `tokens` sampled tokens that are a `share` of the batch's groups. A constant of
+    the run except under "tokens": a batch's own lengths would otherwise change the meaning of a step."""
     episodes = rollout.prompts * rollout.group * share
     choices = {"budget": episodes * rollout.tokens, "episodes": episodes, "one": 1.0, "tokens": max(tokens, 1)}
     return float(choices[preset.divisor])

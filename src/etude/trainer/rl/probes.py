@@ -17,10 +17,8 @@ from etude.trainer.rl.plan import TokenRows, rows
 
 
 class TrainerProbes:
-    """Scores of the probe sequences under the trainer's versions; nothing is ever scored without sequences.
-
-    `exactly`: in the engine's bits, where both sides promise that.
-    """
+    """Scores of the probe sequences under the trainer's versions; nothing is ever scored without sequences. `exactly`:
+    in the engine's bits, where both sides promise that."""
 
     def __init__(self, store: Store, model: torch.nn.Module, *, exactly: bool) -> None:
         self._store, self._model, self._exactly = store, model, exactly

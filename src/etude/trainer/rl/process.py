@@ -108,10 +108,8 @@ def run(folder: Path) -> None:
 
 
 class Trainer:
-    """State of the trainer process: the model, its optimizer, and the version they stand at.
-
-    Raises UserError if the run folder's newest version cannot be continued.
-    """
+    """State of the trainer process: the model, its optimizer, and the version they stand at. Raises UserError if the
+    run folder's newest version cannot be continued."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -227,10 +225,8 @@ class Trainer:
     # --- after the step ---------------------------------------------------------------------------------------------
 
     def commit(self, loaded: LoadedStep, result: StepResult) -> None:
-        """Acts on the guards' verdict, publishes the next version, and writes one line of metrics.
-
-        Raises RunFailed if the guards halt the run; nothing is consumed or published then.
-        """
+        """Acts on the guards' verdict, publishes the next version, and writes one line of metrics. Raises RunFailed if
+        the guards halt the run; nothing is consumed or published then."""
         verdict, probes = result.verdict, loaded.probes
         self._obey(verdict)
         record = self.guards.record(self.version, verdict, result.figures, probes)
@@ -298,12 +294,8 @@ class Trainer:
         self._unsettled = Unsettled(publication, groups, line)
 
     def settle(self, *, wait: bool) -> None:
-        """Notes the version on its way in the ledger, then in metrics.jsonl, once its manifest is durable.
-
-        Without `wait`, nothing happens before that.
-
-        Raises the error of a publication that failed.
-        """
+        """Notes the version on its way in the ledger, then in metrics.jsonl, once its manifest is durable. Without
+        `wait`, nothing happens before that. Raises the error of a publication that failed."""
         unsettled = self._unsettled
         if unsettled is None or not (wait or unsettled.publication.done()):
             return

@@ -82,10 +82,8 @@ def logits(
     replays: bool = False,
     plausible: float = PLAUSIBLE,
 ) -> Tensor:
-    """Logits of the sampled tokens' distributions, float32 [N, V].
-
-    `head` is the precision of the last product; with `replays` tokens go through the experts that the piece carries.
-    """
+    """Logits of the sampled tokens' distributions, float32 [N, V]. `head` is the precision of the last product; with
+    `replays` tokens go through the experts that the piece carries."""
     device = next(model.parameters()).device
     ids_1T = torch.from_numpy(piece.ids_T.astype(np.int64)).to(device)[None]
     positions_1T = torch.arange(ids_1T.shape[1], device=device)[None]
@@ -115,11 +113,9 @@ def chosen(logits_NV: Tensor, piece: VersionPiece, *, temperature: float = 1.0, 
 
 @dataclass(frozen=True)
 class Flips:
-    """How easily the choice of experts changes under bfloat16 products.
-
-    `share` of the tokens go through other experts in some layer; `difference_N` is by how much that alone changes the
-    log-probability of the sampled tokens, float64 [N].
-    """
+    """How easily the choice of experts changes under bfloat16 products. `share` of the tokens go through other experts
+    in some layer; `difference_N` is by how much that alone changes the log-probability of the sampled tokens, float64
+    [N]."""
 
     share: float
     difference_N: np.ndarray

@@ -18,11 +18,9 @@ NARROW_LIMIT = 1.5  # times the rows' own distance from the float32 gradient; me
 
 
 def check(model: torch.nn.Module, tokens: TokenRows, execution: Execution) -> float:
-    """Relative L2 distance of the two gradients, on a few rows. Raises RunFailed beyond the limit.
-
-    Under float32 the execution is compared with rows. Narrower types round either of them by more than they differ, so
-    there both are compared with rows in float32, on a copy of the model. Leaves the model without gradients.
-    """
+    """Relative L2 distance of the two gradients, on a few rows. Raises RunFailed beyond the limit. Under float32 the
+    execution is compared with rows. Narrower types round either of them by more than they differ, so there both are
+    compared with rows in float32, on a copy of the model. Leaves the model without gradients."""
     sample = _sample(tokens)
     # A budget below the sample, so that a streamed prefix has several passes below it.
     budget = max(1, sum(map(len, sample.rows)) // 3)

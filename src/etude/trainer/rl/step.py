@@ -48,9 +48,7 @@ class Learner:
 @dataclass(frozen=True)
 class StepResult:
     """What a step did: its metrics (docs/metrics.md, for display), the guards' verdict, and the figures they judged.
-
-    `lr` is the learning rate of its updates; None if the batch held nothing to train on.
-    """
+    `lr` is the learning rate of its updates; None if the batch held nothing to train on."""
 
     metrics: dict[str, float]
     verdict: GuardVerdict

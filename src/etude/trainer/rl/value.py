@@ -20,11 +20,9 @@ PREFIX = "value/"
 
 
 def gae(values_T: Sequence[float], reward: float, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and value targets of an episode whose reward comes with its last token; float64 [T] both.
-
-    delta_t = r_t + gamma * V_(t+1) - V_t with V = 0 after the end; A_t = delta_t + gamma * lam * A_(t+1); the target is
-    A_t + V_t.
-    """
+    """Advantages and value targets of an episode whose reward comes with its last token; float64 [T] both. delta_t =
+    r_t + gamma * V_(t+1) - V_t with V = 0 after the end; A_t = delta_t + gamma * lam * A_(t+1); the target is A_t +
+    V_t."""
     values = np.asarray(values_T, dtype=np.float64)
     advantages = np.zeros_like(values)
     ahead, following = 0.0, 0.0

@@ -145,9 +145,7 @@ def encode_fold(
     threads: int | None = None,
 ) -> list[ChunkRecord]:
     """Records of one delta over several versions: from what `now` was before `steps`, the last of which led to `now`.
-
-    `target` holds the digests of `now`. The bytes are those of `encode` between the two contents.
-    """
+    `target` holds the digests of `now`. The bytes are those of `encode` between the two contents."""
     back = inverse(fold(schema, steps))
 
     def one(span: range) -> list[tuple[ChunkRecord, Moves]]:
@@ -221,11 +219,9 @@ def apply(
     records: Sequence[ChunkRecord],
     threads: int | None = None,
 ) -> Digests:
-    """Bring `tensors` forward in place; the digests they have then. Raises Damaged if a record does not fit.
-
-    `held` are the digests of `tensors`. A record whose target is held already is skipped, so a replay is harmless; one
-    that builds on another content is refused. Every record is read before the first element is written.
-    """
+    """Bring `tensors` forward in place; the digests they have then. Raises Damaged if a record does not fit. `held` are
+    the digests of `tensors`. A record whose target is held already is skipped, so a replay is harmless; one that builds
+    on another content is refused. Every record is read before the first element is written."""
     after = held.copy()
     fresh = [record for record in records if int(held[record.chunk]) != record.target]
     for record in fresh:
