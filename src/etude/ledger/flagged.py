@@ -43,12 +43,9 @@ def joined(flags: tuple[str, ...]) -> str:
 
 def flag(c: sa.Connection, episode: Episode) -> None:
     """Replaces the flags, metrics and reward of an episode's row by the episode's; again is fine."""
-    values = {
-        "flags": joined(episode.flags),
-        "metrics": msgspec.json.encode(episode.metrics).decode(),
-        "reward": episode.reward,
-    }
     same = (_e.group_id == episode.group_id, _e.member == episode.member)
+    metrics = msgspec.json.encode(episode.metrics).decode()
+    values = {"flags": joined(episode.flags), "metrics": metrics, "reward": episode.reward}
     c.execute(sa.update(episodes).where(*same).values(values))
 
 

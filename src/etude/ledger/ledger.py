@@ -172,21 +172,12 @@ class Ledger:
     def admit(self, index: int, task_id: str, size: int, version: int) -> int:
         """Opens group `index` with `size` pending episodes, unless it is there already. Returns its id. Indices count
         from 0 without gaps; `version` is what the engines serve now."""
-        group = {
-            "id": index,
-            "task_id": task_id,
-            "size": size,
-            "admitted_version": version,
-            "state": "open",
-            "unfinished": size,
-        }
-        members = [
-            {"group_id": index, "member": m, "attempt": 0, "failures": 0, "state": "pending"} for m in range(size)
-        ]
+        group = {"id": index, "task_id": task_id, "admitted_version": version, "state": "open"}
+        pending = {"group_id": index, "attempt": 0, "failures": 0, "state": "pending"}
         try:
             with self._write() as c:
-                c.execute(sa.insert(groups), group)
-                c.execute(sa.insert(episodes), members)
+                c.execute(sa.insert(groups), group | {"size": size, "unfinished": size})
+                c.execute(sa.insert(episodes), [pending | {"member": m} for m in range(size)])
                 c.execute(_COUNT, {"counter": "admitted", "by": size})
         except IntegrityError:
             pass  # admitted before
@@ -211,31 +202,15 @@ class Ledger:
                 for row in rows
             ]
             if leases:
-                c.execute(
-                    _LEASE,
-                    [
-                        {
-                            "g": lease.group_id,
-                            "m": lease.member,
-                            "attempt": lease.attempt,
-                            "state": "leased",
-                            "owner": owner,
-                            "lease_deadline": lease.deadline,
-                        }
-                        for lease in leases
-                    ],
-                )
+                held = {"state": "leased", "owner": owner, "lease_deadline": now + seconds}
+                c.execute(_LEASE, [{"g": x.group_id, "m": x.member, "attempt": x.attempt} | held for x in leases])
         return leases
 
     def renew(self, owner: str, seconds: float) -> int:
         """Prolongs every lease of `owner` to `seconds` from now. Returns how many there are."""
+        mine = sa.update(episodes).where(_e.state == "leased", _e.owner == owner)
         with self._write() as c:
-            result = c.execute(
-                sa.update(episodes)
-                .where(_e.state == "leased", _e.owner == owner)
-                .values(lease_deadline=time.time() + seconds)
-            )
-            return result.rowcount
+            return c.execute(mine.values(lease_deadline=time.time() + seconds)).rowcount
 
     def finish(
         self,
@@ -332,14 +307,10 @@ class Ledger:
                 try:
                     _consume(c, manifest.groups, manifest.version)
                 except ValueError as e:
-                    raise UserError(
-                        f"the ledger does not belong to the published versions: {e}; start a new run"
-                    ) from e
-            c.execute(
-                sa.update(episodes)
-                .where(_e.state == "leased")
-                .values(state="pending", attempt=_e.attempt + 1, owner=None, lease_deadline=None)
-            )
+                    why = f"the ledger does not belong to the published versions: {e}; start a new run"
+                    raise UserError(why) from e
+            again = {"state": "pending", "attempt": _e.attempt + 1, "owner": None, "lease_deadline": None}
+            c.execute(sa.update(episodes).where(_e.state == "leased").values(again))
 
     # Cheating ---------------------------------------------------------------------------------------------------------
 
@@ -442,9 +413,7 @@ class Ledger:
                 return
             bound = c.execute(sa.select(meta.c.value).where(meta.c.key == "run")).scalar_one()
         if bound != run:
-            raise UserError(
-                f"the ledger {self._engine.url} belongs to run {bound!r}; give this run a database of its own"
-            )
+            raise UserError(f"the ledger {self._engine.url} is of run {bound!r}; give this run a database of its own")
 
     @contextmanager
     def _write(self) -> Generator[sa.Connection]:
@@ -485,14 +454,8 @@ def _groups(c: sa.Connection, ids: Sequence[int]) -> list[Group]:
         blobs[row.group_id].append(row.blob)
     rows = {row.id: row for row in c.execute(_ADMITTED, {"ids": ids})}
     return [
-        Group(
-            id=group,
-            index=group,
-            task_id=rows[group].task_id,
-            admitted_version=rows[group].admitted_version,
-            episodes=tuple(blobs[group]),
-        )
-        for group in ids
+        Group(id=i, index=i, task_id=task_id, admitted_version=admitted, episodes=tuple(blobs[i]))
+        for i, task_id, admitted in (rows[group] for group in ids)
     ]
 
 

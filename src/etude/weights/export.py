@@ -99,14 +99,11 @@ def _write(model: PreTrainedModel, base: Path, out: Path) -> None:
     try:
         model.save_pretrained(partial)  # pyright: ignore[reportUnknownMemberType]
         for file in base.iterdir():
-            if file.is_file() and not _is_weights(file) and not (partial / file.name).exists():
+            weights = file.suffix in (".safetensors", ".bin", ".pt") or file.name.endswith(".index.json")
+            if file.is_file() and not weights and not (partial / file.name).exists():
                 shutil.copyfile(file, partial / file.name)
         partial.rename(out)
     except (OSError, SafetensorError) as e:
         shutil.rmtree(partial, ignore_errors=True)
         why = (e.strerror if isinstance(e, OSError) else None) or str(e)
         raise UserError(f"{out} cannot be written: {why}; check the disk") from None
-
-
-def _is_weights(file: Path) -> bool:
-    return file.suffix in (".safetensors", ".bin", ".pt") or file.name.endswith(".index.json")

@@ -90,14 +90,13 @@ def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, config: ApplyConf
     Raises UserError if a phase has no example short enough.
     """
     rng = random.Random(config.seed)
-    examples = [example for example in examples if _means_result(example, config.format)]
+    # An answer is not read as the result if the file itself holds lines of the format.
+    answers = [formats.answer(e.file, e.result, config.format) for e in examples]
+    pairs = zip(examples, answers, strict=True)
+    examples = [e for e, answer in pairs if formats.read_answer(e.file, answer, config.format) == e.result]
     words = rename_augmentation.rare(examples)
-    lengths = [
-        max(len(whole), len(ids))
-        for (whole, _), (ids, _) in zip(
-            encode(examples, tokenizer), encode(examples, tokenizer, config.format), strict=True
-        )
-    ]
+    encoded = zip(encode(examples, tokenizer), encode(examples, tokenizer, config.format), strict=True)
+    lengths = [max(len(whole), len(ids)) for (whole, _), (ids, _) in encoded]
     used = [0] * len(examples)
     parts: list[packing.Rows] = []
     for number, phase in enumerate(config.phases):
@@ -125,11 +124,6 @@ def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, config: ApplyConf
         )
         parts.append(packing.shuffled(rows, config.seed + number))
     return packing.Rows(np.concatenate([p.ids for p in parts]), np.concatenate([p.mask for p in parts]))
-
-
-def _means_result(example: Example, form: str) -> bool:
-    """Whether the answer in that format is read as the result: not if the file itself holds lines of the format."""
-    return formats.read_answer(example.file, formats.answer(example.file, example.result, form), form) == example.result
 
 
 @dataclass(frozen=True)

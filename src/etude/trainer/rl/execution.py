@@ -58,11 +58,6 @@ class BatchResult:
     counts_LE: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.float64))
     replayed: ReplayStatistics = field(default_factory=ReplayStatistics)
 
-    @property
-    def entropy(self) -> float:
-        """Mean over the positions."""
-        return self.entropy_sum / max(self.entropies, 1)
-
 
 @dataclass(frozen=True)
 class _Pass:
@@ -151,7 +146,11 @@ def _run_part(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> N
     again = learns and part.recompute
     with torch.set_grad_enabled(learns and not again):
         scalar, kept, choices = _forward(walk, part, above)
-    leaves = _detached(kept, learns)
+
+    def leaf(x: Tensor) -> Tensor:  # in float32, where gradients from many passes below are summed without rounding
+        return x.detach().float().requires_grad_(learns)
+
+    leaves = {layer: (leaf(key), leaf(value)) for layer, (key, value) in kept.items()}
     for child in part.children:
         _run_part(walk, child, (*above, leaves))
     if again:
@@ -165,14 +164,6 @@ def _run_part(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> N
         wanted = [(root, grad.to(root.dtype)) for root, grad in zip(roots, grads, strict=True) if grad is not None]
         tensors = [scalar, *(root for root, _ in wanted)]
         torch.autograd.backward(tensors, [torch.ones_like(scalar), *(grad for _, grad in wanted)])
-
-
-def _detached(kept: KeyValues, learns: bool) -> KeyValues:
-    """Float32 leaves: gradients from many passes below are summed there without rounding to a narrower type."""
-    return {
-        layer: (key.detach().float().requires_grad_(learns), value.detach().float().requires_grad_(learns))
-        for layer, (key, value) in kept.items()
-    }
 
 
 def _forward(

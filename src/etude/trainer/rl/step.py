@@ -17,7 +17,7 @@ from etude.config import RLConfig
 from etude.models.batch_invariant import batch_invariant, possible
 from etude.trainer.optimizer import MasterAdamW, learning_rate
 from etude.trainer.rl.batch import Batch, PromptRow, Samples, collate, token_rows
-from etude.trainer.rl.execution import BatchResult, Loss, ValueHead, evaluate, run
+from etude.trainer.rl.execution import BatchResult, ValueHead, evaluate, run
 from etude.trainer.rl.figures import StepSums, batch_figures
 from etude.trainer.rl.guards import GuardVerdict, StepFigures
 from etude.trainer.rl.loss import LossTokens, policy_loss
@@ -94,7 +94,11 @@ def train_step(
         updates = [_update(learner.model, rows, share, batch, config, sums) for rows, share in parts]
         metrics = {} if checked is None else _self_check(learner.model, updates, checked)
         updates = _prepare(learner, updates, batch, config, sums, version)
-        updates = _with_drift(updates, config)
+        if OF_EPISODES & set(config.loss.masks):
+            samples = [u.samples for u in updates]
+            proximal = [u.proximal_N for u in updates if u.proximal_N is not None]
+            of_episode = drift(samples, proximal, [some.logprobs_N for some in samples], updates[0].episodes)
+            updates = [replace(u, of_episode=of_episode) for u in updates]
         lr, applied, verdict = learning_rate(config.trainer, version + 1, progress), 0, None
         figures = sums.judged(of_batch, None)
         for update in updates:
@@ -169,16 +173,6 @@ def _prepare(
     ]
 
 
-def _with_drift(updates: list[OptimizerUpdate], config: RLConfig) -> list[OptimizerUpdate]:
-    """The updates with the drift of whole episodes from the policy that sampled them, where a mask asks for it."""
-    if not OF_EPISODES & set(config.loss.masks):
-        return updates
-    proximal = [u.proximal_N for u in updates if u.proximal_N is not None]
-    samples = [u.samples for u in updates]
-    of_episode = drift(samples, proximal, [some.logprobs_N for some in samples], updates[0].episodes)
-    return [replace(u, of_episode=of_episode) for u in updates]
-
-
 def _backward(
     learner: Learner, update: OptimizerUpdate, config: RLConfig, preset: LossPreset, moved: bool, sums: StepSums
 ) -> BatchResult:
@@ -210,19 +204,14 @@ def _backward(
         )
         return policy_loss(tokens, preset, n, sums.stats)
 
-    value = None
-    if learner.critic is not None and update.target_N is not None:
-        value = ValueHead(
-            learner.critic.values, _value_loss(learner.critic, update.target_N, n, config.loss.value_weight, sums)
-        )
+    value, critic, target_N = None, learner.critic, update.target_N
+    if critic is not None and target_N is not None:
+
+        def value_loss(values_M: Tensor, item_M: Tensor) -> Tensor:
+            error = critic.loss(values_M, target_N[item_M], n)
+            sums.value_loss = (sums.value_loss or 0.0) + error.item()
+            return config.loss.value_weight * error
+
+        value = ValueHead(critic.values, value_loss)
     aux, separable = config.trainer.router_aux, not by_episode
     return run(learner.model, parts, count, loss, temperature=temperature, value=value, separable=separable, aux=aux)
-
-
-def _value_loss(critic: Critic, target_N: Tensor, n: float, weight: float, sums: StepSums) -> Loss:
-    def loss(values_M: Tensor, item_M: Tensor) -> Tensor:
-        error = critic.loss(values_M, target_N[item_M], n)
-        sums.value_loss = (sums.value_loss or 0.0) + error.item()
-        return weight * error
-
-    return loss

@@ -228,10 +228,9 @@ def apply(
         if record.code in (A, B) and int(held[record.chunk]) != record.base:
             raise Damaged(f"chunk {record.chunk} does not hold the content that the delta builds on")
     whole = [record for record in fresh if record.code in (RAW, PLANES)]
-    contents = _map(lambda record: _content(schema, record), whole, threads)
+    contents = _map(partial(_content, schema), whole, threads)
     sparse = [record for record in fresh if record.code not in (RAW, PLANES)]
-    read = partial(_read_records, schema, tensors)
-    spans = _map(read, _by_tensor(schema, sparse), threads)
+    spans = _map(partial(_read_records, schema, tensors), _by_tensor(schema, sparse), threads)
 
     def replace(pair: tuple[ChunkRecord, Bits]) -> None:
         record, content = pair
@@ -269,15 +268,10 @@ class _TensorRecords:
 
 
 def _read_records(schema: Schema, tensors: Mapping[str, Bits], records: Sequence[ChunkRecord]) -> _TensorRecords:
-    name = schema.tensors[schema.chunks[records[0].chunk].tensor].name
-    return _read_span(schema, tensors[name], records)
-
-
-def _read_span(schema: Schema, content: Bits, records: Sequence[ChunkRecord], first: int = 0) -> _TensorRecords:
-    """Records in A, B or ABS of one tensor, whose elements from `first` on are `content`. Raises Damaged."""
+    """Records in A, B or ABS of one tensor. Raises Damaged."""
     chunks = [schema.chunks[record.chunk] for record in records]
     spec = schema.tensors[chunks[0].tensor]
-    form = spec.format
+    form, content = spec.format, tensors[spec.name]
     for record, chunk in zip(records, chunks, strict=True):
         odd = len(record.payload) < 4 or len(record.payload) % 4
         if record.code not in (A, B, ABS) or odd or not 1 <= record.changes <= chunk.stop - chunk.start:
@@ -285,7 +279,7 @@ def _read_span(schema: Schema, content: Bits, records: Sequence[ChunkRecord], fi
     codes = np.array([record.code for record in records], np.int64)
     words = np.frombuffer(b"".join(record.payload for record in records), np.uint32)
     ends = np.cumsum([len(record.payload) // 4 for record in records])
-    starts, stops = np.array([[chunk.start - first, chunk.stop - first] for chunk in chunks], np.int64).T.copy()
+    starts, stops = np.array([[chunk.start, chunk.stop] for chunk in chunks], np.int64).T.copy()
     bounds = np.cumsum([0] + [record.changes for record in records])
     positions, steps = np.empty(bounds[-1], np.int32), np.empty(bounds[-1], form.integer)
     stored = Form(form.width, form.signed, form.mantissa, form.exponent_mask)
@@ -297,13 +291,9 @@ def _read_span(schema: Schema, content: Bits, records: Sequence[ChunkRecord], fi
 
 def _content(schema: Schema, record: ChunkRecord) -> Bits:
     chunk = schema.chunks[record.chunk]
-    return _whole(record, chunk.stop - chunk.start, schema.tensors[chunk.tensor].format)
-
-
-def _whole(record: ChunkRecord, elements: int, form: Format) -> Bits:
-    nbytes = elements * form.width // 8
+    elements, form = chunk.stop - chunk.start, schema.tensors[chunk.tensor].format
     if record.code == RAW:
-        if len(record.payload) != -(-nbytes // 4) * 4:
+        if len(record.payload) != -(-(elements * form.width // 8) // 4) * 4:
             raise Damaged(f"the record of chunk {record.chunk} has {len(record.payload)} bytes")
         return np.frombuffer(record.payload, form.unsigned, elements)
     try:

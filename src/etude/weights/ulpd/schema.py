@@ -129,7 +129,8 @@ def decode(data: bytes) -> Schema:
 
 def schema_of(tensors: Mapping[str, torch.Tensor]) -> Schema:
     """The schema of named tensors. Raises ValueError for a type that no format stands for."""
-    specs = tuple(Spec(name, type_name(tensors[name]), tuple(tensors[name].shape)) for name in sorted(tensors))
+    types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    specs = tuple(Spec(name, types[name], tuple(tensors[name].shape)) for name in sorted(tensors))
     _check(specs)
     return Schema(specs)
 
@@ -143,11 +144,6 @@ def unsigned(tensor: torch.Tensor) -> torch.Tensor:
 def bits(tensor: torch.Tensor) -> Bits:
     """The same on the host."""
     return unsigned(tensor).cpu().numpy()
-
-
-def type_name(tensor: torch.Tensor) -> str:
-    """E.g. "bfloat16"."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _check(specs: tuple[Spec, ...]) -> None:
