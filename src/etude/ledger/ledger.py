@@ -413,7 +413,8 @@ class Ledger:
                 return
             bound = c.execute(sa.select(meta.c.value).where(meta.c.key == "run")).scalar_one()
         if bound != run:
-            raise UserError(f"the ledger {self._engine.url} is of run {bound!r}; give this run a database of its own")
+            where = f"the ledger {self._engine.url} belongs to run {bound!r}"
+            raise UserError(f"{where}; give this run a database of its own")
 
     @contextmanager
     def _write(self) -> Generator[sa.Connection]:

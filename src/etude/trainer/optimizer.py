@@ -1,5 +1,7 @@
 """AdamW on float32 master weights; the model holds their bfloat16 rounding, which is what is published and served."""
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from etude.config import TrainerConfig
 from etude.models.loading import named_tensors
@@ -122,7 +125,7 @@ class MasterAdamW:
         self._round()
 
 
-def for_policy(model: torch.nn.Module, config: TrainerConfig) -> MasterAdamW:
+def for_policy(model: PreTrainedModel, config: TrainerConfig) -> MasterAdamW:
     """The optimizer of an RL run, over all parameters of the model."""
     live = dict(sorted(model.named_parameters()))
     fixed = {name: t for name, t in named_tensors(model).items() if name not in live}

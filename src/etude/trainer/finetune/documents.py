@@ -168,7 +168,7 @@ class DocumentBatches(Sequence[tuple[DocumentBatch]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> tuple[DocumentBatch]:
+    def __getitem__(self, index: int) -> tuple[DocumentBatch]:  # pyright: ignore[reportIncompatibleMethodOverride]
         members = [self.samples[i] for i in self.rows[index]]
         own = np.random.default_rng([self.seed, index]).random(len(members)) < self.own
         return (DocumentBatch.of(members, own.tolist(), self.length),)

@@ -39,7 +39,7 @@ class PackedBatches(Sequence[tuple[Tensor, ...]]):
     def __len__(self) -> int:
         return len(self.rows.ids) // self.batch
 
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         at = slice(index * self.batch, (index + 1) * self.batch)
         ids_BT, mask_BT = self.rows.ids[at].astype(np.int64), self.rows.mask[at].astype(bool)
         ahead = np.zeros_like(mask_BT)

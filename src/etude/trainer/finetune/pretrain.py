@@ -50,7 +50,7 @@ def new_model(config: NewModelConfig, seed: int) -> PreTrainedModel:
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
             num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim,
+            head_dim=config.head_dim,  # pyright: ignore[reportCallIssue]
             moe_intermediate_size=config.expert_size,
             num_experts=config.experts,
             num_experts_per_tok=config.experts_per_token,
@@ -63,7 +63,7 @@ def new_model(config: NewModelConfig, seed: int) -> PreTrainedModel:
             pad_token_id=IDS["<|pad|>"],
         )
     )
-    return model.to(torch.bfloat16)
+    return model.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
 
 
 def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:

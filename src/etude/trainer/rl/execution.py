@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from etude.errors import RunFailed, UserError
 from etude.models import batch_invariant
@@ -63,7 +64,7 @@ class BatchResult:
 class _Pass:
     """The state of one walk over the parts. `loss` is None when only log-probabilities and counts are wanted."""
 
-    model: torch.nn.Module
+    model: PreTrainedModel
     out: BatchResult
     temperature: float
     value: ValueHead | None
@@ -75,7 +76,7 @@ class _Pass:
 
 
 def evaluate(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     parts: Sequence[ForwardPass],
     count: int,
     *,
@@ -94,7 +95,7 @@ def evaluate(
 
 
 def run(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     parts: Sequence[ForwardPass],
     count: int,
     loss: Loss,
@@ -128,8 +129,8 @@ def run(
     return out
 
 
-def _blank(model: torch.nn.Module, count: int) -> BatchResult:
-    return BatchResult(*(torch.zeros(count, device=_device(model)) for _ in range(2)))
+def _blank(model: PreTrainedModel, count: int) -> BatchResult:
+    return BatchResult(torch.zeros(count, device=_device(model)), torch.zeros(count, device=_device(model)))
 
 
 def _linear(loss: Loss, logprobs_N: Tensor) -> tuple[Loss, float]:
@@ -225,7 +226,8 @@ def _predict(walk: _Pass, hidden_TD: Tensor, part: ForwardPass) -> tuple[Tensor,
         torch.from_numpy(x).to(hidden_TD.device) for x in (part.source_S, part.of_M, part.target_M)
     )
     hidden_SD = hidden_TD.index_select(0, source_S)
-    logits_SV = batch_invariant.head(hidden_SD, walk.model.get_output_embeddings().weight)
+    weight_VD = walk.model.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
+    logits_SV = batch_invariant.head(hidden_SD, weight_VD)
     if walk.temperature != 1.0:
         logits_SV = logits_SV / walk.temperature
     logprobs_SV = batch_invariant.log_probs(logits_SV)
@@ -241,6 +243,7 @@ def _balance(router_logits: Sequence[Tensor], weight_T: Tensor, walk: _Pass) -> 
     """This pass's share of the balance loss: E * sum over experts of (share of tokens) * (mean probability). Switch
     Transformer (arXiv:2101.03961, equation 4) over the tokens of all rows, mean over layers: a token that stands for w
     rows weighs w, as if each row had computed it."""
+    assert walk.share_LE is not None
     terms = []
     for layer, logits_TE in enumerate(router_logits):
         probability_TE = torch.softmax(logits_TE.float(), dim=-1)
@@ -254,5 +257,5 @@ def _weight(parts: Sequence[ForwardPass]) -> float:
     return sum(float(part.weight_T.sum()) + _weight(part.children) for part in parts)
 
 
-def _device(model: torch.nn.Module) -> torch.device:
+def _device(model: PreTrainedModel) -> torch.device:
     return next(model.parameters()).device

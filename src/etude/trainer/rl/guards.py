@@ -130,7 +130,7 @@ class Guards:
         events = [event for name, value in self._values(figures).items() for event in self._crossed(name, value)]
         usual = max(median(self._probes), _FLOOR) if len(self._probes) >= 5 else _UNKNOWN
         events += [e for p in probes for e in self._crossed("probe_growth", p.k2 / usual, **vars(p))]
-        action = max((event.action for event in events), key=_ORDER.index, default="go")
+        action: StepAction = _ORDER[max((_ORDER.index(event.action) for event in events), default=0)]
         if not self._config.act:
             action = "go"
         if action == "skip" and self._skips + 1 >= self._config.rollback_after:

@@ -94,8 +94,8 @@ def logits(
             input_ids=ids_1T, position_ids=positions_1T, layout=seen, use_cache=False
         ).last_hidden_state
     hidden_ND = hidden_1TD[0].index_select(0, torch.from_numpy(piece.at_N - 1).to(device))
-    dtype = getattr(torch, head)
-    return F.linear(hidden_ND.to(dtype), model.get_output_embeddings().weight.to(dtype)).float()
+    dtype, weight = getattr(torch, head), model.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
+    return F.linear(hidden_ND.to(dtype), weight.to(dtype)).float()
 
 
 def chosen(logits_NV: Tensor, piece: VersionPiece, *, temperature: float = 1.0, top_p: float = 1.0) -> np.ndarray:

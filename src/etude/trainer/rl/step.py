@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from etude.config import RLConfig
 from etude.models.batch_invariant import batch_invariant, possible
@@ -33,9 +33,9 @@ from etude.trainer.rl.value import Critic, estimate
 class Learner:
     """The networks of a step and their optimizers."""
 
-    model: torch.nn.Module
+    model: PreTrainedModel
     optimizer: MasterAdamW
-    reference: torch.nn.Module | None = None  # scores the KL term; None: the loss has none
+    reference: PreTrainedModel | None = None  # scores the KL term; None: the loss has none
     critic: Critic | None = None  # the value head of the ppo preset
 
     def drop(self) -> None:
@@ -127,7 +127,7 @@ def train_step(
 
 
 def _update(
-    model: torch.nn.Module, rows: list[PromptRow], share: float, batch: Batch, config: RLConfig, sums: StepSums
+    model: PreTrainedModel, rows: list[PromptRow], share: float, batch: Batch, config: RLConfig, sums: StepSums
 ) -> OptimizerUpdate:
     """The rows of an update, and the passes that they are computed in."""
     options = config.trainer
@@ -138,7 +138,7 @@ def _update(
     return OptimizerUpdate(tokens, collate(rows, options.device), passes, share, len(batch.rewards))
 
 
-def _self_check(model: torch.nn.Module, updates: list[OptimizerUpdate], checked: set[str]) -> dict[str, float]:
+def _self_check(model: PreTrainedModel, updates: list[OptimizerUpdate], checked: set[str]) -> dict[str, float]:
     """Compares the gradients of new executions with those of separate rows; raises RunFailed if they differ."""
     distances = []
     for update in updates:

@@ -38,7 +38,7 @@ class Critic:
     """The head and its optimizer."""
 
     def __init__(self, model: PreTrainedModel, lr: float):
-        weight = model.get_output_embeddings().weight
+        weight = model.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
         self.head = torch.nn.Linear(weight.shape[1], 1).to(weight.device)
         torch.nn.init.zeros_(self.head.weight)  # a value of 0 everywhere: the first advantages are the returns
         torch.nn.init.zeros_(self.head.bias)
