@@ -142,13 +142,11 @@ def segment_digest(ids: blake3.blake3, mask: blake3.blake3) -> str:
 
 
 class Segment(Record, frozen=True, kw_only=True):
-    """An append-only run of tokens of one episode. All arrays have the same length T.
-
-    `mask` is 1 on tokens the policy sampled; elsewhere `logprobs` is 0.0 and `versions` is -1.
-    `turn_starts` holds the offset of each sampled turn, so a viewer can cut the segment into turns. `digest` is that of
-    the tokens as they were appended one after another: the trainer refuses a segment that holds others.
-    The tokens of `documents` come first, in their order, and count as part of the prompt.
-    """
+    """An append-only run of tokens of one episode. All arrays have the same length T. `mask` is 1 on tokens the policy
+    sampled; elsewhere `logprobs` is 0.0 and `versions` is -1. `turn_starts` holds the offset of each sampled turn, so a
+    viewer can cut the segment into turns. `digest` is that of the tokens as they were appended one after another: the
+    trainer refuses a segment that holds others. The tokens of `documents` come first, in their order, and count as part
+    of the prompt."""
 
     ids: bytes  # int32[T]
     mask: bytes  # uint8[T]

@@ -258,15 +258,11 @@ class Ledger:
     def ready_groups(
         self, limit: int, in_order: bool, due: int | None = None, without: Collection[int] = ()
     ) -> list[Group]:
-        """Up to `limit` groups to train on next, oldest first; those lost to infrastructure as a whole are empty.
-
-        Those in `without` are left out: a version that was trained on them is on its way.
-
-        `in_order` stops at the first group that is still open. Otherwise younger groups overtake open ones; with `due`
-        (the trainer's version minus the staleness bound O) only as far as every group is still trained on within O
-        versions of its admission: where `limit` groups are ready but taking them would leave a straggler too late, the
-        answer is empty.
-        """
+        """Up to `limit` groups to train on next, oldest first; those lost to infrastructure as a whole are empty. Those
+        in `without` are left out: a version that was trained on them is on its way. `in_order` stops at the first group
+        that is still open. Otherwise younger groups overtake open ones; with `due` (the trainer's version minus the
+        staleness bound O) only as far as every group is still trained on within O versions of its admission: where
+        `limit` groups are ready but taking them would leave a straggler too late, the answer is empty."""
         with self._read() as c:
             waiting = [row for row in c.execute(_WAITING).all() if row.id not in without]
             ids: list[int] = []
@@ -296,11 +292,9 @@ class Ledger:
 
     def recover(self, manifests: Sequence[PolicyVersion]) -> None:
         """Makes the ledger follow the published versions; call it on resume, before any process leases or trains.
-
         Groups that a manifest names are consumed by it, groups that none names are ready again, and every lease goes
-        back to pending under a new attempt number, so that nothing its owner may still do counts. Raises UserError
-        if a manifest names a group that was never admitted here.
-        """
+        back to pending under a new attempt number, so that nothing its owner may still do counts. Raises UserError if a
+        manifest names a group that was never admitted here."""
         with self._write() as c:
             c.execute(sa.update(groups).where(_g.state == "consumed").values(state="ready", consumed_version=None))
             for manifest in manifests:

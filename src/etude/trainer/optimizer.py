@@ -19,12 +19,10 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """The options of an update.
-
-    `order` is where the second moment's bias is taken out: after the root, as torch.optim.AdamW does, or before it,
-    as the paper writes it (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2). The two differ in the last bit, and
-    runs must repeat bit for bit; with "paper" the clipping factor is a float64 as well.
-    """
+    """The options of an update. `order` is where the second moment's bias is taken out: after the root, as
+    torch.optim.AdamW does, or before it, as the paper writes it (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2).
+    The two differ in the last bit, and runs must repeat bit for bit; with "paper" the clipping factor is a float64 as
+    well."""
 
     betas: tuple[float, float]
     weight_decay: float

@@ -99,7 +99,9 @@ def _follow(
     manifest = source.manifest(target)
     assert manifest is not None, "the path ends at its manifest"
     if content is None or (path and path[0].base is None):
-        content = _blank(source.store, manifest)
+        grid = load_schema(source.store, manifest)
+        zeros = {spec.name: np.zeros(spec.elements, spec.format.unsigned) for spec in grid.tensors}
+        content = Content(grid, zeros, codec.digests(grid, zeros))  # for an anchor to write over
     if manifest.schema != content.schema.id:
         raise DamagedVersion(f"version {target} is of another model than the one before it")
     for payload in path:
@@ -121,13 +123,6 @@ def load_schema(store: Store, manifest: PolicyVersion) -> Schema:
         raise DamagedVersion(f"version {manifest.version}: its schema {manifest.schema} is gone") from None
     except ValueError as e:
         raise DamagedVersion(f"version {manifest.version}: {e}") from None
-
-
-def _blank(store: Store, manifest: PolicyVersion) -> Content:
-    """Zeros, for an anchor to write over."""
-    grid = load_schema(store, manifest)
-    zeros = {spec.name: np.zeros(spec.elements, spec.format.unsigned) for spec in grid.tensors}
-    return Content(grid, zeros, codec.digests(grid, zeros))
 
 
 def _applied(content: Content, payload: Payload, objects: list[bytes]) -> Content:

@@ -26,12 +26,10 @@ Progress = Callable[[str, int, int], None]
 
 
 def export(store: Store, version: int, base: Path, out: Path, trust: Trust | None = None) -> PolicyVersion:
-    """Writes `out`: the version's weights in safetensors, with the configuration and tokenizer of `base`.
-
-    `base` is the model folder that the run began with. `out` appears whole or not at all, with the bytes that the
-    trainer's own model would write. Raises UserError if it exists, or if the version is missing, damaged, not trusted
-    or of another model.
-    """
+    """Writes `out`: the version's weights in safetensors, with the configuration and tokenizer of `base`. `base` is the
+    model folder that the run began with. `out` appears whole or not at all, with the bytes that the trainer's own model
+    would write. Raises UserError if it exists, or if the version is missing, damaged, not trusted or of another
+    model."""
     _refuse_existing(out)
     model = load_model(base, dtype=torch.bfloat16)
     manifest = materialise(store, version, named_tensors(model), trust)

@@ -94,11 +94,9 @@ class Receiver:
     @torch.no_grad()
     def swap(self, update: WeightUpdate, whole: bool = False) -> None:
         """Writes a version into the live tensors and proves that they hold it; call it between two steps of the engine.
-
-        With `whole`, the digest of all live tensors is taken also where only single elements are written.
-        Raises WeightsMismatch if the tensors do not hold it; the old values are back then. Raises ValueError, and
-        writes nothing, if another version went live since the update was staged. After this either `commit` or `undo`.
-        """
+        With `whole`, the digest of all live tensors is taken also where only single elements are written. Raises
+        WeightsMismatch if the tensors do not hold it; the old values are back then. Raises ValueError, and writes
+        nothing, if another version went live since the update was staged. After this either `commit` or `undo`."""
         if self._held is not update.base:
             raise ValueError(f"version {update.manifest.version} was staged for another version than is live now")
         for change in update.changes or ():
@@ -194,12 +192,8 @@ class Receiver:
 
         def peer(url: str, number: int) -> Bits:
             try:
-                reply = httpx2.get(
-                    f"{url}/weights/chunks/{number}",
-                    params={"version": version},
-                    timeout=_PEER_SECONDS,
-                    trust_env=False,
-                )
+                where = f"{url}/weights/chunks/{number}?version={version}"
+                reply = httpx2.get(where, timeout=_PEER_SECONDS, trust_env=False)
             except httpx2.HTTPError as e:
                 raise RepairUnavailable(f"{type(e).__name__} {e}") from None
             chunk = held.schema.chunks[number]

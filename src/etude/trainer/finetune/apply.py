@@ -85,10 +85,8 @@ def encode(examples: Sequence[Example], tokenizer: Tokenizer, form: str = "rewri
 def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, config: ApplyConfig) -> packing.Rows:
     """Packed rows, phase after phase. In each phase examples come by weight, those not seen yet before the others, and
     a share of them under other names. An edit is as long as its whole-file answer, if not longer, so that every format
-    is taught the same edits in the same order, for as long as the tokens last.
-
-    Raises UserError if a phase has no example short enough.
-    """
+    is taught the same edits in the same order, for as long as the tokens last. Raises UserError if a phase has no
+    example short enough."""
     rng = random.Random(config.seed)
     # An answer is not read as the result if the file itself holds lines of the format.
     answers = [formats.answer(e.file, e.result, config.format) for e in examples]

@@ -76,11 +76,9 @@ class ShapesConfig(Section):
 
 class DocumentsConfig(Section):
     """Prompts with documents instead of repair episodes, for a `share` of the tokens: cross-file retrieval, with from
-    `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them.
-
-    In a share `own` of the samples each document sees itself only, as the engine's documents do; there the loss has, by
-    weight `kl`, the divergence from the same weights with all documents visible to each other.
-    """
+    `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them. In a share
+    `own` of the samples each document sees itself only, as the engine's documents do; there the loss has, by weight
+    `kl`, the divergence from the same weights with all documents visible to each other."""
 
     least: int = Field(default=4, ge=2)
     most: int = Field(default=10, le=30)

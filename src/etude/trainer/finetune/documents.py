@@ -218,7 +218,8 @@ def measure(model: PreTrainedModel, samples: Sequence[DocumentSample], own: bool
     """Of all answers under one mask: `nll`, nats per labelled token, and `exact`, the share that greedy decoding gives.
     Greedy decoding gives an answer exactly if each of its tokens is the likeliest after those before it."""
     nll, tokens, right, answers = 0.0, 0, 0, 0
-    for members in _rows(samples, length):
+    for row in packing.best_fit([len(sample) for sample in samples], length):
+        members = [samples[i] for i in row]
         index_K, targets_K, _ = (torch.from_numpy(x) for x in predicting(members))
         logits_KV = logits_of(model, graph_of(members, [own] * len(members), length), index_K)
         nll += float(F.cross_entropy(logits_KV, targets_K, reduction="sum"))
@@ -227,8 +228,3 @@ def measure(model: PreTrainedModel, samples: Sequence[DocumentSample], own: bool
         right += sum(bool(answer.all()) for answer in correct)
         answers += len(correct)
     return {"nll": nll / tokens, "exact": right / answers}
-
-
-def _rows(samples: Sequence[DocumentSample], length: int) -> Iterator[list[DocumentSample]]:
-    for row in packing.best_fit([len(sample) for sample in samples], length):
-        yield [samples[i] for i in row]

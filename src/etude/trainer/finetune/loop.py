@@ -80,6 +80,7 @@ def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: St
     optimizer = optimizer_of(model, config)
     steps, elapsed = _load_state(output, optimizer) if run.resume else (0, 0.0)
     record = _TrainingRecord(output / "metrics.jsonl", work.tokens, steps, elapsed)
+    wanted, minutes = min(config.tokens, len(work.batches) * work.tokens), config.max_minutes or math.inf
 
     def checkpoint() -> None:
         elapsed = record.elapsed()
@@ -87,10 +88,12 @@ def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: St
         record.write({"step": steps, "time": elapsed} | work.evaluate())
         model.train()
         _save_checkpoint(output, model, run.tokenizer)
-        _save_state(output, optimizer, steps, elapsed)
+        metadata = {"steps": str(steps), "elapsed": str(elapsed)}
+        save_file(optimizer.state(), output / "state.incomplete", metadata=metadata)
+        (output / "state.incomplete").rename(output / "state.safetensors")
 
     while steps < len(work.batches) and steps != run.stop_after:
-        progress = _progress(config, work, steps, record.elapsed())
+        progress = max(steps * work.tokens / wanted, record.elapsed() / 60 / minutes)
         if progress >= 1:
             break
         lr = learning_rate(config, progress)
@@ -104,14 +107,6 @@ def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: St
             checkpoint()
     checkpoint()
     return model.eval()
-
-
-def _progress(config: OptimConfig, work: TrainingWork, steps: int, elapsed: float) -> float:
-    """The share of the run that lies behind: of the tokens, or of the minutes if they are limited and more is spent."""
-    progress = steps * work.tokens / min(config.tokens, len(work.batches) * work.tokens)
-    if config.max_minutes is not None:
-        progress = max(progress, elapsed / 60 / config.max_minutes)
-    return progress
 
 
 def _step(result: Loss, optimizer: MasterAdamW, lr: float, router_aux: float) -> dict[str, Any]:
@@ -177,12 +172,6 @@ def _save_checkpoint(output: Path, model: PreTrainedModel, tokenizer_dir: Path) 
             shutil.copy(file, partial / file.name)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-
-
-def _save_state(output: Path, optimizer: MasterAdamW, steps: int, elapsed: float) -> None:
-    metadata = {"steps": str(steps), "elapsed": str(elapsed)}
-    save_file(optimizer.state(), output / "state.incomplete", metadata=metadata)
-    (output / "state.incomplete").rename(output / "state.safetensors")
 
 
 def _load_state(output: Path, optimizer: MasterAdamW) -> tuple[int, float]:

@@ -44,11 +44,9 @@ class ValueHead:
 @dataclass
 class BatchResult:
     """What a batch gave: value of the loss, log-probabilities [N] without gradient, entropies of some positions.
-
     `values_N` are the value head's, 0 without one. `counts_LE` are the tokens that went to each expert, over all rows;
     empty for a dense model. `aux` is the router's balance loss, 0 where it is off; `replayed` is what became of
-    recorded experts.
-    """
+    recorded experts."""
 
     logprobs_N: Tensor
     values_N: Tensor
@@ -105,12 +103,10 @@ def run(
     separable: bool = True,
     aux: float = 0.0,
 ) -> BatchResult:
-    """Adds the gradients of `loss + value.loss + aux * balance` to the model's parameters.
-
-    The loss sees log-probabilities at `temperature`: of the distribution that the tokens were drawn from. A loss that
-    is not a sum over tokens, and a balance loss, need to know the whole batch before the first backward: then a pass
-    over all parts without gradients comes first. Raises UserError for `aux` on a dense model.
-    """
+    """Adds the gradients of `loss + value.loss + aux * balance` to the model's parameters. The loss sees
+    log-probabilities at `temperature`: of the distribution that the tokens were drawn from. A loss that is not a sum
+    over tokens, and a balance loss, need to know the whole batch before the first backward: then a pass over all parts
+    without gradients comes first. Raises UserError for `aux` on a dense model."""
     share_LE, whole = None, None
     if aux or not separable:
         first = evaluate(model, parts, count, temperature=temperature)

@@ -27,11 +27,9 @@ PASS_TOKENS = 48  # what a pass costs besides its tokens, in tokens: launching k
 @dataclass(frozen=True)
 class TokenRows:
     """The rows of a batch, and in each the offsets (>= 1) of its sampled tokens, increasing; the last token is one.
-
     `routes` are experts to replay, int16 [tokens, MoE layers, K] per row (`etude.models.router_replay`), `documents`
     the lengths of those that each row begins with. Raises ValueError for rows of another kind: what follows the last
-    sampled token would be computed for nothing.
-    """
+    sampled token would be computed for nothing."""
 
     rows: tuple[np.ndarray, ...]
     sampled: tuple[np.ndarray, ...]

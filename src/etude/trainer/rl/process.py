@@ -81,12 +81,9 @@ def main() -> None:
     processes.die_with_parent()
     try:
         run(Path(sys.argv[1]))
-    except UserError as e:
+    except (UserError, RunFailed) as e:
         print(f"etude: {e}", file=sys.stderr)
-        sys.exit(2)
-    except RunFailed as e:
-        print(f"etude: {e}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(e, UserError) else 1)
 
 
 def run(folder: Path) -> None:
@@ -140,22 +137,20 @@ class Trainer:
         if not float32_head(model):
             print("guard head, warn: the trainer's head is narrower than float32", file=sys.stderr, flush=True)
         last = newest(weights)
-        self.version = self._begin() if last is None else self._resume(last)
+        self.version = 0 if last is None else last.version
+        if last is not None:
+            self._resume(last)
+        else:
+            self._publish(0, (), {}, {})
+            self.settle(wait=True)
 
-    def _begin(self) -> int:
-        """Publishes the base model as version 0."""
-        self._publish(0, (), {}, {})
-        self.settle(wait=True)
-        return 0
-
-    def _resume(self, last: PolicyVersion) -> int:
+    def _resume(self, last: PolicyVersion) -> None:
         """Loads the checkpoint of the newest manifest and proves that it is that version."""
         self._load(last.version)
         tensors = self.learner.optimizer.published()
         if digest(tensors) != last.digest:
             raise UserError(f"checkpoint {last.version} does not have the digest that was published; start a new run")
         self.publisher.resume(last, tensors)
-        return last.version
 
     def _load(self, version: int) -> None:
         """Weights, optimizer and value head as they were at `version`."""
@@ -242,7 +237,11 @@ class Trainer:
         if probes:
             line["probe/answers"] = [asdict(probe) for probe in probes]
         line |= {"time/probes": self.probes.seconds(), **self.clock.until_trained()}
-        line |= self._shifts(line)
+        shifts = self.drift.observe(line)
+        for shift in shifts:
+            print(f"drift, step {shift.step}: {shift.sentence}", file=sys.stderr)
+        if shifts:
+            line["drift/events"] = [msgspec.structs.asdict(shift) for shift in shifts]
         groups = tuple(group.id for group in loaded.batch.groups)
         self._publish(self.version + 1, groups, metrics, line, lr=result.lr, step=record)
         self.guards.remember(record)
@@ -264,13 +263,6 @@ class Trainer:
         if verdict.action != "go":
             what = f"is that of {self.guards.good} again" if verdict.action == "rollback" else "has the same weights"
             print(f"guards: version {self.version + 1} {what}", file=sys.stderr, flush=True)
-
-    def _shifts(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Reports what has shifted in the agents' behaviour, and returns the shifts for the line of metrics."""
-        shifts = self.drift.observe(line)
-        for shift in shifts:
-            print(f"drift, step {shift.step}: {shift.sentence}", file=sys.stderr)
-        return {"drift/events": [msgspec.structs.asdict(shift) for shift in shifts]} if shifts else {}
 
     def _publish(
         self,

@@ -81,12 +81,10 @@ def train_step(
     checked: set[str] | None = None,
 ) -> StepResult:
     """Trains on `batch` with the weights of `version`. `progress` in [0, 1] is the share of the run behind the step.
-
     `judge` gets the figures before every update; without its "go" the gradients are dropped and the step ends.
     `checked` are the executions that the self-check has passed, and grows; None: no self-check. In deterministic mode
     each row is its own forward pass, so gradients do not depend on how episodes were packed, and batch-invariant where
-    the model can be, so log-probabilities have the engine's bits. Raises RunFailed if the self-check fails.
-    """
+    the model can be, so log-probabilities have the engine's bits. Raises RunFailed if the self-check fails."""
     preset, of_batch = loss_preset(config.loss), batch_figures(batch, version)
     with batch_invariant(config.deterministic and possible(learner.model)):
         reset_peak(config.trainer.device)
