@@ -34,9 +34,9 @@ def check(c: sa.Connection, manifests: Sequence[PolicyVersion]) -> Conservation:
     consumed = dict(c.execute(sa.select(_g.id, _g.consumed_version).where(_g.state == "consumed")).all())
     done = count_outcomes(c)
     wrong = _inconsistent_group(c)
-    held, outcomes = sum(states.values()), sum(done.values())
-    if totals["admitted"] != held:
-        problem = f"{totals['admitted']} episodes were admitted but the ledger holds {held}"
+    admitted, held, outcomes = totals["admitted"], sum(states.values()), sum(done.values())
+    if admitted != held:
+        problem = f"{admitted} episodes were admitted but the ledger holds {held}"
     elif outcomes != states.get("done", 0):
         problem = f"{states.get('done', 0)} episodes are done but only {outcomes} have an outcome"
     elif wrong is not None:
@@ -46,19 +46,11 @@ def check(c: sa.Connection, manifests: Sequence[PolicyVersion]) -> Conservation:
     ended = ", ".join(f"{count} {outcome}" for outcome, count in done.items())
     leased, pending = states.get("leased", 0), states.get("pending", 0)
     sentence = (
-        f"{totals['admitted']} episodes admitted: {ended}, {leased} in flight, {pending} pending; "
+        f"{admitted} episodes admitted: {ended}, {leased} in flight, {pending} pending; "
         f"{len(consumed)} groups trained on, each by one version"
     )
-    return Conservation(
-        ok=problem is None,
-        sentence=problem or sentence,
-        admitted=totals["admitted"],
-        done=done,
-        leased=leased,
-        pending=pending,
-        late=totals["late"],
-        retried=totals["retried"],
-    )
+    late, retried = totals["late"], totals["retried"]
+    return Conservation(problem is None, problem or sentence, admitted, done, leased, pending, late, retried)
 
 
 def count_outcomes(c: sa.Connection) -> dict[str, int]:

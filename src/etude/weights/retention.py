@@ -104,9 +104,5 @@ def collect(
             store.delete(entry.key)
     taken = {entry.key for entry in rest}
     kept = [entry for entry in entries if entry.key not in taken]
-    return Collected(
-        keys=tuple(entry.key for entry in rest),
-        bytes=sum(entry.bytes for entry in rest),
-        kept=len(kept),
-        kept_bytes=sum(entry.bytes for entry in kept),
-    )
+    size, kept_size = (sum(entry.bytes for entry in some) for some in (rest, kept))
+    return Collected(tuple(entry.key for entry in rest), size, len(kept), kept_size)

@@ -105,18 +105,6 @@ def model_digest(chunk_digests: Digests) -> int:
     return int(chunk_digests.sum(dtype=np.uint64))
 
 
-def encode(
-    schema: Schema,
-    old: Mapping[str, Bits],
-    new: Mapping[str, Bits],
-    base: Digests,
-    codec: Codec,
-    threads: int | None = None,
-) -> list[ChunkRecord]:
-    """Records for the chunks that differ, in order. `base` holds the digests of `old`."""
-    return encode_changes(schema, old, new, base, codec, threads)[0]
-
-
 def encode_changes(
     schema: Schema,
     old: Mapping[str, Bits],
@@ -126,7 +114,8 @@ def encode_changes(
     threads: int | None = None,
     chunks: range | None = None,
 ) -> tuple[list[ChunkRecord], Changes]:
-    """The same records, and the changes that they hold, for folds and for taking them back; of `chunks` or of all."""
+    """Records for the chunks that differ, of `chunks` or of all, in order, and the changes that they hold, for folds
+    and for taking them back. `base` holds the digests of `old`."""
 
     def one(span: range) -> list[tuple[ChunkRecord, Moves]]:
         name, part = _extent(schema, span)
@@ -145,7 +134,7 @@ def encode_fold(
     threads: int | None = None,
 ) -> list[ChunkRecord]:
     """Records of one delta over several versions: from what `now` was before `steps`, the last of which led to `now`.
-    `target` holds the digests of `now`. The bytes are those of `encode` between the two contents."""
+    `target` holds the digests of `now`. The bytes are those of `encode_changes` between the two contents."""
     back = inverse(fold(schema, steps))
 
     def one(span: range) -> list[tuple[ChunkRecord, Moves]]:
