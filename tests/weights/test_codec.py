@@ -168,8 +168,6 @@ def test_a_whole_object_and_its_damage() -> None:
     old = {"a": bf16(600_000)}
     new = {"a": ulps(old["a"], 0.001)}
     records = codec.encode_changes(grid, old, new, codec.digests(grid, old), Codec())[0]
-        0
-    ]
     data = codec.pack("delta", 7, records)
     assert codec.unpack(data, len(grid.chunks)) == ("delta", 7, records)
     assert codec.unpack(codec.pack("anchor", 0, []), 0) == ("anchor", 0, [])
