@@ -50,20 +50,21 @@ class Content:
         return actual == int(self.digests[number])
 
 
+VersionContent = tuple[PolicyVersion, Content]
+
+
 def load(store: Store, version: int) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:
     """The manifest and the tensors of a published version, as published. Raises UserError."""
     manifest, content = load_content(store, version)
     return manifest, content.tensors()
 
 
-def load_content(store: Store, version: int, trust: Trust | None = None) -> tuple[PolicyVersion, Content]:
+def load_content(store: Store, version: int, trust: Trust | None = None) -> VersionContent:
     """The manifest and the bits of a published version. Raises UserError."""
     return content_of(PayloadSource(store, trust=trust), version, -1, None)
 
 
-def content_of(
-    source: PayloadSource, version: int, held: int, content: Content | None
-) -> tuple[PolicyVersion, Content]:
+def content_of(source: PayloadSource, version: int, held: int, content: Content | None) -> VersionContent:
     """`read_content`. Raises UserError instead of DamagedVersion, also if the version was never published."""
     store = source.store
     if not store.exists(key(version)):
@@ -74,9 +75,7 @@ def content_of(
         raise UserError(f"{store.url}: {e}; choose another version") from None
 
 
-def read_content(
-    source: PayloadSource, target: int, held: int, content: Content | None
-) -> tuple[PolicyVersion, Content]:
+def read_content(source: PayloadSource, target: int, held: int, content: Content | None) -> VersionContent:
     """Version `target`, from version `held` with this content or from an anchor, by the fewest bytes. A payload that is
     gone or altered is left out and the next best path is taken. Raises DamagedVersion if no path leads there."""
     broken: set[str] = set()
@@ -93,9 +92,7 @@ def read_content(
             broken.add(e.key)
 
 
-def _follow(
-    source: PayloadSource, target: int, path: list[Payload], content: Content | None
-) -> tuple[PolicyVersion, Content]:
+def _follow(source: PayloadSource, target: int, path: list[Payload], content: Content | None) -> VersionContent:
     manifest = source.manifest(target)
     assert manifest is not None, "the path ends at its manifest"
     if content is None or (path and path[0].base is None):

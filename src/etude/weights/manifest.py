@@ -40,17 +40,16 @@ def read(store: Store, version: int, trust: Trust | None = None) -> PolicyVersio
         data = store.get(key(version))
     except KeyError:
         return None
+    where = f"the manifest of version {version} in {store.url}"
     try:
         form = msgspec.json.decode(data, type=_ManifestHead).format
         if form != MANIFEST_FORMAT:
-            raise ValueError(
-                f"the manifest of version {version} in {store.url} has format {form}, not {MANIFEST_FORMAT}"
-            )
+            raise ValueError(f"{where} has format {form}, not {MANIFEST_FORMAT}")
         manifest = msgspec.json.decode(data, type=PolicyVersion)
     except msgspec.MsgspecError as e:
-        raise ValueError(f"the manifest of version {version} in {store.url} is damaged: {e}") from None
+        raise ValueError(f"{where} is damaged: {e}") from None
     if manifest.version != version:
-        raise ValueError(f"the manifest of version {version} in {store.url} is that of version {manifest.version}")
+        raise ValueError(f"{where} is that of version {manifest.version}")
     if trust is not None:
         trust.check(manifest)
     return manifest

@@ -287,11 +287,10 @@ class Publisher:
             pending = [self._folds[span].changes, *pending]
             if about.version % span:
                 break
-            if self._folds[span].base == about.version - span:
+            base = about.version - span
+            if self._folds[span].base == base:
                 records = codec.encode_fold(about.schema, new, digests, pending, rules)
-                skips[about.version - span] = self._put(
-                    f"skip-{span}", about.version, records, self._owned(about.schema)
-                )
+                skips[base] = self._put(f"skip-{span}", about.version, records, self._owned(about.schema))
         return skips
 
     def _manifest(self, about: _About, last: Published | None, shares: list[Share]) -> PolicyVersion:

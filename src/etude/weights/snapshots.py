@@ -84,13 +84,12 @@ def _here(flat: torch.Tensor) -> Bits:
 
 def _follow(mirror: _TensorMirror, flat: torch.Tensor) -> list[_PartMoves]:
     """Brings the device's copy to `flat`."""
-    gpu, spec = device.gpu_kernels(), mirror.spec
+    gpu, spec, form = device.gpu_kernels(), mirror.spec, mirror.spec.format
     parts: list[_PartMoves] = []
     for first in range(0, flat.numel(), gpu.LARGEST):
         part = slice(first, first + gpu.LARGEST)
-        positions, steps, grown = gpu.scan(
-            mirror.there[part], flat[part], spec.seed, first, spec.format.width, spec.format.signed
-        )
+        there, now = mirror.there[part], flat[part]
+        positions, steps, grown = gpu.scan(there, now, spec.seed, first, form.width, form.signed)
         parts.append(_PartMoves(first, positions.cpu().numpy(), steps.cpu().numpy(), grown))
     return parts
 

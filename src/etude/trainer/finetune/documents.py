@@ -34,6 +34,7 @@ from etude.models.attention import SegmentLayout
 from etude.models.experts import few_shapes
 from etude.models.segments import Graph, Node
 from etude.renderers.text import document_text
+from etude.trainer.finetune.loop import Loss
 from etude.trainer.finetune.routers import Routers
 
 _WIDTH = 64  # labelled positions are padded to a multiple of it: oneDNN compiles for each shape
@@ -62,10 +63,8 @@ def encode(tokenizer: Tokenizer, retrieved: Sequence[Questions]) -> list[Documen
             parts.append(message("user", question.text) + answer)
     encoded = iter(dialect.encode(tokenizer, parts))
     return [
-        DocumentSample(
-            tuple(next(encoded)[0] for _ in sample.documents), tuple(next(encoded) for _ in sample.questions)
-        )
-        for sample in retrieved
+        DocumentSample(tuple(next(encoded)[0] for _ in s.documents), tuple(next(encoded) for _ in s.questions))
+        for s in retrieved
     ]
 
 
@@ -188,13 +187,11 @@ def logits_of(model: PreTrainedModel, graph: Graph, index_K: Tensor) -> Tensor:
     return model.lm_head(hidden_1TD[0].index_select(0, padded_K))[: len(index_K)].float()
 
 
-def loss_function(
-    model: PreTrainedModel, kl: float
-) -> Callable[[DocumentBatch], tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]]:
+def loss_function(model: PreTrainedModel, kl: float) -> Callable[[DocumentBatch], Loss]:
     """A function batch -> (loss, router balance, expert load [L, E], parts of the loss)."""
     routers = Routers.of(model)
 
-    def compute(batch: DocumentBatch) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    def compute(batch: DocumentBatch) -> Loss:
         teacher_MV = None
         if batch.teacher is not None:
             with torch.no_grad():

@@ -57,9 +57,8 @@ class StageRun:
 def optimizer_of(model: PreTrainedModel, config: OptimConfig) -> MasterAdamW:
     """AdamW over float32 masters of the trained parameters. Matrices decay, vectors (norms) do not."""
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return MasterAdamW(
-        live, AdamWSettings(config.betas, config.weight_decay, config.clip, "paper", decay_vectors=False)
-    )
+    settings = AdamWSettings(config.betas, config.weight_decay, config.clip, "paper", decay_vectors=False)
+    return MasterAdamW(live, settings)
 
 
 def learning_rate(config: OptimConfig, progress: float) -> float:

@@ -28,7 +28,6 @@ from etude.trainer.finetune.config import (
     DocumentsConfig,
     MidtrainConfig,
     NewModelConfig,
-    OptimConfig,
     SftConfig,
 )
 from etude.trainer.finetune.loop import StageRun, TrainingWork, fit
@@ -91,16 +90,12 @@ def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resu
 
 
 def _held_out_rows(
-    corpus: build.Corpus,
-    tokenizer: Tokenizer,
-    config: OptimConfig,
-    shapes: dict[str, float],
-    operators: dict[str, float],
+    corpus: build.Corpus, tokenizer: Tokenizer, length: int, shapes: dict[str, float], operators: dict[str, float]
 ) -> packing.Rows | None:
     if not corpus.evaluation:
         return None
     # The same rows whatever the batch, so that losses of different runs can be compared.
-    return build.sft_rows(corpus.evaluation, tokenizer, shapes, operators, HELD_OUT_TOKENS, config.length, seed=7)
+    return build.sft_rows(corpus.evaluation, tokenizer, shapes, operators, HELD_OUT_TOKENS, length, seed=7)
 
 
 def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
@@ -128,7 +123,7 @@ def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | 
     model = new_model(config.model, config.seed)
     if optim.compile:
         model.set_experts_implementation("grouped_mm")
-    held_out = _held_out_rows(corpus, tokenizer, optim, {"blind": 0.5, "tested": 0.5}, WEIGHTS)
+    held_out = _held_out_rows(corpus, tokenizer, optim.length, {"blind": 0.5, "tested": 0.5}, WEIGHTS)
     train(model, rows, held_out, optim, StageRun(output, folder, resume, stop_after))
     return output / "checkpoint"
 
@@ -160,7 +155,7 @@ def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = Non
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.bfloat16)
     if optim.compile:
         model.set_experts_implementation("grouped_mm")
-    held_out = _held_out_rows(corpus, tokenizer, optim, shapes, config.operators)
+    held_out = _held_out_rows(corpus, tokenizer, optim.length, shapes, config.operators)
     train(model, rows, held_out, optim, run)
     return output / "checkpoint"
 

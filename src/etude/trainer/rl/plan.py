@@ -272,11 +272,7 @@ class _PassBuilder:
         return self.part(sorted(chosen), heads)
 
     def part(
-        self,
-        chosen: Sequence[int],
-        heads: Sequence[int],
-        children: tuple[ForwardPass, ...] = (),
-        recompute: bool = False,
+        self, chosen: Sequence[int], heads: Sequence[int], below: tuple[ForwardPass, ...] = (), recompute: bool = False
     ) -> ForwardPass:
         """`chosen` in one pass; a document among them stands for the rows of those `heads` that see it."""
         tree = self.tree
@@ -294,7 +290,7 @@ class _PassBuilder:
         if routes is not None:
             routes = routes[_join([np.arange(tree.graph.offsets[n], tree.graph.offsets[n + 1]) for n in chosen])]
         return ForwardPass(
-            graph, graph.ids_T, graph.positions_T, weight, items, source, of, self.target_N[items], children, recompute,
+            graph, graph.ids_T, graph.positions_T, weight, items, source, of, self.target_N[items], below, recompute,
             routes,
         )  # fmt: skip
 

@@ -90,10 +90,8 @@ def logits(
     decoder, once_T = model.get_decoder(), torch.ones(ids_1T.shape[1], device=device)
     seen = layout if layout is not None or piece.graph is None else SegmentLayout(piece.graph)
     with replay(decoder, piece.routes_TLK if replays else None, once_T, plausible=plausible):
-        hidden_1TD = decoder(
-            input_ids=ids_1T, position_ids=positions_1T, layout=seen, use_cache=False
-        ).last_hidden_state
-    hidden_ND = hidden_1TD[0].index_select(0, torch.from_numpy(piece.at_N - 1).to(device))
+        output = decoder(input_ids=ids_1T, position_ids=positions_1T, layout=seen, use_cache=False)
+    hidden_ND = output.last_hidden_state[0].index_select(0, torch.from_numpy(piece.at_N - 1).to(device))
     dtype, weight = getattr(torch, head), model.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
     return F.linear(hidden_ND.to(dtype), weight.to(dtype)).float()
 

@@ -40,6 +40,7 @@ _SPAN = 16  # chunks: a call from Python costs as much as a few thousand element
 
 KINDS = {"delta": 0, "anchor": 1, "skip": 2}
 Digests = npt.NDArray[np.uint64]
+Contents = Mapping[str, Bits]
 
 
 class Damaged(ValueError):
@@ -84,9 +85,7 @@ def chunk_bits(schema: Schema, tensors: Mapping[str, Bits], chunk: Chunk) -> Bit
     return tensors[schema.tensors[chunk.tensor].name][chunk.start : chunk.stop]
 
 
-def digests(
-    schema: Schema, tensors: Mapping[str, Bits], threads: int | None = None, chunks: range | None = None
-) -> Digests:
+def digests(schema: Schema, tensors: Contents, threads: int | None = None, chunks: range | None = None) -> Digests:
     """The digest of every chunk, from the bytes; with `chunks` of those alone, and 0 for the others."""
 
     def one(index: int) -> int:
@@ -107,8 +106,8 @@ def model_digest(chunk_digests: Digests) -> int:
 
 def encode_changes(
     schema: Schema,
-    old: Mapping[str, Bits],
-    new: Mapping[str, Bits],
+    old: Contents,
+    new: Contents,
     base: Digests,
     codec: Codec,
     threads: int | None = None,
@@ -126,12 +125,7 @@ def encode_changes(
 
 
 def encode_fold(
-    schema: Schema,
-    now: Mapping[str, Bits],
-    target: Digests,
-    steps: Sequence[Changes],
-    codec: Codec,
-    threads: int | None = None,
+    schema: Schema, now: Contents, target: Digests, steps: Sequence[Changes], codec: Codec, threads: int | None = None
 ) -> list[ChunkRecord]:
     """Records of one delta over several versions: from what `now` was before `steps`, the last of which led to `now`.
     `target` holds the digests of `now`. The bytes are those of `encode_changes` between the two contents."""
@@ -202,11 +196,7 @@ def encode_anchor(
 
 
 def apply(
-    schema: Schema,
-    tensors: Mapping[str, Bits],
-    held: Digests,
-    records: Sequence[ChunkRecord],
-    threads: int | None = None,
+    schema: Schema, tensors: Contents, held: Digests, records: Sequence[ChunkRecord], threads: int | None = None
 ) -> Digests:
     """Bring `tensors` forward in place; the digests they have then. Raises Damaged if a record does not fit. `held` are
     the digests of `tensors`. A record whose target is held already is skipped, so a replay is harmless; one that builds
@@ -333,9 +323,8 @@ def pack(kind: str, version: int, records: Iterable[ChunkRecord]) -> bytes:
 
 
 def _record_head(record: ChunkRecord, check: int) -> bytes:
-    return _RECORD.pack(
-        record.chunk, len(record.payload), record.changes | record.code << 24, check, record.base, record.target
-    )
+    packed = record.changes | record.code << 24
+    return _RECORD.pack(record.chunk, len(record.payload), packed, check, record.base, record.target)
 
 
 def unpack(data: bytes, chunks: int) -> tuple[str, int, list[ChunkRecord]]:
