@@ -238,7 +238,7 @@ class Ledger:
             "tokens": tokens,
             "min_version": min_version,
             "metrics": msgspec.json.encode(metrics).decode(),
-            "flags": flagged_rows.joined(flags),
+            "flags": " ".join(flags),
             "finished": time.time(),
         }
         with self._write() as c:

@@ -157,7 +157,10 @@ class Publisher:
         taken = self._take(schema, tensors)()
         self._last = Published(last, schema, taken, codec.digests(schema, taken, chunks=self._owned(schema)))
         self._run = last.run
-        self._since = self._bytes_since(last)
+        try:
+            self._since = sum(m.payload_bytes for m in manifests(self._store, after=last.anchor.version))
+        except ValueError:  # one is damaged: the next version gets an anchor
+            self._since = math.inf
         self._folds = {span: Fold(last.version) for span in SPANS}
         self._begin_anchor_if_due(self._last)
 
@@ -218,13 +221,6 @@ class Publisher:
                 self._anchor[1].exception(PUBLISH_SECONDS)
             except FutureTimeout:
                 raise RunFailed(f"the anchor of version {self._anchor[0]} was not written in time") from None
-
-    def _bytes_since(self, last: PolicyVersion) -> float:
-        """Bytes of deltas since the last anchor; without end if one is damaged, so that the next version gets one."""
-        try:
-            return sum(m.payload_bytes for m in manifests(self._store, after=last.anchor.version))
-        except ValueError:
-            return math.inf
 
     # --- on the thread ----------------------------------------------------------------------------------------------
 

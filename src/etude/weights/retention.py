@@ -7,7 +7,7 @@ anchors with everything since the older one, and the payloads that lead to and o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from etude.errors import UserError
@@ -29,15 +29,6 @@ class Collected:
     bytes: int
     kept: int
     kept_bytes: int
-
-
-def referenced(published: Iterable[PolicyVersion]) -> set[str]:
-    """Keys of all objects that manifests name."""
-    keys: set[str] = set()
-    for manifest in published:
-        keys |= {part.key for part in (*manifest.delta, *manifest.anchor.parts)}
-        keys |= {part.key for skip in manifest.skips for part in skip.parts}
-    return keys
 
 
 def floor(published: Sequence[PolicyVersion]) -> int:
@@ -93,7 +84,8 @@ def collect(
         published = manifests(store)
     except ValueError as e:
         raise UserError(f"{e}; nothing was removed") from None
-    keep = referenced(published)
+    keep = {part.key for manifest in published for part in (*manifest.delta, *manifest.anchor.parts)}
+    keep |= {part.key for manifest in published for skip in manifest.skips for part in skip.parts}
     if prune:
         keep &= needed(published, in_use, keep - {entry.key for entry in entries})
     now = time.time()

@@ -96,7 +96,7 @@ def run(folder: Path) -> None:
             loaded.batch,
             trainer.config,
             trainer.version,
-            trainer.progress,
+            trainer.clock.progress(trainer.version, trainer.config.trainer.steps),
             judge=partial(trainer.guards.judge, probes=loaded.probes),
             checked=trainer.checked,
         )
@@ -159,10 +159,6 @@ class Trainer:
         if self.learner.critic is not None:
             self.learner.critic.load(tensors)
 
-    @property
-    def progress(self) -> float:
-        """The share of the run that lies behind, in [0, 1]."""
-        return self.clock.progress(self.version, self.config.trainer.steps)
 
     @property
     def in_publication(self) -> tuple[int, ...]:
