@@ -261,7 +261,7 @@ def _copying(source: Mapping[str, Bits], target: Mapping[str, Bits], repeats: in
 
 
 def _encode(pair: Pair, base: codec.Digests, options: Codec, threads: int) -> bytes:
-    return codec.pack("delta", 1, codec.encode(pair.grid, pair.old, pair.new, base, options, threads))
+    return codec.pack("delta", 1, codec.encode_changes(pair.grid, pair.old, pair.new, base, options, threads)[0])
 
 
 def _apply(pair: Pair, held: Mapping[str, Bits], base: codec.Digests, data: bytes, threads: int) -> None:

@@ -28,7 +28,6 @@ from etude.trainer.finetune.config import (
     DocumentsConfig,
     MidtrainConfig,
     NewModelConfig,
-    OptimConfig,
     SftConfig,
 )
 from etude.trainer.finetune.loop import StageRun, TrainingWork, fit
@@ -50,7 +49,7 @@ def new_model(config: NewModelConfig, seed: int) -> PreTrainedModel:
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
             num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim,
+            head_dim=config.head_dim,  # pyright: ignore[reportCallIssue]
             moe_intermediate_size=config.expert_size,
             num_experts=config.experts,
             num_experts_per_tok=config.experts_per_token,
@@ -63,7 +62,7 @@ def new_model(config: NewModelConfig, seed: int) -> PreTrainedModel:
             pad_token_id=IDS["<|pad|>"],
         )
     )
-    return model.to(torch.bfloat16)
+    return model.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
 
 
 def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
@@ -80,10 +79,8 @@ def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
 
 
 def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
-    """Makes the run folder and records its configuration; an existing run is continued only with `resume`.
-
-    Raises UserError if the folder holds a run and `resume` is off, or no saved state and `resume` is on.
-    """
+    """Makes the run folder and records its configuration; an existing run is continued only with `resume`. Raises
+    UserError if the folder holds a run and `resume` is off, or no saved state and `resume` is on."""
     if (output / "config.json").exists() and not resume:
         raise UserError(f"{output} already holds a run; choose another output, or continue the run with --resume")
     if resume and not (output / "state.safetensors").is_file():
@@ -93,23 +90,17 @@ def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resu
 
 
 def _held_out_rows(
-    corpus: build.Corpus,
-    tokenizer: Tokenizer,
-    config: OptimConfig,
-    shapes: dict[str, float],
-    operators: dict[str, float],
+    corpus: build.Corpus, tokenizer: Tokenizer, length: int, shapes: dict[str, float], operators: dict[str, float]
 ) -> packing.Rows | None:
     if not corpus.evaluation:
         return None
     # The same rows whatever the batch, so that losses of different runs can be compared.
-    return build.sft_rows(corpus.evaluation, tokenizer, shapes, operators, HELD_OUT_TOKENS, config.length, seed=7)
+    return build.sft_rows(corpus.evaluation, tokenizer, shapes, operators, HELD_OUT_TOKENS, length, seed=7)
 
 
 def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
-    """Trains a new model on code, fill-in-the-middle and repair episodes; returns its Hugging Face folder.
-
-    `resume` continues from the saved state; `stop_after` ends after that many steps in all. Raises UserError.
-    """
+    """Trains a new model on code, fill-in-the-middle and repair episodes; returns its Hugging Face folder. `resume`
+    continues from the saved state; `stop_after` ends after that many steps in all. Raises UserError."""
     output = config.output
     prepare(output, config, resume)
     corpus = _corpus(config.corpus, config.seed)
@@ -132,17 +123,15 @@ def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | 
     model = new_model(config.model, config.seed)
     if optim.compile:
         model.set_experts_implementation("grouped_mm")
-    held_out = _held_out_rows(corpus, tokenizer, optim, {"blind": 0.5, "tested": 0.5}, WEIGHTS)
+    held_out = _held_out_rows(corpus, tokenizer, optim.length, {"blind": 0.5, "tested": 0.5}, WEIGHTS)
     train(model, rows, held_out, optim, StageRun(output, folder, resume, stop_after))
     return output / "checkpoint"
 
 
 def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
-    """Fine-tunes a mid-trained model on repair episodes in its tool dialect, or on prompts with documents.
-
-    Returns its Hugging Face folder. `resume` continues from the saved state; `stop_after` ends after that many steps in
-    all. Raises UserError.
-    """
+    """Fine-tunes a mid-trained model on repair episodes in its tool dialect, or on prompts with documents. Returns its
+    Hugging Face folder. `resume` continues from the saved state; `stop_after` ends after that many steps in all. Raises
+    UserError."""
     output = config.output
     if not (config.model / "tokenizer.json").is_file():
         raise UserError(f"{config.model} is not a model folder; run mid-training first")
@@ -166,7 +155,7 @@ def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = Non
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.bfloat16)
     if optim.compile:
         model.set_experts_implementation("grouped_mm")
-    held_out = _held_out_rows(corpus, tokenizer, optim, shapes, config.operators)
+    held_out = _held_out_rows(corpus, tokenizer, optim.length, shapes, config.operators)
     train(model, rows, held_out, optim, run)
     return output / "checkpoint"
 
