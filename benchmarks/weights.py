@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
-from benchmarks import weights_live
 
+from benchmarks import weights_live
 from etude.config import TrainerConfig
 from etude.models.loading import load_model, load_tokenizer
 from etude.trainer.optimizer import MasterAdamW, for_policy

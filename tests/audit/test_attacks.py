@@ -14,7 +14,7 @@ from etude.audit.attacks.boxes import CHECKS
 from etude.audit.attacks.probes import PROBES, script
 from etude.audit.attacks.report import DEFAULT, IN_PROCESS, ITEMS, AttackReport, AttackResult
 from etude.audit.attacks.submissions import SUBMISSIONS
-from etude.cli.show_attacks import show_attacks, table
+from etude.cli.doctor_reports import show_attacks, table
 from etude.config import NamespaceSandboxConfig
 
 ROOT = Path(__file__).parents[2]

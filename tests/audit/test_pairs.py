@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from etude.audit.parity import pairs
-from etude.cli.show_parity import show_pairs
+from etude.cli.doctor_reports import show_pairs
 from etude.config import RLConfig, TasksConfig
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox

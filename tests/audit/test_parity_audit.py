@@ -15,7 +15,7 @@ import pytest
 from etude.audit.parity import audit, fingerprint, probes
 from etude.audit.parity.classifier import auc, folds, interval, logistic, scores, stumps
 from etude.audit.parity.features import table
-from etude.cli.show_parity import show_parity
+from etude.cli.doctor_reports import show_parity
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox
 from etude.sandbox import machine_description, machine_profile

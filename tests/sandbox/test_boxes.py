@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from etude.audit import machine
-from etude.cli.show_machine import show_machine
+from etude.cli.doctor_reports import show_machine
 from etude.sandbox import kernel, machine_profile
 from etude.sandbox.base import (
     Box,
@@ -471,7 +471,7 @@ def test_backends_that_are_not_there_are_no_fault(
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root then")
 def test_without_root() -> None:
     """The same backend for a user without privileges, if such a user can reach this Python."""
-    program = "import sys; from etude.cli.show_machine import show_machine; sys.exit(show_machine(as_json=True))"
+    program = "import sys; from etude.cli.doctor_reports import show_machine; sys.exit(show_machine(as_json=True))"
     done = as_nobody(program, proof="rootless")
     checks = json.loads(done.stdout)
     assert checks["ok"], done.stdout

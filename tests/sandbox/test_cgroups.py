@@ -298,7 +298,7 @@ def test_without_root_in_a_group_of_ones_own() -> None:
     assert HERE is not None
     if HERE.kind == "v2":
         pytest.skip("root moves processes between groups of v1 here")
-    program = "import sys; from etude.cli.show_machine import show_machine; sys.exit(show_machine(as_json=True))"
+    program = "import sys; from etude.cli.doctor_reports import show_machine; sys.exit(show_machine(as_json=True))"
     places = [folder / f"etude-test-{os.getpid()}" for folder in set(HERE.folders.values())]
     with ExitStack() as stack:
         for place in places:

@@ -78,8 +78,8 @@ def show(path: Path, before: str, after: str) -> None:
         print(f"{path}: nothing to change")
         return
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    sides = (text.splitlines() for text in (before, after))
-    for line in difflib.unified_diff(*sides, f"a/{path.name}", f"b/{path.name}", lineterm=""):
+    names = f"a/{path.name}", f"b/{path.name}"
+    for line in difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm=""):
         code = _COLOURS.get(line[:1], "") if colour else ""
         print(f"{code}{line}\033[0m" if code else line)
     if before.splitlines() == after.splitlines():

@@ -10,16 +10,11 @@ import sys
 from etude.config import bundled
 from etude.errors import UserError
 
+# Name of the command line -> module.
 BENCHMARKS = {
-    "async": "asynchrony",
-    "documents": "documents",
-    "edits": "edits",
-    "engine": "engine",
-    "mismatch": "mismatch",
-    "sandbox": "sandbox",
-    "shared-prompt": "shared_prompt",
-    "weights": "weights",
-}  # name of the command line -> module
+    "async": "asynchrony", "documents": "documents", "edits": "edits", "engine": "engine", "mismatch": "mismatch",
+    "sandbox": "sandbox", "shared-prompt": "shared_prompt", "weights": "weights",
+}  # fmt: skip
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -51,29 +51,19 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     from etude.run.evaluate import evaluate_models
 
     evaluate_models(
-        models,
-        arguments.suite,
-        engine,
-        from_flags(arguments, EvalConfig),
-        split=arguments.split,
-        seed=arguments.seed,
+        models, arguments.suite, engine, from_flags(arguments, EvalConfig), split=arguments.split, seed=arguments.seed,
         as_json=arguments.json,
-    )
+    )  # fmt: skip
 
 
 def _retrieval(arguments: argparse.Namespace, models: list[Path], engine: InferenceConfig) -> None:
     from etude.evals.documents import MASKS, evaluate_retrieval
 
     evaluate_retrieval(
-        models,
-        engine,
-        masks=[mask for mask in MASKS if arguments.documents in (None, "both", mask)],
-        repositories=arguments.repository or (),
-        samples=from_flags(arguments, EvalConfig).max_tasks or 100,
-        orders=1 if arguments.orders is None else arguments.orders,
-        seed=arguments.seed,
-        as_json=arguments.json,
-    )
+        models, engine, masks=[mask for mask in MASKS if arguments.documents in (None, "both", mask)],
+        repositories=arguments.repository or (), samples=from_flags(arguments, EvalConfig).max_tasks or 100,
+        orders=1 if arguments.orders is None else arguments.orders, seed=arguments.seed, as_json=arguments.json,
+    )  # fmt: skip
 
 
 def _fast_apply(arguments: argparse.Namespace, models: list[Path], engine: InferenceConfig) -> None:
@@ -85,13 +75,7 @@ def _fast_apply(arguments: argparse.Namespace, models: list[Path], engine: Infer
     if arguments.tests is not None and arguments.suite != Path("fast-apply"):
         raise UserError("--tests brings edits of its own: give it with --suite fast-apply")
     evaluate_edits(
-        models,
-        arguments.suite,
-        engine,
-        form=arguments.format,
-        max_edits=from_flags(arguments, EvalConfig).max_tasks,
-        as_json=arguments.json,
-        tests=arguments.tests,
-        split=arguments.split,
+        models, arguments.suite, engine, form=arguments.format, max_edits=from_flags(arguments, EvalConfig).max_tasks,
+        as_json=arguments.json, tests=arguments.tests, split=arguments.split,
         judge=Judge(arguments.judge, arguments.judge_model) if arguments.judge else None,
-    )
+    )  # fmt: skip

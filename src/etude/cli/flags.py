@@ -20,12 +20,11 @@ def add_flags(parser: argparse._ActionsContainer, options: type[Section], names:
     for name in names or options.model_fields:
         field = options.model_fields[name]
         text = field.description or ""
-        default = (
-            "" if field.is_required() or field.default in (None, "", ()) else f" (default: {_shown(field.default)})"
-        )
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", dest=name, default=argparse.SUPPRESS, help=text + default, **_kind(field)
-        )
+        if not field.is_required() and field.default not in (None, "", ()):
+            default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+            text += f" (default: {default})"
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **_kind(field))
 
 
 def given(arguments: argparse.Namespace, options: type[Section]) -> dict[str, Any]:
@@ -36,10 +35,6 @@ def given(arguments: argparse.Namespace, options: type[Section]) -> dict[str, An
 def from_flags(arguments: argparse.Namespace, options: type[S], **fixed: Any) -> S:
     """`options` from the given flags and `fixed` values. Raises UserError that names the first wrong flag."""
     return validate(options, given(arguments, options) | fixed, f"etude {arguments.command}")
-
-
-def _shown(default: Any) -> str:
-    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def _kind(field: FieldInfo) -> dict[str, Any]:

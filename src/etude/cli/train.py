@@ -47,19 +47,15 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         config = validate(RLConfig, data, where)
         folder, toml = OUTPUTS / config.name, given_text(files, overrides)
         if arguments.resume and not arguments.dry_run:
-            _check_resumed(folder, config, where)
+            if not folder.exists():
+                raise UserError(f"{folder} holds no run yet; start it without --resume")
+            if runfolder.load_config(folder) != config:
+                raise UserError(f"{where} differs from the configuration of {folder}; resume the folder itself")
     if arguments.dry_run:
         return print(config.model_dump_json(indent=2))
     from etude.run.launch import train_rl
 
     train_rl(config, folder, resume=arguments.resume, toml=toml)
-
-
-def _check_resumed(folder: Path, config: RLConfig, where: str) -> None:
-    if not folder.exists():
-        raise UserError(f"{folder} holds no run yet; start it without --resume")
-    if runfolder.load_config(folder) != config:
-        raise UserError(f"{where} differs from the configuration {folder} was started with; resume the folder itself")
 
 
 def _finetune(stage: str, data: dict[str, object], where: str, *, resume: bool, dry_run: bool) -> None:

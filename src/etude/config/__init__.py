@@ -6,7 +6,6 @@ ones, so that a run can be resumed from any folder.
 
 from __future__ import annotations
 
-from etude.config.bundled import bundled, find_model
 from etude.config.engine import EngineConfig, InferenceConfig, ServerConfig, WeightSource
 from etude.config.run import (
     AgentConfig,
@@ -33,42 +32,14 @@ from etude.config.sandbox import (
     ServiceSandboxConfig,
     validate_sandbox,
 )
-from etude.config.sections import Section, import_object, validate
+from etude.config.sections import Section, bundled, find_model, import_object, validate
 from etude.config.tasks import BuildConfig, EditTableConfig, TaskKind, TasksConfig
 
 __all__ = [
-    "SANDBOX_TYPES",
-    "AgentConfig",
-    "BuildConfig",
-    "CheatsConfig",
-    "ContainerSandboxConfig",
-    "EditTableConfig",
-    "EngineConfig",
-    "EvalConfig",
-    "Guard",
-    "GuardsConfig",
-    "InferenceConfig",
-    "KubernetesSandboxConfig",
-    "LengthCost",
-    "LossConfig",
-    "Mask",
-    "ModelConfig",
-    "NamespaceSandboxConfig",
-    "RLConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "SandboxConfig",
-    "Section",
-    "ServerConfig",
-    "ServiceSandboxConfig",
-    "TaskKind",
-    "TasksConfig",
-    "TrainerConfig",
-    "WeightSource",
-    "WeightsConfig",
-    "bundled",
-    "find_model",
-    "import_object",
-    "validate",
+    "SANDBOX_TYPES", "AgentConfig", "BuildConfig", "CheatsConfig", "ContainerSandboxConfig", "EditTableConfig",
+    "EngineConfig", "EvalConfig", "Guard", "GuardsConfig", "InferenceConfig", "KubernetesSandboxConfig",
+    "LengthCost", "LossConfig", "Mask", "ModelConfig", "NamespaceSandboxConfig", "RLConfig", "RewardConfig",
+    "RolloutConfig", "SandboxConfig", "Section", "ServerConfig", "ServiceSandboxConfig", "TaskKind", "TasksConfig",
+    "TrainerConfig", "WeightSource", "WeightsConfig", "bundled", "find_model", "import_object", "validate",
     "validate_sandbox",
-]
+]  # fmt: skip

@@ -8,47 +8,39 @@ from typing import Literal
 import pydantic
 from pydantic import Field
 
-from etude.config.sections import Section
+from etude.config.sections import Section, option
 
 
 class EngineConfig(Section):
     """What an engine may use and how it computes: in a run, behind `etude serve`, and in evaluations."""
 
-    threads: int = Field(default=1, ge=1, description="CPU threads")
-    device: str = Field(default="cpu", description="PyTorch device of the model")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="type that the model computes in; log-probabilities are float32"
-    )
-    max_batch: int = Field(default=128, ge=1, description="sequences computed at a time; others wait")
-    prefill_tokens: int = Field(
-        default=1024, ge=1, description="prompt tokens of one pass; and as many of documents, in a pass of their own"
-    )
-    cache_mb: float = Field(
-        default=512, gt=0, description="MB for keys and values of running sequences and of kept prefixes"
-    )
-    documents_mb: float = Field(default=256, gt=0, description="MB for keys and values of documents")
-    speculate: bool = Field(
-        default=True, description="draft text that the answer may repeat; never in deterministic mode"
-    )
+    threads: int = option(1, "CPU threads", ge=1)
+    device: str = option("cpu", "PyTorch device of the model")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "type of the computation; log-probabilities are float32")
+    max_batch: int = option(128, "sequences computed at a time; others wait", ge=1)
+    prefill_tokens: int = option(1024, "prompt tokens of one pass; as many of documents, in a pass of their own", ge=1)
+    cache_mb: float = option(512, "MB for keys and values of running sequences and of kept prefixes", gt=0)
+    documents_mb: float = option(256, "MB for keys and values of documents", gt=0)
+    speculate: bool = option(True, "draft text that the answer may repeat; never in deterministic mode")
 
 
 class InferenceConfig(EngineConfig):
     """The inference servers of a run. What else they are told follows from other tables of the run."""
 
-    servers: int = Field(default=1, ge=1, description="inference servers of the run")
-    port: int = Field(default=0, ge=0, le=65535, description="first port; 0 picks free ones")
+    servers: int = option(1, "inference servers of the run", ge=1)
+    port: int = option(0, "first port; 0 picks free ones", ge=0, le=65535)
 
 
 class WeightSource(Section):
     """Where a server takes new versions of its weights from."""
 
     weights: str = Field(description="URL of the store whose newest version is served")
-    relay: str | None = Field(default=None, description="URL of the cluster's relay, asked before the store")
-    peers: tuple[str, ...] = Field(default=(), description="URLs of servers that may repair this one's weights")
-    coordinator: str | None = Field(default=None, description="URL of the coordinator of this server's replica")
-    member: str = Field(default="", description="name of this server in its replica")
-    public_key: Path | None = Field(default=None, description="serve only versions that this key has signed")
-    accepted: Path | None = Field(default=None, description="file that remembers the newest signed version served")
+    relay: str | None = option(None, "URL of the cluster's relay, asked before the store")
+    peers: tuple[str, ...] = option((), "URLs of servers that may repair this one's weights")
+    coordinator: str | None = option(None, "URL of the coordinator of this server's replica")
+    member: str = option("", "name of this server in its replica")
+    public_key: Path | None = option(None, "serve only versions that this key has signed")
+    accepted: Path | None = option(None, "file that remembers the newest signed version served")
 
     @pydantic.model_validator(mode="after")
     def _a_memory_needs_a_key(self) -> WeightSource:
@@ -61,13 +53,11 @@ class ServerConfig(EngineConfig):
     """One inference server: of `etude serve`, of an evaluation, or of a run, whose tables it is then made from."""
 
     model: str = Field(description="Hugging Face folder")
-    host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    threads: int = Field(default=2, ge=1, description="CPU threads")
-    max_length: int | None = Field(
-        default=None, ge=2, description="tokens of prompt and answer together; none: the model's context"
-    )
-    deterministic: bool = Field(default=False, description="the same request gives the same bits, whatever runs beside")
-    routes: bool = Field(default=False, description="keep the experts of every token for requests that ask for them")
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 picks a free one", ge=0, le=65535)
+    threads: int = option(2, "CPU threads", ge=1)
+    max_length: int | None = option(None, "tokens of prompt and answer together; none: the model's context", ge=2)
+    deterministic: bool = option(False, "the same request gives the same bits, whatever runs beside")
+    routes: bool = option(False, "keep the experts of every token for requests that ask for them")
     source: WeightSource | None = None
-    ready_file: Path | None = Field(default=None, description="file written with URL and PID once the server answers")
+    ready_file: Path | None = option(None, "file written with URL and PID once the server answers")

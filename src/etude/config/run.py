@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal, cast
 import pydantic
 from pydantic import AfterValidator, Field
 
-from etude.config.bundled import bundled
 from etude.config.engine import InferenceConfig
 from etude.config.sandbox import NamespaceSandboxConfig, SandboxConfig
-from etude.config.sections import LocalPath, LocalPathOrNone, ModelPath, Section, absolute
+from etude.config.sections import LocalPath, LocalPathOrNone, ModelPath, Section, absolute, bundled, option
 from etude.config.tasks import TasksConfig
 from etude.records import Budget
 
@@ -19,12 +18,8 @@ from etude.records import Budget
 class ModelConfig(Section):
     """The model that is trained."""
 
-    path: ModelPath = Field(
-        default="nano", validate_default=True, description="HF folder, or name of a bundled model such as nano"
-    )
-    dialect: Literal["auto", "compact", "hermes"] = Field(
-        default="auto", description="how tool calls are written in tokens"
-    )
+    path: ModelPath = option("nano", "HF folder, or name of a bundled model such as nano", validate_default=True)
+    dialect: Literal["auto", "compact", "hermes"] = option("auto", "how tool calls are written in tokens")
 
     @property
     def name(self) -> str:
@@ -37,53 +32,39 @@ class AgentConfig(Section):
     """An outside agent, which runs in the box in place of the built-in loop (docs/harness.md)."""
 
     command: str = Field(min_length=1, description="shell command that starts the agent; $TASK is the instruction")
-    folder: LocalPath | None = Field(default=None, description="the agent's program; boxes have it at /opt/agent")
-    environment: dict[str, str] = Field(default={}, description="variables besides those of the endpoint")
-    memory_mb: int = Field(default=4096, ge=64, description="memory of a box, also the address space of a process")
-    processes: int = Field(default=128, ge=1, description="processes and threads of a box")
+    folder: LocalPath | None = option(None, "the agent's program; boxes have it at /opt/agent")
+    environment: dict[str, str] = option({}, "variables besides those of the endpoint")
+    memory_mb: int = option(4096, "memory of a box, also the address space of a process", ge=64)
+    processes: int = option(128, "processes and threads of a box", ge=1)
 
 
 class RolloutConfig(Section):
     """How episodes are sampled."""
 
-    prompts: int = Field(default=16, ge=1, description="P: groups per optimizer step")
-    group: int = Field(default=16, ge=2, description="G: episodes per group")
-    forks: int = Field(default=1, ge=1, description="members of a group that are forked from a shared prefix; 1: none")
-    fork_turns: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(1,), min_length=1, description="turns of a shared prefix; of several, the seed chooses one"
+    prompts: int = option(16, "P: groups per optimizer step", ge=1)
+    group: int = option(16, "G: episodes per group", ge=2)
+    forks: int = option(1, "members of a group that are forked from a shared prefix; 1: none", ge=1)
+    fork_turns: tuple[Annotated[int, Field(ge=1)], ...] = option(
+        (1,), "turns of a shared prefix; of several, the seed chooses one", min_length=1
     )
-    staleness: int = Field(default=1, ge=0, description="O: versions a token may lag when trained on; 0 is on-policy")
-    max_in_flight: int | Literal["auto"] = Field(
-        default=128, description="live episodes; auto: as many as keep the engines' batches full (docs/async.md)"
-    )
+    staleness: int = option(1, "O: versions a token may lag when trained on; 0 is on-policy", ge=0)
+    max_in_flight: int | Literal["auto"] = option(128, "live episodes; auto: what keeps engines busy (docs/async.md)")
     temperature: float = Field(default=1.0, gt=0)
     turns: int = Field(default=6, ge=1)
-    tokens: int = Field(default=320, ge=1, description="sampled tokens of an episode")
-    context: int = Field(default=1024, ge=16, description="prompt and sampled tokens of an episode, or of a segment")
-    summarise_at: int = Field(
-        default=0,
-        ge=0,
-        description="tokens of a segment after which the agent summarises and a new one begins; 0: never",
+    tokens: int = option(320, "sampled tokens of an episode", ge=1)
+    context: int = option(1024, "prompt and sampled tokens of an episode, or of a segment", ge=16)
+    summarise_at: int = option(0, "tokens of a segment after which a summary begins a new one; 0: never", ge=0)
+    summary_tokens: int = option(512, "sampled tokens of a summary, at most", ge=1)
+    seconds: float = option(60.0, "wall time of an episode", gt=0)
+    documents: bool = option(False, "show the open file, and what is read and found, as documents (docs/documents.md)")
+    apply: str | None = option(None, "URL of a server that applies the agent's edit sketches; none: they are merged")
+    agent: AgentConfig | None = option(None, "an outside agent in place of the built-in loop")
+    machine_profiles: LocalPathOrNone | None = option(
+        None, 'fingerprints (.jsonl) or a description (.toml) of machines that boxes imitate; "none": nothing'
     )
-    summary_tokens: int = Field(default=512, ge=1, description="sampled tokens of a summary, at most")
-    seconds: float = Field(default=60.0, gt=0, description="wall time of an episode")
-    documents: bool = Field(
-        default=False,
-        description="show the open file, and results of reading and search, as documents (docs/documents.md)",
-    )
-    apply: str | None = Field(
-        default=None, description="URL of a server that applies the agent's edit sketches; none: they are merged"
-    )
-    agent: AgentConfig | None = Field(default=None, description="an outside agent in place of the built-in loop")
-    machine_profiles: LocalPathOrNone | None = Field(
-        default=None,
-        description='fingerprints (.jsonl) or a description (.toml) of machines that boxes imitate; "none": nothing',
-    )
-    lease_seconds: float = Field(
-        default=120.0, gt=0, description="after which episodes of a controller that died are played again"
-    )
-    stall_seconds: float = Field(
-        default=300.0, gt=0, description="without progress until its cause is printed; five times as long ends the run"
+    lease_seconds: float = option(120.0, "after which episodes of a controller that died are played again", gt=0)
+    stall_seconds: float = option(
+        300.0, "without progress until its cause is printed; five times as long ends the run", gt=0
     )
 
     @pydantic.field_validator("max_in_flight", mode="before")
@@ -124,15 +105,15 @@ class RolloutConfig(Section):
 class LengthCost(Section):
     """Composer's cost of effort: concave and increasing in x, a weighted sum of tokens, calls and turns."""
 
-    weight: float = Field(default=0.0, ge=0, description="factor of the cost in the reward; 0: off")
-    k: float = Field(default=0.01, gt=0, description="where the cost begins to bend: at x = 1 / k")
-    q: float = Field(default=1.0, ge=0, description="how strongly it bends; 0: linear, 1: logarithm")
-    thinking: float = Field(default=1.0, ge=0, description="weight of a sampled token inside <think>")
-    calling: float = Field(default=1.0, ge=0, description="weight of another sampled token of a turn that calls tools")
-    final: float = Field(default=1.0, ge=0, description="weight of another sampled token of a turn without a call")
-    output: float = Field(default=0.0, ge=0, description="weight of a token that a tool put into the context")
-    calls: float = Field(default=0.0, ge=0, description="weight of a tool call")
-    turns: float = Field(default=0.0, ge=0, description="weight of a turn")
+    weight: float = option(0.0, "factor of the cost in the reward; 0: off", ge=0)
+    k: float = option(0.01, "where the cost begins to bend: at x = 1 / k", gt=0)
+    q: float = option(1.0, "how strongly it bends; 0: linear, 1: logarithm", ge=0)
+    thinking: float = option(1.0, "weight of a sampled token inside <think>", ge=0)
+    calling: float = option(1.0, "weight of another sampled token of a turn that calls tools", ge=0)
+    final: float = option(1.0, "weight of another sampled token of a turn without a call", ge=0)
+    output: float = option(0.0, "weight of a token that a tool put into the context", ge=0)
+    calls: float = option(0.0, "weight of a tool call", ge=0)
+    turns: float = option(0.0, "weight of a turn", ge=0)
 
 
 Behaviour = Literal[
@@ -144,21 +125,12 @@ Behaviour = Literal[
 class RewardConfig(Section):
     """Costs that are subtracted from the grade of an episode."""
 
-    refused_edits: float = Field(
-        default=0.0, ge=0, le=1, description="cost of edits that change nothing, times their share of all edits"
-    )
+    refused_edits: float = option(0.0, "cost of edits that change nothing, times their share of all edits", ge=0, le=1)
     length: LengthCost = LengthCost()
-    overlong: int = Field(
-        default=0, ge=0, description="last tokens of the budget over which the cost rises to 1 (DAPO)"
-    )
-    custom: str | None = Field(
-        default=None,
-        description='import path of a function "module:name": takes an Episode, returns a number that is added',
-    )
-    behaviour: dict[Behaviour, Annotated[float, Field(ge=0)]] = Field(
-        default={}, description="cost of each occurrence of a behaviour"
-    )
-    behaviour_cap: float = Field(default=0.5, ge=0, description="cost of all behaviours together, at most")
+    overlong: int = option(0, "last tokens of the budget over which the cost rises to 1 (DAPO)", ge=0)
+    custom: str | None = option(None, '"module:name" of a function: takes an Episode, returns a number that is added')
+    behaviour: dict[Behaviour, Annotated[float, Field(ge=0)]] = option({}, "cost of each occurrence of a behaviour")
+    behaviour_cap: float = option(0.5, "cost of all behaviours together, at most", ge=0)
 
 
 Mask = Literal["ipo", "dppo", "geo_rs", "opsm", "veto"]
@@ -169,30 +141,26 @@ class LossConfig(Section):
 
     preset: Literal[
         "composer2", "fireworks", "grpo", "dr_grpo", "dapo", "tis", "icepop", "cispo", "gspo", "ppo"
-    ] = Field(default="composer2", description="row of the table of losses")  # fmt: skip
-    custom: str | None = Field(
-        default=None,
-        description="MODULE:FUNCTION of a loss of your own, a function of trainer.rl.loss.LossTokens that returns the "
-        "loss of every token; advantages, KL term, masks and divisor stay the preset's",
+    ] = option("composer2", "row of the table of losses")  # fmt: skip
+    custom: str | None = option(
+        None, "MODULE:FUNCTION from trainer.rl.loss.LossTokens to the loss of every token; all else is the preset's"
     )
-    kl: Literal["none", "k1", "k2", "k3"] | None = Field(default=None, description="estimator of the KL to version 0")
-    kl_beta: float | None = Field(default=None, ge=0, description="its weight; 0 saves the reference model's pass")
-    clip_low: float | None = Field(default=None, ge=0, description="least ratio to the proximal policy")
-    clip_high: float | None = Field(default=None, ge=1, description="greatest ratio to the proximal policy")
-    anchor: Literal["proximal", "rollout"] | None = Field(
-        default=None, description="policy that the ratio is taken against"
+    kl: Literal["none", "k1", "k2", "k3"] | None = option(None, "estimator of the KL to version 0")
+    kl_beta: float | None = option(None, "its weight; 0 saves the reference model's pass", ge=0)
+    clip_low: float | None = option(None, "least ratio to the proximal policy", ge=0)
+    clip_high: float | None = option(None, "greatest ratio to the proximal policy", ge=1)
+    anchor: Literal["proximal", "rollout"] | None = option(None, "policy that the ratio is taken against")
+    correction: Literal["none", "truncate", "band"] | None = option(
+        None, "weight of proximal against rollout policy: none, cut at the cap, or 0 outside a band"
     )
-    correction: Literal["none", "truncate", "band"] | None = Field(
-        default=None, description="weight of proximal against rollout policy: none, cut at the cap, or 0 outside a band"
-    )
-    cap_low: float | None = Field(default=None, ge=0, description="least importance weight of the correction")
-    cap_high: float | None = Field(default=None, ge=1, description="greatest importance weight of the correction")
-    masks: tuple[Mask, ...] = Field(default=(), description="tokens and episodes to leave out; combine with any preset")
-    updates: int = Field(default=1, ge=1, description="optimizer updates per batch, each on a share of its groups")
-    gamma: float = Field(default=1.0, gt=0, le=1, description="ppo: discount per token")
-    lam: float = Field(default=0.95, ge=0, le=1, description="ppo: lambda of generalised advantage estimation")
-    value_weight: float = Field(default=0.5, ge=0, description="ppo: weight of the value error in the loss")
-    value_lr: float = Field(default=1e-3, gt=0, description="ppo: learning rate of the value head")
+    cap_low: float | None = option(None, "least importance weight of the correction", ge=0)
+    cap_high: float | None = option(None, "greatest importance weight of the correction", ge=1)
+    masks: tuple[Mask, ...] = option((), "tokens and episodes to leave out; combine with any preset")
+    updates: int = option(1, "optimizer updates per batch, each on a share of its groups", ge=1)
+    gamma: float = option(1.0, "ppo: discount per token", gt=0, le=1)
+    lam: float = option(0.95, "ppo: lambda of generalised advantage estimation", ge=0, le=1)
+    value_weight: float = option(0.5, "ppo: weight of the value error in the loss", ge=0)
+    value_lr: float = option(1e-3, "ppo: learning rate of the value head", gt=0)
 
 
 GuardAction = Literal["warn", "skip", "rollback", "halt"]
@@ -201,11 +169,9 @@ GuardAction = Literal["warn", "skip", "rollback", "halt"]
 class Guard(Section):
     """Two thresholds on a figure; beyond `stop` the run does `action`. An absent threshold is never crossed."""
 
-    warn: float | None = Field(default=None, description="threshold beyond which the step is reported")
-    stop: float | None = Field(default=None, description="threshold beyond which the action is done")
-    action: GuardAction = Field(
-        default="skip", description="report, drop the gradients, go back to the last good version, or end the run"
-    )
+    warn: float | None = option(None, "threshold beyond which the step is reported")
+    stop: float | None = option(None, "threshold beyond which the action is done")
+    action: GuardAction = option("skip", "report, drop the gradients, go back to the last good version, or end the run")
 
 
 def _guard(text: str, warn: float | None, stop: float | None, action: GuardAction = "skip") -> Any:
@@ -215,22 +181,16 @@ def _guard(text: str, warn: float | None, stop: float | None, action: GuardActio
 class GuardsConfig(Section):
     """Thresholds per step. `correlation` and `ess` must not fall below theirs, no other figure may rise above its."""
 
-    act: bool = Field(default=True, description="false: only report the actions")
-    rollback_after: int = Field(default=3, ge=1, description="skipped steps in a row that lead to a rollback")
-    halt_after: int = Field(default=2, ge=1, description="rollbacks without a good step between them that end the run")
-    window: int = Field(default=50, ge=5, description="steps of the gradient norm's median")
-    baseline: int = Field(default=20, ge=5, description="first steps of the mismatch's median")
-    min_tokens: int = Field(default=256, ge=1, description="tokens below which a mean over tokens is not judged")
-    probes: int = Field(
-        default=8,
-        ge=0,
-        description="logprob probes: sequences that engines and trainer score under every version; 0: none",
-    )
-    lag: Guard = _guard(
-        "versions that a trained token lags; stop: the staleness bound, unless given", None, None, "halt"
-    )
+    act: bool = option(True, "false: only report the actions")
+    rollback_after: int = option(3, "skipped steps in a row that lead to a rollback", ge=1)
+    halt_after: int = option(2, "rollbacks without a good step between them that end the run", ge=1)
+    window: int = option(50, "steps of the gradient norm's median", ge=5)
+    baseline: int = option(20, "first steps of the mismatch's median", ge=5)
+    min_tokens: int = option(256, "tokens below which a mean over tokens is not judged", ge=1)
+    probes: int = option(8, "logprob probes: sequences that all score under every version; 0: none", ge=0)
+    lag: Guard = _guard("versions a trained token lags; stop: the staleness bound, unless given", None, None, "halt")
     kv_lag: Guard = _guard(
-        "versions between a token and the oldest keys that it saw; warn: the staleness bound, unless given",
+        "versions between a token and the oldest keys it saw; warn: the staleness bound, unless given",
         None,
         None,
         "warn",
@@ -258,82 +218,64 @@ class GuardsConfig(Section):
         if not isinstance(data, dict):
             return data
         tables = cast(dict[str, Any], data)
-        defaults: dict[str, dict[str, Any]] = {
-            name: f.default.model_dump() for name, f in cls.model_fields.items() if f.annotation is Guard
-        }
-        for name in defaults.keys() & tables.keys():
-            if isinstance(tables[name], dict):
-                tables = tables | {name: defaults[name] | cast(dict[str, Any], tables[name])}
-        return tables
+        given = {n: v for n, v in tables.items() if isinstance(v, dict) and n in cls.model_fields}
+        guards = {n: v for n, v in given.items() if cls.model_fields[n].annotation is Guard}
+        return tables | {n: cls.model_fields[n].default.model_dump() | value for n, value in guards.items()}
 
 
 class TrainerConfig(Section):
     """The optimizer, and how a batch is computed."""
 
-    steps: int = Field(default=100, ge=1, description="optimizer steps; the run ends here at the latest")
-    minutes: float | None = Field(default=None, gt=0, description="no step starts after this much training time")
-    lr: float = Field(default=1e-4, ge=0, description="0 publishes the same weights again: a check of the sync")
-    warmup_steps: int = Field(default=2, ge=0, description="steps over which the learning rate rises linearly")
-    decay: float = Field(
-        default=0.0, ge=0, le=1, description="last share of the run in which the learning rate falls linearly to zero"
+    steps: int = option(100, "optimizer steps; the run ends here at the latest", ge=1)
+    minutes: float | None = option(None, "no step starts after this much training time", gt=0)
+    lr: float = option(1e-4, "0 publishes the same weights again: a check of the sync", ge=0)
+    warmup_steps: int = option(2, "steps over which the learning rate rises linearly", ge=0)
+    decay: float = option(0.0, "last share of the run in which the learning rate falls linearly to zero", ge=0, le=1)
+    betas: tuple[float, float] = option((0.9, 0.95), "decay of AdamW's two moments per step")
+    weight_decay: float = option(0.0, "AdamW's, times the learning rate", ge=0)
+    grad_clip: float = option(1.0, "norm to which longer gradients are scaled", gt=0)
+    baseline: Literal["group", "turn"] = option(
+        "group", "a reward is compared with the group's, or with those that reached the same turn"
     )
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="decay of AdamW's two moments per step")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's, times the learning rate")
-    grad_clip: float = Field(default=1.0, gt=0, description="norm to which longer gradients are scaled")
-    baseline: Literal["group", "turn"] = Field(
-        default="group", description="a reward is compared with the group's, or with those that reached the same turn"
+    min_reward_std: float = option(0.0, "groups whose rewards differ less are not trained on", ge=0)
+    dtype: Literal["float32", "bfloat16"] = option("float32", "compute; master weights are float32")
+    threads: int = option(1, "processor threads of the trainer", ge=1)
+    execution: Literal["auto", "rows", "packed", "streaming", "recompute"] = option(
+        "auto", "how sequences that share tokens are computed; auto: by the cost model"
     )
-    min_reward_std: float = Field(default=0.0, ge=0, description="groups whose rewards differ less are not trained on")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="compute; master weights are float32")
-    threads: int = Field(default=1, ge=1, description="processor threads of the trainer")
-    execution: Literal["auto", "rows", "packed", "streaming", "recompute"] = Field(
-        default="auto", description="how sequences that share tokens are computed; auto: by the cost model"
-    )
-    micro_tokens: int = Field(default=8192, ge=1, description="tokens whose activations are held at a time")
-    self_check: bool = Field(
-        default=False, description="compare the gradients of an execution with those of separate rows at its first use"
-    )
-    router_aux: float = Field(default=0.0, ge=0, description="weight of the balance loss of a mixture of experts")
-    router_replay: bool = Field(
-        default=False, description="record the experts that the engine takes, and train with them (docs/numerics.md)"
-    )
-    keep_checkpoints: int = Field(default=2, ge=2, description="newest checkpoints that stay on the disk")
-    device: str = Field(default="cpu", description="torch device of the trainer, e.g. cuda")
+    micro_tokens: int = option(8192, "tokens whose activations are held at a time", ge=1)
+    self_check: bool = option(False, "compare an execution's gradients with those of separate rows at its first use")
+    router_aux: float = option(0.0, "weight of the balance loss of a mixture of experts", ge=0)
+    router_replay: bool = option(False, "record the engine's experts, and train with them (docs/numerics.md)")
+    keep_checkpoints: int = option(2, "newest checkpoints that stay on the disk", ge=2)
+    device: str = option("cpu", "torch device of the trainer, e.g. cuda")
 
 
 class WeightsConfig(Section):
     """How versions of the weights are published; see docs/weights.md."""
 
-    anchor_share: float = Field(
-        default=0.5, gt=0, description="a full copy is written when deltas since the last exceed this share of it"
-    )
-    anchor_versions: int = Field(
-        default=200, ge=1, description="a full copy is written after so many versions at the latest"
-    )
-    signing_key: LocalPath | None = Field(
-        default=None, description="file made by `etude weights keygen`; signs manifests"
-    )
-    relay: str | None = Field(default=None, description="URL of a relay that the engines take payloads from")
+    anchor_share: float = option(0.5, "a full copy is written when deltas since the last exceed this share of it", gt=0)
+    anchor_versions: int = option(200, "a full copy is written after so many versions at the latest", ge=1)
+    signing_key: LocalPath | None = option(None, "file made by `etude weights keygen`; signs manifests")
+    relay: str | None = option(None, "URL of a relay that the engines take payloads from")
 
 
 class EvalConfig(Section):
     """Evaluation on the held-out tasks, before and after training."""
 
-    samples: int = Field(default=4, ge=1, description="episodes per task")
-    max_tasks: int | None = Field(default=None, ge=1, description="tasks to take, chosen by a hash; all unless given")
-    before: bool = Field(default=True, description="measure before training")
-    after: bool = Field(default=True, description="measure after training")
+    samples: int = option(4, "episodes per task", ge=1)
+    max_tasks: int | None = option(None, "tasks to take, chosen by a hash; all unless given", ge=1)
+    before: bool = option(True, "measure before training")
+    after: bool = option(True, "measure after training")
 
 
 class CheatsConfig(Section):
     """Detection of cheating during a run; see docs/sandbox.md."""
 
-    decoys: float = Field(default=0.05, ge=0, le=1, description="share of tasks in whose boxes decoys lie")
-    impossible: float = Field(
-        default=0.01, ge=0, le=0.5, description="episodes of impossible tasks per training episode; never trained on"
-    )
-    contrast: bool = Field(default=True, description="withhold the grade of members whose change is unlike the rest's")
-    window: int = Field(default=10, ge=3, description="steps over which behaviour is compared with those before")
+    decoys: float = option(0.05, "share of tasks in whose boxes decoys lie", ge=0, le=1)
+    impossible: float = option(0.01, "episodes of impossible tasks per training episode,; not trained on", ge=0, le=0.5)
+    contrast: bool = option(True, "withhold the grade of members whose change is unlike the rest's")
+    window: int = option(10, "steps over which behaviour is compared with those before", ge=3)
 
 
 def _absolute_sources(tasks: TasksConfig) -> TasksConfig:
@@ -345,11 +287,11 @@ class RLConfig(Section):
     """Stage "rl": asynchronous reinforcement learning in sandboxes."""
 
     stage: Literal["rl"] = "rl"
-    name: str = Field(default="rl", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="run folder: outputs/NAME")
+    name: str = option("rl", "run folder: outputs/NAME", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = 1
-    deterministic: bool = Field(default=False, description="repeat bit for bit, on-policy")
-    store: LocalPath | None = Field(default=None, description="URL for versions and rollouts; default: the run folder")
-    ledger: str | None = Field(default=None, description="SQLAlchemy URL; default: ledger.db in the run folder")
+    deterministic: bool = option(False, "repeat bit for bit, on-policy")
+    store: LocalPath | None = option(None, "URL for versions and rollouts; default: the run folder")
+    ledger: str | None = option(None, "SQLAlchemy URL; default: ledger.db in the run folder")
     model: ModelConfig = ModelConfig()
     tasks: Annotated[TasksConfig, AfterValidator(_absolute_sources)]
     rollout: RolloutConfig = RolloutConfig()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 import pydantic
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from etude.config.sections import Section, error_sentence
+from etude.config.sections import Section, error_sentence, option
 from etude.errors import UserError
 
 Limit = Literal["memory", "processes", "disk"]
@@ -18,16 +18,12 @@ class NamespaceSandboxConfig(Section):
     """Boxes of this machine's kernel. They reach nothing unless hosts or an index are named. docs/sandbox.md."""
 
     type: Literal["namespace"] = "namespace"
-    egress: tuple[str, ...] = Field(
-        default=(), description="hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS for a name that is not resolved"
+    egress: tuple[str, ...] = option(
+        (), "hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS for one that is not resolved"
     )
-    index: str | None = Field(default=None, description="URL of a simple package index that boxes may install from")
-    index_before: date | None = Field(
-        default=None, description="files uploaded on this day (UTC) or later are left out"
-    )
-    index_without: tuple[str, ...] = Field(
-        default=(), description="projects that the index leaves out, besides the one that tasks are made from"
-    )
+    index: str | None = option(None, "URL of a simple package index that boxes may install from")
+    index_before: date | None = option(None, "files uploaded on this day (UTC) or later are left out")
+    index_without: tuple[str, ...] = option((), "projects that the index leaves out, besides that of the tasks")
 
     @pydantic.model_validator(mode="after")
     def _an_index_has_a_date(self) -> NamespaceSandboxConfig:
@@ -38,22 +34,22 @@ class NamespaceSandboxConfig(Section):
 
 class _RemoteSandboxConfig(Section):
     image: str = Field(min_length=1, description="container image of boxes, or E2B's template: sh, bash, python3")
-    without: tuple[Limit, ...] = Field(default=(), description="limits that boxes may lack if `type` cannot give them")
+    without: tuple[Limit, ...] = option((), "limits that boxes may lack if `type` cannot give them")
 
 
 class ContainerSandboxConfig(_RemoteSandboxConfig):
     """Boxes in containers of this machine."""
 
     type: Literal["docker", "podman"]
-    runtime: str | None = Field(default=None, description="OCI runtime, such as runsc")
+    runtime: str | None = option(None, "OCI runtime, such as runsc")
 
 
 class KubernetesSandboxConfig(_RemoteSandboxConfig):
     """Boxes in the pods of a cluster."""
 
     type: Literal["kubernetes"]
-    runtime: str | None = Field(default=None, description="RuntimeClass of the pods")
-    namespace: str = Field(default="default", description="namespace of the pods")
+    runtime: str | None = option(None, "RuntimeClass of the pods")
+    namespace: str = option("default", "namespace of the pods")
 
 
 class ServiceSandboxConfig(_RemoteSandboxConfig):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from etude.config.bundled import find_model
+import etude
 from etude.errors import UserError
 
 S = TypeVar("S", bound="Section")
@@ -23,9 +23,33 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def option(default: Any, text: str, **limits: Any) -> Any:
+    """A field of a section: its default, what it means, and pydantic's constraints on it."""
+    return Field(default=default, description=text, **limits)
+
+
 def absolute(path: str) -> str:
     """A path from the current folder as an absolute one; URLs and empty text stay as they are."""
     return str(Path(path).absolute()) if path and "://" not in path else path
+
+
+def bundled(path: str) -> Path | None:
+    """A file or folder that comes with etude, such as "recipes/demo.toml": of the installed package, else of the
+    repository that the package lies in. None if neither has it."""
+    package = Path(etude.__file__).parent
+    return next((root / path for root in (package / "bundled", package.parents[1]) if (root / path).exists()), None)
+
+
+def find_model(name: str | Path) -> Path:
+    """The absolute folder of a model: `name` is a folder, or the name of a bundled model. Raises UserError. A folder
+    `models/NAME` that is gone is looked for among the bundled models, because an installation may have moved."""
+    path = Path(name)
+    if path.is_dir():
+        return path.absolute()
+    folder = bundled(f"models/{path.name}") if path.parent.name in ("", "models") else None
+    if folder is None:
+        raise UserError(f"{name} is not a folder, nor the name of a bundled model such as nano: give an HF folder")
+    return folder
 
 
 def _model_folder(name: str) -> str:
@@ -70,10 +94,8 @@ def error_sentence(error: pydantic.ValidationError, data: Any, where: str, above
 
 
 def import_object(path: str, what: str) -> Any:
-    """The object at the import path "module:name", for the option `what`. Raises UserError.
-
-    Modules are looked for in the current folder, too.
-    """
+    """The object at the import path "module:name", for the option `what`. Raises UserError. Modules are looked for in
+    the current folder, too."""
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise UserError(f'{what}: {path!r} is no import path; write "module:name"')

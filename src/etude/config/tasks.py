@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pydantic
-from pydantic import Field
 
-from etude.config.sections import Section
+from etude.config.sections import Section, option
 
 TaskKind = Literal["mutation", "removal", "combined", "class", "feature", "commit"]
 
@@ -15,36 +14,26 @@ TaskKind = Literal["mutation", "removal", "combined", "class", "feature", "commi
 class BuildConfig(Section):
     """How tasks are made from a repository: the flags of `etude tasks build`, and a part of the table [tasks]."""
 
-    seed: int = Field(default=1, description="seed of every draw; in a run the run's own, unless given")
-    max_tasks: int = Field(default=600, ge=2, description="tasks of a dataset, at most")
-    kinds: tuple[TaskKind, ...] = Field(
-        default=("mutation", "removal"), min_length=1, description="how programs are broken (docs/tasks.md)"
+    seed: int = option(1, "seed of every draw; in a run the run's own, unless given")
+    max_tasks: int = option(600, "tasks of a dataset, at most", ge=2)
+    kinds: tuple[TaskKind, ...] = option(
+        ("mutation", "removal"), "how programs are broken (docs/tasks.md)", min_length=1
     )
-    operators: tuple[str, ...] = Field(default=(), description="mutation operators to use; empty: all")
-    per_function: int = Field(default=3, ge=1, description="tasks of one function and kind, at most")
-    min_lines: int = Field(default=3, ge=1, description="shortest function that is broken, docstring left out")
-    max_lines: int = Field(default=30, ge=1, description="longest function that is broken, docstring left out")
-    max_functions: int | None = Field(
-        default=None, ge=1, description="functions to try, drawn by the seed; default: all of them"
-    )
-    max_test_files: int | None = Field(
-        default=None, ge=1, description="JavaScript test files to use, drawn by the seed; default: all of them"
-    )
-    heldout_fraction: float = Field(default=0.25, gt=0, lt=1, description="share of functions kept for evaluation")
-    bootstrap: str = Field(
-        default="declared", description="dependencies: declared, rules, or the URL of a model that proposes them"
-    )
-    visible: Literal["auto", "doctests", "half"] = Field(default="auto", description="tests that the agent may run")
-    visible_failure: bool = Field(default=False, description="only tasks in which a test fails that the agent may run")
-    repeats: int = Field(default=3, ge=1, description="times that each gate must hold")
-    workers: int = Field(default=2, ge=1, description="boxes at a time")
-    test_cap: int = Field(
-        default=12, ge=1, description="hidden tests of a task that must start to pass, and that must keep passing"
-    )
-    hang_seconds: float = Field(default=5.0, gt=0, description="a broken program that runs longer is dropped")
-    write_tests: str | None = Field(
-        default=None, description="command that writes tests for functions that have none (docs/tasks.md)"
-    )
+    operators: tuple[str, ...] = option((), "mutation operators to use; empty: all")
+    per_function: int = option(3, "tasks of one function and kind, at most", ge=1)
+    min_lines: int = option(3, "shortest function that is broken, docstring left out", ge=1)
+    max_lines: int = option(30, "longest function that is broken, docstring left out", ge=1)
+    max_functions: int | None = option(None, "functions to try, drawn by the seed; default: all", ge=1)
+    max_test_files: int | None = option(None, "JavaScript test files to use, drawn by the seed; default: all", ge=1)
+    heldout_fraction: float = option(0.25, "share of functions kept for evaluation", gt=0, lt=1)
+    bootstrap: str = option("declared", "dependencies: declared, rules, or the URL of a model that proposes them")
+    visible: Literal["auto", "doctests", "half"] = option("auto", "tests that the agent may run")
+    visible_failure: bool = option(False, "only tasks in which a test fails that the agent may run")
+    repeats: int = option(3, "times that each gate must hold", ge=1)
+    workers: int = option(2, "boxes at a time", ge=1)
+    test_cap: int = option(12, "hidden tests of a task that must start to pass, and that must keep passing", ge=1)
+    hang_seconds: float = option(5.0, "a broken program that runs longer is dropped", gt=0)
+    write_tests: str | None = option(None, "command that writes tests for functions that have none (docs/tasks.md)")
 
     @property
     def wanted(self) -> int:
@@ -63,20 +52,12 @@ class BuildConfig(Section):
 class TasksConfig(BuildConfig):
     """The tasks of a run: built from a repository, or read from a dataset or a folder of edits."""
 
-    repository: str = Field(default="", description="folder of a repository with tests, or NAME==VERSION")
-    sha256: str | None = Field(default=None, description="digest of the source package; required with NAME==VERSION")
-    dataset: str | None = Field(
-        default=None, description="an existing task dataset; built from `repository` when absent"
-    )
-    edits: str | None = Field(
-        default=None,
-        description="instead: a folder of `etude tasks fast-apply`; episodes apply edits, without boxes",
-    )
-    environment: str | None = Field(
-        default=None,
-        description='instead: import path of an environment in Python, "module:Class" (docs/environments.md)',
-    )
-    arguments: dict[str, Any] = Field(default={}, description="keyword arguments that the environment is made with")
+    repository: str = option("", "folder of a repository with tests, or NAME==VERSION")
+    sha256: str | None = option(None, "digest of the source package; required with NAME==VERSION")
+    dataset: str | None = option(None, "an existing task dataset; built from `repository` when absent")
+    edits: str | None = option(None, "instead: a folder of `etude tasks fast-apply`; episodes apply edits, no boxes")
+    environment: str | None = option(None, 'instead: "module:Class" of an environment in Python (docs/environments.md)')
+    arguments: dict[str, Any] = option({}, "keyword arguments that the environment is made with")
 
     @pydantic.model_validator(mode="after")
     def _given(self) -> TasksConfig:
@@ -90,10 +71,10 @@ class TasksConfig(BuildConfig):
 class EditTableConfig(Section):
     """How `etude tasks fast-apply` makes tables of edits: its flags."""
 
-    seed: int = Field(default=1, description="seed of every draw")
-    max_lines: int = Field(default=400, ge=8, le=2500, description="longest file to train on; longer ones give parts")
-    per_path: int = Field(default=4, ge=1, description="real edits of one file, at most")
-    per_repository: int = Field(default=50, ge=1, description="real edits of one repository, at most")
-    synthetic: float = Field(default=4.0, ge=0, description="synthetic edits for each real one")
-    no_ops: float = Field(default=0.02, ge=0, lt=1, description="share of edits that change nothing, at most")
-    held_out_edits: int = Field(default=450, ge=1, description="edits made of the held-out repositories")
+    seed: int = option(1, "seed of every draw")
+    max_lines: int = option(400, "longest file to train on; longer ones give parts", ge=8, le=2500)
+    per_path: int = option(4, "real edits of one file, at most", ge=1)
+    per_repository: int = option(50, "real edits of one repository, at most", ge=1)
+    synthetic: float = option(4.0, "synthetic edits for each real one", ge=0)
+    no_ops: float = option(0.02, "share of edits that change nothing, at most", ge=0, lt=1)
+    held_out_edits: int = option(450, "edits made of the held-out repositories", ge=1)

@@ -31,10 +31,8 @@ class Series:
 def line_chart(
     title: str, note: str, series: Sequence[Series], fmt: Format = compact, log: bool = False, smooth: bool = True
 ) -> str:
-    """Curves over steps, and the same over minutes (the page switches), from zero. Empty without data.
-
-    `smooth` lays a running mean over long curves; `log` draws zeros at the floor.
-    """
+    """Curves over steps, and the same over minutes (the page switches), from zero. Empty without data. `smooth` lays a
+    running mean over long curves; `log` draws zeros at the floor."""
     series = [s for s in series if s.points]
     if not series:
         return ""
@@ -90,7 +88,9 @@ def timeline(spans: Sequence[TimelineSpan], order: Sequence[str] = ()) -> str:
     length = max(end - start, 1e-9)
     names = sorted({s.process for s in spans}, key=lambda n: (order.index(n) if n in order else len(order), n))
     lanes = "".join(_lane(name, [s for s in spans if s.process == name], start, length) for name in names)
-    ticks = "".join(f'<span style="left:{100 * t / length:.2f}%">{clock(t)}</span>' for t in _clock_ticks(length))
+    step = next((s for s in (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600) if length / s <= 6), length / 6)
+    times = [i * step for i in range(int(length / step) + 1)]
+    ticks = "".join(f'<span style="left:{100 * t / length:.2f}%">{clock(t)}</span>' for t in times)
     return f'<div class="lanes">{lanes}<div class="lane axis"><span></span><span class="xs">{ticks}</span></div></div>'
 
 
@@ -265,8 +265,3 @@ def _nice_ticks(low: float, high: float, whole: bool) -> list[float]:
     step = _nice_step((high - low) / 5)
     step = max(1.0, math.ceil(step)) if whole else step
     return [round(i * step, 9) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def _clock_ticks(length: float) -> list[float]:
-    step = next((s for s in (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600) if length / s <= 6), length / 6)
-    return [i * step for i in range(int(length / step) + 1)]

@@ -24,7 +24,6 @@ class _AnnotatedTokens:
     """The tokens of a segment with what the page says about each; one entry per token."""
 
     texts: Sequence[str]
-    mask_T: np.ndarray
     logprobs_T: np.ndarray
     versions_T: np.ndarray
     advantages_T: np.ndarray | None
@@ -96,13 +95,8 @@ def _sampled_turns(shown: ShownEpisode) -> Iterator[_AnnotatedTokens]:
         for start in segment.turn_starts:
             end = _end_of_turn(segment, mask_T, start)
             if len(texts) >= end:
-                yield _AnnotatedTokens(
-                    texts[start:end],
-                    mask_T[start:end],
-                    logprobs_T[start:end],
-                    versions_T[start:end],
-                    None if advantages_T is None else advantages_T[start:end],
-                )
+                turn, advantages = slice(start, end), None if advantages_T is None else advantages_T[start:end]
+                yield _AnnotatedTokens(texts[turn], logprobs_T[turn], versions_T[turn], advantages)
         offset += len(ids_T)
 
 
@@ -170,14 +164,11 @@ def _call(call: ToolCall) -> str:
         return f'<div class="call">{name} <span class="badge bad">malformed</span> {escape(call.error)}</div>'
     arguments = {key: shorten(str(value), _MAX_TEXT) for key, value in call.arguments.items()}
     if set(arguments) == {"old", "new"}:
-        return f'<div class="call">{name}<pre class="diff">{_diff(**arguments)}</pre></div>'
+        sides = (("del", arguments["old"]), ("ins", arguments["new"]))
+        lines = (f"<{tag}>{escape(line) or ' '}</{tag}>" for tag, text in sides for line in text.split("\n"))
+        return f'<div class="call">{name}<pre class="diff">{"".join(lines)}</pre></div>'
     written = " ".join(f"<code>{escape(value)}</code>" for value in arguments.values())
     return f'<div class="call">{name} {written}</div>'
-
-
-def _diff(old: str, new: str) -> str:
-    gone = "".join(f"<del>{escape(line) or ' '}</del>" for line in old.split("\n"))
-    return gone + "".join(f"<ins>{escape(line) or ' '}</ins>" for line in new.split("\n"))
 
 
 def _ending(episode: Episode) -> str:

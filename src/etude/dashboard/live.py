@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,8 +16,8 @@ from rich.text import Text
 
 from etude.dashboard.report import HeldOutSide, RunReport
 from etude.dashboard.text import byte_count, compact, duration, inert, optional, percent, points
+from etude.dashboard.view import PROCESSES
 
-PROCESSES = ("controller", "engine", "trainer", "sandbox")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 48  # values of the sparkline
 _LINE_SECONDS = 5.0  # between two plain lines
@@ -36,19 +35,14 @@ _FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 class LiveView:
-    """What a run is doing, fed by plain calls. A context manager.
-
-    On a terminal it draws in place, twice a second, from its own thread. Elsewhere (a CI log) it writes one plain line
-    at most every five seconds, when something is reported, and one for each stage.
-    """
+    """What a run is doing, fed by plain calls. A context manager. On a terminal it draws in place, twice a second, from
+    its own thread. Elsewhere (a CI log) it writes one plain line at most every five seconds, when something is
+    reported, and one for each stage."""
 
     def __init__(
-        self,
-        title: str,
-        stages: Sequence[str],
-        console: Console | None = None,
+        self, title: str, stages: Sequence[str], console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._console = console or Console()
         self._clock = clock
         self._title = inert(title)
@@ -74,9 +68,7 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close_stage()
         if self._live.is_started:
             self._live.stop()
@@ -95,11 +87,8 @@ class LiveView:
     def update(
         self, done: float | None = None, total: float | None = None, seconds_left: float | None = None, **figures: float
     ) -> None:
-        """Report progress and figures: those of `_FIGURES`, such as reward and pass_rate, or any other.
-
-        `seconds_left` overrides the estimate from `done` and `total` until the next `done`, e.g. when the clock ends
-        the stage.
-        """
+        """Report progress and figures: those of `_FIGURES`, such as reward and pass_rate, or any other. `seconds_left`
+        overrides the estimate from `done` and `total` until the next `done`, e.g. when the clock ends the stage."""
         if done is not None:
             self._done, self._seconds_left = done, seconds_left
         self._total = self._total if total is None else total
@@ -120,11 +109,6 @@ class LiveView:
     def evaluated(self, done: int, total: int, passed: int) -> None:
         """The progress callback of `etude.evals.suite.evaluate`."""
         self.update(done=done, total=total, pass_rate=passed / max(done, 1))
-
-    @property
-    def console(self) -> Console:
-        """Where the view is drawn; print to it only after the view is closed."""
-        return self._console
 
     @property
     def stages(self) -> dict[str, float]:
@@ -190,13 +174,9 @@ class LiveView:
             body.append(table)
         clock = f" {duration(self._clock() - self._started)} "
         return Panel(
-            Group(*body),
-            title=Text(f" {self._title} ", "bold"),
-            title_align="left",
-            subtitle=Text(clock, "dim"),
-            subtitle_align="right",
-            border_style="dim",
-        )
+            Group(*body), title=Text(f" {self._title} ", "bold"), title_align="left", subtitle=Text(clock, "dim"),
+            subtitle_align="right", border_style="dim",
+        )  # fmt: skip
 
     def _stage_row(self) -> Text:
         text = Text()
@@ -222,9 +202,8 @@ class LiveView:
     def _figure_row(self, figures: Sequence[tuple[str, str]]) -> Text:
         text = Text()
         for label, value in figures:  # hard spaces: a label and its value stay on one line
-            text.append(f"{label} ".replace(" ", "\u00a0"), "dim").append(value.replace(" ", "\u00a0"), "bold").append(
-                "   "
-            )
+            text.append(f"{label} ".replace(" ", "\u00a0"), "dim").append(value.replace(" ", "\u00a0"), "bold")
+            text.append("   ")
         return text
 
 
@@ -253,10 +232,7 @@ def final_table(report: RunReport, where: Path | None = None) -> RenderableType:
         ("episodes", Text(", ".join(f"{inert(name)} {n:,}" for name, n in report.episodes.items()) or "none")),
         ("busy", Text(f"trainer {percent(busy.trainer, 0)}, engine {percent(busy.engine, 0)}")),
         ("weight versions", Text(f"{report.versions:,}, {byte_count(report.bytes_published)} shipped")),
-        (
-            "trainer–engine mismatch",
-            Text(", ".join(f"{name} {optional(value)}" for name, value in gaps.items())),
-        ),
+        ("trainer–engine mismatch", Text(", ".join(f"{name} {optional(value)}" for name, value in gaps.items()))),
         ("checks", _check_row(report.checks)),
         ("time", Text(duration(report.seconds))),
     ]
@@ -272,9 +248,9 @@ def _rate(rate: float | None, side: HeldOutSide | None, style: str = "") -> Text
     if rate is None:
         return Text("not measured", "dim")
     text = Text(percent(rate), style)
-    if side is None:
-        return text
-    return text.append(f"  95 %: {percent(side.interval.low)} to {percent(side.interval.high)}", "dim")
+    if side is not None:
+        text.append(f"  95 %: {percent(side.interval.low)} to {percent(side.interval.high)}", "dim")
+    return text
 
 
 def _difference(report: RunReport) -> Text:
@@ -290,7 +266,6 @@ def _difference(report: RunReport) -> Text:
 def _check_row(checks: dict[str, bool]) -> Text:
     text = Text()
     for name, holds in checks.items():
-        text.append(
-            f"{'✓' if holds else '✗ FAILED'} {inert(name).replace('_', ' ')}  ", "green" if holds else "bold red"
-        )
+        mark, style = ("✓", "green") if holds else ("✗ FAILED", "bold red")
+        text.append(f"{mark} {inert(name).replace('_', ' ')}  ", style)
     return text if checks else Text("none", "dim")

@@ -14,20 +14,17 @@ from etude.dashboard.charts import Format, Series, bar_chart, interval_chart, li
 from etude.dashboard.episodes import episode_cards
 from etude.dashboard.report import RunReport
 from etude.dashboard.text import byte_count, compact, duration, escape, optional, percent, points, signed
-from etude.dashboard.view import RunView, load_view
+from etude.dashboard.view import PROCESSES, RunView, load_view
 from etude.evals.stats import Estimate
 from etude.grading.cheats import NOTES, VIOLATIONS
 from etude.records import Outcome
 
-PROCESSES = ("controller", "engine", "trainer", "sandbox")  # lanes of the timeline, top to bottom
 _SHOWN_VERSIONS = 500
 
 
 def write_report(run_dir: Path, report: RunReport, view: RunView | None = None) -> Path:
-    """Writes `report.json` and `report.html` into the run folder; returns the path of the page.
-
-    Without `view` the page shows what the folder holds, but no episodes.
-    """
+    """Writes `report.json` and `report.html` into the run folder; returns the path of the page. Without `view` the page
+    shows what the folder holds, but no episodes."""
     page = render(report, view if view is not None else load_view(run_dir))
     (run_dir / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     path = run_dir / "report.html"
@@ -114,11 +111,8 @@ def _headline(report: RunReport) -> str:
     if report.pass_before is None and report.pass_after is None:
         return "Held-out pass rate not measured"
     before, after = ("–" if v is None else percent(v) for v in (report.pass_before, report.pass_after))
-    tone = _tone(report.paired_diff)
-    return (
-        f'Held-out pass rate <span class="num">{before}</span> <span class="arrow">→</span> '
-        f'<span class="num {tone}">{after}</span>'
-    )
+    arrow, tone = '<span class="arrow">→</span>', _tone(report.paired_diff)
+    return f'Held-out pass rate <span class="num">{before}</span> {arrow} <span class="num {tone}">{after}</span>'
 
 
 def _tone(difference: Estimate | None) -> str:
@@ -145,11 +139,10 @@ def _held_out(report: RunReport) -> str:
     figures = report.held_out
     sides = (("before", figures.before, 6), ("after", figures.after, 1))
     rows = [(label, side.interval, color) for label, side, color in sides if side is not None]
-    cards = (
-        [f'<div class="card"><h3>pass@1, held-out</h3>{interval_chart(rows, percent)}{_pass_k(report)}</div>']
-        if rows
-        else []
-    )
+    cards: list[str] = []
+    if rows:
+        chart = interval_chart(rows, percent)
+        cards.append(f'<div class="card"><h3>pass@1, held-out</h3>{chart}{_pass_k(report)}</div>')
     if (diff := report.paired_diff) is not None:
         color = {"good": 2, "bad": 5, "": 6}[_tone(diff)]
         better, worse = figures.better, figures.worse
@@ -217,14 +210,9 @@ def _checks(report: RunReport) -> str:
 
 
 def _line(
-    view: RunView,
-    title: str,
-    note: str,
-    names: Mapping[str, str],
-    fmt: Format = compact,
-    log: bool = False,
+    view: RunView, title: str, note: str, names: Mapping[str, str], fmt: Format = compact, log: bool = False,
     smooth: bool = True,
-) -> str:
+) -> str:  # fmt: skip
     """A chart of metrics, {name: label}."""
     series = [Series(label, view.series(name), color) for color, (name, label) in enumerate(names.items(), 1)]
     return line_chart(title, note, series, fmt, log, smooth)
@@ -244,12 +232,7 @@ def _learning(view: RunView) -> list[str]:
 
 def _behaviour(view: RunView) -> list[str]:
     edits = {"rollout/edits": "edits", "rollout/edit_errors": "refused", "rollout/undo": "undone"}
-    trouble = {
-        "rollout/retries": "retries",
-        "outcome/infra": "infra",
-        "outcome/timeout": "timeout",
-        "outcome/tampered": "tampered",
-    }
+    trouble = {"rollout/retries": "retries"} | {f"outcome/{end}": end for end in ("infra", "timeout", "tampered")}
     return [
         _line(view, "Turns", "per episode", {"rollout/turns": "turns"}),
         _line(view, "Tests run", "per episode, by the agent", {"rollout/tests_run": "tests run"}),
@@ -295,17 +278,13 @@ def _cheating(report: RunReport, view: RunView) -> str:
 def _speed(view: RunView) -> list[str]:
     busy = {"perf/trainer_busy": "trainer", "perf/engine_busy": "engine"}
     times = {"time/step": "step", "time/wait_for_batch": "waiting for a batch"}
+    held = [Series(name, points, color % 6 + 1) for color, (name, points) in enumerate(view.held().items())]
     return [
         _line(view, "Busy share", "of each step", busy, lambda v: percent(v, 0)),
         _line(view, "Engine throughput", "sampled tokens per second", {"perf/tokens_per_s": "tokens/s"}),
         _line(view, "Step time", "seconds", times),
-        _memory(view),
+        line_chart("Memory", "resident, by process", held, byte_count, smooth=False),
     ]
-
-
-def _memory(view: RunView) -> str:
-    series = [Series(name, points, color % 6 + 1) for color, (name, points) in enumerate(view.held().items())]
-    return line_chart("Memory", "resident, by process", series, byte_count, smooth=False)
 
 
 def _numerics(view: RunView) -> list[str]:
@@ -359,20 +338,14 @@ def _weights(report: RunReport, view: RunView) -> str:
     published = [step for step in view.steps if "weights/version" in step]
     if not published:
         return '<p class="card empty">No version was published.</p>'
-    rows = [
-        (
-            f"v{int(step['weights/version'])}",
-            [
-                str(step["step"]),
-                byte_count(step.get("weights/bytes", 0)),
-                _times(report.weights.bytes_whole, step.get("weights/bytes", 0)),
-                percent(step.get("weights/changed", 0)),
-                _milliseconds(report.weights.pauses.get(int(step["weights/version"]))),
-            ],
-        )
-        for step in published
-    ]
-    sizes = [(name, float(step.get("weights/bytes", 0))) for (name, _), step in zip(rows, published, strict=True)]
+    whole, rows, sizes = report.weights.bytes_whole, [], []
+    for step in published:
+        version, shipped = int(step["weights/version"]), step.get("weights/bytes", 0)
+        pause = report.weights.pauses.get(version)
+        ratio = f"{whole / shipped:.1f}x" if whole and shipped else ""  # how much smaller than a whole version
+        changed, stood = percent(step.get("weights/changed", 0)), "" if pause is None else f"{pause:.1f} ms"
+        rows.append((f"v{version}", [str(step["step"]), byte_count(shipped), ratio, changed, stood]))
+        sizes.append((f"v{version}", float(shipped)))
     charts = [
         bar_chart("Bytes per version", "full copies stand out", sizes, byte_count, color=3),
         _line(view, "Changed elements", "share of all, per version", {"weights/changed": "changed"}, percent),
@@ -382,15 +355,6 @@ def _weights(report: RunReport, view: RunView) -> str:
         f'{_grid(charts, wide=True)}<details class="card"><summary>All {len(published)} versions, '
         f'{byte_count(report.bytes_published)} in all</summary><div class="body tall">{table}</div></details>'
     )
-
-
-def _times(whole: int, shipped: float) -> str:
-    """How many times smaller than a whole version; empty if unknown."""
-    return f"{whole / shipped:.1f}x" if whole and shipped else ""
-
-
-def _milliseconds(pause: float | None) -> str:
-    return "" if pause is None else f"{pause:.1f} ms"
 
 
 def _episodes(view: RunView) -> str:

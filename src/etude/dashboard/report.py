@@ -11,14 +11,14 @@ from etude.records import Population, Record
 from etude.rollout.drift import Shift
 
 
-class Utilisation(Record):
+class Utilisation(Record, frozen=True):
     """Share of the training time that the process computed, 0 to 1."""
 
     trainer: float
     engine: float
 
 
-class MismatchSummary(Record):
+class MismatchSummary(Record, frozen=True):
     """Trainer against engine log-probabilities: means of k2 and k3, and the largest difference. Null: not measured."""
 
     k2: float | None
@@ -26,7 +26,7 @@ class MismatchSummary(Record):
     max_abs: float | None
 
 
-class CheatingFigures(Record):
+class CheatingFigures(Record, frozen=True):
     """What the detectors found in the training episodes; names are those of grading/cheats."""
 
     flags: dict[str, int]  # episodes by flag
@@ -38,7 +38,7 @@ class CheatingFigures(Record):
     shifts: tuple[Shift, ...]
 
 
-class RunSetup(Record):
+class RunSetup(Record, frozen=True):
     """What was run, and on what."""
 
     name: str = ""
@@ -47,14 +47,14 @@ class RunSetup(Record):
     hardware: str = ""
 
 
-class WeightFigures(Record):
+class WeightFigures(Record, frozen=True):
     """Sizes of the published versions, and the pauses that they cost the engines."""
 
     bytes_whole: int = 0  # of one whole version
     pauses: dict[int, float] = msgspec.field(default_factory=dict)  # ms that engines stood still, by version seen live
 
 
-class HeldOutSide(Record):
+class HeldOutSide(Record, frozen=True):
     """One evaluation of the held-out tasks."""
 
     interval: Estimate  # pass@1
@@ -63,7 +63,7 @@ class HeldOutSide(Record):
     outcomes: dict[str, int]  # episodes by outcome
 
 
-class HeldOutFigures(Record):
+class HeldOutFigures(Record, frozen=True):
     """The evaluations before and after training; null where one was left out."""
 
     before: HeldOutSide | None = None
@@ -75,7 +75,7 @@ class HeldOutFigures(Record):
     worse: int = 0
 
 
-class RunReport(Record):
+class RunReport(Record, frozen=True):
     """`report.json`. Shares are 0 to 1, times in seconds; what was not measured is null or empty."""
 
     seed: int
@@ -107,14 +107,10 @@ def held_out_figures(before: EvalResult | None, after: EvalResult | None) -> tup
         return HeldOutFigures(), None
     both = compare(before, after) if before is not None and after is not None else None
     figures = HeldOutFigures(
-        before=_side(before),
-        after=_side(after),
-        tasks=len(measured.tasks),
-        functions=len({task.function for task in measured.tasks}),
-        samples=measured.samples,
-        better=both.better if both else 0,
-        worse=both.worse if both else 0,
-    )
+        before=_side(before), after=_side(after), tasks=len(measured.tasks),
+        functions=len({task.function for task in measured.tasks}), samples=measured.samples,
+        better=both.better if both else 0, worse=both.worse if both else 0,
+    )  # fmt: skip
     return figures, both.difference if both else None
 
 

@@ -16,7 +16,7 @@ _ACTING = re.compile(
 
 def inert(text: str) -> str:
     """`text` with every character that acts replaced by one that shows it: ESC becomes ␛, U+202E becomes ⟨202E⟩."""
-    return _ACTING.sub(_picture, text)
+    return _ACTING.sub(lambda match: _picture(ord(match[0])), text)
 
 
 def escape(text: str) -> str:
@@ -98,8 +98,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def _picture(match: re.Match[str]) -> str:
-    code = ord(match[0])
+def _picture(code: int) -> str:
     if code < 0x20:
         return chr(0x2400 + code)
     return "␡" if code == 0x7F else f"⟨{code:04X}⟩"

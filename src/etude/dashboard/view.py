@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+PROCESSES = ("controller", "engine", "trainer", "sandbox")  # as they are listed, top to bottom
+
+
 @dataclass(frozen=True)
 class TimelineSpan:
     """One process was in one state from `start` to `end` (seconds; any origin that the whole file shares)."""
@@ -28,12 +31,9 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class ShownEpisode:
-    """An episode picked for reading.
-
-    `token_texts` holds one text per token over all segments in order; `advantage` is one figure for the episode or one
-    per token in the same order; None leaves the tokens untinted. `stage` groups episodes: "before", "training" or
-    "after".
-    """
+    """An episode picked for reading. `token_texts` holds one text per token over all segments in order; `advantage` is
+    one figure for the episode or one per token in the same order; None leaves the tokens untinted. `stage` groups
+    episodes: "before", "training" or "after"."""
 
     title: str
     episode: Episode
@@ -89,30 +89,20 @@ class RunView:
 
 
 def load_view(run_dir: Path, episodes: Sequence[ShownEpisode] = ()) -> RunView:
-    """The view of a run folder. Missing files read as empty, so a run that ended early still has a page.
-
-    Raises UserError if a file holds something else than its format.
-    """
+    """The view of a run folder. Missing files read as empty, so a run that ended early still has a page. Raises
+    UserError if a file holds something else than its format."""
     steps = _read_lines(run_dir / "metrics.jsonl", ("step", "time"))
     memory = _read_lines(run_dir / "memory.jsonl", ("step", "time"))
     spans = _read_lines(run_dir / "timeline.jsonl", ("process", "state", "start", "end"))
-    return RunView(
-        steps=tuple(sorted(steps, key=lambda line: line["step"])),
-        memory=tuple(memory),
-        timeline=tuple(
-            TimelineSpan(str(s["process"]), str(s["state"]), float(s["start"]), float(s["end"])) for s in spans
-        ),
-        episodes=tuple(episodes),
-    )
+    timeline = (TimelineSpan(str(s["process"]), str(s["state"]), float(s["start"]), float(s["end"])) for s in spans)
+    ordered = sorted(steps, key=lambda line: line["step"])
+    return RunView(tuple(ordered), tuple(memory), tuple(timeline), tuple(episodes))
 
 
 def show(
-    title: str,
-    episode: Episode,
-    tokenizer: Tokenizer,
-    advantage: float | Sequence[float] | None = None,
+    title: str, episode: Episode, tokenizer: Tokenizer, advantage: float | Sequence[float] | None = None,
     stage: str = "",
-) -> ShownEpisode:
+) -> ShownEpisode:  # fmt: skip
     """An episode with the text of each of its tokens."""
     ids = [int(i) for segment in episode.segments for i in segment.arrays()[0]]
     return ShownEpisode(title, episode, advantage, token_texts(tokenizer, ids), stage)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -19,7 +19,7 @@ from etude.corpus.retrieval import HELD_OUT, RetrievalOptions, RetrievalSample
 from etude.corpus.sources import fetch
 from etude.errors import UserError
 from etude.evals.retrieval import RetrievalResult, summary
-from etude.evals.stats import Estimate, paired_difference
+from etude.evals.stats import paired_difference
 from etude.renderers import renderer_for
 from etude.renderers.text import document_text
 
@@ -49,16 +49,9 @@ class RetrievalScore:
 
 
 def evaluate_retrieval(
-    models: Sequence[Path],
-    inference: EngineConfig,
-    *,
-    masks: Sequence[str],
-    repositories: Sequence[Path],
-    samples: int,
-    orders: int,
-    seed: int,
-    as_json: bool,
-) -> None:
+    models: Sequence[Path], inference: EngineConfig, *, masks: Sequence[str], repositories: Sequence[Path],
+    samples: int, orders: int, seed: int, as_json: bool,
+) -> None:  # fmt: skip
     """Prints shares of exact answers with 95 % intervals, and paired differences. Raises UserError."""
     from etude.models.loading import check_folder
 
@@ -75,7 +68,7 @@ def evaluate_retrieval(
     for score in scores:
         print(_line(score))
     for (a, b), difference in zip(pairs, differences, strict=True):
-        print(f"{_name(b)} minus {_name(a)}: {_percent(difference)}")
+        print(f"{_name(b)} minus {_name(a)}: {difference.percent}")
     if as_json:
         rows = [{"model": str(score.model), **msgspec.to_builtins(score.result)} for score in scores]
         paired = [
@@ -101,19 +94,14 @@ def questions(repositories: Sequence[Path], count: int, seed: int) -> list[Retri
 
 
 def measure(
-    model: Path,
-    samples: Sequence[RetrievalSample],
-    masks: Sequence[str],
-    orders: int,
-    seed: int,
+    model: Path, samples: Sequence[RetrievalSample], masks: Sequence[str], orders: int, seed: int,
     inference: EngineConfig = EngineConfig(),
-) -> list[RetrievalScore]:
+) -> list[RetrievalScore]:  # fmt: skip
     """Greedy answers of a model in an engine of its own. Order 0 is that of the samples, the others are random."""
     from etude.inference.engine.engine import load_engine
     from etude.models.loading import load_tokenizer
 
-    renderer, tokenizer = renderer_for(model), load_tokenizer(model)
-    encoder = tokenizer.backend_tokenizer
+    renderer, encoder = renderer_for(model), cast(Any, load_tokenizer(model)).backend_tokenizer
     encoder.encode_special_tokens = True  # text that spells a special token is text
     engine = load_engine(model, inference.model_copy(update={"max_batch": 64, "documents_mb": 1024}))
     engine.start()
@@ -159,12 +147,8 @@ def _line(score: RetrievalScore) -> str:
     result = score.result
     kinds = ", ".join(f"{kind} {100 * rate.mean:.1f} %" for kind, rate in result.kinds.items())
     orders = f", {100 * result.spread:.1f} points between {len(result.orders)} orders" if len(result.orders) > 1 else ""
-    return f"{_name(score)}: {_percent(result.exact)} of {result.questions} questions exact ({kinds}){orders}"
+    return f"{_name(score)}: {result.exact.percent} of {result.questions} questions exact ({kinds}){orders}"
 
 
 def _name(score: RetrievalScore) -> str:
     return f"{score.model}, {score.mask}"
-
-
-def _percent(estimate: Estimate) -> str:
-    return f"{100 * estimate.mean:.1f} % [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"

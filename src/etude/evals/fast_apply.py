@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from etude.config import EngineConfig
 from etude.corpus.edits.card import bin_name
 from etude.edits import examples as tables
@@ -51,29 +53,14 @@ class Applied:
         """Whether there is a file to grade."""
         return self.text is not None
 
-    @property
-    def right(self) -> bool:
-        """Whether a grade holds."""
-        return self.grade != EditGrade.FAIL
-
 
 def evaluate_edits(
-    models: Sequence[Path],
-    suite: Path,
-    inference: EngineConfig,
-    *,
-    form: str,
-    max_edits: int | None,
-    as_json: bool,
-    tests: Path | None = None,
-    split: str = "heldout",
-    judge: Judge | None = None,
-) -> None:
-    """Prints grades with 95 % intervals, by language, size and noise. Raises UserError.
-
-    `form` is how models write an edit. With `tests`, a task dataset, the edits are those that undo the mutations of its
-    split; `judge` is asked about answers that fail.
-    """
+    models: Sequence[Path], suite: Path, inference: EngineConfig, *, form: str, max_edits: int | None, as_json: bool,
+    tests: Path | None = None, split: str = "heldout", judge: Judge | None = None,
+) -> None:  # fmt: skip
+    """Prints grades with 95 % intervals, by language, size and noise. Raises UserError. `form` is how models write an
+    edit. With `tests`, a task dataset, the edits are those that undo the mutations of its split; `judge` is asked about
+    answers that fail."""
     dataset = None if tests is None else tested_edits.load(tests, split)
     whole = list(dataset.examples) if dataset else tables.load(SUITE if suite == Path("fast-apply") else suite)
     examples = whole[:max_edits]
@@ -89,10 +76,10 @@ def evaluate_edits(
         "results": [{"model": n, "seconds": round(seconds, 1), **summary(applied)} for n, applied, seconds in named],
     }  # fmt: skip
     if len(models) == 2:
-        sides = [[[a.grade == EditGrade.EXACT] for a in applied] for _, applied, _ in named[1:]]
-        difference = paired_difference(*sides, _clusters(examples))
-        print(f"second minus first, exact: {_percent(difference)}")
-        report["paired_diff"] = _plain(difference)
+        first, second = ([[a.grade == EditGrade.EXACT] for a in applied] for _, applied, _ in named[1:])
+        difference = paired_difference(first, second, _clusters(examples))
+        print(f"second minus first, exact: {difference.percent}")
+        report["paired_diff"] = msgspec.to_builtins(difference)
     if as_json:
         print(json.dumps(report))
 
@@ -189,13 +176,10 @@ def _graded(example: Example, text: str, tokens: int) -> Applied:
 def summary(applied: Sequence[Applied]) -> dict[str, object]:
     """Shares of all edits as JSON, and the exact share by group, with intervals over files."""
     count = len(applied)
-    groups = {
-        name: {key: _group(part) for key, part in sorted(_split(applied, keys).items())}
-        for name, keys in _GROUPS.items()
-    }
+    groups = {name: {k: _group(part) for k, part in sorted(_split(applied, f).items())} for name, f in _GROUPS.items()}
     return {
-        "exact": _plain(_rate(applied, lambda a: a.grade == EditGrade.EXACT)),
-        "right": _plain(_rate(applied, lambda a: a.right)),
+        "exact": msgspec.to_builtins(_exact(applied)),
+        "right": msgspec.to_builtins(_rate(applied, lambda a: a.grade != EditGrade.FAIL)),
         "grades": {str(g): sum(a.grade == g for a in applied) / count for g in EditGrade},
         "fits": sum(a.fits for a in applied) / count,
         "exact_of_those_that_fit": _group([a for a in applied if a.fits]),
@@ -224,11 +208,15 @@ def _split(applied: Sequence[Applied], keys: Callable[[Example], Sequence[str]])
 
 
 def _group(part: Sequence[Applied]) -> dict[str, object]:
-    return {"edits": len(part), **(_plain(_rate(part, lambda a: a.grade == EditGrade.EXACT)) if part else {})}
+    return {"edits": len(part), **(msgspec.to_builtins(_exact(part)) if part else {})}
 
 
 def _rate(applied: Sequence[Applied], right: Callable[[Applied], bool]) -> Estimate:
     return pass_rate([[right(a)] for a in applied], _clusters([a.example for a in applied]))
+
+
+def _exact(applied: Sequence[Applied]) -> Estimate:
+    return _rate(applied, lambda a: a.grade == EditGrade.EXACT)
 
 
 def _clusters(examples: Sequence[Example]) -> list[str]:
@@ -236,23 +224,14 @@ def _clusters(examples: Sequence[Example]) -> list[str]:
     return [f"{e.repository}/{e.path}" for e in examples]
 
 
-def _plain(estimate: Estimate) -> dict[str, float]:
-    return {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
-
-
-def _percent(e: Estimate) -> str:
-    return f"{100 * e.mean:.1f} % [{100 * e.low:.1f}, {100 * e.high:.1f}]"
-
-
 def _show(name: str, applied: Sequence[Applied], seconds: float, form: str) -> None:
     count, grades = len(applied), Counter(a.grade for a in applied)
     shares = ", ".join(f"{g} {100 * grades[g] / count:.1f} %" for g in EditGrade)
-    print(f"{name} ({form}), {count} edits: exact {_percent(_rate(applied, lambda a: a.grade == EditGrade.EXACT))}")
+    print(f"{name} ({form}), {count} edits: exact {_exact(applied).percent}")
     print(f"  first grade that holds: {shares}")
     fitting = [a for a in applied if a.fits]
     if len(fitting) < count and fitting:
-        rate = _percent(_rate(fitting, lambda a: a.grade == EditGrade.EXACT))
-        print(f"  {len(fitting)} fit the context: {rate} exact")
+        print(f"  {len(fitting)} fit the context: {_exact(fitting).percent} exact")
     stray = sum(a.outside > 0 for a in applied)
     print(f"  changes outside the hunks: {stray} answers; no usable answer: {sum(not a.answered for a in applied)}")
     if judgements := [a.verdict for a in applied if a.verdict is not None]:
@@ -262,4 +241,4 @@ def _show(name: str, applied: Sequence[Applied], seconds: float, form: str) -> N
         print(f"  {sum(a.tokens for a in applied)} tokens in {seconds:.0f} s")
     for title, keys in _GROUPS.items():
         for key, part in sorted(_split(applied, keys).items()):
-            print(f"  {title:14} {key:18} {len(part):4} {_percent(_rate(part, lambda a: a.grade == EditGrade.EXACT))}")
+            print(f"  {title:14} {key:18} {len(part):4} {_exact(part).percent}")

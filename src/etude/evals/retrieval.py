@@ -9,7 +9,7 @@ from etude.evals.stats import Estimate, pass_rate
 from etude.records import Record
 
 
-class RetrievalResult(Record):
+class RetrievalResult(Record, frozen=True):
     """One model under one mask. Rates are over all orders, with intervals at 95 % clustered by sample."""
 
     documents: str  # "full": a plain prompt; "own": each document sees itself only
@@ -39,12 +39,8 @@ def summary(
         return pass_rate([right[n] for n in numbers], [questions[n][0] for n in numbers], seed)
 
     return RetrievalResult(
-        documents=documents,
-        samples=len(samples),
-        questions=len(questions),
-        exact=rate(range(len(questions))),
+        documents=documents, samples=len(samples), questions=len(questions), exact=rate(range(len(questions))),
         kinds={kind: rate(numbers) for kind, numbers in sorted(by_kind.items())},
-        counts={kind: len(numbers) for kind, numbers in sorted(by_kind.items())},
-        orders=orders,
+        counts={kind: len(numbers) for kind, numbers in sorted(by_kind.items())}, orders=orders,
         spread=max(orders) - min(orders),
-    )
+    )  # fmt: skip

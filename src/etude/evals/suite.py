@@ -28,7 +28,7 @@ Attempt = Callable[[Task, int, int, int, int], Awaitable[Episode]]  # task, task
 Progress = Callable[[int, int, int], None]  # samples done, samples in all, samples passed
 
 
-class TaskResult(Record):
+class TaskResult(Record, frozen=True):
     """The samples of one task that count, in sample order; `lost` is how many infrastructure took."""
 
     id: str
@@ -37,7 +37,7 @@ class TaskResult(Record):
     lost: int
 
 
-class EvalResult(Record):
+class EvalResult(Record, frozen=True):
     """One measurement. As JSON (`msgspec.json.encode`):
 
     {"split": "heldout", "seed": 1, "samples": 4, "seconds": 21.7,
@@ -63,7 +63,7 @@ class EvalResult(Record):
     behaviour: dict[str, float]
 
 
-class Comparison(Record):
+class Comparison(Record, frozen=True):
     """Two measurements over the tasks that both have; `better`, `worse` and `same` count tasks by their pass rates."""
 
     before: Estimate
@@ -77,20 +77,11 @@ class Comparison(Record):
 
 
 async def evaluate(
-    context: RolloutContext,
-    *,
-    samples: int,
-    split: str = "heldout",
-    max_tasks: int | None = None,
-    seed: int = 0,
-    concurrency: int = 64,
-    progress: Progress | None = None,
-    on_episode: Callable[[Episode], None] | None = None,
-) -> EvalResult:
-    """Plays `samples` episodes of every task of `split`. `on_episode` is called with each counted episode.
-
-    Raises UserError if the split is empty and RuntimeError if infrastructure lost every episode.
-    """
+    context: RolloutContext, *, samples: int, split: str = "heldout", max_tasks: int | None = None, seed: int = 0,
+    concurrency: int = 64, progress: Progress | None = None, on_episode: Callable[[Episode], None] | None = None,
+) -> EvalResult:  # fmt: skip
+    """Plays `samples` episodes of every task of `split`. `on_episode` is called with each counted episode. Raises
+    UserError if the split is empty and RuntimeError if infrastructure lost every episode."""
     tasks = pick_tasks(context.dataset.tasks, split, max_tasks)
     if not tasks:
         name = context.dataset.name
@@ -107,16 +98,9 @@ async def evaluate(
 
 
 async def run_suite(
-    tasks: Sequence[Task],
-    attempt: Attempt,
-    *,
-    samples: int,
-    split: str,
-    seed: int,
-    concurrency: int,
-    progress: Progress | None = None,
-    on_episode: Callable[[Episode], None] | None = None,
-) -> EvalResult:
+    tasks: Sequence[Task], attempt: Attempt, *, samples: int, split: str, seed: int, concurrency: int,
+    progress: Progress | None = None, on_episode: Callable[[Episode], None] | None = None,
+) -> EvalResult:  # fmt: skip
     """`evaluate` over any way of playing one attempt. At most `concurrency` attempts are live at a time."""
     if samples < 1 or concurrency < 1:
         raise ValueError(f"an evaluation needs samples >= 1 and concurrency >= 1, got {samples} and {concurrency}")
@@ -162,15 +146,11 @@ def compare(before: EvalResult, after: EvalResult, seed: int = 0) -> Comparison:
     a, b = [first[name].passed for name in shared], [second[name].passed for name in shared]
     gains = [sum(y) / len(y) - sum(x) / len(x) for x, y in zip(a, b, strict=True)]
     return Comparison(
-        before=pass_rate(a, functions, seed),
-        after=pass_rate(b, functions, seed),
-        difference=paired_difference(a, b, functions, seed),
-        tasks=len(shared),
-        functions=len(set(functions)),
-        better=sum(gain > 0 for gain in gains),
-        worse=sum(gain < 0 for gain in gains),
+        before=pass_rate(a, functions, seed), after=pass_rate(b, functions, seed),
+        difference=paired_difference(a, b, functions, seed), tasks=len(shared), functions=len(set(functions)),
+        better=sum(gain > 0 for gain in gains), worse=sum(gain < 0 for gain in gains),
         same=sum(gain == 0 for gain in gains),
-    )
+    )  # fmt: skip
 
 
 def pick_tasks(tasks: Iterable[Task], split: str, max_tasks: int | None = None) -> list[Task]:
@@ -192,14 +172,9 @@ def _hash(text: str) -> int:
 
 
 def _summary(
-    tasks: Sequence[Task],
-    by_task: Sequence[Sequence[Episode]],
-    split: str,
-    seed: int,
-    samples: int,
-    retries: int,
+    tasks: Sequence[Task], by_task: Sequence[Sequence[Episode]], split: str, seed: int, samples: int, retries: int,
     seconds: float,
-) -> EvalResult:
+) -> EvalResult:  # fmt: skip
     kept = [[e for e in episodes if e.outcome is not Outcome.INFRA] for episodes in by_task]
     counted = [e for episodes in kept for e in episodes]
     if not counted:
@@ -210,18 +185,13 @@ def _summary(
     )
     measured = [result for result in results if result.passed]
     return EvalResult(
-        split=split,
-        seed=seed,
-        samples=samples,
-        seconds=seconds,
-        tasks=results,
+        split=split, seed=seed, samples=samples, seconds=seconds, tasks=results,
         pass_1=pass_rate([r.passed for r in measured], [r.function for r in measured], seed),
         pass_k=_pass_ks([r.passed for r in measured], samples),
-        outcomes=dict(Counter(str(e.outcome) for episodes in by_task for e in episodes)),
-        retries=retries,
+        outcomes=dict(Counter(str(e.outcome) for episodes in by_task for e in episodes)), retries=retries,
         stops=dict(Counter(str(e.stop_reason) for e in counted)),
         behaviour={name: sum(_behaviour(e, name) for e in counted) / len(counted) for name in BEHAVIOUR},
-    )
+    )  # fmt: skip
 
 
 def _pass_ks(results: Sequence[Sequence[bool]], samples: int) -> dict[int, float]:

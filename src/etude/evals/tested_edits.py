@@ -56,10 +56,8 @@ class Tested:
 
 
 def load(folder: Path, split: str) -> Tested:
-    """The edits that undo the mutations of a split; those that a sketch does not determine are left out.
-
-    Raises UserError if `folder` is no task dataset or gives no edit.
-    """
+    """The edits that undo the mutations of a split; those that a sketch does not determine are left out. Raises
+    UserError if `folder` is no task dataset or gives no edit."""
     dataset = datasets.load(folder)
     repository = Repository(dataset.name, dataset.manifest.licence, dataset.manifest.licence_source, "files", (), ())
     places: dict[str, tuple[Task, FunctionLines]] = {}

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
@@ -37,12 +37,22 @@ class AttentionLayout(Protocol):
         ...
 
 
-class SegmentLayout:
-    """The nodes of `graph` in one row [1, T]. Every one of them also sees the tokens of `prefix` wholly.
+class CausalLayout:
+    """Plain causal attention of rows; it keeps the keys of each layer, after rotation."""
 
-    `prefix` lists the keys and values of forward passes made before, in layout order. With `keep`, `kept` holds those
-    of this pass, for passes below it. Build it once per pass: the blocks serve every layer and the backward pass.
-    """
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+        """Attention output, [B, H, T, D]."""
+        self.keys[layer] = key_BKTD
+        return causal(query_BHTD, key_BKTD, value_BKTD, scale)
+
+
+class SegmentLayout:
+    """The nodes of `graph` in one row [1, T]. Every one of them also sees the tokens of `prefix` wholly. `prefix` lists
+    the keys and values of forward passes made before, in layout order. With `keep`, `kept` holds those of this pass,
+    for passes below it. Build it once per pass: the blocks serve every layer and the backward pass."""
 
     def __init__(self, graph: Graph, prefix: Sequence[KeyValues] = (), *, keep: bool = False) -> None:
         self.graph, self.prefix = graph, tuple(prefix)
@@ -79,12 +89,10 @@ class SegmentLayout:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Attention over the blocks of a mask, on the CPU: one call of torch's flash kernel per block, none on padding.
-
-    A query's blocks are merged by their log-sum-exp. The backward pass gives the kernel the merged output and
+    """Attention over the blocks of a mask, on the CPU: one call of torch's flash kernel per block, none on padding. A
+    query's blocks are merged by their log-sum-exp. The backward pass gives the kernel the merged output and
     log-sum-exp, from which it recomputes the probabilities of the whole softmax: so every block yields its exact share
-    of the gradients (FlashAttention-2, arXiv:2307.08691, algorithm 2, whose loop over key blocks this is).
-    """
+    of the gradients (FlashAttention-2, arXiv:2307.08691, algorithm 2, whose loop over key blocks this is)."""
 
     @staticmethod
     def forward(
@@ -131,11 +139,8 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-    """Causal attention of whole rows; padding on the right needs no mask, for no real token sees it.
-
-    With fewer queries than keys, the queries are those of the last keys. In batch-invariant mode, in the
-    engine's bits.
-    """
+    """Causal attention of whole rows; padding on the right needs no mask, for no real token sees it. With fewer queries
+    than keys, the queries are those of the last keys. In batch-invariant mode, in the engine's bits."""
     count, end = query_BHTD.shape[2], key_BKTD.shape[2]
     blocks = [Block(0, count, end - count, end, True), Block(0, count, 0, end - count, False)]
     if batch_invariant.is_on():
@@ -160,23 +165,11 @@ def causal(query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: floa
 
 
 def etude_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    layout: AttentionLayout | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **options: object,
-) -> tuple[Tensor, None]:
-    """The function that transformers calls in every attention layer.
-
-    Raises ValueError for what it does not compute: dropout, soft-capping, attention sinks, a sliding window shorter
-    than the row.
-    """
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
+    layout: AttentionLayout | None = None, dropout: float = 0.0, sliding_window: int | None = None, **options: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The function that transformers calls in every attention layer. Raises ValueError for what it does not compute:
+    dropout, soft-capping, attention sinks, a sliding window shorter than the row."""
     if attention_mask is not None:
         raise ValueError("pass a layout instead of an attention mask; rows are padded on the right")
     if dropout:

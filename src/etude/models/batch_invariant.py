@@ -17,30 +17,37 @@ Suffixes as in `etude.models.attention`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from etude.models.kernels import BLOCK, paged_attention
 
 TILE = 16
 _SOME = 512  # rows of the head that its precision is measured on
 
+T = TypeVar("T")
 _on: ContextVar[bool] = ContextVar("etude_batch_invariant", default=False)
 
 
 @contextmanager
-def batch_invariant(on: bool = True) -> Iterator[None]:
-    """Inside, attention and experts are batch-invariant if `on`; passes must be padded by `padding`."""
-    token = _on.set(on)
+def within(variable: ContextVar[Any], value: T) -> Iterator[T]:
+    """Inside, the variable has this value."""
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _on.reset(token)
+        variable.reset(token)
+
+
+def batch_invariant(on: bool = True) -> AbstractContextManager[bool]:
+    """Inside, attention and experts are batch-invariant if `on`; passes must be padded by `padding`."""
+    return within(_on, on)
 
 
 def is_on() -> bool:
@@ -48,7 +55,7 @@ def is_on() -> bool:
     return _on.get()
 
 
-def possible(model: nn.Module) -> bool:
+def possible(model: Any) -> bool:
     """Whether the mode is for this model: on the CPU, in float32, plain experts, keys as wide as values."""
     one, config = next(model.parameters()), model.config
     widths = {getattr(config, name, None) for name in ("v_head_dim", "head_dim")} - {None}
@@ -56,7 +63,7 @@ def possible(model: nn.Module) -> bool:
     return one.device.type == "cpu" and one.dtype == torch.float32 and plain and len(widths) < 2
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_plain(module: Any) -> bool:
     """Gated experts without bias, stored [experts, out, in], gate before up."""
     special = module.is_transposed or module.has_bias or module.has_post_expert_norm or module._is_expert_parallel
     return module.has_gate and module.is_concatenated and not special
@@ -85,11 +92,9 @@ def log_probs(logits_SV: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def float32_head(model: nn.Module, taken: Callable[[Tensor, Tensor], Tensor] | None = None) -> bool:
-    """Whether `taken`, or else `head`, computes this model's logits in float32: measured, against float64.
-
-    bfloat16 is off by some 4e-3 of the largest logit, TF32 by 5e-4, float32 by less than 1e-5.
-    """
+def float32_head(model: Any, taken: Callable[[Tensor, Tensor], Tensor] | None = None) -> bool:
+    """Whether `taken`, or else `head`, computes this model's logits in float32: measured, against float64. bfloat16 is
+    off by some 4e-3 of the largest logit, TF32 by 5e-4, float32 by less than 1e-5."""
     weight_VD = model.get_output_embeddings().weight[:_SOME]
     noise = torch.Generator().manual_seed(0)
     for rows in (TILE, 4 * TILE):  # few and many may be computed in different ways
@@ -101,7 +106,7 @@ def float32_head(model: nn.Module, taken: Callable[[Tensor, Tensor], Tensor] | N
     return True
 
 
-def experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+def experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """Weighted sum of the chosen experts' outputs, [T, D], of plain experts."""
     flat = index_TK.reshape(-1)
     order = flat.argsort(stable=True)

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from etude.models import attention_kernel, batch_invariant, gemm
-from etude.models.attention import KeyValues, causal
+from etude.models.attention import CausalLayout, KeyValues, causal
 from etude.models.experts import few_shapes, observe
 from etude.models.kernels import BLOCK, place
 from etude.models.segments import Graph
@@ -42,7 +43,7 @@ class Rotation:
 
     def __init__(self, model: PreTrainedModel) -> None:
         decoder = model.get_decoder()
-        self._table = decoder.rotary_emb
+        self._table: Any = decoder.rotary_emb
         self._apply = sys.modules[type(decoder).__module__].apply_rotary_pos_emb
         self._like = next(model.parameters()).new_empty(0, dtype=model.dtype)
         self._head_dim = key_shape(model.config)[1]
@@ -110,11 +111,9 @@ def key_shape(config: PretrainedConfig) -> tuple[int, int]:
 def compute(
     model: PreTrainedModel, rotation: Rotation, parts: Sequence[tuple[CachedDocument, int]], routes: bool = False
 ) -> None:
-    """The next `count` tokens of each document, in one pass [1, sum of counts] beside each other.
-
-    `routes`: their expert ids, too. In batch-invariant mode the bits of a document are the same however it is
-    cut and beside whatever it is computed.
-    """
+    """The next `count` tokens of each document, in one pass [1, sum of counts] beside each other. `routes`: their
+    expert ids, too. In batch-invariant mode the bits of a document are the same however it is cut and beside whatever
+    it is computed."""
     device = parts[0][0].keys_LKnD.device
     ids_N = np.concatenate([d.ids_n[d.computed : d.computed + count] for d, count in parts])
     padded_N = np.pad(ids_N, (0, gemm.padding(len(ids_N), device, model.dtype)))
@@ -123,9 +122,8 @@ def compute(
         model.get_decoder()(
             input_ids=torch.from_numpy(padded_N).to(device)[None],
             position_ids=torch.zeros((1, len(padded_N)), dtype=torch.int64, device=device),
-            layout=_Apart(rotation, parts),
-            use_cache=False,
-        )
+            layout=_Apart(rotation, parts), use_cache=False,
+        )  # fmt: skip
     experts_NEK = choices.stacked() if choices is not None and choices.layers else None
     at = 0
     for document, count in parts:
@@ -159,11 +157,9 @@ class _Apart:
 
 
 class PlacedDocuments:
-    """The layout of one row that begins with documents, computed and placed as the engine does it, with gradients.
-
-    In batch-invariant mode the row's bits are then those of the engine. The tokens of its documents must claim to stand
-    at position 0: `positions_T`. Raises ValueError for a graph that is not that of one row.
-    """
+    """The layout of one row that begins with documents, computed and placed as the engine does it, with gradients. In
+    batch-invariant mode the row's bits are then those of the engine. The tokens of its documents must claim to stand at
+    position 0: `positions_T`. Raises ValueError for a graph that is not that of one row."""
 
     kept: KeyValues | None = None  # no pass hangs below such a row
 
@@ -188,17 +184,6 @@ class PlacedDocuments:
         outs.append(causal(query_BHTD[:, :, begin:end], torch.cat(keys, dim=2), value_BKTD[:, :, :end], scale))
         padding = query_BHTD[:, :, end:]
         return torch.cat([*outs, torch.zeros_like(padding)], dim=2)
-
-
-class _Kept:
-    """Plain causal attention that keeps the rotated keys."""
-
-    def __init__(self) -> None:
-        self.keys: dict[int, Tensor] = {}
-
-    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-        self.keys[layer] = key_BKTD
-        return causal(query_BHTD, key_BKTD, value_BKTD, scale)
 
 
 def token_bytes(config: PretrainedConfig, itemsize: int) -> int:
@@ -236,7 +221,7 @@ def _rotates_alike(model: PreTrainedModel) -> bool:
     rotation = Rotation(model)
     document = empty_document(model, [i % model.config.vocab_size for i in range(_PROBED)])
     compute(model, rotation, [(document, _PROBED)])
-    angles, kept, device = rotation.angles(_PROBED), _Kept(), document.keys_LKnD.device
+    angles, kept, device = rotation.angles(_PROBED), CausalLayout(), document.keys_LKnD.device
     ids_1n = torch.from_numpy(document.ids_n).to(device)[None]
     position_1n = torch.arange(_PROBED, device=device)[None]
     model.get_decoder()(input_ids=ids_1n, position_ids=position_1n, layout=kept, use_cache=False)

@@ -7,36 +7,26 @@ tokens per expert (a token of a shared prompt once for every row it stands for).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from etude.models import batch_invariant, gemm
 
 NAME = "etude"
 _MOST_PADDING = 4  # times the tokens
-
-
 _few_shapes: ContextVar[bool] = ContextVar("etude_few_shapes", default=False)
 
 
-@contextmanager
-def few_shapes() -> Iterator[None]:
-    """Inside, experts are padded to one number of tokens, a multiple of `gemm.ROUND_NARROW`.
-
-    oneDNN compiles its bfloat16 kernels for each shape, which takes milliseconds, and the counts of the experts are
-    ever new ones.
-    """
-    token = _few_shapes.set(True)
-    try:
-        yield
-    finally:
-        _few_shapes.reset(token)
+def few_shapes() -> AbstractContextManager[bool]:
+    """Inside, experts are padded to one number of tokens, a multiple of `gemm.ROUND_NARROW`. oneDNN compiles its
+    bfloat16 kernels for each shape, which takes milliseconds, and the counts of the experts are ever new ones."""
+    return batch_invariant.within(_few_shapes, True)
 
 
 class Choices:
@@ -62,18 +52,12 @@ class Choices:
 _choices: ContextVar[Choices | None] = ContextVar("etude_expert_choices", default=None)
 
 
-@contextmanager
-def observe() -> Iterator[Choices]:
+def observe() -> AbstractContextManager[Choices]:
     """Keep the experts of the forward pass inside; no layer, then, for a dense model."""
-    choices = Choices()
-    token = _choices.set(choices)
-    try:
-        yield choices
-    finally:
-        _choices.reset(token)
+    return batch_invariant.within(_choices, Choices())
 
 
-def etude_experts(module: nn.Module, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
+def etude_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """Weighted sum of the chosen experts' outputs, [T, D]. Gradients flow to tokens, experts and router weights."""
     choices = _choices.get()
     if choices is not None:
@@ -119,7 +103,7 @@ def _rounded(rows: int, size: int) -> int:
     return rows + -rows % size
 
 
-def _each(module: nn.Module, sorted_ND: Tensor, counts: list[int]) -> Tensor:
+def _each(module: Any, sorted_ND: Tensor, counts: list[int]) -> Tensor:
     """The experts one after the other, their rows filled up with others' to a multiple of `gemm.ROUND`."""
     out_ND = torch.empty_like(sorted_ND)
     start = 0
@@ -135,7 +119,7 @@ def _each(module: nn.Module, sorted_ND: Tensor, counts: list[int]) -> Tensor:
     return out_ND
 
 
-def _one_token(module: nn.Module, hidden_1D: Tensor, experts: list[int], weight_1K: Tensor) -> Tensor:
+def _one_token(module: Any, hidden_1D: Tensor, experts: list[int], weight_1K: Tensor) -> Tensor:
     """A row that decodes alone: sorting it for a grouped GEMM would take longer than the experts do."""
     outs = []
     for expert in experts:

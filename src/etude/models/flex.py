@@ -32,10 +32,8 @@ class Tiles(NamedTuple):
 
 
 def visible(graph: Graph, above: int, device: torch.device | str) -> Callable[..., Tensor]:
-    """The rule of the segment graph as a `mask_mod`; `above` keys that all queries see come first.
-
-    It holds tensors only: a number would be compiled in, and every graph compiled for itself.
-    """
+    """The rule of the segment graph as a `mask_mod`; `above` keys that all queries see come first. It holds tensors
+    only: a number would be compiled in, and every graph compiled for itself."""
     nodes = len(graph.nodes)
     # The keys above are of a node more, which all see; it stands also for a second one where the graph has a single.
     sees_NN = np.pad(graph.sees_NN, ((0, 1), (0, 1)))
@@ -53,10 +51,8 @@ def visible(graph: Graph, above: int, device: torch.device | str) -> Callable[..
 
 
 def tiles(graph: Graph, above: int) -> Tiles:
-    """The tiles of a graph's queries and keys, `above` keys that all queries see first; at least two each way.
-
-    Pairs are counted, none is written out.
-    """
+    """The tiles of a graph's queries and keys, `above` keys that all queries see first; at least two each way. Pairs
+    are counted, none is written out."""
     pairs_QS = np.zeros([max(2, -(-count // TILE)) for count in (graph.length, above + graph.length)], np.int64)
     whole = [Block(0, graph.length, -above, 0, False)] if above else []
     for block in (*graph.blocks, *whole):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from etude.models import batch_invariant
-from etude.models.attention import AttentionLayout, causal
+from etude.models.attention import AttentionLayout, CausalLayout
 from etude.models.gemm import gated, product, three
 
 _LANES, _SUMS = 8, 4  # PyTorch adds squares up in four vectors of eight, and begins new ones
@@ -158,13 +158,6 @@ def _attended(module: Any, hidden_TD: Tensor, where: tuple[Tensor, Tensor], layo
     return product(out_TD, parts["o_proj"]._parameters["weight"])
 
 
-class _Causal:
-    """Plain attention, as the layout of the comparison."""
-
-    def attend(self, layer: int, query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
-        return causal(query_BHTD, key_BKTD, value_BKTD, scale)
-
-
 def _same_attention(module: Any) -> bool:
     """Whether the layer has the parts that `_attention` reads, and nothing that changes its output."""
     parts: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
@@ -182,10 +175,11 @@ def _same_attention(module: Any) -> bool:
     more = any(getattr(module, name, None) for name in ("sliding_window", "attention_dropout"))
     if given != ["hidden_states", "position_embeddings", "attention_mask", "past_key_values"] or more:
         return False
+    both = _attention, type(module).forward
     for rows in _SIZES:
         x, angles = _sample(1, rows, q.in_features), _sample(1, rows, module.head_dim // 2)
-        where = tuple(torch.cat((f(angles), f(angles)), dim=-1) for f in (torch.cos, torch.sin))
-        (one, _), (other, _) = (f(module, x, where, None, layout=_Causal()) for f in (_attention, type(module).forward))
+        cos, sin = (torch.cat((f(angles), f(angles)), dim=-1) for f in (torch.cos, torch.sin))
+        (one, _), (other, _) = (f(module, x, (cos, sin), None, layout=CausalLayout()) for f in both)
         if not torch.equal(one, other):
             return False
     return True
@@ -229,7 +223,8 @@ def _layer(
     parts = module._modules
     attention, where = parts["self_attn"], position_embeddings
     if (
-        layout is None or where is None or not hidden_states.is_contiguous() or any(_hooked(p) for p in parts.values())
+        layout is None or where is None or not hidden_states.is_contiguous()
+        or any(part._forward_hooks or part._forward_pre_hooks for part in parts.values())
         or not _simple(attention, hidden_states, where, attention_mask, past_key_values)
     ):  # fmt: skip
         return type(module).forward(
@@ -244,11 +239,6 @@ def _layer(
         return (hidden_TD + mlp(normed_TD.unsqueeze(0))[0]).unsqueeze(0)
     gate, up, down = (inner[name]._parameters["weight"] for name in ("gate_proj", "up_proj", "down_proj"))
     return (hidden_TD + gated(mlp.act_fn, normed_TD, gate, up, down)).unsqueeze(0)
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Whether the module has hooks on its input or output."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _normed(module: Any, x_TD: Tensor) -> Tensor:
@@ -272,10 +262,11 @@ def _same_layer(module: Any) -> bool:
     linear = all(type(part) is nn.Linear and part.bias is None for part in inner.values())
     if "down_proj" in inner and (set(inner) != {"gate_proj", "up_proj", "down_proj"} or not linear):
         return False
+    both = _layer, type(module).forward
     for rows in _SIZES:
         x, angles = _sample(1, rows, attention.q_proj.in_features), _sample(1, rows, attention.head_dim // 2)
-        where = tuple(torch.cat((f(angles), f(angles)), dim=-1) for f in (torch.cos, torch.sin))
-        one, other = (f(module, x, position_embeddings=where, layout=_Causal()) for f in (_layer, type(module).forward))
+        cos, sin = (torch.cat((f(angles), f(angles)), dim=-1) for f in (torch.cos, torch.sin))
+        one, other = (f(module, x, position_embeddings=(cos, sin), layout=CausalLayout()) for f in both)
         if not isinstance(other, Tensor) or not torch.equal(one, other):
             return False
     return True

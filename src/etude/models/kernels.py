@@ -81,10 +81,8 @@ def paged_attention(head_dim: int) -> Callable[..., None]:
     def attend(  # type: ignore[no-untyped-def]
         query_NHD, keys, values, table, row_N, position_N, scale, out_NHD
     ) -> None:
-        """Let each of N tokens attend to its row up to itself.
-
-        keys, values: [blocks, K, BLOCK, D]; table: int32 [rows, blocks of a row]; all else float32 and contiguous.
-        """
+        """Let each of N tokens attend to its row up to itself. keys, values: [blocks, K, BLOCK, D]; table: int32 [rows,
+        blocks of a row]; all else float32 and contiguous."""
         N, H, _ = query_NHD.shape
         K = keys.shape[1]
         group = H // K
@@ -172,10 +170,8 @@ def place(  # type: ignore[no-untyped-def]
     keys_LKnD, values_LKnD, cos_TD, sin_TD, first, start, pages_P, keys, values
 ) -> None:
     """Tokens from `first` on of a run that begins at position `start` of a row into the row's pages, keys rotated.
-
     Token n is rotated by the angles of position start + n, in halves: a pair is (i, i + D/2). keys, values: of all
-    layers, [L, blocks, K, BLOCK, D].
-    """
+    layers, [L, blocks, K, BLOCK, D]."""
     layers, heads, length, size = keys_LKnD.shape
     half = size // 2
     for layer in range(layers):

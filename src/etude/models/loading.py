@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any, cast
 
 import blake3
 import torch
@@ -23,22 +24,16 @@ def load_model(
     path: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
     """The causal language model of a Hugging Face folder, in evaluation mode, running our attention and experts.
-
     Weights stored in a narrower type are widened exactly. Raises UserError for a folder that is missing, incomplete or
-    damaged, or whose architecture transformers does not know.
-    """
+    damaged, or whose architecture transformers does not know."""
     root = Path(path)
     check_folder(root)
     transformers_logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            root,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            experts_implementation=experts.NAME,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+            root, dtype=dtype, attn_implementation=attention.NAME, experts_implementation=experts.NAME,
+            local_files_only=True, output_loading_info=True,
+        )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         raise UserError(f"{root} cannot be loaded as a causal language model: {_first_line(e)}") from e
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -61,10 +56,8 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
 
 
 def model_id(path: Path | str) -> str:
-    """Names a folder's configuration and vocabulary, not its weights: 32 hexadecimal digits.
-
-    Where it differs, the same weights mean something else, even if every shape is equal. Raises UserError.
-    """
+    """Names a folder's configuration and vocabulary, not its weights: 32 hexadecimal digits. Where it differs, the same
+    weights mean something else, even if every shape is equal. Raises UserError."""
     root = Path(path)
     check_folder(root)
     try:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
     return routers
 
 
-def shape(model: nn.Module) -> tuple[int, int]:
+def shape(model: Any) -> tuple[int, int]:
     """MoE layers and experts of a token. Raises UserError for a dense model."""
     layers = len(routers(model))
     if not layers:
@@ -87,11 +88,9 @@ def shape(model: nn.Module) -> tuple[int, int]:
 def replay(
     model: nn.Module, routes_TLK: np.ndarray | None, weight_T: Tensor, *, plausible: float = PLAUSIBLE
 ) -> Iterator[ReplayStatistics]:
-    """Inside, the model's next forward pass, over T tokens, takes `routes_TLK`: ids, `MISSING` or `UNFED`.
-
-    `weight_T` says how many rows a token stands for. `plausible` 0 believes every record, 1 takes only experts that are
-    as good as the router's own. Without routes nothing is hooked. Raises RunFailed for routes of another model.
-    """
+    """Inside, the model's next forward pass, over T tokens, takes `routes_TLK`: ids, `MISSING` or `UNFED`. `weight_T`
+    says how many rows a token stands for. `plausible` 0 believes every record, 1 takes only experts that are as good as
+    the router's own. Without routes nothing is hooked. Raises RunFailed for routes of another model."""
     sums = ReplayStatistics()
     if routes_TLK is None:
         yield sums

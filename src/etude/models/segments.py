@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -129,7 +129,10 @@ class Graph:
     @property
     def pairs(self) -> int:
         """Pairs of a query and a key that it sees."""
-        return sum(_pairs(block) for block in self.blocks)
+        count = 0
+        for q0, q1, k0, k1, causal in self.blocks:
+            count += (q1 - q0) * (q1 - q0 + 1) // 2 if causal else (q1 - q0) * (k1 - k0)
+        return count
 
     def part(self, chosen: Sequence[int]) -> Graph:
         """The subgraph of the chosen nodes, in increasing order; what they see outside is left out."""
@@ -149,11 +152,9 @@ def row_graph(row: np.ndarray, documents: Sequence[int]) -> Graph:
 
 @dataclass(frozen=True)
 class Trie:
-    """A prefix tree in depth-first order: `graph`, and per row (in the order given) the nodes from root to its end.
-
-    The first `documents` nodes are documents, which see nothing: a row's path begins with its own, and a root of the
-    tree sees those of its rows.
-    """
+    """A prefix tree in depth-first order: `graph`, and per row (in the order given) the nodes from root to its end. The
+    first `documents` nodes are documents, which see nothing: a row's path begins with its own, and a root of the tree
+    sees those of its rows."""
 
     graph: Graph
     paths: tuple[tuple[int, ...], ...]
@@ -182,12 +183,9 @@ class Trie:
 
 
 def trie(
-    rows: Sequence[np.ndarray],
-    min_share: int = MIN_SHARE,
-    *,
-    marks: Sequence[np.ndarray] | None = None,
+    rows: Sequence[np.ndarray], min_share: int = MIN_SHARE, *, marks: Sequence[np.ndarray] | None = None,
     documents: Sequence[tuple[int, ...]] | None = None,
-) -> Trie:
+) -> Trie:  # fmt: skip
     """The prefix tree of rows of token ids: equal beginnings of at least `min_share` tokens become one node.
 
     Shorter common runs stay with each branch. Rows may be equal, empty, or beginnings of each other: a row ends with
@@ -279,21 +277,9 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 
 def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
     """First and last of every run of consecutive indices."""
-    first = last = -1
-    for i in indices:
-        if first >= 0 and i != last + 1:
-            yield first, last
-            first = i
-        elif first < 0:
-            first = i
-        last = i
-    if first >= 0:
-        yield first, last
-
-
-def _pairs(block: Block) -> int:
-    queries = block.q1 - block.q0
-    return queries * (queries + 1) // 2 if block.causal else queries * (block.k1 - block.k0)
+    for _, run in groupby(enumerate(indices), lambda place: place[1] - place[0]):
+        members = [index for _, index in run]
+        yield members[0], members[-1]
 
 
 def _concatenate(parts: list[np.ndarray]) -> np.ndarray:

@@ -2,8 +2,3 @@
 
 The controller, agents and tools use `EngineClient`; the inference server shares the types of `wire`.
 """
-
-from etude.protocol.client import EngineClient, EngineError
-from etude.protocol.wire import GenerateRequest, SequenceScores
-
-__all__ = ["EngineClient", "EngineError", "GenerateRequest", "SequenceScores"]

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 import httpx2
@@ -30,11 +29,9 @@ class EngineError(Exception):
 
 
 class EngineClient:
-    """Talks to one or several inference servers that serve the same model.
-
-    A session stays on one server, where its keys and values are; a new one goes to the server with the fewest calls
-    in flight. The session of a request without one is the asyncio task that sends it: an agent loop runs in one task.
-    """
+    """Talks to one or several inference servers that serve the same model. A session stays on one server, where its
+    keys and values are; a new one goes to the server with the fewest calls in flight. The session of a request without
+    one is the asyncio task that sends it: an agent loop runs in one task."""
 
     def __init__(self, base_urls: Sequence[str]) -> None:
         if not base_urls:
@@ -50,9 +47,7 @@ class EngineClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -62,12 +57,10 @@ class EngineClient:
     async def generate(
         self, request: GenerateRequest, timeout: float, on_tokens: Callable[[list[int]], None] | None = None
     ) -> Generation:
-        """Samples one answer; `on_tokens` is called with the sampled ids as they come.
-
-        A request without a session belongs to the calling task's. A server that cannot be reached is tried again until
-        the deadline. Raises TimeoutError after `timeout` seconds, EngineError if no server could be reached in that
-        time, or if one refused the request.
-        """
+        """Samples one answer; `on_tokens` is called with the sampled ids as they come. A request without a session
+        belongs to the calling task's. A server that cannot be reached is tried again until the deadline. Raises
+        TimeoutError after `timeout` seconds, EngineError if no server could be reached in that time, or if one refused
+        the request."""
         session = request.session if request.session is not None else self._task_session()
         body = msgspec.msgpack.encode(msgspec.structs.replace(request, session=session, stream=on_tokens is not None))
         url = self._server(session)
@@ -85,11 +78,9 @@ class EngineClient:
             raise EngineError(f"{url} sent an answer that is not a generation: {e}") from None
 
     async def score(self, url: str, sequences: Sequence[list[int]], timeout: float) -> SequenceScores | None:
-        """Log-probabilities of these sequences under the server's weights.
-
-        None if another version came while it scored. Raises TimeoutError after `timeout` seconds, EngineError if the
-        server cannot be reached, refuses, or answers another question.
-        """
+        """Log-probabilities of these sequences under the server's weights. None if another version came while it
+        scored. Raises TimeoutError after `timeout` seconds, EngineError if the server cannot be reached, refuses, or
+        answers another question."""
         body = msgspec.msgpack.encode(ScoreRequest(sequences=tuple(sequences)))
         response = await self._post(f"{url.rstrip('/')}/score", body, timeout)
         if response.status_code == CONFLICT:

@@ -19,12 +19,10 @@ CONFLICT = 409
 
 
 class GenerateRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """At most `max_tokens` tokens after `ids`, the stop token included.
-
-    `documents` stand before `ids`, in their order; each sees itself alone and is computed once for all requests
-    (docs/documents.md). `session` names the episode, whose older keys and values the request may reuse. `routes_from`
-    asks for the experts of the positions from there on, those of documents counted. `stream` asks for frames (`frame`).
-    """
+    """At most `max_tokens` tokens after `ids`, the stop token included. `documents` stand before `ids`, in their order;
+    each sees itself alone and is computed once for all requests (docs/documents.md). `session` names the episode, whose
+    older keys and values the request may reuse. `routes_from` asks for the experts of the positions from there on,
+    those of documents counted. `stream` asks for frames (`frame`)."""
 
     ids: list[int]
     max_tokens: int

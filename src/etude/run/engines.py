@@ -17,19 +17,15 @@ def server_config(folder: Path, config: RLConfig, number: int) -> ServerConfig:
     inference, key = config.inference, config.weights.signing_key
     engine = inference.model_dump(exclude=set(InferenceConfig.model_fields) - set(ServerConfig.model_fields))
     source = WeightSource(
-        weights=f"{config.store or folder}/weights",
-        relay=config.weights.relay,
+        weights=f"{config.store or folder}/weights", relay=config.weights.relay,
         public_key=Path(f"{key}.pub") if key else None,
         accepted=folder / f"accepted-{number}.json" if key else None,
-    )
+    )  # fmt: skip
     own = {
-        "model": config.model.path,
-        "port": inference.port and inference.port + number,
-        "max_length": config.rollout.context,
-        "deterministic": config.deterministic,
+        "model": config.model.path, "port": inference.port and inference.port + number, "source": source,
+        "max_length": config.rollout.context, "deterministic": config.deterministic,
         "routes": config.trainer.router_replay,
-        "source": source,
-    }
+    }  # fmt: skip
     return ServerConfig.model_validate(engine | own)
 
 
@@ -45,10 +41,8 @@ def start_engines(folder: Path, config: RLConfig, logs: Path) -> tuple[list[proc
 
 
 def spawn_engine(config: ServerConfig, logs: Path, number: int = 0) -> processes.Child:
-    """An inference server that dies with this process; `engine_url` waits until it is ready.
-
-    Its configuration is written to `logs`, where the process reads it.
-    """
+    """An inference server that dies with this process; `engine_url` waits until it is ready. Its configuration is
+    written to `logs`, where the process reads it."""
     path, ready = logs / f"inference-{number}.config.json", _ready_file(logs, number)
     ready.unlink(missing_ok=True)
     path.write_text(config.model_copy(update={"ready_file": ready}).model_dump_json(indent=2) + "\n")

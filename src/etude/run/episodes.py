@@ -99,16 +99,9 @@ def _record(run: Run, lease: EpisodeLease, episode: Episode) -> None:
     if episode.outcome is not Outcome.INFRA:
         run.rollouts.put(key, encode(episode))
     run.ledger.finish(
-        lease,
-        outcome=episode.outcome,
-        reward=episode.reward,
-        passed=episode.passed,
-        blob=key,
-        tokens=episode.sampled_tokens,
-        min_version=episode.min_version,
-        metrics=episode.metrics,
-        flags=episode.flags,
-    )
+        lease, outcome=episode.outcome, reward=episode.reward, passed=episode.passed, blob=key,
+        tokens=episode.sampled_tokens, min_version=episode.min_version, metrics=episode.metrics, flags=episode.flags,
+    )  # fmt: skip
 
 
 async def _explain(run: Run) -> None:

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from etude.config import EngineConfig, EvalConfig, RolloutConfig, ServerConfig
 from etude.dashboard.live import LiveView
-from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
 from etude.models.loading import check_folder
@@ -27,15 +26,9 @@ from etude.tasks.dataset import Dataset
 
 
 def evaluate_models(
-    models: Sequence[Path],
-    suite: Path,
-    inference: EngineConfig,
-    options: EvalConfig,
-    *,
-    split: str,
-    seed: int,
+    models: Sequence[Path], suite: Path, inference: EngineConfig, options: EvalConfig, *, split: str, seed: int,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Prints pass rates with 95 % intervals, and the paired difference of two models. Raises UserError."""
     dataset = datasets.load(suite)
     for model in models:
@@ -47,22 +40,21 @@ def evaluate_models(
             results.append(asyncio.run(_measure(model, dataset, view, inference, options, split, seed)))
     for model, result in zip(models, results, strict=True):
         rates = ", ".join(f"pass@{k} {100 * rate:.1f} %" for k, rate in sorted(result.pass_k.items()) if k > 1)
-        print(f"{model}: pass@1 {_percent(result.pass_1)}" + (f", {rates}" if rates else ""))
+        print(f"{model}: pass@1 {result.pass_1.percent}" + (f", {rates}" if rates else ""))
     difference = compare(*results).difference if len(results) == 2 else None
     if difference is not None:
-        print(f"second minus first: {_percent(difference)}")
+        print(f"second minus first: {difference.percent}")
     if as_json:
-        print(json.dumps(_json(models, results, difference)))
+        measured = [
+            {"model": str(model), **msgspec.to_builtins(result, str_keys=True)}
+            for model, result in zip(models, results, strict=True)
+        ]
+        paired = None if difference is None else msgspec.to_builtins(difference)
+        print(json.dumps({"results": measured, "paired_diff": paired}))
 
 
 async def _measure(
-    model: Path,
-    dataset: Dataset,
-    view: LiveView,
-    inference: EngineConfig,
-    options: EvalConfig,
-    split: str,
-    seed: int,
+    model: Path, dataset: Dataset, view: LiveView, inference: EngineConfig, options: EvalConfig, split: str, seed: int
 ) -> EvalResult:
     rollout, rows = RolloutConfig(), inference.max_batch
     shared = inference.model_dump(include=set(EngineConfig.model_fields))
@@ -77,26 +69,8 @@ async def _measure(
                     dataset, sandbox, client, renderer_for(model), rollout.budget(), sampling_of(rollout)
                 )
                 return await evaluate(
-                    context,
-                    samples=options.samples,
-                    split=split,
-                    max_tasks=options.max_tasks,
-                    seed=seed,
-                    concurrency=rows,
-                    progress=view.evaluated,
-                )
+                    context, samples=options.samples, split=split, max_tasks=options.max_tasks, seed=seed,
+                    concurrency=rows, progress=view.evaluated,
+                )  # fmt: skip
         finally:
             engine.stop(10)
-
-
-def _percent(estimate: Estimate) -> str:
-    return f"{100 * estimate.mean:.1f} % [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
-
-
-def _json(models: Sequence[Path], results: Sequence[EvalResult], difference: Estimate | None) -> dict[str, object]:
-    measured = [
-        {"model": str(model), **msgspec.to_builtins(result, str_keys=True)}
-        for model, result in zip(models, results, strict=True)
-    ]
-    paired = None if difference is None else msgspec.to_builtins(difference)
-    return {"results": measured, "paired_diff": paired}

@@ -62,11 +62,9 @@ class _Inputs:
 def train_rl(
     config: RLConfig, folder: Path, *, resume: bool, toml: str | None, boxes: Boxes | None = None
 ) -> RunReport:
-    """Runs or resumes the stage in `folder` and writes its report. Raises UserError or RunFailed.
-
-    `toml` is the configuration as it was given, kept for people. Episodes are played in what `boxes` makes, such as a
-    benchmark's with slower tools; by default in boxes of [sandbox].
-    """
+    """Runs or resumes the stage in `folder` and writes its report. Raises UserError or RunFailed. `toml` is the
+    configuration as it was given, kept for people. Episodes are played in what `boxes` makes, such as a benchmark's
+    with slower tools; by default in boxes of [sandbox]."""
     started = time.time()
     check_inputs(config)
     if not resume:
@@ -79,10 +77,9 @@ def train_rl(
         try:
             children.append(processes.start("trainer", ["etude.trainer.rl.process", str(folder)], logs / "trainer.log"))
             sandbox = (boxes or partial(open_sandbox, config.sandbox))(
-                machine_profiles=profiles_of(config),
-                egress=egress_of(config, inputs.dataset, folder),
+                machine_profiles=profiles_of(config), egress=egress_of(config, inputs.dataset, folder),
                 repeatable=config.deterministic,
-            )
+            )  # fmt: skip
             report = asyncio.run(_run_stages(inputs, view, children, urls, sandbox, started))
         finally:
             for child in children:
@@ -106,13 +103,9 @@ def _open_inputs(config: RLConfig, folder: Path, view: LiveView) -> _Inputs:
 
 
 async def _run_stages(
-    inputs: _Inputs,
-    view: LiveView,
-    children: Sequence[Child],
-    urls: Sequence[str],
-    boxes: AbstractAsyncContextManager[Sandbox],
-    started: float,
-) -> RunReport:
+    inputs: _Inputs, view: LiveView, children: Sequence[Child], urls: Sequence[str],
+    boxes: AbstractAsyncContextManager[Sandbox], started: float,
+) -> RunReport:  # fmt: skip
     """Evaluates, trains, evaluates and reports, with the engines and the trainer started."""
     config, folder, dataset = inputs.config, inputs.folder, inputs.dataset
     plays_impossible = config.cheats.impossible and not (config.tasks.edits or config.tasks.environment)
@@ -123,20 +116,12 @@ async def _run_stages(
         open_agent(config.rollout.agent) as agent,
     ):
         run = Run(
-            folder=folder,
-            config=config,
-            dataset=dataset,
+            folder=folder, config=config, dataset=dataset,
             impossible=impossible.make(dataset, folder / "impossible") if plays_impossible else None,
-            ledger=inputs.ledger,
-            weights=inputs.weights,
-            rollouts=inputs.rollouts,
-            sandbox=sandbox,
-            renderer=renderer_of(config),
-            agent=agent,
-            engines=Engines(urls, client, scorer),
-            children=children,
+            ledger=inputs.ledger, weights=inputs.weights, rollouts=inputs.rollouts, sandbox=sandbox,
+            renderer=renderer_of(config), agent=agent, engines=Engines(urls, client, scorer), children=children,
             concurrency=concurrency_of(config),
-        )
+        )  # fmt: skip
         await check_documents(run)
         await wait_for_version(run, max(0, last_version(run.weights)))
         before = await _evaluate(run, view, "before") if config.eval.before else None
@@ -168,13 +153,9 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
     with _stage(run.folder, view, f"eval {when}"):
         measure = evaluate(
             context_of(run.config, run.dataset, run.sandbox, run.engines.client, run.renderer, run.agent),
-            samples=run.config.eval.samples,
-            max_tasks=run.config.eval.max_tasks,
-            seed=run.config.seed,
-            concurrency=run.concurrency.limit,
-            progress=view.evaluated,
-            on_episode=keep,
-        )
+            samples=run.config.eval.samples, max_tasks=run.config.eval.max_tasks, seed=run.config.seed,
+            concurrency=run.concurrency.limit, progress=view.evaluated, on_episode=keep,
+        )  # fmt: skip
         result = await _watched(run, measure)
     path.write_bytes(msgspec.json.encode(result))
     return result

@@ -32,7 +32,6 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from etude.errors import RunFailed
-from etude.ledger.ledger import EpisodeLease
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.curriculum import Curriculum
 from etude.rollout.stall import LIMIT, StallSnapshot, StallWatchdog, diagnose
@@ -62,8 +61,9 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
             learned = _admit(run, curriculum, learned)
             if (free := run.concurrency.limit - count) > 0:
                 leases = run.ledger.lease(OWNER, free, rollout.lease_seconds, together=rollout.forks)
-                for siblings in _siblings(leases, rollout.forks):
-                    episodes = LiveEpisodes(siblings, time.monotonic())
+                # Neighbours of a group fork from one shared prefix.
+                for _, siblings in groupby(leases, lambda lease: (lease.group_id, lease.member // rollout.forks)):
+                    episodes = LiveEpisodes(list(siblings), time.monotonic())
                     live[asyncio.create_task(play_leased(run, episodes))] = episodes
                 count += len(leases)
             impossible.play()
@@ -102,11 +102,6 @@ class _ImpossibleTasks:
             self._number += 1
 
 
-def _siblings(leases: Sequence[EpisodeLease], forks: int) -> list[list[EpisodeLease]]:
-    """Leases of members that fork from one shared prefix, each `forks` neighbours of a group; the order is kept."""
-    return [list(g) for _, g in groupby(leases, lambda lease: (lease.group_id, lease.member // forks))]
-
-
 def _requests(run: Run) -> int:
     """Requests at the engines, computed or waiting."""
     return int(run.progress.engine.get("running", 0) + run.progress.engine.get("waiting", 0))
@@ -124,15 +119,10 @@ def _admit(run: Run, curriculum: Curriculum, learned: int) -> int:
         curriculum.observe(result.task_id, result.passed, result.episodes)
         learned = result.mark
     count = groups_to_admit(
-        version=run.progress.served,
-        staleness=rollout.staleness,
-        prompts=rollout.prompts,
-        group=rollout.group,
-        accepted=figures.accepted,
-        reserved=figures.reserved,
-        in_flight=figures.in_flight,
+        version=run.progress.served, staleness=rollout.staleness, prompts=rollout.prompts, group=rollout.group,
+        accepted=figures.accepted, reserved=figures.reserved, in_flight=figures.in_flight,
         max_in_flight=max(run.concurrency.limit, rollout.group) * 2,
-    )
+    )  # fmt: skip
     count = min(count, run.config.trainer.steps * rollout.prompts - figures.groups)
     busy = frozenset(figures.open_tasks)
     for index in range(figures.groups, figures.groups + count):
@@ -165,13 +155,9 @@ def _snapshot(run: Run, live: Sequence[LiveEpisodes], now: float) -> StallSnapsh
     oldest = min((episodes for episodes in live if episodes.leases), key=lambda e: e.since, default=None)
     lease = oldest and oldest.leases[0]
     return StallSnapshot(
-        served=run.progress.served,
-        published=published,
-        prompts=rollout.prompts,
-        ready=len(run.ledger.ready_groups(rollout.prompts, in_order=False)),
-        takeable=len(taken),
-        live=sum(len(episodes.leases) for episodes in live),
-        at_engine=_requests(run),
+        served=run.progress.served, published=published, prompts=rollout.prompts,
+        ready=len(run.ledger.ready_groups(rollout.prompts, in_order=False)), takeable=len(taken),
+        live=sum(len(episodes.leases) for episodes in live), at_engine=_requests(run),
         oldest=f"member {lease.member} of group {lease.group_id} (task {lease.task_id})" if lease else "",
         oldest_seconds=now - oldest.since if oldest else 0.0,
-    )
+    )  # fmt: skip

@@ -45,12 +45,9 @@ class Monitor:
         view.process("controller", f"{progress.live} of {progress.limit} live episodes, {progress.finished} finished")
         view.process("sandbox", f"{progress.tests_run} test runs, {progress.tests_remembered} answered from memory")
         view.update(
-            done=self._steps,
-            total=self._config.trainer.steps,
-            seconds_left=self._seconds_left(now),
-            version=progress.served,
-            episodes_per_s=rate,
-        )
+            done=self._steps, total=self._config.trainer.steps, seconds_left=self._seconds_left(now),
+            version=progress.served, episodes_per_s=rate,
+        )  # fmt: skip
         self._last = now
 
     def _seconds_left(self, now: float) -> float | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from etude.config import RLConfig, RolloutConfig
 from etude.grading.cheats import decoys
 from etude.grading.cheats.decoys import Decoys
-from etude.harness.edit_appliers import EditApplier, merge_applier, server_applier
+from etude.harness.edit_appliers import merge_applier, server_applier
 from etude.harness.loop import Policy, Sampling
 from etude.records import Task
 from etude.renderers import Renderer, renderer_for
@@ -46,16 +46,9 @@ def dataset_of(config: RLConfig, folder: Path) -> Dataset | None:
 def sampling_of(rollout: RolloutConfig) -> Sampling:
     """How the turns of a run are sampled."""
     return Sampling(
-        temperature=rollout.temperature,
-        documents=rollout.documents,
-        summarise_at=rollout.summarise_at,
+        temperature=rollout.temperature, documents=rollout.documents, summarise_at=rollout.summarise_at,
         summary_tokens=rollout.summary_tokens,
-    )
-
-
-def applier_of(rollout: RolloutConfig) -> EditApplier:
-    """The server or function that applies the edit sketches of the tool `apply`."""
-    return server_applier(rollout.apply) if rollout.apply else merge_applier
+    )  # fmt: skip
 
 
 def context_of(
@@ -63,9 +56,8 @@ def context_of(
 ) -> RolloutContext:
     """What all episodes of a run have in common. Training episodes also record experts, if it replays them."""
     rollout = config.rollout
-    return RolloutContext(
-        dataset, sandbox, policy, renderer, rollout.budget(), sampling_of(rollout), agent, applier_of(rollout)
-    )
+    applier = server_applier(rollout.apply) if rollout.apply else merge_applier
+    return RolloutContext(dataset, sandbox, policy, renderer, rollout.budget(), sampling_of(rollout), agent, applier)
 
 
 def decoys_of(config: RLConfig, task: Task) -> Decoys | None:

@@ -43,37 +43,26 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
     steps = runfolder.read_jsonl(run.folder / "metrics.jsonl")
     published = manifests(run.weights)
     timeline = runfolder.read_jsonl(run.folder / "timeline.jsonl")
-    conservation = run.ledger.conservation(published)
     trained, generated = run.ledger.represented()
     held_out, difference = held_out_figures(before, after)
     hardware = f"{os.cpu_count()} CPU cores, {platform.machine()}, {run.config.trainer.device}"
+    checks = {
+        "ledger_conserved": run.ledger.conservation(published).ok,
+        "weights_digest_served": run.record.checked > 0 and run.progress.served == published[-1].version,
+        "tokens_prefix_property": all(step.get("rollout/prefix_violations", 0) == 0 for step in steps),
+        "engines_alike": not run.record.complaints,
+        "no_episode_lost": run.ledger.counts().get("infra", 0) == 0,
+    }
     report = RunReport(
-        pass_before=before and before.pass_1.mean,
-        pass_after=after and after.pass_1.mean,
-        paired_diff=difference,
-        held_out=held_out,
-        seed=run.config.seed,
-        seconds=seconds,
-        steps=max((m.version for m in published), default=0),
-        episodes=run.ledger.counts(),
-        versions=len(published),
-        bytes_published=sum(m.payload_bytes for m in published),
-        utilisation=Utilisation(trainer=_busy(timeline, "trainer"), engine=_busy(timeline, "engine")),
-        mismatch=_mismatch(steps),
-        checks={
-            "ledger_conserved": conservation.ok,
-            "weights_digest_served": run.record.checked > 0 and run.progress.served == published[-1].version,
-            "tokens_prefix_property": all(step.get("rollout/prefix_violations", 0) == 0 for step in steps),
-            "engines_alike": not run.record.complaints,
-            "no_episode_lost": run.ledger.counts().get("infra", 0) == 0,
-        },
-        trained=trained,
-        generated=generated,
-        setup=RunSetup(run.config.name, run.config.model.name, run.dataset.name, hardware),
-        stages=_stages(timeline),
+        setup=RunSetup(run.config.name, run.config.model.name, run.dataset.name, hardware), seed=run.config.seed,
+        seconds=seconds, stages=_stages(timeline), steps=max((m.version for m in published), default=0),
+        pass_before=before and before.pass_1.mean, pass_after=after and after.pass_1.mean, paired_diff=difference,
+        held_out=held_out, episodes=run.ledger.counts(), trained=trained, generated=generated,
+        versions=len(published), bytes_published=sum(m.payload_bytes for m in published),
         weights=WeightFigures(2 * max((m.elements for m in published), default=0), run.record.pauses),
-        cheating=_cheating(run, steps),
-    )
+        utilisation=Utilisation(trainer=_busy(timeline, "trainer"), engine=_busy(timeline, "engine")),
+        mismatch=_mismatch(steps), checks=checks, cheating=_cheating(run, steps),
+    )  # fmt: skip
     write_report(run.folder, report, load_view(run.folder, _shown(run, before, after)))
     return report
 
@@ -82,30 +71,23 @@ def _cheating(run: Run, steps: list[dict[str, Any]]) -> CheatingFigures:
     flagged = run.ledger.flagged()
     violations = [e for e in flagged if VIOLATIONS.keys() & set(e.flags)]
     impossible = run.ledger.impossible()
+    # The upper end of the exact 95 % interval; none if there were some, or nothing was played.
+    clean = impossible.played and not impossible.passed + impossible.tampered
+    bound = 1 - 0.05 ** (1 / impossible.played) if clean else None
     return CheatingFigures(
-        flags=dict(sorted(Counter(flag for e in flagged for flag in e.flags).items())),
-        violations=len(violations),
-        rewarded=sum(e.reward > 0 for e in violations),
-        flagged=tuple(violations[-LISTED_FLAGGED:]),
-        impossible=impossible,
-        impossible_bound=_bound(impossible.passed + impossible.tampered, impossible.played),
+        flags=dict(sorted(Counter(flag for e in flagged for flag in e.flags).items())), violations=len(violations),
+        rewarded=sum(e.reward > 0 for e in violations), flagged=tuple(violations[-LISTED_FLAGGED:]),
+        impossible=impossible, impossible_bound=bound,
         shifts=tuple(msgspec.convert(event, Shift) for step in steps for event in step.get("drift/events", ())),
-    )
+    )  # fmt: skip
 
 
-def _bound(cheats: int, played: int) -> float | None:
-    """Upper end of the exact 95 % interval of a share of cheats; null if there were some, or nothing was played."""
-    return 1 - 0.05 ** (1 / played) if played and not cheats else None
-
-
-def _busy(timeline: list[dict[str, object]], process: str) -> float:
+def _busy(timeline: list[dict[str, Any]], process: str) -> float:
     """Share of the training stage in which `process` did something else than wait."""
-    stages = [
-        (float(s["start"]), float(s["end"])) for s in timeline if s["process"] == "controller" and s["state"] == "train"
-    ]
+    stages = [(s["start"], s["end"]) for s in timeline if s["process"] == "controller" and s["state"] == "train"]
     total = sum(end - start for start, end in stages)
     busy = sum(
-        max(0.0, min(end, float(span["end"])) - max(start, float(span["start"])))
+        max(0.0, min(end, span["end"]) - max(start, span["start"]))
         for span in timeline
         if span["process"] == process and span["state"] not in ("wait", "idle")
         for start, end in stages
@@ -126,13 +108,12 @@ def _mismatch(steps: list[dict[str, float]]) -> MismatchSummary:
     )
 
 
-def _stages(timeline: list[dict[str, object]]) -> dict[str, float]:
-    seconds: dict[str, float] = {}
+def _stages(timeline: list[dict[str, Any]]) -> dict[str, float]:
+    seconds: Counter[str] = Counter()
     for span in timeline:
         if span["process"] == "controller":
-            name = str(span["state"])
-            seconds[name] = seconds.get(name, 0.0) + float(span["end"]) - float(span["start"])
-    return seconds
+            seconds[span["state"]] += span["end"] - span["start"]
+    return dict(seconds)
 
 
 def _shown(run: Run, before: EvalResult | None, after: EvalResult | None) -> list[ShownEpisode]:

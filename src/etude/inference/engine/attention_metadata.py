@@ -19,12 +19,9 @@ _LONG = 16  # tokens of a sequence in a pass from which attention over a copy of
 
 class PagedBatch:
     """N tokens fed in one forward pass [1, N]: token n stands at `position_N[n]` of the sequence in row `row_N[n]` of
-    `table`, int32 [rows, pages of a sequence].
-
-    On the CPU the pass may hold more tokens than that; those see nothing, and nothing is kept of them. Tokens of a
-    sequence are neighbours, one position after the other. Sequences that share pages should be neighbours: the kernel
-    then reads those pages once.
-    """
+    `table`, int32 [rows, pages of a sequence]. On the CPU the pass may hold more tokens than that; those see nothing,
+    and nothing is kept of them. Tokens of a sequence are neighbours, one position after the other. Sequences that share
+    pages should be neighbours: the kernel then reads those pages once."""
 
     def __init__(self, cache: PagedCache, table: np.ndarray, row_N: np.ndarray, position_N: np.ndarray) -> None:
         self.cache = cache
@@ -37,8 +34,8 @@ class PagedBatch:
         """Attention output, [1, H, T, D]; the keys and values go to the cache."""
         if isinstance(self._made, _Gather):
             return self._made.attend(layer, query_BHTD, key_BKTD, value_BKTD, scale)
-        heads = ((x[0].transpose(0, 1).float().contiguous()) for x in (query_BHTD, key_BKTD, value_BKTD))
-        out_THD = self._made.attend(layer, *heads, scale)
+        query, key, value = (x[0].transpose(0, 1).float().contiguous() for x in (query_BHTD, key_BKTD, value_BKTD))
+        out_THD = self._made.attend(layer, query, key, value, scale)
         return out_THD.to(query_BHTD.dtype).transpose(0, 1).unsqueeze(0)
 
     def attend_by_token(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from etude.models.documents import key_shape
 from etude.models.kernels import BLOCK
 from etude.records import Routes
 
@@ -67,17 +68,13 @@ NO_MATCH = Match((), None, 0)
 
 
 class PagedCache:
-    """Keys, values and expert ids of all sequences, and the trie that finds them again.
-
-    A sequence holds `max_length` tokens, or fewer if `num_bytes` do not hold as many.
-    Raises ValueError if they hold less than two pages.
-    """
+    """Keys, values and expert ids of all sequences, and the trie that finds them again. A sequence holds `max_length`
+    tokens, or fewer if `num_bytes` do not hold as many. Raises ValueError if they hold less than two pages."""
 
     def __init__(
         self, config: PretrainedConfig, *, num_bytes: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        heads = config.num_key_value_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, head_dim = key_shape(config)
         self.layers = config.num_hidden_layers
         self.page_bytes = 2 * self.layers * heads * BLOCK * head_dim * dtype.itemsize
         self.num_pages = num_bytes // self.page_bytes
@@ -126,11 +123,9 @@ class PagedCache:
         return best, best_length
 
     def take(self, match: Match, num_pages: int, session: str | None) -> list[int]:
-        """Pages of a new sequence: the matched nodes', a copy of the partial one, and fresh ones up to `num_pages`.
-
-        The caller holds the nodes of the match until it calls `release`. Raises IndexError if pages run out; ask
-        `available` first, counting the idle nodes of the match as taken.
-        """
+        """Pages of a new sequence: the matched nodes', a copy of the partial one, and fresh ones up to `num_pages`. The
+        caller holds the nodes of the match until it calls `release`. Raises IndexError if pages run out; ask
+        `available` first, counting the idle nodes of the match as taken."""
         self._clock += 1
         for node in match.nodes:
             self._hold(node, session)
@@ -146,11 +141,9 @@ class PagedCache:
     def insert(
         self, held: list[CacheNode], pages: list[int], tokens: Sequence[int], version: int, session: str | None
     ) -> list[CacheNode]:
-        """Offer a sequence's computed tokens to others; returns the nodes that the sequence holds now.
-
-        `held` are the nodes the sequence holds, the first of its pages. A page that becomes a node belongs to the trie
-        from here on. Where an equal node exists, the sequence goes on with that node's page, and its own is freed.
-        """
+        """Offer a sequence's computed tokens to others; returns the nodes that the sequence holds now. `held` are the
+        nodes the sequence holds, the first of its pages. A page that becomes a node belongs to the trie from here on.
+        Where an equal node exists, the sequence goes on with that node's page, and its own is freed."""
         self._clock += 1
         held = list(held)
         node = held[-1] if held else self.root
@@ -202,11 +195,12 @@ class PagedCache:
         position_T = torch.arange(position, position + count, device=self.keys.device)
         return torch.tensor(pages, device=self.keys.device)[position_T // BLOCK], position_T % BLOCK
 
-    def hold_experts(self, like_TEK: Tensor) -> None:
-        """Make room for expert ids of tokens like these, if there is none yet."""
+    def hold_experts(self, like_TEK: Tensor) -> Tensor:
+        """The expert ids of all pages; room for those of tokens like these is made if there is none yet."""
         if self.experts is None:
             shape = (self.num_pages, BLOCK, *like_TEK.shape[1:])
             self.experts = torch.zeros(shape, dtype=like_TEK.dtype, device=self.keys.device)
+        return self.experts
 
     def routes(self, pages: list[int], first: int, end: int) -> Routes:
         """The experts of a sequence's positions [first, end): those stored beside the keys that it uses."""
@@ -260,6 +254,7 @@ class PagedCache:
         """Free at least one and about `count` pages of idle leaves, least recently used first."""
         leaves = [node for node in self.nodes if node.users == 0 and not node.children]
         for node in sorted(leaves, key=lambda n: n.used)[:count]:
+            assert node.parent is not None
             siblings = node.parent.children[node.tokens]
             siblings.remove(node)
             if not siblings:
@@ -270,10 +265,8 @@ class PagedCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, because the end of a sequence's last page is read with weight 0, where garbage could be a NaN.
-
-    On the CPU from numpy, whose zeros take memory only once they are written to.
-    """
+    """Zeros, because the end of a sequence's last page is read with weight 0, where garbage could be a NaN. On the CPU
+    from numpy, whose zeros take memory only once they are written to."""
     if device.type == "cpu" and dtype == torch.float32:
         return torch.from_numpy(np.zeros(shape, dtype=np.float32))
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -31,11 +31,6 @@ class CostCurve:
         self._slope = (self._seconds[-1] - self._seconds[-2]) / (self._tokens[-1] - self._tokens[-2])
         self._worth: dict[tuple[int, int], bool] = {}
 
-    @property
-    def points(self) -> list[tuple[int, float]]:
-        """(tokens, seconds) as measured and made monotone."""
-        return [(int(n), float(s)) for n, s in zip(self._tokens, self._seconds, strict=True)]
-
     def seconds(self, tokens_N: np.ndarray | int) -> np.ndarray:
         """Seconds of passes over so many tokens."""
         beyond = np.maximum(np.asarray(tokens_N) - self._tokens[-1], 0) * self._slope
@@ -56,11 +51,9 @@ class CostCurve:
         return self._worth[sequences, tokens]
 
     def choose(self, sequences: int, tokens: int, limits: Sequence[int], rates: Sequence[float]) -> list[int]:
-        """How many drafted tokens to feed for each of the sequences that have a draft.
-
-        `sequences` and `tokens` are numbers of the pass without drafts; `limits` and `rates` the length of each draft
-        and the chance of its tokens. Tokens are ordered by falling gain, so the best set of n tokens is the first n.
-        """
+        """How many drafted tokens to feed for each of the sequences that have a draft. `sequences` and `tokens` are
+        numbers of the pass without drafts; `limits` and `rates` the length of each draft and the chance of its tokens.
+        Tokens are ordered by falling gain, so the best set of n tokens is the first n."""
         if not limits or max(limits) == 0:
             return [0] * len(limits)
         gains: list[np.ndarray] = []
@@ -81,10 +74,8 @@ class CostCurve:
 
 
 def measure(run: Callable[[int], None], largest: int) -> CostCurve:
-    """The curve of `run(n)`, a pass over n tokens, for n = 1, 2, 4 ... up to `largest` or as far as time allows.
-
-    The least of three: what a pass costs when nothing else disturbs it.
-    """
+    """The curve of `run(n)`, a pass over n tokens, for n = 1, 2, 4 ... up to `largest` or as far as time allows. The
+    least of three: what a pass costs when nothing else disturbs it."""
     tokens, seconds = [], []
     begin = time.perf_counter()
     size = 1
@@ -104,11 +95,9 @@ def measure(run: Callable[[int], None], largest: int) -> CostCurve:
 
 
 class LearnedCosts:
-    """The curve of an engine that cannot be measured before it serves: from passes as they come.
-
-    Sizes are kept by powers of two. One that has not been seen for long is forgotten, so that a wrong impression is
-    not kept for ever; where there is only one left, a pass is taken to cost twice as much with `_DOUBLES` tokens more.
-    """
+    """The curve of an engine that cannot be measured before it serves: from passes as they come. Sizes are kept by
+    powers of two. One that has not been seen for long is forgotten, so that a wrong impression is not kept for ever;
+    where there is only one left, a pass is taken to cost twice as much with `_DOUBLES` tokens more."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[float, float, int]] = {}  # mean tokens, mean seconds, when

@@ -116,10 +116,8 @@ class Documents:
             )
 
     def gather(self, sequence: RunningSequence, begin: int, version: int) -> bool:
-        """Whether all documents that reach beyond the sequence's first `begin` tokens are computed and held for it.
-
-        If not, they will be, as soon as there is room: ask again after the next `compute`.
-        """
+        """Whether all documents that reach beyond the sequence's first `begin` tokens are computed and held for it. If
+        not, they will be, as soon as there is room: ask again after the next `compute`."""
         if not sequence.request.documents:
             return True
         gathered = self._gathered.get(sequence)
@@ -179,10 +177,8 @@ class Documents:
         return True
 
     def compute(self, tokens: int, version: int, *, serial: bool) -> bool:
-        """One pass over up to `tokens` tokens of documents that requests wait for; whether there were any.
-
-        `serial`: of one document only, so that its bits depend on nothing else.
-        """
+        """One pass over up to `tokens` tokens of documents that requests wait for; whether there were any. `serial`: of
+        one document only, so that its bits depend on nothing else."""
         # After a swap, those of the old version are not computed further: `gather` releases them.
         self._todo = deque(entry for entry in self._todo if entry.key.version == version)
         parts: list[tuple[CachedDocument, int]] = []
@@ -200,9 +196,7 @@ class Documents:
 
     def assemble(self, sequence: RunningSequence, begin: int) -> int:
         """Write the gathered documents, rotated, into the sequence's pages from token `begin` on, and release them.
-
-        Returns how many of the sequence's document tokens were not computed for this request.
-        """
+        Returns how many of the sequence's document tokens were not computed for this request."""
         gathered = self._gathered.get(sequence)
         if gathered is None:
             return 0
@@ -230,8 +224,8 @@ class Documents:
             for to, x_LKTD in ((cache.keys, keys_LKTD), (cache.values, document.values_LKnD[:, :, first:])):
                 to[:, page_T, :, offset_T] = x_LKTD.permute(2, 0, 1, 3).to(to.dtype)
         if document.experts_nEK is not None:
-            cache.hold_experts(document.experts_nEK)
-            cache.experts[cache.places(pages, start + first, length - first)] = document.experts_nEK[first:]
+            experts = cache.hold_experts(document.experts_nEK)
+            experts[cache.places(pages, start + first, length - first)] = document.experts_nEK[first:]
 
     def release(self, sequence: RunningSequence, *, stale: bool = False) -> None:
         """Release what the sequence holds, if anything. Documents that no other waits for are not computed further,

@@ -51,22 +51,14 @@ def load_engine(
 
 
 class Engine:
-    """Runs requests on one model. Start it with `start` (a thread) or call `step` yourself.
-
-    `max_length` bounds prompt and answer below the model's context. `routes` keeps the experts of every token for
-    requests that ask for them. Raises ValueError if the cache of `config` is too small.
-    """
+    """Runs requests on one model. Start it with `start` (a thread) or call `step` yourself. `max_length` bounds prompt
+    and answer below the model's context. `routes` keeps the experts of every token for requests that ask for them.
+    Raises ValueError if the cache of `config` is too small."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        config: EngineConfig | None = None,
-        *,
-        version: int = 0,
-        max_length: int | None = None,
-        deterministic: bool = False,
-        routes: bool = False,
-    ) -> None:
+        self, model: PreTrainedModel, config: EngineConfig | None = None, *, version: int = 0,
+        max_length: int | None = None, deterministic: bool = False, routes: bool = False,
+    ) -> None:  # fmt: skip
         fused.install(model)
         self.model = model
         self.config = config or EngineConfig()
@@ -98,16 +90,14 @@ class Engine:
         self._wake = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # the error that ended the thread
 
     # --- called from any thread -----------------------------------------------------------------------------------
 
     def submit(self, request: Request, on_token: Callable[[int, float], None] | None = None) -> RunningSequence:
-        """Queue a request; `RunningSequence.future` gives its Generation.
-
-        `on_token(id, logprob)` is called on the engine's thread for every sampled token. Raises ValueError for a
-        request that cannot run, RuntimeError if the engine is closed.
-        """
+        """Queue a request; `RunningSequence.future` gives its Generation. `on_token(id, logprob)` is called on the
+        engine's thread for every sampled token. Raises ValueError for a request that cannot run, RuntimeError if the
+        engine is closed."""
         request.check(self.max_length, self.vocab_size)
         self.documents.check(request)
         if request.routes_from is not None and not self.routes:
@@ -125,11 +115,9 @@ class Engine:
         return self.submit(request).future.result(timeout)
 
     def swap(self, version: int, apply: Callable[[], None]) -> Future[float]:
-        """Between two steps call `apply`, which writes new weights into the live tensors, and go on as `version`.
-
-        The future gives the seconds that sequences stood still. If `apply` raises SwapUndone, so does the future and
-        the engine goes on with the old version; any other error ends the engine.
-        """
+        """Between two steps call `apply`, which writes new weights into the live tensors, and go on as `version`. The
+        future gives the seconds that sequences stood still. If `apply` raises SwapUndone, so does the future and the
+        engine goes on with the old version; any other error ends the engine."""
         future: Future[float] = Future()
         with self._wake:
             self._check_open()
@@ -189,11 +177,6 @@ class Engine:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the thread, or None."""
-        return self._failure
-
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
@@ -214,13 +197,13 @@ class Engine:
                         break
                 self.step()
         except BaseException as e:
-            self._failure = e
+            self.failure = e
             self.on_failure()
             raise
         finally:
             with self._wake:
                 self._closed = True
-            reason = self._failure or RuntimeError("the engine was closed")
+            reason = self.failure or RuntimeError("the engine was closed")
             for sequence in self._sequences():
                 sequence.future.set_exception(reason)
             for *_, future in (*self._swaps, *self._scores):
@@ -260,7 +243,11 @@ class Engine:
                 scheduler.update(batch, self.runner.run(batch, self.version))
                 busy = True
             if self._paused != "keep" and self._scores:
-                self._score_one()
+                # One sequence per step, so that running sequences wait for one short pass at a time.
+                ids, future = self._scores[0]
+                log_probs = self.runner.score(ids)
+                self._scores.popleft()  # not before: if the pass fails, its future gets the error
+                future.set_result((self.version, log_probs.tolist()))
                 busy = True
             if busy:
                 self.counters.busy_seconds += time.perf_counter() - start
@@ -284,10 +271,3 @@ class Engine:
             self.counters.swaps += 1
             self.documents.clear()
             future.set_result(self.last_pause)
-
-    def _score_one(self) -> None:
-        """One sequence per step, so that running sequences wait for one short pass at a time."""
-        ids, future = self._scores[0]
-        log_probs = self.runner.score(ids)
-        self._scores.popleft()  # not before: if the pass fails, its future gets the error
-        future.set_result((self.version, log_probs.tolist()))

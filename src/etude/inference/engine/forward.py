@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,21 +26,12 @@ _curves: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], Cos
 
 
 def logits_of(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    table: np.ndarray,
-    ids_N: np.ndarray,
-    slot_N: np.ndarray,
-    position_N: np.ndarray,
-    sampled_S: np.ndarray,
-    alone: bool = False,
-    routes: bool = False,
-) -> Tensor:
-    """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys and values go to the cache.
-
-    `routes`: its expert ids, too. `alone`: no padding, so that the bits are those of a plain pass over these tokens.
-    In batch-invariant mode (`etude.models.batch_invariant`) those of a token are the same in any pass.
-    """
+    model: PreTrainedModel, cache: PagedCache, table: np.ndarray, ids_N: np.ndarray, slot_N: np.ndarray,
+    position_N: np.ndarray, sampled_S: np.ndarray, alone: bool = False, routes: bool = False,
+) -> Tensor:  # fmt: skip
+    """Float32 logits [S, V] at the tokens `sampled_S` of the batch; its keys and values go to the cache. `routes`: its
+    expert ids, too. `alone`: no padding, so that the bits are those of a plain pass over these tokens. In
+    batch-invariant mode (`etude.models.batch_invariant`) those of a token are the same in any pass."""
     device = cache.keys.device
     batch = PagedBatch(cache, table, slot_N.astype(np.int32), position_N.astype(np.int32))
     padding, more = (
@@ -56,12 +48,12 @@ def logits_of(
         ).last_hidden_state
     # In float32 on both sides: the trainer computes its log-probabilities in the same way.
     hidden_SD = hidden_1ND[0].index_select(0, torch.from_numpy(_padded(sampled_S, more)).to(device))
-    logits_SV = gemm.head(hidden_SD, model.get_output_embeddings().weight)
+    logits_SV = gemm.head(hidden_SD, cast(Any, model.get_output_embeddings()).weight)
     if choices is not None and choices.layers:
         experts_NLK = choices.stacked()
-        cache.hold_experts(experts_NLK)
         pages_N = torch.from_numpy(table[slot_N, position_N // BLOCK]).to(device).long()
-        cache.experts[pages_N, torch.from_numpy(position_N % BLOCK).to(device)] = experts_NLK[: len(ids_N)]
+        offset_N = torch.from_numpy(position_N % BLOCK).to(device)
+        cache.hold_experts(experts_NLK)[pages_N, offset_N] = experts_NLK[: len(ids_N)]
     return logits_SV[: len(sampled_S)]
 
 
@@ -70,11 +62,9 @@ def _padded(x_N: np.ndarray, padding: int) -> np.ndarray:
 
 
 def score(model: PreTrainedModel, like: PagedCache, ids: Sequence[int], *, alone: bool = False) -> np.ndarray:
-    """Log-probabilities, float32 [T - 1], of `ids` [T] but the first, each given those before it, at temperature 1.
-
-    One pass as `logits_of` makes them, over keys and values of its own: nothing is read from the cache `like`, nor left
-    there. May be called between two passes of an engine.
-    """
+    """Log-probabilities, float32 [T - 1], of `ids` [T] but the first, each given those before it, at temperature 1. One
+    pass as `logits_of` makes them, over keys and values of its own: nothing is read from the cache `like`, nor left
+    there. May be called between two passes of an engine."""
     scratch = _scratch(model, like, len(ids))
     ids_T, position_T = np.array(ids, dtype=np.int64), np.arange(len(ids))
     table, slot_T = np.arange(scratch.num_pages, dtype=np.int32)[None], np.zeros(len(ids), np.int64)
@@ -93,10 +83,8 @@ def _scratch(model: PreTrainedModel, like: PagedCache, tokens: int) -> PagedCach
 
 
 def cost_curve(model: PreTrainedModel, cache: PagedCache) -> CostCurve:
-    """Seconds of verifying n tokens after a context of some hundred, sampling included; measured once per model.
-
-    Runs on keys and values of its own, so it may be called between two passes of an engine.
-    """
+    """Seconds of verifying n tokens after a context of some hundred, sampling included; measured once per model. Runs
+    on keys and values of its own, so it may be called between two passes of an engine."""
     kept = _curves.setdefault(model, {})
     largest = max(2, min(LARGEST, cache.max_length // 2))
     key = (model.dtype, str(cache.keys.device), torch.get_num_threads(), largest)

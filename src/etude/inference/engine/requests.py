@@ -19,12 +19,9 @@ _AFTER_DOCUMENTS = 2**32  # more than there are tokens
 
 
 class Request(GenerateRequest, frozen=True, kw_only=True, dict=True):
-    """One generation as the engine runs it: the fields of the wire, and the `sources` of its drafts.
-
-    `sources` hold text that the answer may repeat, the most trusted first: they change how fast it comes, and nothing
-    else. Each document is cached by its own tokens, so it should begin with tokens that attention can rest on (a header
-    line).
-    """
+    """One generation as the engine runs it: the fields of the wire, and the `sources` of its drafts. `sources` hold
+    text that the answer may repeat, the most trusted first: they change how fast it comes, and nothing else. Each
+    document is cached by its own tokens, so it should begin with tokens that attention can rest on (a header line)."""
 
     sources: tuple[DraftSource, ...] = ()
 
@@ -40,12 +37,10 @@ class Request(GenerateRequest, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def path(self) -> list[int]:
-        """The prompt as the prefix cache keys it.
-
-        A token's keys depend on the tokens that it sees, and documents do not see what stands before them. So a prompt
-        with documents must not share a prefix with a plain prompt of the same ids: the first token of each document,
-        and the first one after the documents, is replaced by a negative number that stands for it.
-        """
+        """The prompt as the prefix cache keys it. A token's keys depend on the tokens that it sees, and documents do
+        not see what stands before them. So a prompt with documents must not share a prefix with a plain prompt of the
+        same ids: the first token of each document, and the first one after the documents, is replaced by a negative
+        number that stands for it."""
         if not self.documents:
             return self.ids
         marked = [token for document in self.documents for token in (~document[0], *document[1:])]
@@ -116,10 +111,8 @@ class RunningSequence:
 
 
 class SequenceStates:
-    """The running sequences as arrays over slots, so that no step loops over sequences in Python.
-
-    `count` sequences run at a time, each with up to `max_length` tokens on `pages` pages.
-    """
+    """The running sequences as arrays over slots, so that no step loops over sequences in Python. `count` sequences run
+    at a time, each with up to `max_length` tokens on `pages` pages."""
 
     def __init__(self, count: int, max_length: int, pages: int) -> None:
         self.free = list(range(count - 1, -1, -1))

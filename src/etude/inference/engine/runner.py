@@ -19,10 +19,8 @@ Drafts = list[np.ndarray] | None
 
 
 class Runner:
-    """The passes of one model over the cache and the states of its sequences.
-
-    `serial`: no padding, one sequence at a time. `routes`: the experts of every token are kept.
-    """
+    """The passes of one model over the cache and the states of its sequences. `serial`: no padding, one sequence at a
+    time. `routes`: the experts of every token are kept."""
 
     def __init__(
         self, model: PreTrainedModel, cache: PagedCache, states: SequenceStates, counters: Counters, *, serial: bool,
@@ -35,10 +33,8 @@ class Runner:
         self._margin = MARGIN if model.dtype == torch.float32 else -1.0
 
     def run(self, batch: ScheduledBatch, version: int) -> list[str]:
-        """Computes the batch and emits tokens; returns why its sequences end, as `Scheduler.update` takes it.
-
-        Raises FloatingPointError if the weights give logits that are not finite.
-        """
+        """Computes the batch and emits tokens; returns why its sequences end, as `Scheduler.update` takes it. Raises
+        FloatingPointError if the weights give logits that are not finite."""
         decoding, chunks, prompts = batch.decoding, batch.chunks, batch.prompts
         fed = len(decoding) + sum(n for _, n in chunks)
         drafts = self.speculation.drafts(decoding, self._states, fed) if self.speculation else None
@@ -114,13 +110,9 @@ class Runner:
         return states.reasons(slot_R, done_R) if done_R.any() else []
 
     def _verify(
-        self,
-        sequences: list[RunningSequence],
-        drafts: list[np.ndarray],
-        start_R: np.ndarray,
-        ids_S: np.ndarray,
+        self, sequences: list[RunningSequence], drafts: list[np.ndarray], start_R: np.ndarray, ids_S: np.ndarray,
         margin_S: np.ndarray,
-    ) -> np.ndarray:
+    ) -> np.ndarray:  # fmt: skip
         """How many of its drawn tokens each sequence emits, int64 [R]."""
         emitted_R = np.ones(len(sequences), np.int64)
         safe_S = margin_S >= self._margin

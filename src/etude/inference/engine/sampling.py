@@ -26,11 +26,9 @@ MARGIN = 2e-4
 def sample(
     logits_NV: Tensor, temperature_N: np.ndarray, top_p_N: np.ndarray, seed_N: np.ndarray, position_N: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids (int64), log-probabilities (float32) and margins (float32) of N draws.
-
-    A margin says how far a draw was from another token: at temperature 0 the log-probability above the second best,
-    else the distance of the random number from the ends of the token's interval, in probability.
-    """
+    """Token ids (int64), log-probabilities (float32) and margins (float32) of N draws. A margin says how far a draw was
+    from another token: at temperature 0 the log-probability above the second best, else the distance of the random
+    number from the ends of the token's interval, in probability."""
     greedy_N = temperature_N == 0.0
     if not (greedy_N | (temperature_N == 1.0)).all():
         divisor = np.where(greedy_N, 1.0, temperature_N).astype(np.float32)

@@ -17,7 +17,7 @@ from etude.config import EngineConfig
 from etude.inference.engine.cache import NO_MATCH, Match, PagedCache
 from etude.inference.engine.counters import Counters
 from etude.inference.engine.documents import Documents
-from etude.inference.engine.requests import Request, RunningSequence, SequenceStates
+from etude.inference.engine.requests import RunningSequence, SequenceStates
 from etude.inference.engine.speculation import draft_counts
 from etude.models.documents import RECIPE
 from etude.models.kernels import BLOCK
@@ -45,10 +45,8 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """The queues of an engine. Everything here runs on the engine's thread, but for `documents.check`.
-
-    `serial`: one sequence at a time, and nothing is shared between sequences.
-    """
+    """The queues of an engine. Everything here runs on the engine's thread, but for `documents.check`. `serial`: one
+    sequence at a time, and nothing is shared between sequences."""
 
     def __init__(
         self, model: PreTrainedModel, config: EngineConfig, counters: Counters, *, max_length: int, serial: bool,
@@ -85,10 +83,7 @@ class Scheduler:
 
     def drop_aborted(self) -> None:
         """Finish every sequence that was aborted."""
-        for sequence in [sequence for sequence in self.waiting if sequence.aborted]:
-            self.waiting.remove(sequence)
-            self._finish(sequence, "abort")
-        for queue in (self.prefilling, self.decoding):
+        for queue in (self.waiting, self.prefilling, self.decoding):
             for sequence in [sequence for sequence in queue if sequence.aborted]:
                 queue.remove(sequence)
                 self._finish(sequence, "abort")
@@ -130,7 +125,7 @@ class Scheduler:
     def _place(self, sequence: RunningSequence, match: Match, version: int) -> bool:
         """Give the sequence its pages, the matched ones first; false if there are too few."""
         request = sequence.request
-        num_pages = self._pages_needed(request)
+        num_pages = -(-min(len(request.prompt) + request.max_tokens, self.cache.max_length) // BLOCK)
         claimed = sum(node.users == 0 for node in (*match.nodes, *([match.partial] if match.partial else [])))
         if self.cache.available - claimed < num_pages - len(match.nodes):
             return False
@@ -141,9 +136,6 @@ class Scheduler:
         sequence.fed = max(match.length, request.document_tokens)
         sequence.cached = sequence.cached_documents + max(0, match.length - request.document_tokens)
         return True
-
-    def _pages_needed(self, request: Request) -> int:
-        return -(-min(len(request.prompt) + request.max_tokens, self.cache.max_length) // BLOCK)
 
     def schedule(self) -> ScheduledBatch:
         """The next pass: every decoding sequence, and prompts as far as `prefill_tokens` go."""
@@ -161,11 +153,8 @@ class Scheduler:
         return ScheduledBatch(self.decoding, chunks)
 
     def update(self, batch: ScheduledBatch, reasons: list[str]) -> None:
-        """Take a computed pass into account.
-
-        `reasons` say why each of the decoding sequences and then of the prompts' ends, "" where it goes on; empty if
-        none ends.
-        """
+        """Take a computed pass into account. `reasons` say why each of the decoding sequences and then of the prompts'
+        ends, "" where it goes on; empty if none ends."""
         prompts, complete = batch.prompts, batch.complete
         for sequence, n in batch.chunks:
             sequence.fed += n

@@ -13,6 +13,7 @@ fed, as plain decoding does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -26,23 +27,18 @@ class Speculation:
 
     def __init__(self, curve: Callable[[], CostCurve]) -> None:
         self._measure = curve
-        self._curve: CostCurve | None = None
         self._shared = SharedRates()
 
-    @property
+    @cached_property
     def curve(self) -> CostCurve:
         """Seconds of a pass by its number of tokens."""
-        if self._curve is None:
-            self._curve = self._measure()
-        return self._curve
+        return self._measure()
 
     def drafts(
         self, sequences: Sequence[RunningSequence], states: SequenceStates, tokens: int
     ) -> list[np.ndarray] | None:
-        """The drafted tokens to feed after each sequence's last one, or None if no draft pays.
-
-        `tokens` is the size of the pass without drafts.
-        """
+        """The drafted tokens to feed after each sequence's last one, or None if no draft pays. `tokens` is the size of
+        the pass without drafts."""
         if not sequences or not self.curve.worth_drafting(len(sequences), tokens):
             return None
         proposals = []
@@ -84,10 +80,8 @@ def _until_stop(ids: np.ndarray, stop: tuple[int, ...]) -> int:
 
 
 def accepted_length(draft: np.ndarray, ids: np.ndarray, safe: np.ndarray, stop: tuple[int, ...]) -> int:
-    """How many of the drawn `ids` [K + 1] are emitted: the draft's [K] as far as it was right, and one more.
-
-    Ends before the first draw that is not `safe` and with the first stop token.
-    """
+    """How many of the drawn `ids` [K + 1] are emitted: the draft's [K] as far as it was right, and one more. Ends
+    before the first draw that is not `safe` and with the first stop token."""
     wrong = np.flatnonzero(draft != ids[:-1])
     count = int(wrong[0]) + 1 if len(wrong) else len(ids)
     if len(unsafe := np.flatnonzero(~safe[:count])):

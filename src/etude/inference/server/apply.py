@@ -29,11 +29,8 @@ class Applier:
     def request(
         self, edit: Edit, max_length: int, *, temperature: float = 0.0, seed: int = 0, way: str = "rewrite"
     ) -> tuple[Request, str]:
-        """The request and the tag that closes its answer, which is in one of `formats.FORMATS`.
-
-        Raises UserError for an edit that cannot be placed, and DoesNotFit if file, sketch and answer do not fit into
-        `max_length` tokens.
-        """
+        """The request and the tag that closes its answer, which is in one of `formats.FORMATS`. Raises UserError for an
+        edit that cannot be placed, and DoesNotFit if file, sketch and answer do not fit into `max_length` tokens."""
         merged = edit.merged()
         question = formats.question(edit.text, edit.sketch, edit.instruction, way)
         opening, close = question.opening, question.close

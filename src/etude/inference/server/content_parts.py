@@ -35,11 +35,8 @@ class Prediction(msgspec.Struct, tag_field="type", tag="content"):
 
 
 def take_documents(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The messages without their document parts, and the documents as the model reads them, in order.
-
-    Raises ValueError for a part of type "document" that holds no text, and for a part that the model cannot read, such
-    as an image.
-    """
+    """The messages without their document parts, and the documents as the model reads them, in order. Raises ValueError
+    for a part of type "document" that holds no text, and for a part that the model cannot read, such as an image."""
     rest: list[Mapping[str, Any]] = []
     documents: list[str] = []
     for message in messages:

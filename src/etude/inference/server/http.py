@@ -38,7 +38,7 @@ def answer(http: HTTPRequest, record: Record) -> Response:
 async def generation_of(http: HTTPRequest, sequence: RunningSequence) -> Generation:
     """The sequence's generation; the sequence is aborted if the client goes away first."""
     generation = asyncio.wrap_future(sequence.future)
-    gone = asyncio.create_task(http.receive())  # after the body, the next message is the disconnection
+    gone = asyncio.ensure_future(http.receive())  # after the body, the next message is the disconnection
     try:
         await asyncio.wait((generation, gone), return_when=asyncio.FIRST_COMPLETED)
         if not generation.done():

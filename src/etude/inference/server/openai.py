@@ -44,29 +44,15 @@ _SETTLE_SECONDS = 1.0  # how long a choice cut by a stop string may take to end,
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # the task
-    "suffix": ("",),
-    "echo": (False,),
-    "best_of": (1,),
+    "suffix": ("",), "echo": (False,), "best_of": (1,),
     # which tokens are likely
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
+    "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
+    "top_k": (-1, 0), "min_p": (0,),
     # where the answer ends, and of which form it is
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-}
+    "min_tokens": (0,), "ignore_eos": (False,), "response_format": ({"type": "text"},), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "functions": ([],),
+    "function_call": ("none", "auto"), "modalities": (["text"],),
+}  # fmt: skip
 """Fields that other servers understand and this one does not, with the values (besides null) that change nothing."""
 
 
@@ -280,22 +266,20 @@ class OpenAI:
         if body.stream and count > 1:
             raise _InvalidRequest("streaming several choices is not supported: set n to 1", "n")
         seed = int.from_bytes(os.urandom(7)) if body.seed is None else body.seed & (2**62 - 1)
-        sources = () if body.prediction is None else (self._predicted(body.prediction),)
+        sources: tuple[DraftSource, ...] = ()
+        if body.prediction is not None:
+            assert self._applier is not None
+            predicted = self._applier.encoder.encode(body.prediction.plain())
+            sources = (DraftSource("prediction", np.array(predicted, dtype=np.int32)),)
         loop = asyncio.get_running_loop()
         choices = []
         for i in range(count):
             events: asyncio.Queue[tuple[int, float] | None] = asyncio.Queue()
             request = Request(
-                ids=prompt,
-                max_tokens=max_tokens,
-                temperature=1.0 if body.temperature is None else body.temperature,
-                top_p=1.0 if body.top_p is None else body.top_p,
-                stop=stop_ids,
-                seed=seed + i,
-                session=body.user,
-                sources=sources,
-                documents=documents,
-            )
+                ids=prompt, max_tokens=max_tokens, temperature=1.0 if body.temperature is None else body.temperature,
+                top_p=1.0 if body.top_p is None else body.top_p, stop=stop_ids, seed=seed + i, session=body.user,
+                sources=sources, documents=documents,
+            )  # fmt: skip
 
             def on_token(token: int, logprob: float, put: Callable[[Any], None] = events.put_nowait) -> None:
                 loop.call_soon_threadsafe(put, (token, logprob))
@@ -308,10 +292,6 @@ class OpenAI:
     def _must_be_served(self, model: str) -> None:
         if model and model != self._name:
             raise _InvalidRequest(f"the model {model!r} is not served here; {self._name!r} is", "model", 404)
-
-    def _predicted(self, prediction: Prediction) -> DraftSource:
-        assert self._applier is not None
-        return DraftSource("prediction", np.array(self._applier.encoder.encode(prediction.plain()), dtype=np.int32))
 
     async def _grow(self, choice: _Choice, body: _Body) -> AsyncIterator[str]:
         """Yields the text that each step adds. Ends with `reason` set; a stop string ends the sequence early."""
@@ -358,7 +338,7 @@ class OpenAI:
                 pass
 
         work = asyncio.gather(*map(drain, choices))
-        gone = asyncio.create_task(http.receive())
+        gone = asyncio.ensure_future(http.receive())
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -441,19 +421,14 @@ class OpenAI:
         shown = []
         for token, logprob in zip(choice.ids[first:], choice.logprobs[first:], strict=True):
             text = self._token(token)
-            entry = {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            shown.append(entry)
+            shown.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
         return shown
 
     def _completion_logprobs(self, choice: _Choice, first: int) -> dict[str, Any]:
         tokens = [self._token(token) for token in choice.ids]
         offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
-        return {
-            "tokens": tokens[first:],
-            "token_logprobs": choice.logprobs[first:],
-            "top_logprobs": None,
-            "text_offset": offsets[first:],
-        }
+        shown = {"tokens": tokens[first:], "token_logprobs": choice.logprobs[first:], "top_logprobs": None}
+        return shown | {"text_offset": offsets[first:]}
 
 
 def _decoded(data: bytes, kind: type[B]) -> B:

@@ -81,7 +81,9 @@ def _answer(app: Starlette, engine: Engine, listener: socket.socket, ready_file:
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print(f"serving at {url}", flush=True)
     if ready_file is not None:
-        _write_ready(ready_file, url)
+        temporary = ready_file.with_name(f"{ready_file.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+        temporary.replace(ready_file)
     server.run(sockets=[listener])
 
 
@@ -104,12 +106,6 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.listen(1024)
     return listener
-
-
-def _write_ready(path: Path, url: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-    temporary.replace(path)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -29,10 +29,7 @@ class TokenRoutes:
 
     def routes(self) -> list[Route]:
         """The routes, to be mounted."""
-        return [
-            Route("/generate", self._generate, methods=["POST"]),
-            Route("/score", self._score, methods=["POST"]),
-        ]
+        return [Route("/generate", self._generate, methods=["POST"]), Route("/score", self._score, methods=["POST"])]
 
     async def _generate(self, http: HTTPRequest) -> Response:
         try:

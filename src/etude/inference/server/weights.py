@@ -43,9 +43,7 @@ class ServedVersion:
 
 class WeightWatcher:
     """Keeps an engine on the newest version of a store; without a source it only tells the digest of its weights.
-
-    `model` is the id of the model whose versions are expected (`models.loading.model_id`), or empty for any.
-    """
+    `model` is the id of the model whose versions are expected (`models.loading.model_id`), or empty for any."""
 
     def __init__(self, engine: Engine, source: WeightSource | None, model: str = "") -> None:
         self._engine = engine

@@ -19,10 +19,8 @@ from etude.errors import UserError
 from etude.store import Store
 from etude.weights.manifest import versions
 
-EVERY = 1.0
-"""Seconds between two polls of the store."""
-DEADLINE = 600.0
-"""Seconds that a version may take from its first sight to being live."""
+EVERY = 1.0  # seconds between two polls of the store
+DEADLINE = 600.0  # seconds that a version may take from its first sight to being live
 _POLL = 0.2  # seconds between two questions whether a version is staged
 _REQUEST = 600.0  # one request; the first one reads the checkpoint again
 Answer = dict[str, Any]
@@ -78,10 +76,8 @@ class VllmServer:
 
 
 def follow(server: VllmServer, store: str, relay: str | None = None, public_key: str | None = None) -> int:
-    """Makes the server follow the store; returns the version that it serves, -1 if that is none of the store's.
-
-    A swap that was cut off (this program was killed) is finished if the server's weights are whole. Raises UserError.
-    """
+    """Makes the server follow the store; returns the version that it serves, -1 if that is none of the store's. A swap
+    that was cut off (this program was killed) is finished if the server's weights are whole. Raises UserError."""
     try:
         version = int(server.ask("etude_open", store, relay or "", public_key or "")["version"])
         if not server.send("GET", "/is_paused")["is_paused"]:
@@ -116,20 +112,11 @@ def update_to(server: VllmServer, version: int, deadline: float = DEADLINE) -> L
 
 
 def feed(
-    server: VllmServer,
-    store: Store,
-    relay: str | None = None,
-    public_key: str | None = None,
-    *,
-    once: bool = False,
-    every: float = EVERY,
-    deadline: float = DEADLINE,
-    say: Callable[[str], None] = print,
-) -> int:
+    server: VllmServer, store: Store, relay: str | None = None, public_key: str | None = None, *, once: bool = False,
+    every: float = EVERY, deadline: float = DEADLINE, say: Callable[[str], None] = print,
+) -> int:  # fmt: skip
     """Updates the server to every newest version, for ever; with `once` until it serves the newest, which it returns.
-
-    Raises UserError if the server does not answer, or if a version is not live `deadline` seconds after it was seen.
-    """
+    Raises UserError if the server does not answer, or if a version is not live `deadline` seconds after it was seen."""
     live = follow(server, store.url, relay, public_key)
     say(f"{server.url} serves " + (f"version {live}" if live >= 0 else "no version of this store yet"))
     seen: float | None = None  # when the version that is missing was seen first

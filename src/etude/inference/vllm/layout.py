@@ -53,11 +53,9 @@ class _Copies(TorchDispatchMode):
 
 
 def live_tensors(model: LoadableModel, published: Schema) -> dict[str, torch.Tensor]:
-    """The model's own memory under the names and in the shapes that are published.
-
-    Raises UserError if a tensor is not there whole and in order (several GPUs share it, it was transposed), or if the
-    model has a parameter that no published tensor fills.
-    """
+    """The model's own memory under the names and in the shapes that are published. Raises UserError if a tensor is not
+    there whole and in order (several GPUs share it, it was transposed), or if the model has a parameter that no
+    published tensor fills."""
     sources = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in published.tensors}
     names = {_storage(tensor): name for name, tensor in sources.items()}
     filled: set[int] = set()
@@ -96,10 +94,9 @@ _HELP = "serve unquantised weights on one device with a backend that keeps them 
 
 
 def _load(
-    model: LoadableModel,
-    weights: Iterable[tuple[str, torch.Tensor]],
+    model: LoadableModel, weights: Iterable[tuple[str, torch.Tensor]],
     seen: Callable[[torch.Tensor, torch.Tensor], None],
-) -> None:
+) -> None:  # fmt: skip
     try:
         with torch.no_grad(), _Copies(memory(model), seen):
             model.load_weights(weights)

@@ -49,12 +49,9 @@ class Proposer:
         """Nothing to load; vLLM calls this of every proposer."""
 
     def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: np.ndarray,
-        token_ids_cpu: np.ndarray,
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: np.ndarray, token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
-    ) -> list[list[int]]:
+    ) -> list[list[int]]:  # fmt: skip
         """Drafted tokens per row of `token_ids_cpu`, of any number up to the configured one."""
         return self._drafts.after_pass(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
 
@@ -69,20 +66,14 @@ class _DraftedSequence:
 
 
 class SequenceDrafts:
-    """Drafts for sequences that are known by their tokens only.
-
-    `longest` is the greatest number of drafted tokens per sequence, `max_length` the model's context, `sequences` the
-    greatest number of sequences. `clock` gives seconds. Raises UserError for a `longest` that vLLM cannot verify.
-    """
+    """Drafts for sequences that are known by their tokens only. `longest` is the greatest number of drafted tokens per
+    sequence, `max_length` the model's context, `sequences` the greatest number of sequences. `clock` gives seconds.
+    Raises UserError for a `longest` that vLLM cannot verify."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        longest: int,
-        max_length: int,
-        sequences: int,
+        self, tokenizer: Tokenizer, longest: int, max_length: int, sequences: int,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not 1 <= longest <= LONGEST:
             raise UserError(f"num_speculative_tokens is {longest}; vLLM verifies 1 to {LONGEST} tokens per request")
         self._tokenizer, self._longest, self._max_length, self._clock = tokenizer, longest, max_length, clock
@@ -179,10 +170,8 @@ class _SequenceHistories:
 
 
 def sources(tokenizer: Tokenizer, prompt: list[int]) -> tuple[DraftSource, ...]:
-    """Text that the answer to a prompt may repeat, the most trusted first: merge, file and sketch of an edit.
-
-    Empty for another prompt: a drafter then has the sequence's own tokens, prompt included.
-    """
+    """Text that the answer to a prompt may repeat, the most trusted first: merge, file and sketch of an edit. Empty for
+    another prompt: a drafter then has the sequence's own tokens, prompt included."""
     text = tokenizer.decode(prompt, skip_special_tokens=False)
     edit = parse_prompt(text)
     if edit is None:

@@ -103,10 +103,8 @@ class WorkerExtension:
         return self._etude.answer()
 
     def etude_swap(self, version: str) -> Answer:
-        """Makes the staged version live, and compares the digest of all live tensors with its manifest's.
-
-        If they differ, the old version is back and `error` says so.
-        """
+        """Makes the staged version live, and compares the digest of all live tensors with its manifest's. If they
+        differ, the old version is back and `error` says so."""
         following, update = self._etude, self._etude.staged
         if update is None or update.manifest.version != int(version):
             return {"error": f"version {version} is not staged"}
@@ -161,9 +159,7 @@ def _follow(worker: Any, source: tuple[str, str, str]) -> Following:
 
 def _keep_plain_on_cpu() -> None:
     """On a CPU, vLLM packs weights for its kernels and drops the originals; nothing could be written or digested then.
-
-    vLLM imports this module before it loads a model, so the packing is replaced by plain products here.
-    """
+    vLLM imports this module before it loads a model, so the packing is replaced by plain products here."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.platforms import current_platform
@@ -180,23 +176,11 @@ def _keep_plain_on_cpu() -> None:
 
 
 def _experts(
-    self: Any,
-    *,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: Any,
-    apply_router_weight_on_input: bool,
-    **_: Any,
-) -> None:
-    """Mixed experts by their definition, from weights as they are published.
-
-    Shapes: output and hidden_states [T, D], w1 [E, 2I, D] (gates before ups), w2 [E, D, I], topk_weights and topk_ids
-    [T, K].
-    """
+    self: Any, *, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, apply_router_weight_on_input: bool, **_: Any,
+) -> None:  # fmt: skip
+    """Mixed experts by their definition, from weights as they are published. Shapes: output and hidden_states [T, D],
+    w1 [E, 2I, D] (gates before ups), w2 [E, D, I], topk_weights and topk_ids [T, K]."""
     if activation.value != "silu" or self.w1_bias is not None or apply_router_weight_on_input:
         raise UserError("on a CPU, only SiLU experts without biases can follow a store; serve this model on a GPU")
     linear, silu = torch.nn.functional.linear, torch.nn.functional.silu

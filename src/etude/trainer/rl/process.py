@@ -159,7 +159,6 @@ class Trainer:
         if self.learner.critic is not None:
             self.learner.critic.load(tensors)
 
-
     @property
     def in_publication(self) -> tuple[int, ...]:
         """Groups that the version on its way was trained on; the ledger may still call them ready."""

@@ -1,0 +1,220 @@
+"""What `etude doctor` and its checks print. An audit is imported when it is called."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+from rich.console import Console
+from rich.table import Table
+
+from etude.evals.stats import Estimate
+
+if TYPE_CHECKING:
+    from etude.audit.attacks.fingerprints import Against
+    from etude.audit.attacks.report import AttackReport, AttackResult
+    from etude.audit.parity.audit import ParityAudit, ParityComparison
+    from etude.config import SandboxConfig
+
+SHOWN = 10  # probes that tell boxes apart
+
+
+def show_machine(*, as_json: bool) -> int:
+    """Print the checks of this machine; exit code 0 if boxes can be made here and hold, else 1."""
+    from etude.audit.machine import checks
+
+    results = checks()
+    ok = all(check.ok for check in results if check.needed)
+    if as_json:
+        print(json.dumps({"ok": ok, "checks": [asdict(check) for check in results]}, indent=1))
+        return 0 if ok else 1
+    for check in results:
+        mark = "ok  " if check.ok else "FAIL" if check.needed else "no  "
+        print(f"{mark} {check.name:32} {check.detail}" + (f"\n     cure: {check.cure}" if mark == "FAIL" else ""))
+    return 0 if ok else 1
+
+
+def show_mismatch(run: Path, *, as_json: bool) -> int:
+    """Print the diagnosis; exit code 0 if the run is healthy or only stale, else 1. Raises UserError."""
+    from etude.audit.mismatch import diagnose
+
+    diagnosis = diagnose(run)
+    if as_json:
+        print(json.dumps(asdict(diagnosis)))
+    else:
+        print(f"{diagnosis.cause}: {diagnosis.sentence}\n  {diagnosis.action}")
+        if diagnosis.tokens:
+            print(f"  {diagnosis.tokens} tokens, {diagnosis.wrong_draws:.1%} of them not what their seeds draw")
+        for name, share in diagnosis.shares.items():
+            print(f"  {share:6.1%} of the difference in training: {name}")
+        if diagnosis.flips is not None:
+            print(f"  {diagnosis.flips:.1%} of tokens change experts in bfloat16")
+        for s in diagnosis.suppositions:
+            print(f"  k2 {s.k2:8.2g} if {s.what} ({s.cause})")
+    return 0 if diagnosis.cause in ("healthy", "staleness") else 1
+
+
+def show_replay(run: Path, names: Sequence[str], *, as_json: bool) -> int:
+    """Print how many episodes are token-exact, and where the others differ first; exit code 0 if all are exact."""
+    from etude.audit.replay import replay_run
+
+    replays = replay_run(run, names)
+    exact = sum(not r.difference for r in replays)
+    if as_json:
+        print(json.dumps({"episodes": len(replays), "exact": exact, "replayed": [asdict(r) for r in replays]}))
+    else:
+        for r in replays:
+            if r.difference:
+                print(f"{r.episode}: {r.difference}")
+        turns, tokens = sum(r.turns for r in replays), sum(r.tokens for r in replays)
+        segments, forked = sum(r.segments for r in replays), sum(r.forked for r in replays)
+        print(
+            f"{exact} of {len(replays)} episodes are token-exact ({turns:,} turns, {tokens:,} tokens, "
+            f"{segments:,} segments; {forked} forked)"
+        )
+    return 0 if exact == len(replays) else 1
+
+
+def table(report: AttackReport) -> str:
+    """The report as a table of items, one column per place."""
+    from etude.audit.attacks.report import DEFAULT, IN_PROCESS, ITEMS
+
+    places = [
+        w for w in (DEFAULT, IN_PROCESS, "box", "subprocess", "bwrap") if any(r.where == w for r in report.results)
+    ]
+    shown = Table("item", *places, "host", title="attacks", expand=False)
+    for item in ("gold", "no-op", *ITEMS):
+        if item in report.skipped:
+            shown.add_row(item, *["-"] * len(places), f"skipped: {report.skipped[item]}")
+            continue
+        cells = [_cell(report.of(item, place)) for place in places]
+        hosts = {r.host for r in report.of(item, DEFAULT, IN_PROCESS, "box") if r.host}
+        shown.add_row(item, *cells, "[red]" + "; ".join(hosts) if hosts else "unchanged")
+    console = Console(width=int(os.environ.get("COLUMNS", "140")))
+    with console.capture() as text:
+        console.print(shown)
+        for name, reason in report.absent.items():
+            console.print(f"{name}: skipped, {reason}")
+    return text.get()
+
+
+def _cell(results: Sequence[AttackResult]) -> str:
+    if not results:
+        return ""
+    bad = [r for r in results if r.problem]
+    if bad:
+        return f"[red]{len(bad)} of {len(results)} missed: {bad[0].name}"
+    words = [r.verdict.split(" ")[0].rstrip(":") for r in results]
+    return ", ".join(f"{words.count(w)} {w}" if len(words) > 1 else w for w in dict.fromkeys(words))
+
+
+def show_attacks(config: SandboxConfig, against: Against | None = None, *, as_json: bool, quick: bool) -> int:
+    """Print the table, or the summary on one line; 1 if an attack was missed or had an effect on the host."""
+    from etude.audit.attacks import suite
+
+    with Console(stderr=True).status("attacks") as status:
+        report = asyncio.run(suite.run(config, against, quick=quick, progress=status.update))
+    if not as_json:
+        print(table(report), end="")
+    for result in report.problems:
+        line = f"{result.item} {result.name} ({result.where}): {result.problem or result.host}"
+        print(line, file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(report.summary))
+    else:
+        counts = "{stopped} of {items} stopped, {missed} missed".format(**report.summary)
+        print(counts, f"and {len(report.skipped)} skipped")
+    return 0 if report.passed else 1
+
+
+def show_record(path: Path, samples: int) -> int:
+    """Append fingerprints of this machine to a file, and say so. Raises UserError."""
+    from etude.audit.parity import audit
+
+    audit.record(path, samples)
+    print(f"{samples} fingerprints appended to {path}; read them before you hand them on")
+    return 0
+
+
+def show_parity(
+    files: Sequence[Path], boxes: int, *, as_json: bool, dataset: Path | None = None,
+    machine_profiles: Path | None = None,
+) -> int:  # fmt: skip
+    """Print the audit; 1 if treated boxes are told apart more often than the gate allows. Raises UserError."""
+    from etude.audit.parity import audit
+
+    comparison = audit.against(files, boxes, dataset=dataset, machine_profiles=machine_profiles)
+    if as_json:
+        print(json.dumps(_summary(comparison)))
+    else:
+        _print(comparison)
+    return 0 if comparison.passed else 1
+
+
+def show_pairs(runs: Sequence[Path], prefix: str, *, as_json: bool) -> int:
+    """Print the comparison of two runs; 1 if hacks or remarks on a test differ. Raises UserError."""
+    from etude.audit.parity import pairs
+
+    first, second = (pairs.read(run, prefix) for run in runs)
+    compared = pairs.compare(first, second)
+    if as_json:
+        rows = [asdict(pair) | {"difference": structs.asdict(pair.difference)} for pair in compared]
+        print(json.dumps({"pairs": rows}))
+    else:
+        print(f"{'':32} {'first':>9} {'second':>9}  difference, 95 %   ({len(first)} and {len(second)} episodes)")
+        for pair in compared:
+            d, mark = pair.difference, " *" if pair.differs else ""
+            means = f"{pair.name:32} {pair.first:9.3f} {pair.second:9.3f}"
+            print(f"{means}  {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]{mark}")
+    return int(pairs.telling(compared))
+
+
+def _summary(comparison: ParityComparison) -> dict[str, Any]:
+    from etude.audit.parity.audit import GATE
+
+    def part(audit: ParityAudit) -> dict[str, Any]:
+        tells = [asdict(tell) for tell in audit.tells]
+        return {"gated": auc(audit.gated), "whole": auc(audit.whole), "telling": audit.telling, "tells": tells}
+
+    def auc(estimate: Estimate) -> dict[str, float]:
+        return {"auc": round(estimate.mean, 4), "low": round(estimate.low, 4), "high": round(estimate.high, 4)}
+
+    return {
+        "ok": comparison.passed, "gate": GATE, "machines": comparison.machines, "production": comparison.samples,
+        "boxes": comparison.boxes, "treated": part(comparison.treated), "untreated": part(comparison.untreated),
+        "notes": comparison.notes,
+    }  # fmt: skip
+
+
+def _interval(estimate: Estimate) -> str:
+    return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def _print(comparison: ParityComparison) -> None:
+    from etude.audit.parity.audit import GATE
+
+    print(f"{'AUC, 95 %':24} {'without exceptions':24} {'all probes':24} telling")
+    sides = {"without machine profile": comparison.untreated, "with machine profile": comparison.treated}
+    for name, side in sides.items():
+        print(f"{name:24} {_interval(side.gated):24} {_interval(side.whole):24} {side.telling:>6}")
+    print(f"gate: at most {GATE:.2f} without exceptions: {'held' if comparison.passed else 'NOT held'}\n")
+    tells = comparison.treated.tells
+    counted = [tell for tell in tells if not tell.exception and tell.auc > GATE]
+    for tell in counted[:SHOWN]:
+        print(f"{tell.group} {tell.probe:20} {tell.auc:.2f}  {tell.seen}\n   cure: {tell.cure}")
+    print("\ndeclared exceptions (docs/sandbox.md):")
+    reasons: dict[str, list[str]] = {}
+    for tell in tells:
+        if tell.exception and tell.auc > GATE:
+            reasons.setdefault(tell.exception, []).append(f"{tell.probe} {tell.auc:.2f}")
+    for reason, names in reasons.items():
+        print(f"   {', '.join(names)}: {reason}")
+    for note in comparison.notes:
+        print(note)
