@@ -1,7 +1,5 @@
 """Where the code, the tests and the functions of a Python repository are. Nothing of the repository is run."""
 
-from __future__ import annotations
-
 import ast
 import warnings
 from abc import ABC, abstractmethod

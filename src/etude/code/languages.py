@@ -4,8 +4,6 @@ Python and JSON are parsed by the standard library. The others need the tree-sit
 without these they have no syntax here, so no data is made of them and no answer of theirs is graded by its syntax.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import io

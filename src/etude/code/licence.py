@@ -1,7 +1,5 @@
 """The licence that a repository or a package declares, where it says so, and whether it is permissive."""
 
-from __future__ import annotations
-
 import email
 import json
 import re

@@ -3,8 +3,6 @@
 Nothing of a fetched package is run: source packages and wheels are only unpacked.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil

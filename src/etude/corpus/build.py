@@ -1,7 +1,5 @@
 """Makes packed training rows for the mid-training and supervised stages, from pinned sources."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -4,8 +4,6 @@ Near duplicates are found by MinHash over token shingles with banding (Broder 19
 detection point near a Jaccard similarity of 0.5, and pairs at 0.8 are found with probability above 0.99.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence

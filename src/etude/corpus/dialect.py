@@ -6,8 +6,6 @@
 (without line breaks between messages). A piece of text is never parsed for special tokens: these are separate pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Repair episodes as training text: a broken function, and the search-and-replace edit that restores it."""
 
-from __future__ import annotations
-
 import builtins
 import keyword
 import random

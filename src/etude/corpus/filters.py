@@ -1,7 +1,5 @@
 """Which files and functions are worth training on: they parse, are plain ASCII Python, not generated, not tests."""
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap

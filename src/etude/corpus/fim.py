@@ -1,7 +1,5 @@
 """Fill-in-the-middle examples in prefix-suffix-middle order (Bavarian et al. 2022)."""
 
-from __future__ import annotations
-
 import random
 
 

@@ -1,7 +1,5 @@
 """Rows of fixed length from documents of any length, best fit first, so that short documents are never cut."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every source is recorded with its exact version and the licence its own metadata
 licence is refused, so a corpus holds only text that may be used and redistributed.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import sysconfig

@@ -1,7 +1,5 @@
 """The byte-level BPE tokenizer of the nano model, and its Hugging Face folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables of applied edits: file, sketch and result of each edit, with its source, licence and weight."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

@@ -9,8 +9,6 @@ or after the last anchor replace similar lines, or are inserted.
 With an apply model the merge is a draft alone: the model decides every token.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

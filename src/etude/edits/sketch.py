@@ -5,8 +5,6 @@ be told from "left out". One to three kinds of noise make a sketch look like tho
 remove what determines the result; `determined` checks this with the deterministic merge.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ The first turn of a segment has its whole prompt as token ids, every later one w
 (`metrics.extra.added_token_ids`), so a segment's tokens up to the last sampled one can be put together again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A repository as chunks that `search` can find: one per syntax node of Python, windows of lines of other text."""
 
-from __future__ import annotations
-
 import ast
 import re
 import warnings

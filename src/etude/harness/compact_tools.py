@@ -1,7 +1,5 @@
 """The tools of the compact dialect: the function in focus is implied, arguments are by position, results are short."""
 
-from __future__ import annotations
-
 from etude.harness.focus import EditError, View, moved, view_of
 from etude.harness.tools import TEST_SECONDS, Tools, verdict
 from etude.records import Task, ToolCall

@@ -6,8 +6,6 @@ A document is computed once for all episodes that show the same text, so a file 
 end: a task that breaks one function leaves all other pieces of its file what they are for every other task.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import warnings

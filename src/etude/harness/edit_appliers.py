@@ -4,8 +4,6 @@ An agent that writes a snippet (the lines that change, a neighbour or two, a mar
 lines that it replaces. A server is any that answers `POST /v1/apply` as `etude serve` does.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 

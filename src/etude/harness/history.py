@@ -4,8 +4,6 @@ What may be seen is decided where the history is made (`sandbox/history.py`): no
 it, and no version that holds the answer.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Awaitable, Callable

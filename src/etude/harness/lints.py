@@ -1,7 +1,5 @@
 """New diagnostics of files: syntax errors by Python's own compiler, the rest by ruff or pyflakes if the box has one."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import re

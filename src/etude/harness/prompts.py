@@ -1,7 +1,5 @@
 """How a coding task is put to the agent: its tools, the documents before the conversation, and the first tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial

@@ -7,8 +7,6 @@ functions that mention the chunk's own name. `python -m benchmarks.experiments.s
 grep.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import threading

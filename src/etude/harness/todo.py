@@ -1,7 +1,5 @@
 """The agent's list of its work: replaced as a whole, kept over summaries."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

@@ -5,8 +5,6 @@ Whatever goes wrong in a call is text for the model. Only failures that are prov
 (`BoxError` with payer "infra") are raised.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import math

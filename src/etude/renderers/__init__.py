@@ -5,8 +5,6 @@ Imports records, errors and what lies below; no torch. Public: the names in `__a
 tools in OpenAI's format), and the helpers for text in `text.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from etude.errors import UserError

@@ -1,7 +1,5 @@
 """What the agent loop needs of a dialect, and the tokenisation of text that can never yield a special token."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

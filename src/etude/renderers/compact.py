@@ -7,8 +7,6 @@
 by turn, because every piece of text stands between special tokens.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

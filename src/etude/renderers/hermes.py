@@ -5,8 +5,6 @@ taking the difference, and checked against the full render. Rendered text is cut
 are encoded as ordinary text, so that content which spells a special token stays content.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The schemas of the built-in tools; `harness/full_tools.py` and `compact_tools.py` are the code behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chat templates of Hugging Face model folders, rendered without importing transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime

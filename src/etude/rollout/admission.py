@@ -11,8 +11,6 @@ leaves behind only what later batches can still take in time (`ledger.staleness`
 for its version.
 """
 
-from __future__ import annotations
-
 
 def capacity(*, version: int, staleness: int, prompts: int, group: int, accepted: int, reserved: int) -> int:
     """Episodes that may be admitted now; negative when the served version went back, e.g. after a rollback."""

@@ -1,7 +1,5 @@
 """An episode of an unmodified outside agent: a command in the box, whose model is behind the interception endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import shlex
 from collections.abc import AsyncIterator, Mapping

@@ -7,8 +7,6 @@ for an answer that does not close its tag. It passes only with the very bytes. A
 0), but equal syntax is worth nearly as much: it leaves the program as it should be.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ it takes longer, its tokens grow older, and not one more of them is sampled per 
 number, by a bounded step per window, since shares change as the policy does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

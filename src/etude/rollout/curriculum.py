@@ -9,8 +9,6 @@ Seen in three demo runs (G = 16): tasks of which none passed divided their next 
 4 to 7 in 82 %, 8 to 11 in 76 %, 12 to 15 in 45 %, all in 25 %.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field

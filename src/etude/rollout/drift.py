@@ -4,8 +4,6 @@ Learning shifts behaviour, too: a shift is something to look at, never a part of
 single steps, which hold what varies from batch to batch; a metric that has shifted is quiet for one window.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, variance

@@ -14,8 +14,6 @@ An environment decides what the model reads and what an episode is worth. It may
   `episode.box.exec`, or the built-in tools in `box_tools`; never `eval` or `subprocess`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import traceback

@@ -11,8 +11,6 @@ less the costs of `[reward]` (`rewards.py`). `group_audit.audit_group` may take 
 what it looks at is seen in no single episode.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ which have a shared prefix, are not among the others. Unusual fixes without such
 pure function of the group, so the trainer, the report and a resumed run come to the same result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 

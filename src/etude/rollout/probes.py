@@ -9,8 +9,6 @@ No process waits for another: an engine that does not answer leaves a version wi
 trainer has taken it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Python functions as tools of an agent: their schemas, and how they are called."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

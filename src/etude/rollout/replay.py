@@ -1,7 +1,5 @@
 """An episode played again from its segments: proof that the harness still puts the same tokens before the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ length cost and penalties for bad tool use in the same way (arXiv:2603.24477, se
 with the episode as `reward/NAME`: the reward is their sum. `[reward]` may name a component of the user's, too.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -7,8 +7,6 @@ without network. Requirements that the last try lacked are added only if the rep
 the part that all languages share, and Python's kit; JavaScript's kit is in `node.py`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 discover functions -> trace which tests call them -> choose visible and hidden tests -> break functions -> gates -> save
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import shutil

@@ -1,7 +1,5 @@
 """`etude tasks check`: tests on this machine whether a dataset still is what its card says."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass

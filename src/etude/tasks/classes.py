@@ -1,7 +1,5 @@
 """Breaks classes: a base is dropped, methods are permuted, a method is removed with the statements that use it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

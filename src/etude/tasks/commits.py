@@ -4,8 +4,6 @@ The difference between a commit and its parent is applied backwards by a three-w
 cleanly are used. So one repository, one set of dependencies and one suite serve all of them.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

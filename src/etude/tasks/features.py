@@ -4,8 +4,6 @@ A slice is a function and, step by step, the helpers that it calls by name, as f
 test that calls a helper also calls the function. Without the slice, tests that do not call the function still pass.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 

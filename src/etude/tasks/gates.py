@@ -4,8 +4,6 @@ The broken tree fails the same hidden tests every time, scores 0 if nothing is c
 answer; each `repeats` times. Programs that hang, crash the runner or change no test are dropped.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence

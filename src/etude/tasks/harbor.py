@@ -7,8 +7,6 @@ Fields that Harbor lacks go to [metadata.etude]. A verifier runs in an environme
 Harbor's defaults (shared, public) let an agent plant its reward. Format: harborframework.com/docs/tasks.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ and the impossible version of a task demands both: the same call would have to r
 instruction and the visible tests are those of the task itself, so an agent cannot tell the two apart.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import os

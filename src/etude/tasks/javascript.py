@@ -3,8 +3,6 @@
 Every mutant parses, has another tree, and leaves the text outside of the edited spans as it was.
 """
 
-from __future__ import annotations
-
 import posixpath
 import random
 import re

@@ -1,7 +1,5 @@
 """Finds answers that an agent could copy: text that a task removed and that stands elsewhere in the tree."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Changes of more than one function: broken classes, deleted features, reversed commits, and the tests that decide."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

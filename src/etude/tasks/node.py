@@ -1,7 +1,5 @@
 """The environment of a JavaScript repository: packages from npm without scripts, and the tests that call a function."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Reads the test requirements of a Python repository from its files, source by source; nothing is run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """Tries broken programs, function by function in waves, until there are enough tasks. Equal seeds give equal tasks."""
 
-from __future__ import annotations
-
 import ast
 import random
 import textwrap

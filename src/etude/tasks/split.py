@@ -1,7 +1,5 @@
 """Two seeded splits: functions into training and held-out, tests into visible and hidden."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ that reads JSON ({"path", "qualname", "source"}) and prints the module. Written 
 holds them.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import shlex

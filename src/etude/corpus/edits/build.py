@@ -1,7 +1,5 @@
 """`etude tasks fast-apply`: repositories to tables of edits, train and held out, and a card that says how."""
 
-from __future__ import annotations
-
 import logging
 import random
 import re

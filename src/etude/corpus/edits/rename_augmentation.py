@@ -1,7 +1,5 @@
 """Rename augmentation: other names in an edit, so that a model learns to copy files instead of memorising them."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re

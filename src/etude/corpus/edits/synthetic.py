@@ -4,8 +4,6 @@ Real commits under a permissive licence are few, so most training pairs are synt
 sense. It must parse, look like its surroundings, and have the size of real edits.
 """
 
-from __future__ import annotations
-
 import keyword
 import random
 import re

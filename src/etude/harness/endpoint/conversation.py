@@ -1,7 +1,5 @@
 """The common part of the dialects: a request as chat messages, and digests by which conversations are recognised."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """OpenAI's responses. What `previous_response_id` names is kept here, for as long as the episode."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator

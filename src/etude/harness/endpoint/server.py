@@ -1,7 +1,5 @@
 """The interception endpoint: one HTTP server for many episodes. The key of a request names its episode."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
