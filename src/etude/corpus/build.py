@@ -37,16 +37,9 @@ def extract(source: PackageSource, *, allow_tests: bool = False) -> list[Functio
 
 
 def build_corpus(
-    packages: Sequence[str],
-    held_out: Sequence[str],
-    evaluation: Sequence[str],
-    cache: Path,
-    *,
-    standard: bool,
-    allow_tests: bool,
-    per_package: int,
-    seed: int,
-) -> Corpus:
+    packages: Sequence[str], held_out: Sequence[str], evaluation: Sequence[str], cache: Path, *, standard: bool,
+    allow_tests: bool, per_package: int, seed: int,
+) -> Corpus:  # fmt: skip
     """Fetch, filter and deduplicate the functions; drop whatever overlaps the held-out and evaluation packages.
 
     The result is cached by its arguments below `cache`. Raises ValueError when a package is both trained on and
@@ -223,14 +216,9 @@ def midtrain_rows(
 
 
 def sft_rows(
-    train: Sequence[FunctionText],
-    tokenizer: Tokenizer,
-    shapes: Mapping[str, float],
-    operators: Mapping[str, float],
-    tokens: int,
-    length: int,
-    seed: int,
-) -> packing.Rows:
+    train: Sequence[FunctionText], tokenizer: Tokenizer, shapes: Mapping[str, float],
+    operators: Mapping[str, float], tokens: int, length: int, seed: int,
+) -> packing.Rows:  # fmt: skip
     """Rows of about `tokens` tokens of repair episodes; only what the assistant says is labelled."""
     stream = repair_documents(train, shapes, operators, random.Random(seed))
     encoded = take(stream, tokenizer, tokens, length)

@@ -138,24 +138,18 @@ def failure(name: str, rng: random.Random) -> str:
 
 _WORDS = ("a", "b", "key", "value", "x", "item", "name", "result", "items", "obj", "count")
 _ERRORS = (
-    "TypeError: 'NoneType' object is not iterable",
-    "TypeError: 'NoneType' object is not subscriptable",
-    "TypeError: 'int' object is not callable",
-    "TypeError: 'bool' object is not iterable",
+    "TypeError: 'NoneType' object is not iterable", "TypeError: 'NoneType' object is not subscriptable",
+    "TypeError: 'int' object is not callable", "TypeError: 'bool' object is not iterable",
     "TypeError: {name}() missing 1 required positional argument: '{word}'",
     "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
     "TypeError: '<' not supported between instances of 'str' and 'int'",
     "AttributeError: 'list' object has no attribute '{word}'",
-    "AttributeError: 'NoneType' object has no attribute '{word}'",
-    "KeyError: '{word}'",
-    "IndexError: list index out of range",
-    "NameError: name '{word}' is not defined",
+    "AttributeError: 'NoneType' object has no attribute '{word}'", "KeyError: '{word}'",
+    "IndexError: list index out of range", "NameError: name '{word}' is not defined",
     "UnboundLocalError: cannot access local variable '{word}' where it is not associated with a value",
-    "ValueError: not enough values to unpack (expected 2, got {index})",
-    "ZeroDivisionError: division by zero",
-    "RecursionError: maximum recursion depth exceeded",
-    "AssertionError: assert None == {index}",
-)
+    "ValueError: not enough values to unpack (expected 2, got {index})", "ZeroDivisionError: division by zero",
+    "RecursionError: maximum recursion depth exceeded", "AssertionError: assert None == {index}",
+)  # fmt: skip
 
 
 def _value(rng: random.Random, depth: int = 0) -> str:

@@ -25,17 +25,8 @@ def document(episode: Episode, renderer: Renderer, agent: dict[str, Any], sessio
     if not steps:
         steps = [{"source": "system", "message": episode.detail or "nothing was sampled"}]
     fields = (
-        "task_id",
-        "group_id",
-        "member",
-        "attempt",
-        "seed",
-        "outcome",
-        "stop_reason",
-        "reward",
-        "passed",
-        "detail",
-    )
+        "task_id", "group_id", "member", "attempt", "seed", "outcome", "stop_reason", "reward", "passed", "detail",
+    )  # fmt: skip
     extra: dict[str, Any] = {name: getattr(episode, name) for name in fields}
     extra |= {"metrics": episode.metrics, "fork": msgspec.to_builtins(episode.fork)}
     return {

@@ -158,17 +158,13 @@ class TokenLedger:
         if not len(self._ids) == len(self._mask) == len(self._logprobs) == len(self._versions):
             raise TokenLedgerError("the ledger's arrays differ in length")
         segment = Segment(
-            ids=np.asarray(self._ids, "<i4").tobytes(),
-            mask=bytes(self._mask),
+            ids=np.asarray(self._ids, "<i4").tobytes(), mask=bytes(self._mask),
             logprobs=np.asarray(self._logprobs, "<f4").tobytes(),
-            versions=np.asarray(self._versions, "<i4").tobytes(),
-            prompt_length=self._prompt_length,
-            turn_starts=tuple(self._turn_starts),
-            routes=self._joined_routes(),
-            digest=segment_digest(*self._seen),
+            versions=np.asarray(self._versions, "<i4").tobytes(), prompt_length=self._prompt_length,
+            turn_starts=tuple(self._turn_starts), routes=self._joined_routes(), digest=segment_digest(*self._seen),
             documents=tuple(Document(length=len(ids), digest=token_digest(ids)) for ids in self.documents),
             recipe=self._recipe,
-        )
+        )  # fmt: skip
         return (*self._earlier, segment)
 
     def _joined_routes(self) -> Routes | None:

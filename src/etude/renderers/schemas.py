@@ -5,15 +5,9 @@ from typing import Any
 
 # Tools of the compact dialect and their arguments by position.
 COMPACT_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "edit": ("old", "new"),
-    "undo": (),
-    "test": (),
-    "read": (),
-    "list": (),
-    "grep": ("pattern",),
-    "run": ("command",),
-    "finish": (),
-}
+    "edit": ("old", "new"), "undo": (), "test": (), "read": (), "list": (), "grep": ("pattern",),
+    "run": ("command",), "finish": (),
+}  # fmt: skip
 
 
 _WORK = {

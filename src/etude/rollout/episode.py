@@ -124,15 +124,9 @@ async def run_episode(context: RolloutContext, task: Task, id: EpisodeId, decoys
 
 
 async def run_branches(
-    context: RolloutContext,
-    task: Task,
-    ids: Sequence[EpisodeId],
-    decoys: Decoys | None = None,
-    *,
-    seed: int,
-    turns: int,
-    on_episode: Callable[[Episode], Awaitable[None]],
-) -> None:
+    context: RolloutContext, task: Task, ids: Sequence[EpisodeId], decoys: Decoys | None = None, *, seed: int,
+    turns: int, on_episode: Callable[[Episode], Awaitable[None]],
+) -> None:  # fmt: skip
     """Plays the first `turns` turns once under `seed`, and from there an episode per id, each in a fork of the box.
 
     `on_episode` has each as soon as it ends. Each pays for its own failures, and all for those of the shared prefix, so
@@ -198,14 +192,9 @@ async def _changes_of(box: Box, ungraded: UngradedEpisode) -> tuple[Mapping[str,
 
 
 async def _grade(
-    context: RolloutContext,
-    task: Task,
-    ungraded: UngradedEpisode,
-    changes: Mapping[str, bytes | None],
-    fault: Grade | None,
-    decoys: Decoys | None,
-    requests: Sequence[EgressRequest] | None,
-) -> tuple[Grade, dict[str, float]]:
+    context: RolloutContext, task: Task, ungraded: UngradedEpisode, changes: Mapping[str, bytes | None],
+    fault: Grade | None, decoys: Decoys | None, requests: Sequence[EgressRequest] | None,
+) -> tuple[Grade, dict[str, float]]:  # fmt: skip
     """The grade of the changes by the hidden tests, and the signals of cheating in the whole episode."""
     image = context.dataset.image(task)
     if fault is not None:
@@ -228,35 +217,19 @@ def _fork_of(shared: UngradedEpisode, seed: int, turns: int) -> Fork:
 
 
 def _record(
-    context: RolloutContext,
-    task: Task,
-    id: EpisodeId,
-    ungraded: UngradedEpisode,
-    grade: Grade,
-    signals: dict[str, float],
-    fork: Fork | None = None,
-) -> Episode:
+    context: RolloutContext, task: Task, id: EpisodeId, ungraded: UngradedEpisode, grade: Grade,
+    signals: dict[str, float], fork: Fork | None = None,
+) -> Episode:  # fmt: skip
     """The record of an episode that ended, with its reward."""
     shared = {} if fork is None else {"shared_tokens": float(fork.tokens)}
     episode = Episode(
-        id=f"{id.group_id}-{id.member}-{id.attempt}",
-        group_id=id.group_id,
-        member=id.member,
-        attempt=id.attempt,
-        task_id=task.id,
-        seed=id.seed,
-        outcome=grade.outcome,
-        stop_reason=ungraded.stop_reason,
-        reward=grade.reward,
-        passed=grade.passed,
-        segments=ungraded.segments,
-        turns=ungraded.turns,
+        id=f"{id.group_id}-{id.member}-{id.attempt}", group_id=id.group_id, member=id.member, attempt=id.attempt,
+        task_id=task.id, seed=id.seed, outcome=grade.outcome, stop_reason=ungraded.stop_reason, reward=grade.reward,
+        passed=grade.passed, segments=ungraded.segments, turns=ungraded.turns,
         metrics=ungraded.metrics | {n: v for n, v in signals.items() if not n.startswith("flag/")} | shared,
         flags=tuple(sorted(n.removeprefix("flag/") for n in signals if n.startswith("flag/"))),
-        tools=ungraded.tools,
-        detail=grade.detail,
-        fork=fork,
-    )
+        tools=ungraded.tools, detail=grade.detail, fork=fork,
+    )  # fmt: skip
     return episode if context.reward is None else with_reward(episode, context.reward, context.budget_of(task))
 
 

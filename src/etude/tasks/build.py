@@ -134,15 +134,9 @@ async def _run(plan: _BuildPlan) -> None:
         if plan.writer is not None:
             callers = await _write_tests(plan, sandbox, callers, plan.writer)
         bench = Bench(
-            sandbox=sandbox,
-            name=packages.find_name(plan.repo),
-            repository=work / "repository",
-            site=work / "site",
-            hidden=work / "hidden",
-            source_roots=plan.layout.source_roots,
-            licence=licence_name,
-            options=options,
-        )
+            sandbox=sandbox, name=packages.find_name(plan.repo), repository=work / "repository", site=work / "site",
+            hidden=work / "hidden", source_roots=plan.layout.source_roots, licence=licence_name, options=options,
+        )  # fmt: skip
         targets, stable, unstable = await _targets(plan, bench, callers, policy, shown)
         files = [p.relative_to(bench.repository).as_posix() for p in bench.repository.rglob("*") if p.is_file()]
         searched = await search(bench, targets, LeakIndex(bench.repository, sorted(files)), plan.progress)
@@ -175,16 +169,10 @@ async def _run(plan: _BuildPlan) -> None:
         digests={},
     )
     history = card.TaskBuildLog(
-        functions=len(plan.functions),
-        eligible=len(plan.eligible),
-        covered=len(targets),
-        candidates=searched.tried,
-        rejected=searched.rejected,
-        tests=len(stable),
-        unstable=sorted(unstable),
-        requirements=requirements,
+        functions=len(plan.functions), eligible=len(plan.eligible), covered=len(targets), candidates=searched.tried,
+        rejected=searched.rejected, tests=len(stable), unstable=sorted(unstable), requirements=requirements,
         recipe=recipe,
-    )
+    )  # fmt: skip
     result = dataset.save(work, manifest, tasks)
     (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
 

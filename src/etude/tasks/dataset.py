@@ -127,12 +127,6 @@ def tree_digest(folder: Path) -> str:
 
 def _dataset(root: Path, manifest: Manifest, tasks: tuple[Task, ...]) -> Dataset:
     return Dataset(
-        root=root,
-        name=manifest.name,
-        repository=root / "repository",
-        site=root / "site",
-        hidden=root / "hidden",
-        tasks=tasks,
-        manifest=manifest,
-        histories=histories.load(root, root / "repository"),
-    )
+        root=root, name=manifest.name, repository=root / "repository", site=root / "site", hidden=root / "hidden",
+        tasks=tasks, manifest=manifest, histories=histories.load(root, root / "repository"),
+    )  # fmt: skip

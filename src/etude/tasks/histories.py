@@ -154,13 +154,9 @@ def build(source: Path, name: str, repository: Path, tasks: Sequence[Task], out:
         before = commit.tree
     stored = _Stored(
         people=tuple(commit.people for commit in past.commits),
-        messages=tuple(commit.message for commit in past.commits),
-        trees=tuple(trees),
-        entries=dict(past.entries),
-        branch=past.branch,
-        origin=past.origin,
-        secrets=secrets,
-    )
+        messages=tuple(commit.message for commit in past.commits), trees=tuple(trees), entries=dict(past.entries),
+        branch=past.branch, origin=past.origin, secrets=secrets,
+    )  # fmt: skip
     (out / FILE).write_bytes(msgspec.msgpack.encode(stored))
     return len(past.commits)
 

@@ -125,13 +125,9 @@ def _programs(target: Target, options: BuildConfig, leaks: LeakIndex, rejected: 
             rejected[Rejected.LEAK.value] += 1
             continue
         yield Candidate(
-            function=target.function,
-            broken=broken,
-            split=target.split,
-            visible=target.visible,
-            hidden=target.hidden,
-            leak=leak,
-        )
+            function=target.function, broken=broken, split=target.split, visible=target.visible,
+            hidden=target.hidden, leak=leak,
+        )  # fmt: skip
 
 
 def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:

@@ -306,15 +306,10 @@ class Recording:
         left = budget.tokens - sum(branch.ledger.sampled for branch in self._branches)
         limits = (max_tokens or sampling.max_tokens, sampling.max_tokens, left, budget.context - len(ledger))
         request = GenerateRequest(
-            ids=prompt,
-            max_tokens=max(1, min(limits)),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            stop=tuple(self.renderer.stop_ids),
-            seed=turn_seed(self._spec.seed, turn.number),
-            session=self._session,
+            ids=prompt, max_tokens=max(1, min(limits)), temperature=sampling.temperature, top_p=sampling.top_p,
+            stop=tuple(self.renderer.stop_ids), seed=turn_seed(self._spec.seed, turn.number), session=self._session,
             routes_from=ledger.routed if sampling.routes else None,
-        )
+        )  # fmt: skip
         async with asyncio.timeout(seconds + 1.0):  # the policy keeps its own deadline
             generation = await self._spec.policy.generate(request, seconds, turn.grow)
         if generation.finish_reason == "abort":
