@@ -145,10 +145,8 @@ def parse(text: str) -> ast.Module | None:
 
 
 def functions(path: str, text: str) -> list[Function]:
-    """Functions and methods of a module in their order; empty for text that is not Python.
-
-    Stubs, functions nested in functions and names that are defined twice are left out.
-    """
+    """Functions and methods of a module in their order; empty for text that is not Python. Stubs, functions nested in
+    functions and names that are defined twice are left out."""
     tree = parse(text)
     units: list[Function] = []
 

@@ -51,10 +51,8 @@ def has_syntax(language: str) -> bool:
 
 
 def parses(text: str, language: str) -> bool:
-    """Whether the text is free of syntax errors; always true for Markdown.
-
-    Raises ValueError for a language whose parser is not installed.
-    """
+    """Whether the text is free of syntax errors; always true for Markdown. Raises ValueError for a language whose
+    parser is not installed."""
     if language == "markdown":
         return True
     return _meaning(text, language) is not None

@@ -40,11 +40,9 @@ def build_corpus(
     packages: Sequence[str], held_out: Sequence[str], evaluation: Sequence[str], cache: Path, *, standard: bool,
     allow_tests: bool, per_package: int, seed: int,
 ) -> Corpus:  # fmt: skip
-    """Fetch, filter and deduplicate the functions; drop whatever overlaps the held-out and evaluation packages.
-
-    The result is cached by its arguments below `cache`. Raises ValueError when a package is both trained on and
-    held out.
-    """
+    """Fetch, filter and deduplicate the functions; drop whatever overlaps the held-out and evaluation packages. The
+    result is cached by its arguments below `cache`. Raises ValueError when a package is both trained on and held
+    out."""
     name = {requirement.split("==")[0].lower().replace("-", "_") for requirement in packages}
     clash = name & {requirement.split("==")[0].lower().replace("-", "_") for requirement in [*held_out, *evaluation]}
     if clash:
@@ -145,10 +143,8 @@ def fim_documents(train: Sequence[FunctionText], rng: random.Random) -> Iterator
 def repair_documents(
     train: Sequence[FunctionText], shapes: Mapping[str, float], operators: Mapping[str, float], rng: random.Random
 ) -> Iterator[Document]:
-    """Endless repair episodes, each over a fresh mutation; every function in turn.
-
-    `shapes` are shares of episode shapes, `operators` weights of mutation operators.
-    """
+    """Endless repair episodes, each over a fresh mutation; every function in turn. `shapes` are shares of episode
+    shapes, `operators` weights of mutation operators."""
     names, weights = list(shapes), list(shapes.values())
     while True:
         made = False
@@ -195,9 +191,7 @@ def midtrain_rows(
     train: Sequence[FunctionText], tokenizer: Tokenizer, mix: dict[str, float], tokens: int, length: int, seed: int
 ) -> tuple[packing.Rows, dict[str, int]]:
     """Rows of about `tokens` tokens in the shares of `mix` (code, fim, repair), all labelled; and tokens per part.
-
-    Repair episodes hold no wrong edits here, because every token is learned.
-    """
+    Repair episodes hold no wrong edits here, because every token is learned."""
     rng = random.Random(seed)
     repairs = repair_documents(train, {"blind": 0.5, "tested": 0.5}, WEIGHTS, rng)
     streams: dict[str, Iterable[Document]] = {

@@ -76,11 +76,8 @@ def text(document: Document) -> str:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Token ids (uint16) and label mask (uint8), each of shape [T], for every document.
-
-    Text that happens to spell a special token becomes ordinary tokens (`encode_special_tokens`), so source code cannot
-    forge a role or a call.
-    """
+    """Token ids (uint16) and label mask (uint8), each of shape [T], for every document. Text that happens to spell a
+    special token becomes ordinary tokens (`encode_special_tokens`), so source code cannot forge a role or a call."""
     plain = [p.text for d in documents for p in d if not p.special]
     tokenizer.encode_special_tokens = True
     encoded = iter(tokenizer.encode_batch(plain, add_special_tokens=False))

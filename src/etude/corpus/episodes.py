@@ -52,10 +52,8 @@ class BrokenFunction:
 
 
 def edit_between(before: str, after: str) -> StringEdit:
-    """The smallest whole-line edit that turns `before` into `after`, grown to neighbours until it is unique.
-
-    Raises ValueError when the texts are equal.
-    """
+    """The smallest whole-line edit that turns `before` into `after`, grown to neighbours until it is unique. Raises
+    ValueError when the texts are equal."""
     if before == after:
         raise ValueError("the two texts are equal; there is nothing to edit")
     a, b = before.split("\n"), after.split("\n")
@@ -84,10 +82,8 @@ def edit_between(before: str, after: str) -> StringEdit:
 def break_function(
     function: FunctionText, rng: random.Random, weights: Mapping[str, float] = WEIGHTS
 ) -> BrokenFunction | None:
-    """One random mutation of a function by operators of these weights.
-
-    None when none applies or its repair is longer than six lines.
-    """
+    """One random mutation of a function by operators of these weights. None when none applies or its repair is longer
+    than six lines."""
     mutant = _mutant(function.source, rng, weights)
     if mutant is None:
         return None

@@ -170,10 +170,8 @@ def repositories(functions: Sequence[FunctionText], options: RetrievalOptions) -
 
 
 def samples(functions: Sequence[FunctionText], options: RetrievalOptions, seed: int) -> Iterator[RetrievalSample]:
-    """Endless samples, each from one package, drawn by the square root of its size.
-
-    Raises ValueError if no package has enough files, or none of them gives a sample.
-    """
+    """Endless samples, each from one package, drawn by the square root of its size. Raises ValueError if no package has
+    enough files, or none of them gives a sample."""
     rng, usable = random.Random(seed), repositories(functions, options)
     if not usable:
         raise ValueError(f"no package has short functions in at least {options.least} files; give the corpus more code")

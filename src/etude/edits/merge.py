@@ -65,10 +65,8 @@ class _LineReplacement:
 
 
 def merge(text: str, sketch: str) -> Merge:
-    """Apply `sketch` to `text`; line ends, a byte-order mark and a missing final newline stay as in `text`.
-
-    Raises NoPlace for an empty sketch and for a block that matches no place.
-    """
+    """Apply `sketch` to `text`; line ends, a byte-order mark and a missing final newline stay as in `text`. Raises
+    NoPlace for an empty sketch and for a block that matches no place."""
     bom = "\ufeff" if text.startswith("\ufeff") else ""
     lines = _LINE.findall(text[len(bom) :])
     file = [line.rstrip() for line in lines]
@@ -150,10 +148,8 @@ class _Chain:
 
 
 def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_LineReplacement]) -> _Chain:
-    """The heaviest chain of equal lines: weights of its lines less `_GAP` per line of the file between them.
-
-    One row per line of the block, a running maximum over the lines of the file: O(lines x file).
-    """
+    """The heaviest chain of equal lines: weights of its lines less `_GAP` per line of the file between them. One row
+    per line of the block, a running maximum over the lines of the file: O(lines x file)."""
     n = len(file)
     free = np.ones(n, dtype=bool)
     free[:start] = False

@@ -93,13 +93,10 @@ def determined(before: str, after: str, sketch: str) -> bool:
 
 
 def draw(before: str, after: str, language: str, rng: random.Random, kinds: int | None = None) -> Sketch | None:
-    """A noisy sketch that determines `after`, or None if not even a generous one does.
-
-    `kinds` is the number of kinds of noise, one to three if None. First a clean sketch is found from which the merge
-    makes `after` without doubt, with more context if need be; noise is kept only as far as no block fits equally well
-    elsewhere, and noise that takes away context only if the merge stays right. So a noisy sketch may mislead the
-    merge, but the result is in it.
-    """
+    """A noisy sketch that determines `after`, or None if not even a generous one does. `kinds` is the number of kinds
+    of noise, one to three if None. First a clean sketch is found from which the merge makes `after` without doubt, with
+    more context if need be; noise is kept only as far as no block fits equally well elsewhere, and noise that takes
+    away context only if the merge stays right. So a noisy sketch may mislead the merge, but the result is in it."""
     file, result = before.splitlines(), after.splitlines()
     changes = hunks(file, result)
     if not changes:

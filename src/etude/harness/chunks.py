@@ -53,9 +53,7 @@ def chunks(path: str, text: str) -> tuple[CodeChunk, ...]:
 
 def _python(text: str, lines: int) -> Iterator[tuple[int, int, str]]:
     """(first line, last line, qualified name) of functions, of what classes hold besides, and of what stands between.
-
-    Comments right above a definition belong to it. Nothing if the text does not parse.
-    """
+    Comments right above a definition belong to it. Nothing if the text does not parse."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # other people's invalid escapes

@@ -33,10 +33,8 @@ class FilePiece:
 
 
 def pieces(text: str) -> list[FilePiece]:
-    """A file cut into its top-level functions and classes, and the runs of other statements between them.
-
-    Together they are all its lines but blank ones at the ends. One piece if it does not parse as Python.
-    """
+    """A file cut into its top-level functions and classes, and the runs of other statements between them. Together they
+    are all its lines but blank ones at the ends. One piece if it does not parse as Python."""
     lines = _LINE.findall(text)
     cuts = [(first, last) for first, last in _statements(text) if last <= len(lines)] or [(1, len(lines))]
     cuts[-1] = cuts[-1][0], len(lines)

@@ -31,10 +31,8 @@ async def merge_applier(edit: Edit) -> str:
 
 
 def server_applier(url: str) -> EditApplier:
-    """The applier that asks the apply model at `url`; a snippet that names no place is refused before the request.
-
-    The applier raises ToolError if the server refuses the edit, ApplyFailed if it does not answer.
-    """
+    """The applier that asks the apply model at `url`; a snippet that names no place is refused before the request. The
+    applier raises ToolError if the server refuses the edit, ApplyFailed if it does not answer."""
 
     async def apply(edit: Edit) -> str:
         await merge_applier(edit)

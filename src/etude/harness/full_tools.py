@@ -64,9 +64,7 @@ class _MadeEdit:
 
 class FullTools(Tools):
     """Tools with the arguments of `SCHEMAS`. `scorer` ranks for `search`; all episodes share what it has read.
-
-    `apply_edit` puts the lazy edit snippets of the tool `apply` into files.
-    """
+    `apply_edit` puts the lazy edit snippets of the tool `apply` into files."""
 
     scorer: Scorer = Lexical()
 

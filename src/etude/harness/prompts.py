@@ -49,11 +49,8 @@ class Opening:
 async def open_task(
     task: Task, box: Box, renderer: Renderer, budget: Budget, apply_edit: EditApplier, *, documents: bool
 ) -> Opening:
-    """A coding task, presented as the renderer's dialect has it.
-
-    With `documents` the file in focus is shown, as far as it leaves room for all tokens that may be sampled and takes
-    no more than half of the context.
-    """
+    """A coding task, presented as the renderer's dialect has it. With `documents` the file in focus is shown, as far as
+    it leaves room for all tokens that may be sampled and takes no more than half of the context."""
     focus, compact = task.focus, renderer.dialect == "compact"
     tools = CompactTools(box, task) if compact else FullTools(box, task, apply_edit)
     source = await tools.open() if isinstance(tools, CompactTools) else ""

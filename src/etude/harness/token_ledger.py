@@ -23,11 +23,9 @@ class TokenLedgerError(AssertionError):
 
 
 class TokenLedger:
-    """One segment in the making, after the `earlier` ones of its episode. It begins with its documents.
-
-    All figures count for the whole episode: `sampled` tokens; `checks`, the turns whose prompt was proved to extend all
-    earlier tokens; `kv_lag`, by how many versions a sampled token was ahead of the oldest key it saw, at most.
-    """
+    """One segment in the making, after the `earlier` ones of its episode. It begins with its documents. All figures
+    count for the whole episode: `sampled` tokens; `checks`, the turns whose prompt was proved to extend all earlier
+    tokens; `kv_lag`, by how many versions a sampled token was ahead of the oldest key it saw, at most."""
 
     def __init__(self, documents: Sequence[list[int]] = (), earlier: tuple[Segment, ...] = ()) -> None:
         self.documents = tuple(documents)
@@ -64,10 +62,8 @@ class TokenLedger:
 
     @property
     def routed(self) -> int:
-        """Positions whose experts are known: the next turn asks for those from here on, so none travels twice.
-
-        What is known of a position is what it was first computed with, which its sampled token was drawn from.
-        """
+        """Positions whose experts are known: the next turn asks for those from here on, so none travels twice. What is
+        known of a position is what it was first computed with, which its sampled token was drawn from."""
         return self._routes[-1].end if self._routes else 0
 
     def prompt(self) -> list[int]:
@@ -75,20 +71,16 @@ class TokenLedger:
         return self._ids[self._tail :].tolist()
 
     def continued(self, documents: Sequence[list[int]]) -> TokenLedger:
-        """A new segment of the episode, with further documents: the whole conversation so far is its prompt.
-
-        Documents stand before the conversation, so a new one moves every token after it, and what was sampled without
-        it is trained on in the segment that ends here.
-        """
+        """A new segment of the episode, with further documents: the whole conversation so far is its prompt. Documents
+        stand before the conversation, so a new one moves every token after it, and what was sampled without it is
+        trained on in the segment that ends here."""
         new = self.restarted((*self.documents, *documents))
         new.add_environment(self.prompt())
         return new
 
     def restarted(self, documents: Sequence[list[int]] = ()) -> TokenLedger:
-        """A new segment of the episode that begins with these documents alone: the conversation is forgotten.
-
-        The trainer gives the tokens of all segments the episode's advantage.
-        """
+        """A new segment of the episode that begins with these documents alone: the conversation is forgotten. The
+        trainer gives the tokens of all segments the episode's advantage."""
         new = TokenLedger(documents, self.segments())
         new.sampled, new.checks, new.kv_lag = self.sampled, self.checks, self.kv_lag
         return new

@@ -19,10 +19,8 @@ DIALECTS = ("compact", "hermes")
 
 
 def renderer_for(model_dir: Path, dialect: str | None = None) -> Renderer:
-    """The renderer of a Hugging Face model folder; `dialect` None or "auto" is found from the tokenizer.
-
-    Raises UserError if the folder lacks the files, or its chat template cannot be used turn by turn.
-    """
+    """The renderer of a Hugging Face model folder; `dialect` None or "auto" is found from the tokenizer. Raises
+    UserError if the folder lacks the files, or its chat template cannot be used turn by turn."""
     if dialect not in (None, "auto", *DIALECTS):
         raise UserError(f"There is no dialect {dialect!r}; known: auto, {', '.join(DIALECTS)}.")
     tokenizer = load_tokenizer(model_dir)

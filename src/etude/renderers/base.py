@@ -28,10 +28,8 @@ class ParsedTurn:
     reasoning: str = ""
 
     def openai(self, prefix: str) -> dict[str, Any]:
-        """The assistant message of an OpenAI chat completion; call ids are `prefix` and a number.
-
-        A malformed call has no place in that format, so its name and error stand in the content.
-        """
+        """The assistant message of an OpenAI chat completion; call ids are `prefix` and a number. A malformed call has
+        no place in that format, so its name and error stand in the content."""
         calls = [
             {
                 "id": f"{prefix}{i}",
@@ -74,10 +72,8 @@ class Renderer(Protocol):
         ...
 
     def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Ids from the end of a sampled turn to the start of the next one, with any messages in between.
-
-        Raises ValueError for roles or an order that the dialect refuses.
-        """
+        """Ids from the end of a sampled turn to the start of the next one, with any messages in between. Raises
+        ValueError for roles or an order that the dialect refuses."""
         ...
 
     def document(self, title: str, text: str) -> list[int]:

@@ -22,9 +22,7 @@ def groups_to_admit(
     max_in_flight: int,
 ) -> int:  # fmt: skip
     """Whole groups to admit now: within the staleness bound, and with at most `max_in_flight` episodes unfinished.
-
-    Raises ValueError where no group could ever start.
-    """
+    Raises ValueError where no group could ever start."""
     if max_in_flight < group:
         raise ValueError(f"max_in_flight ({max_in_flight}) is smaller than a group of {group} episodes")
     bound = capacity(

@@ -54,11 +54,9 @@ def check_agent(config: AgentConfig) -> None:
 
 
 async def run_agent(spec: EpisodeSpec, agent: Agent, box: Box) -> UngradedEpisode:
-    """Runs the agent's command in `box` until it ends, its budget is spent or its time is up.
-
-    Raises BoxError with payer "infra", EngineError or Aborted if the infrastructure failed, and UserError if the
-    command fails before its first request, since no model is to blame then.
-    """
+    """Runs the agent's command in `box` until it ends, its budget is spent or its time is up. Raises BoxError with
+    payer "infra", EngineError or Aborted if the infrastructure failed, and UserError if the command fails before its
+    first request, since no model is to blame then."""
     recording = Recording(spec)
     key = agent.endpoint.open(recording)
     timed_out = False

@@ -31,10 +31,8 @@ REWARDS = {EditGrade.EXACT: 1.0, EditGrade.WHITESPACE: 0.9, EditGrade.SYNTAX: 0.
 
 
 def tasks_of(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
-    """The edits of train.parquet and heldout.parquet whose prompt and right answer fit the budget.
-
-    Raises UserError for a folder without tables, or if none fits.
-    """
+    """The edits of train.parquet and heldout.parquet whose prompt and right answer fit the budget. Raises UserError for
+    a folder without tables, or if none fits."""
     tasks_by_id: dict[str, Task] = {}
     for split, name in (("train", "train.parquet"), ("heldout", "heldout.parquet")):
         examples = tables.load(folder / name)

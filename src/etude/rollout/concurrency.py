@@ -35,11 +35,9 @@ def mean_load(samples: Sequence[tuple[int, int]]) -> Load:
 
 
 def next_limit(limit: int, load: Load, *, rows: int, lowest: int, highest: int) -> int:
-    """The limit of the next window, in [lowest, highest], after one in which `limit` episodes were allowed.
-
-    Where fewer episodes were live than were allowed, something else held them back (the staleness bound, or the end of
-    the run), and allowing more would change nothing: the limit then only falls.
-    """
+    """The limit of the next window, in [lowest, highest], after one in which `limit` episodes were allowed. Where fewer
+    episodes were live than were allowed, something else held them back (the staleness bound, or the end of the run),
+    and allowing more would change nothing: the limit then only falls."""
     queued, wanted = load.demand - rows, float(limit)
     if queued > DEAD_BAND * rows:
         wanted = load.live - queued
@@ -75,10 +73,8 @@ class Concurrency:
 
 
 def concurrency(max_in_flight: int | None, *, rows: int, staleness: int, prompts: int, group: int) -> Concurrency:
-    """What a configuration asks for: a fixed number, or with None one that follows the load.
-
-    No more than (O + 1) * P * G episodes can ever be live, by admission; fewer than a group would be none.
-    """
+    """What a configuration asks for: a fixed number, or with None one that follows the load. No more than (O + 1) * P *
+    G episodes can ever be live, by admission; fewer than a group would be none."""
     if max_in_flight is not None:
         return Concurrency(rows, max_in_flight, max_in_flight)
     return Concurrency(rows, group, (staleness + 1) * prompts * group)

@@ -51,11 +51,9 @@ INFRA_ERRORS = (BoxError, EngineError, Aborted, TimeoutError, EnvironmentFailed)
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """What the episodes of a run have in common; a task may have a budget of its own.
-
-    An outside `agent` takes the place of the agent loop. `apply_edit` serves the tool `apply`. `reward` has the costs
-    that are subtracted from grades; without it the reward is the grade, as in evaluations.
-    """
+    """What the episodes of a run have in common; a task may have a budget of its own. An outside `agent` takes the
+    place of the agent loop. `apply_edit` serves the tool `apply`. `reward` has the costs that are subtracted from
+    grades; without it the reward is the grade, as in evaluations."""
 
     dataset: Dataset
     sandbox: Sandbox
@@ -98,11 +96,9 @@ class EpisodeId:
 
 
 async def run_episode(context: RolloutContext, task: Task, id: EpisodeId, decoys: Decoys | None = None) -> Episode:
-    """Plays and grades one attempt at `task`. `decoys` lie in the agent's box.
-
-    Raises only for mistakes in etude itself, such as TokenLedgerError, and UserError where the user can help: the
-    outside agent cannot start, or the environment's code is wrong.
-    """
+    """Plays and grades one attempt at `task`. `decoys` lie in the agent's box. Raises only for mistakes in etude
+    itself, such as TokenLedgerError, and UserError where the user can help: the outside agent cannot start, or the
+    environment's code is wrong."""
     spec = context.spec(task, id.seed)
     try:
         if isinstance(context.dataset, EnvironmentDataset):
@@ -128,11 +124,9 @@ async def run_branches(
     turns: int, on_episode: Callable[[Episode], Awaitable[None]],
 ) -> None:  # fmt: skip
     """Plays the first `turns` turns once under `seed`, and from there an episode per id, each in a fork of the box.
-
     `on_episode` has each as soon as it ends. Each pays for its own failures, and all for those of the shared prefix, so
     every episode is distributed as one that was played alone; but siblings are not independent (`trainer/rl/batch.py`).
-    Raises as `run_episode` does.
-    """
+    Raises as `run_episode` does."""
     try:
         box = await context.open_box(task, decoys)
         try:

@@ -40,10 +40,8 @@ class ProbeResult(Record, frozen=True, kw_only=True):
 
 
 def make_sequences(tasks: Sequence[Task], renderer: Renderer, count: int, length: int) -> Sequences:
-    """`count` sequences of at most `length` tokens, or one per task if there are fewer; a function of the arguments.
-
-    A sequence is the instruction of a task, with its file from the broken function on; the tasks are spread over all.
-    """
+    """`count` sequences of at most `length` tokens, or one per task if there are fewer; a function of the arguments. A
+    sequence is the instruction of a task, with its file from the broken function on; the tasks are spread over all."""
     chosen = [tasks[i * len(tasks) // count] for i in range(count)] if len(tasks) > count else tasks
     return Sequences(ids=tuple(renderer.prompt([{"role": "user", "content": _text(t)}])[:length] for t in chosen))
 

@@ -24,12 +24,10 @@ _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episode:
-    """The episode with its reward and the components of it.
-
-    Timeouts, tampering and episodes with a violation pay every cost in full and earn no grade: none of them is better
-    than an honest failure with the worst behaviour. The task's `budget` bounds the costs of length.
-    An episode that was lost to infrastructure is returned as it is: it has no reward.
-    """
+    """The episode with its reward and the components of it. Timeouts, tampering and episodes with a violation pay every
+    cost in full and earn no grade: none of them is better than an honest failure with the worst behaviour. The task's
+    `budget` bounds the costs of length. An episode that was lost to infrastructure is returned as it is: it has no
+    reward."""
     if episode.outcome is Outcome.INFRA:
         return episode
     share = refused_share(episode.metrics) if _sound(episode) else 1.0
@@ -61,30 +59,24 @@ def _sound(episode: Episode) -> bool:
 
 
 def refused_share(metrics: dict[str, float]) -> float:
-    """Share of edit calls that changed nothing: text not found or put in its own place. Any malformed call counts.
-
-    An episode without an edit pays the whole cost, so that doing nothing is no way to save it.
-    """
+    """Share of edit calls that changed nothing: text not found or put in its own place. Any malformed call counts. An
+    episode without an edit pays the whole cost, so that doing nothing is no way to save it."""
     refused = metrics.get("edit_errors", 0.0) + metrics.get("malformed", 0.0)
     calls = metrics.get("edits", 0.0) + refused
     return refused / calls if calls else 1.0
 
 
 def length_cost(x: float, config: LengthCost) -> float:
-    """C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)), and ln(1 + k x) / k at q = 1 (arXiv:2603.24477, section 4.2.2).
-
-    Its slope is 1 at x = 0 and falls: an easy task should be done fast, a hard one may take its time.
-    """
+    """C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)), and ln(1 + k x) / k at q = 1 (arXiv:2603.24477, section 4.2.2). Its
+    slope is 1 at x = 0 and falls: an easy task should be done fast, a hard one may take its time."""
     if abs(config.q - 1) < 1e-9:
         return math.log1p(config.k * x) / config.k
     return math.expm1((1 - config.q) * math.log1p(config.k * x)) / (config.k * (1 - config.q))
 
 
 def effort(episode: Episode, weights: LengthCost) -> float:
-    """x: the weighted sum of an episode's tokens by kind, its tool calls and its turns.
-
-    Thinking and answer are not apart in the tokens: a turn's sampled tokens are divided by the shares of its text.
-    """
+    """x: the weighted sum of an episode's tokens by kind, its tool calls and its turns. Thinking and answer are not
+    apart in the tokens: a turn's sampled tokens are divided by the shares of its text."""
     x = weights.turns * len(episode.turns) + weights.calls * sum(len(turn.calls) for turn in episode.turns)
     counts = [count for segment in episode.segments for count in _turn_tokens(segment.arrays()[1], segment.turn_starts)]
     for turn, sampled in zip(episode.turns, counts, strict=False):  # a turn cut off by the clock has tokens but no text

@@ -76,10 +76,8 @@ class Kit:
 
 
 async def find(repository: Path, layout: RepositoryLayout, work: Path, how: str) -> BootstrapRecipe:
-    """Install what a Python repository needs into `work`/site. `how` is "rules" or the URL of a model.
-
-    Raises UserError with the reason of the last try if none of TRIES reaches the goals.
-    """
+    """Install what a Python repository needs into `work`/site. `how` is "rules" or the URL of a model. Raises UserError
+    with the reason of the last try if none of TRIES reaches the goals."""
     whole = work / "bootstrap"
     functions.copy(repository, whole, layout.files)
     kit = Kit(
@@ -97,10 +95,8 @@ async def find(repository: Path, layout: RepositoryLayout, work: Path, how: str)
 
 
 async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> BootstrapRecipe:
-    """The first of up to TRIES proposals that reaches the goals; its packages are in `work`/site.
-
-    Raises UserError with the reason of the last try if none does.
-    """
+    """The first of up to TRIES proposals that reaches the goals; its packages are in `work`/site. Raises UserError with
+    the reason of the last try if none does."""
     goals = kit.goals
     if how != "rules":
         goals = (*_goals_of_model(how, repository, kit)[: MAX_GOALS - 1], goals[-1])

@@ -48,13 +48,10 @@ _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agen
 def build(
     repo: Path, out: Path, options: BuildConfig, progress: Progress, writer: synthesis.Writer | None = None
 ) -> dataset.Dataset:
-    """Make a dataset of gated tasks from the repository at `repo` in the folder `out`.
-
-    `writer` writes tests for functions that no test calls (`synthesis.py`); by default `options.write_tests` does.
-    Everything is written to `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no
-    Python code, no tests that pass, or nothing to break; if a file does not parse; if `out` is taken; or for an unknown
-    operator.
-    """
+    """Make a dataset of gated tasks from the repository at `repo` in the folder `out`. `writer` writes tests for
+    functions that no test calls (`synthesis.py`); by default `options.write_tests` does. Everything is written to
+    `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no Python code, no tests that
+    pass, or nothing to break; if a file does not parse; if `out` is taken; or for an unknown operator."""
     check_operators(options)
     _check_paths(repo, out)
     if writer is None and options.write_tests is not None:

@@ -113,10 +113,8 @@ async def probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Rejecte
 
 
 async def prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
-    """Repeat the broken tree and the gold answer through the grader itself; why the task does not hold, or None.
-
-    With the probe, the broken tree has then been run `repeats` times, and the gold answer as often.
-    """
+    """Repeat the broken tree and the gold answer through the grader itself; why the task does not hold, or None. With
+    the probe, the broken tree has then been run `repeats` times, and the gold answer as often."""
     task = provisional.task
     image = bench.image(task.changes)
     gold = {path: text.encode() for path, text in task.solution.items()}

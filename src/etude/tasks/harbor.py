@@ -74,10 +74,8 @@ def write_task(task: Task, folder: Path) -> None:
 
 
 def read_task(folder: Path, texts: dict[bytes, str] | None = None) -> Task:
-    """The Task in a Harbor folder. `texts` (digest or bytes -> text) lets many tasks share equal file texts.
-
-    Raises UserError if the folder is malformed, or is a foreign task that only a container can run.
-    """
+    """The Task in a Harbor folder. `texts` (digest or bytes -> text) lets many tasks share equal file texts. Raises
+    UserError if the folder is malformed, or is a foreign task that only a container can run."""
     texts = {} if texts is None else texts
     try:
         config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))

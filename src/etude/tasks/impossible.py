@@ -23,9 +23,7 @@ _UNFIT = (ast.Return, ast.Yield, ast.YieldFrom)
 
 def make(dataset: Dataset, folder: Path) -> Dataset:
     """The impossible versions of the training tasks; their hidden tests are written below `folder`, which is replaced.
-
-    Tasks without a test that can be contradicted are left out.
-    """
+    Tasks without a test that can be contradicted are left out."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(dataset.hidden, folder / "hidden", copy_function=_link)
     copies: dict[str, dict[str, str]] = {}

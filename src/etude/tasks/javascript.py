@@ -78,10 +78,8 @@ def typed(path: str) -> bool:
 
 
 def _without_builds(repository: Path, files: Sequence[str]) -> tuple[str, ...]:
-    """The files but source maps, caches, and what was compiled from the repository's TypeScript: answers to copy.
-
-    A compiled file lies in a folder that package.json exports or a tsconfig compiles into, or repeats a name.
-    """
+    """The files but source maps, caches, and what was compiled from the repository's TypeScript: answers to copy. A
+    compiled file lies in a folder that package.json exports or a tsconfig compiles into, or repeats a name."""
     kept = [f for f in files if not f.endswith(".map") and not _CACHES.intersection(PurePosixPath(f).parts)]
     code = {f for f in kept if typed(f) and _is_source(f) and not _belongs_to_tests(f)}
     if not code:

@@ -15,10 +15,8 @@ from etude.tasks import classes, commits, features, split
 
 @dataclass(frozen=True)
 class MultiFunctionChange:
-    """One unit broken in one or several ways.
-
-    `members` are the functions that change, `tests` those that decide, the most telling first.
-    """
+    """One unit broken in one or several ways. `members` are the functions that change, `tests` those that decide, the
+    most telling first."""
 
     unit: Unit
     programs: tuple[MutationCandidate, ...]

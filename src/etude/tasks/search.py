@@ -26,10 +26,8 @@ _BATCH = 20  # tasks between two calls of `progress`
 
 @dataclass
 class Target:
-    """A unit to break, its tests, and its provisional tasks so far.
-
-    `programs` are the broken versions to try; for a function they are made when the search begins.
-    """
+    """A unit to break, its tests, and its provisional tasks so far. `programs` are the broken versions to try; for a
+    function they are made when the search begins."""
 
     function: Unit
     source: str  # its module
@@ -71,10 +69,8 @@ async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, prog
 async def _probe(
     bench: Bench, targets: Sequence[Target], leaks: LeakIndex, rejected: Counter[str], progress: Progress
 ) -> None:
-    """Try programs in waves until there are `max_tasks` good ones.
-
-    A wave holds one program of every function that still needs one, so what is tried does not depend on timing.
-    """
+    """Try programs in waves until there are `max_tasks` good ones. A wave holds one program of every function that
+    still needs one, so what is tried does not depend on timing."""
     options = bench.options
     programs = [_programs(target, options, leaks, rejected) for target in targets]
     seen: set[str] = set()

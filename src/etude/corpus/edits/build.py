@@ -34,11 +34,8 @@ def build(
     options: EditTableConfig,
     progress: Progress | None = None,
 ) -> tuple[list[Example], list[Example]]:
-    """Write train.parquet, heldout.parquet (if there are held-out repositories) and DATACARD.md.
-
-    Raises UserError for a repository that cannot be used or is on both sides, and if nothing comes of them; then
-    nothing is left behind.
-    """
+    """Write train.parquet, heldout.parquet (if there are held-out repositories) and DATACARD.md. Raises UserError for a
+    repository that cannot be used or is on both sides, and if nothing comes of them; then nothing is left behind."""
     if output.exists():
         raise UserError(f"{output} exists: give a folder that does not")
     report = progress or (lambda *_: None)
@@ -139,10 +136,8 @@ def _drawn(
     repositories: Sequence[Repository], options: EditTableConfig, most: int, wanted: int | None, counter: Counter[str],
     report: Progress,
 ) -> list[Example]:  # fmt: skip
-    """Real edits first, then synthetic ones in their ratio, then sketches that change nothing.
-
-    `wanted` is the number of examples of an evaluation; None draws training examples in the ratios of `options`.
-    """
+    """Real edits first, then synthetic ones in their ratio, then sketches that change nothing. `wanted` is the number
+    of examples of an evaluation; None draws training examples in the ratios of `options`."""
     draw = _EditDraw(most, random.Random(f"{options.seed}/{most}/{wanted}"), counter)
     cap = options.per_repository
     if wanted is not None:  # an evaluation wants real edits: half of them, if there are so many

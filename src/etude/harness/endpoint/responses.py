@@ -20,10 +20,8 @@ _FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "require
 
 
 def parse_request(body: dict[str, Any], kept: Kept) -> tuple[AgentRequest, list[Message]]:
-    """The request, and its conversation without instructions, which are of this request only.
-
-    `model` and sampling are not taken from it, nor are tools that the provider would run.
-    """
+    """The request, and its conversation without instructions, which are of this request only. `model` and sampling are
+    not taken from it, nor are tools that the provider would run."""
     before: list[Message] = []
     if (previous := body.get("previous_response_id")) is not None:
         if previous not in kept:
