@@ -57,9 +57,7 @@ def edit_between(before: str, after: str) -> StringEdit:
     if before == after:
         raise ValueError("the two texts are equal; there is nothing to edit")
     a, b = before.split("\n"), after.split("\n")
-    head = 0
-    while head < min(len(a), len(b)) and a[head] == b[head]:
-        head += 1
+    head = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     tail = 0
     while tail < min(len(a), len(b)) - head and a[-1 - tail] == b[-1 - tail]:
         tail += 1

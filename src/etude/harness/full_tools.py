@@ -152,9 +152,11 @@ class FullTools(Tools):
     async def _edited(self, path: str, old: str, new: str) -> tuple[str, str]:
         """The text of a file before and after an edit; before is empty for a new file."""
         if not old:
-            if await self._exists(path):
-                raise ToolError(f"{path} exists; give the text to replace")
-            return "", new
+            try:
+                await self.box.read(path, MAX_FILE)
+            except NotFound:
+                return "", new
+            raise ToolError(f"{path} exists; give the text to replace")
         text = await self.text(path)
         try:
             return text, edit_file(text, old, new)
@@ -172,13 +174,6 @@ class FullTools(Tools):
         if after == text:
             raise ToolError("no change")
         return text, after
-
-    async def _exists(self, path: str) -> bool:
-        try:
-            await self.box.read(path, MAX_FILE)
-        except NotFound:
-            return False
-        return True
 
     async def _undo(self) -> str:
         if not self._edits:

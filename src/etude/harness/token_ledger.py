@@ -115,8 +115,15 @@ class TokenLedger:
                 f"the engine says that it computed the documents as {generation.recipe!r}, after {self._recipe!r}"
             )
         self._recipe = generation.recipe
-        if generation.routes is not None:
-            self._add_routes(generation.routes, len(self._ids) + len(ids) - 1)
+        if (new := generation.routes) is not None:  # of the positions that the engine has fed by now
+            end = len(self._ids) + len(ids) - 1
+            if (new.first, new.end) != (self.routed, end):
+                raise TokenLedgerError(
+                    f"the engine sent the experts of positions {new.first} to {new.end}, not {self.routed} to {end}"
+                )
+            self._routes.append(new)
+            if len({(part.layers, part.slots, part.wide) for part in self._routes}) > 1:
+                raise TokenLedgerError("the engine's expert ids have changed their shape within an episode")
         self._turn_starts.append(len(self._ids))
         self._ids.extend(ids)
         self._mask.extend(b"\1" * len(ids))
@@ -133,35 +140,22 @@ class TokenLedger:
         hash_ids.update(np.array(ids, "<i4").tobytes())
         hash_mask.update(bytes([sampled]) * len(ids))
 
-    def _add_routes(self, new: Routes, end: int) -> None:
-        """Appends the experts of positions from `routed` to `end`: those the engine has fed by now."""
-        if (new.first, new.end) != (self.routed, end):
-            raise TokenLedgerError(
-                f"the engine sent the experts of positions {new.first} to {new.end}, not {self.routed} to {end}"
-            )
-        self._routes.append(new)
-        if len({(part.layers, part.slots, part.wide) for part in self._routes}) > 1:
-            raise TokenLedgerError("the engine's expert ids have changed their shape within an episode")
-
     def segments(self) -> tuple[Segment, ...]:
         """All segments of the episode; one in which nothing was sampled is none."""
         if not any(self._mask):
             return self._earlier
         if not len(self._ids) == len(self._mask) == len(self._logprobs) == len(self._versions):
             raise TokenLedgerError("the ledger's arrays differ in length")
+        routes = None
+        if self._routes:
+            one, data = self._routes[0], b"".join(part.ids for part in self._routes)
+            routes = Routes(first=0, ids=data, layers=one.layers, slots=one.slots, wide=one.wide)
         segment = Segment(
             ids=np.asarray(self._ids, "<i4").tobytes(), mask=bytes(self._mask),
             logprobs=np.asarray(self._logprobs, "<f4").tobytes(),
             versions=np.asarray(self._versions, "<i4").tobytes(), prompt_length=self._prompt_length,
-            turn_starts=tuple(self._turn_starts), routes=self._joined_routes(), digest=segment_digest(*self._seen),
+            turn_starts=tuple(self._turn_starts), routes=routes, digest=segment_digest(*self._seen),
             documents=tuple(Document(length=len(ids), digest=token_digest(ids)) for ids in self.documents),
             recipe=self._recipe,
         )  # fmt: skip
         return (*self._earlier, segment)
-
-    def _joined_routes(self) -> Routes | None:
-        if not self._routes:
-            return None
-        one = self._routes[0]
-        data = b"".join(part.ids for part in self._routes)
-        return Routes(first=0, ids=data, layers=one.layers, slots=one.slots, wide=one.wide)

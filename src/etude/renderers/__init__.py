@@ -28,10 +28,7 @@ def renderer_for(model_dir: Path, dialect: str | None = None) -> Renderer:
         dialect = "compact" if tokenizer.token_to_id("<|call|>") is not None else "hermes"
     if dialect == "compact":
         return CompactRenderer(tokenizer)
-    return HermesRenderer(tokenizer, load_template(model_dir), _eos_ids(model_dir))
-
-
-def _eos_ids(folder: Path) -> list[int]:
-    """Ids at which the model itself ends a turn, as its generation configuration says."""
-    ids = read_json(folder / "generation_config.json").get("eos_token_id")
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+    template = load_template(model_dir)
+    # At these the model itself ends a turn, as its generation configuration says.
+    ids = read_json(model_dir / "generation_config.json").get("eos_token_id")
+    return HermesRenderer(tokenizer, template, ids if isinstance(ids, list) else [] if ids is None else [ids])

@@ -231,6 +231,7 @@ class HermesRenderer:
         tool = {"type": "function", "function": {"name": "dummy", "description": "Dummy.", "parameters": {}}}
         rounds = (_RESULTS[:1], _RESULTS, _RESULTS[:2], _RESULTS[:1])
         for tools in ((), (tool,)):
+            turn: list[int] = []
             messages: list[Message] = [{"role": "system", "content": "Dummy system."}, _USER]
             ids = self.prompt(messages, tools)
             for results in rounds:

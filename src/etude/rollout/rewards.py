@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 
 from etude.config import LengthCost, RewardConfig, import_object
 from etude.errors import UserError
@@ -78,21 +77,18 @@ def effort(episode: Episode, weights: LengthCost) -> float:
     """x: the weighted sum of an episode's tokens by kind, its tool calls and its turns. Thinking and answer are not
     apart in the tokens: a turn's sampled tokens are divided by the shares of its text."""
     x = weights.turns * len(episode.turns) + weights.calls * sum(len(turn.calls) for turn in episode.turns)
-    counts = [count for segment in episode.segments for count in _turn_tokens(segment.arrays()[1], segment.turn_starts)]
+    counts: list[int] = []  # sampled tokens of each turn
+    for segment in episode.segments:
+        mask_T = segment.arrays()[1]
+        ends = [*segment.turn_starts[1:], len(mask_T)]
+        counts += [int(mask_T[a:b].sum()) for a, b in zip(segment.turn_starts, ends, strict=True)]
     for turn, sampled in zip(episode.turns, counts, strict=False):  # a turn cut off by the clock has tokens but no text
         thought = sum(map(len, _THINKING.findall(turn.text))) / max(len(turn.text), 1)
         rest = weights.calling if turn.calls else weights.final
         x += sampled * (thought * weights.thinking + (1 - thought) * rest)
     for segment in episode.segments:
-        mask_T = segment.arrays()[1]
-        x += weights.output * int((mask_T[segment.prompt_length :] == 0).sum())
+        x += weights.output * int((segment.arrays()[1][segment.prompt_length :] == 0).sum())
     return x
-
-
-def _turn_tokens(mask_T: np.ndarray, starts: tuple[int, ...]) -> list[int]:
-    """Sampled tokens of each turn of a segment."""
-    ends = [*starts[1:], len(mask_T)]
-    return [int(mask_T[start:end].sum()) for start, end in zip(starts, ends, strict=True)]
 
 
 def _effort(episode: Episode, weights: LengthCost, budget: Budget) -> float:

@@ -147,24 +147,13 @@ async def _run(plan: _BuildPlan) -> None:
         reasons = ", ".join(f"{reason}: {n}" for reason, n in searched.rejected.most_common(3))
         raise UserError(f"no broken program of {plan.repo} passed the gates ({reasons}); add tests.")
     commits = histories.build(plan.repo, bench.name, bench.repository, tasks, work)
+    fit = searched.tried - sum(searched.rejected.values())
     manifest = dataset.Manifest(
-        format=dataset.FORMAT,
-        name=bench.name,
-        licence=licence_name,
-        licence_source=licence_source,
-        seed=options.seed,
-        python_path=plan.layout.python_path,
-        source_roots=plan.layout.source_roots,
-        visible=policy,
-        options=options.model_dump(mode="json", include=_RECORDED),
-        counts={
-            "functions": len(targets),
-            "candidates": searched.tried,
-            "fit": searched.tried - sum(searched.rejected.values()),
-            "commits": commits,
-        },
-        digests={},
-    )
+        format=dataset.FORMAT, name=bench.name, licence=licence_name, licence_source=licence_source, seed=options.seed,
+        python_path=plan.layout.python_path, source_roots=plan.layout.source_roots, visible=policy,
+        options=options.model_dump(mode="json", include=_RECORDED), digests={},
+        counts={"functions": len(targets), "candidates": searched.tried, "fit": fit, "commits": commits},
+    )  # fmt: skip
     history = card.TaskBuildLog(
         functions=len(plan.functions), eligible=len(plan.eligible), covered=len(targets), candidates=searched.tried,
         rejected=searched.rejected, tests=len(stable), unstable=sorted(unstable), requirements=requirements,
@@ -247,7 +236,9 @@ async def _targets(
     """(functions to break with their tests, stable hidden tests, tests left out)."""
     plan.progress("looking for flaky tests", 0, 1)
     options = plan.options
-    eligible = _drawn([f for f in plan.eligible if f.id in callers], options)
+    eligible = [f for f in plan.eligible if f.id in callers]
+    if options.max_functions is not None and len(eligible) > options.max_functions:
+        eligible = random.Random(options.seed).sample(eligible, options.max_functions)
     # A test that calls few functions says more about each of them than one that calls many.
     breadth = Counter(test for names in callers.values() for test in names)
     ranked = {f.id: sorted(callers[f.id], key=lambda test: (breadth[test], test)) for f in eligible}
@@ -268,14 +259,11 @@ async def _targets(
     heldout = split.heldout_functions(eligible, options.heldout_fraction, options.seed)
     targets = [
         Target(
-            function=f,
-            source=plan.sources[f.path],
-            split="heldout" if f.id in heldout else "train",
-            visible=_kept(visible[f.id], stable),
-            hidden=_kept(hidden[f.id], stable),
+            function=f, source=plan.sources[f.path], split="heldout" if f.id in heldout else "train",
+            visible=_kept(visible[f.id], stable), hidden=_kept(hidden[f.id], stable),
         )
         for f in eligible
-    ]
+    ]  # fmt: skip
     if not {"mutation", "removal", "combined"} & set(options.kinds):
         targets = []
     for change in changes:
@@ -294,12 +282,6 @@ async def _targets(
 def _of_files(tests: list[str], count: int) -> list[str]:
     files = list(dict.fromkeys(test.split("::")[0] for test in tests))[:count]
     return [test for test in tests if test.split("::")[0] in files]
-
-
-def _drawn(functions: list[Unit], options: BuildConfig) -> list[Unit]:
-    if options.max_functions is None or len(functions) <= options.max_functions:
-        return functions
-    return random.Random(options.seed).sample(functions, options.max_functions)
 
 
 def _deciding(

@@ -194,20 +194,8 @@ def _foreign(folder: Path, config: Mapping[str, object]) -> str:
 
 
 def _task_toml(task: Task) -> str:
-    etude = {
-        "repository": task.repository,
-        "kind": task.kind,
-        "operator": task.operator,
-        "function": task.function,
-        "split": task.split,
-        "licence": task.licence,
-        "source_roots": list(task.source_roots),
-        "focus": msgspec.to_builtins(task.focus),
-        "visible_tests": list(task.visible_tests),
-        "difficulty": dict(task.difficulty),
-    }
-    if task.budget is not None:
-        etude["budget"] = msgspec.to_builtins(task.budget)
+    names = [name for name in _Etude.__struct_fields__ if name != "budget" or task.budget is not None]
+    etude = {name: msgspec.to_builtins(getattr(task, name)) for name in names}
     network = {"network_mode": "no-network"}
     tables = {
         "task": {
