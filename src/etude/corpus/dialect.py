@@ -1,9 +1,6 @@
-"""The compact tool dialect of the nano model, as training text.
+"""The compact tool dialect of the nano model (`renderers/compact.py`), as training text.
 
-    <|user|>Fix `name` in path\n{function}<|end|><|assistant|><|call|>edit<|arg|>{old}<|arg|>{new}<|call|>test<|end|>
-    <|tool|>{result}\n{result}<|end|><|assistant|><|call|>finish<|end|>
-
-(without line breaks between messages). A piece of text is never parsed for special tokens: these are separate pieces.
+A piece of text is never parsed for special tokens: these are separate pieces.
 """
 
 from collections.abc import Sequence

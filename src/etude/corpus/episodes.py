@@ -159,18 +159,6 @@ def _value(rng: random.Random, depth: int = 0) -> str:
     return "[" + ", ".join(_value(rng, depth + 1) for _ in range(rng.randint(1, 4))) + "]"
 
 
-def _near_miss(edit: StringEdit, rng: random.Random) -> StringEdit:
-    """The right idea aimed at text that is not there: one character of `old` is missing."""
-    place = rng.randrange(len(edit.old))
-    return StringEdit(edit.old[:place] + edit.old[place + 1 :], edit.new)
-
-
-def _no_change(broken: BrokenFunction, rng: random.Random) -> StringEdit | None:
-    """A line of the broken function replaced by itself; None if no line occurs only once."""
-    lines = [line for line in broken.source.split("\n") if line.strip() and broken.source.count(line) == 1]
-    return StringEdit(line, line) if (line := rng.choice(lines or [""])) else None
-
-
 SHAPES = ("blind", "tested", "recovers", "no_match", "no_change", "gives_up")
 TRYING = ("recovers", "gives_up")  # the shapes with wrong edits that were tested
 
@@ -198,15 +186,22 @@ def episode(
     name = broken.function.name
     passed = message("tool", "ok\npassed") + end
     if shape in ("no_match", "no_change"):
-        miss = _near_miss(broken.edit, rng) if shape == "no_match" else _no_change(broken, rng)
-        if miss is None or (shape == "no_match" and miss.old in broken.source):
+        if shape == "no_match":  # the right idea aimed at text that is not there: one character of `old` is missing
+            place = rng.randrange(len(broken.edit.old))
+            old, new = broken.edit.old[:place] + broken.edit.old[place + 1 :], broken.edit.new
+        else:  # a line of the broken function that occurs once, replaced by itself
+            lines = [line for line in broken.source.split("\n") if line.strip() and broken.source.count(line) == 1]
+            old = new = rng.choice(lines or [""])
+        if (not old and shape == "no_change") or (shape == "no_match" and old in broken.source):
             return None
-        wrong = Call("edit", (miss.old, miss.new), labelled=False)
+        wrong = Call("edit", (old, new), labelled=False)
         failed = message("tool", f"error: {shape.replace('_', ' ')}\n{failure(name, rng)}")
         return opening + turn([wrong, test]) + failed + turn([call, test]) + passed
     if shape not in TRYING:
         raise ValueError(f"unknown episode shape {shape!r}; known: {', '.join(SHAPES)}")
-    tries = _tries(broken, rng.choices((1, 2, 3, 4, 5), (6, 4, 3, 2, 1))[0], rng, operators)
+    most = rng.choices((1, 2, 3, 4, 5), (6, 4, 3, 2, 1))[0]  # a short function may not have as many
+    edits = (wrong_edit(broken, rng, operators) for _ in range(2 * most))
+    tries = list(dict.fromkeys(edit for edit in edits if edit is not None))[:most]
     if not tries:
         return None
     document = opening
@@ -217,9 +212,3 @@ def episode(
     if shape == "gives_up":
         return document + end
     return document + turn([undo, call, test]) + message("tool", "undone\nok\npassed") + end
-
-
-def _tries(broken: BrokenFunction, most: int, rng: random.Random, operators: Mapping[str, float]) -> list[StringEdit]:
-    """Up to `most` different wrong edits; a short function may not have as many."""
-    edits = (wrong_edit(broken, rng, operators) for _ in range(2 * most))
-    return list(dict.fromkeys(edit for edit in edits if edit is not None))[:most]

@@ -83,9 +83,13 @@ def merge(text: str, sketch: str) -> Merge:
     merged, at = [], 0
     for placed in sorted(taken, key=lambda p: (p.start, p.end)):
         merged += lines[at : placed.start]
-        merged += _with_ends(placed, file, lines, newline)
+        own: dict[str, list[str]] = {}  # lines that the file has at the place keep their bytes (blanks, line ends)
+        for j in range(placed.start, placed.end):
+            own.setdefault(file[j], []).append(lines[j])
+        merged += [own[line].pop(0) if own.get(line) else line + newline for line in placed.lines]
         at = max(at, placed.end)
-    result = "".join(_ended(merged + lines[at:], newline))
+    merged += lines[at:]
+    result = "".join([line if line.endswith("\n") else line + newline for line in merged[:-1]] + merged[-1:])
     if text and not text.endswith("\n"):
         result = result.removesuffix(newline)
     return Merge(bom + result, any(placed.ambiguous for placed in taken))
@@ -169,7 +173,8 @@ def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_LineR
         for j in places if len(places) <= _COMMON else ():
             before = best[j] - _GAP * (j - 1)
             linked = before > 0
-            row.append((j, _weight(line) + (before if linked else 0.0), owner[j] if linked else -1))
+            weight = 0.2 + min(len(line.strip()), 40) / 50  # long lines are rare, so they count more
+            row.append((j, weight + (before if linked else 0.0), owner[j] if linked else -1))
         for j, score, previous in row:
             pairs.append((i, j, int(previous)))
             scores.append(score)
@@ -188,11 +193,6 @@ def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_LineR
         chain.append(pairs[at][:2])
         at = pairs[at][2]
     return _Chain(chain[::-1], scores[index], ambiguous)
-
-
-def _weight(line: str) -> float:
-    """The weight of an anchor: long lines are rare, so they count more."""
-    return 0.2 + min(len(line.strip()), 40) / 50
 
 
 def _shift(lines: list[str], file: list[str], pairs: Sequence[tuple[int, int]]) -> list[str]:
@@ -261,19 +261,6 @@ def _alike(line: str, other: str) -> bool:
         return False
     matcher = SequenceMatcher(None, line.strip(), other.strip(), autojunk=False)
     return matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE and matcher.ratio() >= _ALIKE
-
-
-def _with_ends(placed: _LineReplacement, file: list[str], lines: list[str], newline: str) -> list[str]:
-    """The new lines; those the file has at the place keep its bytes (trailing blanks, line ends)."""
-    own = {}
-    for j in range(placed.start, placed.end):
-        own.setdefault(file[j], []).append(lines[j])
-    return [own[line].pop(0) if own.get(line) else line + newline for line in placed.lines]
-
-
-def _ended(lines: list[str], newline: str) -> list[str]:
-    """Every line but perhaps the last ends."""
-    return [line if line.endswith("\n") else line + newline for line in lines[:-1]] + lines[-1:]
 
 
 def _strip(lines: list[str]) -> list[str]:

@@ -146,12 +146,9 @@ def _regions(changes: Sequence[Hunk], result: Sequence[str], size: int) -> list[
 
 def _draft(regions: Sequence[Region], result: Sequence[str], language: str) -> _SketchDraft:
     return _SketchDraft(
-        blocks=tuple(tuple(result[r.low : r.high]) for r in regions),
-        heads=("",) * len(regions),
-        marker=comment(language, MARKER),
-        before=regions[0].low > 0,
-        after=regions[-1].high < len(result),
-    )
+        blocks=tuple(tuple(result[r.low : r.high]) for r in regions), heads=("",) * len(regions),
+        marker=comment(language, MARKER), before=regions[0].low > 0, after=regions[-1].high < len(result),
+    )  # fmt: skip
 
 
 def _written(draft: _SketchDraft) -> str:

@@ -10,14 +10,9 @@ number, by a bounded step per window, since shares change as the policy does.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-WINDOW_SECONDS = 5.0
-"""Over which load is averaged before the limit moves; an agent's turn is about as long."""
-
-GROW, SHRINK = 1.5, 0.75
-"""Bounds of one move: a window that a burst of long tools or of long turns filled must not throw the limit about."""
-
-DEAD_BAND = 0.1
-"""Share of the rows by which demand must miss them for the limit to move: a window's mean is no better than that."""
+WINDOW_SECONDS = 5.0  # over which load is averaged before the limit moves; an agent's turn is about as long
+GROW, SHRINK = 1.5, 0.75  # bounds of one move: a window that a burst of long turns filled must not throw it about
+DEAD_BAND = 0.1  # share of the rows by which demand must miss them for the limit to move: a mean is no better
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-PRIOR_EPISODES = 1.0
-"""Weight of the prior in episodes: one, so that a first group dominates it."""
-
-FLOOR = 0.02
-"""Least weight of any task: what looks hopeless today is still met now and then as the policy improves."""
+PRIOR_EPISODES = 1.0  # weight of the prior: one, so that a first group dominates it
+FLOOR = 0.02  # least weight of any task: what looks hopeless today is still met now and then as the policy improves
 
 
 @dataclass

@@ -138,7 +138,10 @@ async def run_branches(
             await on_episode(_lost(context, task, id, e))
         return
     shared, earlier = prefix.ungraded, box.requests()
-    fork = _fork_of(shared, seed, turns)
+    tokens = b"".join(segment.ids for segment in shared.segments)
+    trunk = blake3.blake3(b"%d/%d/" % (seed, turns) + tokens).hexdigest(length=16)
+    sampled = sum(segment.sampled_tokens for segment in shared.segments)
+    fork = Fork(trunk=trunk, seed=seed, after=turns, turns=len(shared.turns), tokens=sampled)
     if prefix.fault:
         fault = Grade(Outcome.SCORED, 0.0, False, prefix.fault, None)
         grade, signals = await _grade(context, task, shared, {}, fault, decoys, earlier)
@@ -201,13 +204,6 @@ async def _grade(
     if "flag/decoy" in signals:
         graded = replace(graded, outcome=Outcome.TAMPERED, reward=0.0, passed=False, detail="a planted answer was used")
     return graded, signals
-
-
-def _fork_of(shared: UngradedEpisode, seed: int, turns: int) -> Fork:
-    tokens = b"".join(segment.ids for segment in shared.segments)
-    digest = blake3.blake3(b"%d/%d/" % (seed, turns) + tokens).hexdigest(length=16)
-    sampled = sum(segment.sampled_tokens for segment in shared.segments)
-    return Fork(trunk=digest, seed=seed, after=turns, turns=len(shared.turns), tokens=sampled)
 
 
 def _record(

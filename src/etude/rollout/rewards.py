@@ -39,7 +39,9 @@ def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episo
             _effort(episode, config.length, budget), config.length
         )
     if config.overlong:
-        components["overlong"] = -_overlong(episode, config.overlong, budget)
+        # DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): from 0 at L - cache tokens to 1 at L.
+        over = (episode.sampled_tokens - (budget.tokens - config.overlong)) / config.overlong
+        components["overlong"] = -(min(1.0, max(0.0, over)) if _sound(episode) else 1.0)
     if config.behaviour:
         components["behaviour"] = -_behaviour_penalties(episode, config)
     if config.custom is not None:
@@ -97,13 +99,6 @@ def _effort(episode: Episode, weights: LengthCost, budget: Budget) -> float:
         return x
     dearest = max(weights.thinking, weights.calling, weights.final)
     return max(x, weights.turns * budget.turns + dearest * budget.tokens)
-
-
-def _overlong(episode: Episode, cache: int, budget: Budget) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): from 0 at L - cache tokens to 1 at L."""
-    if not _sound(episode):
-        return 1.0
-    return min(1.0, max(0.0, (episode.sampled_tokens - (budget.tokens - cache)) / cache))
 
 
 def _behaviour_penalties(episode: Episode, config: RewardConfig) -> float:

@@ -81,13 +81,10 @@ async def find(repository: Path, layout: RepositoryLayout, work: Path, how: str)
     whole = work / "bootstrap"
     functions.copy(repository, whole, layout.files)
     kit = Kit(
-        language="Python",
-        given="pytest is there",
-        goals=tuple(_goals(layout)),
-        rules=lambda tries: _by_rules(repository, tries),
-        usable=lambda lines: requirements.usable(list(lines)),
+        language="Python", given="pytest is there", goals=tuple(_goals(layout)),
+        rules=lambda tries: _by_rules(repository, tries), usable=lambda lines: requirements.usable(list(lines)),
         reach=lambda site, wanted, goals: _reach(whole, site, wanted, goals),
-    )
+    )  # fmt: skip
     try:
         return await try_out(repository, work, how, kit)
     finally:

@@ -25,12 +25,9 @@ class MultiFunctionChange:
 
 
 def find(
-    repository: Path,
-    sources: Mapping[str, str],
-    functions: Sequence[Function],
-    callers: Mapping[str, set[str]],
+    repository: Path, sources: Mapping[str, str], functions: Sequence[Function], callers: Mapping[str, set[str]],
     options: BuildConfig,
-) -> list[MultiFunctionChange]:
+) -> list[MultiFunctionChange]:  # fmt: skip
     """Changes of the kinds in `options.kinds`, of each at most twice an equal share of `max_tasks`, by the seed."""
     share = max(1, options.max_tasks // len(options.kinds))
     made = {

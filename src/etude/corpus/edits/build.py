@@ -28,12 +28,9 @@ Progress = Callable[[str, int, int], None]
 
 
 def build(
-    training: Sequence[str],
-    held_out: Sequence[str],
-    output: Path,
-    options: EditTableConfig,
+    training: Sequence[str], held_out: Sequence[str], output: Path, options: EditTableConfig,
     progress: Progress | None = None,
-) -> tuple[list[Example], list[Example]]:
+) -> tuple[list[Example], list[Example]]:  # fmt: skip
     """Write train.parquet, heldout.parquet (if there are held-out repositories) and DATACARD.md. Raises UserError for a
     repository that cannot be used or is on both sides, and if nothing comes of them; then nothing is left behind."""
     if output.exists():
@@ -142,10 +139,12 @@ def _drawn(
     cap = options.per_repository
     if wanted is not None:  # an evaluation wants real edits: half of them, if there are so many
         cap = -(-wanted // 2 // max(1, sum(bool(r.changes) for r in repositories)))
-    for i, (repository, changes) in enumerate(_in_turns(repositories, draw.rng)):
+    for i, repository in enumerate(repositories):
         report("real edits", i, len(repositories))
         made = 0
-        for change in changes:
+        usable = [c for c in repository.changes if _usable(c.language)]
+        # Several hunks of one file are several edits.
+        for change in [c for c in draw.rng.sample(usable, len(usable)) for _ in range(_TRIES)]:
             if made >= cap:
                 break
             made += draw.take(make.real, repository, change, options.per_path)
@@ -154,7 +153,10 @@ def _drawn(
     if wanted is not None:
         goal = wanted - reals - round(wanted * options.no_ops)
     texts = [(r, text) for r in repositories for text in r.texts if _usable(text.language)]
-    others = _lines_of(texts)
+    others: dict[str, list[str]] = defaultdict(list)  # lines to put into other files, by language
+    for _, text in texts:
+        if len(others[text.language]) < 200_000:
+            others[text.language] += text.text.splitlines()
     limit = options.per_path * (1 + max(1, round(options.synthetic)))  # of one file, real ones counted
     for repository, text in _balanced(texts, draw.rng, limit):
         if len(draw.examples) - reals >= goal:
@@ -169,22 +171,6 @@ def _drawn(
     examples = list(draw.examples.values())
     draw.rng.shuffle(examples)
     return examples
-
-
-def _in_turns(repositories: Sequence[Repository], rng: random.Random) -> Iterator[tuple[Repository, list[FileChange]]]:
-    for repository in repositories:
-        changes = [c for c in repository.changes if _usable(c.language)]
-        # Several hunks of one file are several edits.
-        yield repository, [c for c in rng.sample(changes, len(changes)) for _ in range(_TRIES)]
-
-
-def _lines_of(texts: Sequence[tuple[Repository, Text]]) -> dict[str, list[str]]:
-    """Lines to put into other files, by language."""
-    lines: dict[str, list[str]] = defaultdict(list)
-    for _, text in texts:
-        if len(lines[text.language]) < 200_000:
-            lines[text.language] += text.text.splitlines()
-    return lines
 
 
 def _balanced(
