@@ -131,6 +131,26 @@ class PlainEncoder:
         return self._encode(text[: start + 1]) + self._encode(text[start + 1 :])
 
 
+class TextCodec:
+    """What the dialects have in common: text becomes ordinary tokens, and ids become text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._encoder = PlainEncoder(tokenizer)
+
+    def plain(self, text: str) -> list[int]:
+        """See `Renderer.plain`."""
+        return self._encoder.encode(text)
+
+    def document(self, title: str, text: str) -> list[int]:
+        """See `Renderer.document`."""
+        return self._encoder.document(title, text)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """See `Renderer.text`."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
+
+
 def _without_added_tokens(tokenizer: Tokenizer, prepend: str | None = None) -> Tokenizer:
     config = json.loads(tokenizer.to_str())
     config["added_tokens"] = []
