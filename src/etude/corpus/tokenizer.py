@@ -1,7 +1,5 @@
 """The byte-level BPE tokenizer of the nano model, and its Hugging Face folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -56,14 +54,9 @@ def save(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
     # Texts given to the saved tokenizer (a rendered chat template) do hold special tokens.
     tokenizer.encode_special_tokens = False
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=None,
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        extra_special_tokens=list(SPECIALS),
-        model_max_length=max_length,
-        clean_up_tokenization_spaces=False,
-    )
+        tokenizer_object=tokenizer, bos_token=None, eos_token="<|end|>", pad_token="<|pad|>",
+        extra_special_tokens=list(SPECIALS), model_max_length=max_length, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
 
