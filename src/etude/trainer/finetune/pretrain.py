@@ -13,11 +13,17 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from etude.corpus import build, packing, retrieval
 from etude.corpus import tokenizer as bpe
-from etude.corpus.dialect import IDS
+from etude.corpus.dialect import IDS, SPECIALS
 from etude.corpus.episodes import WEIGHTS
 from etude.errors import UserError
 from etude.models.loading import load_model
@@ -109,7 +115,7 @@ def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | 
     if not (folder / "tokenizer.json").is_file():
         texts = build.tokenizer_texts(corpus.train, random.Random(config.seed))
         tokenizer = bpe.train(texts, config.model.vocab_size)
-        bpe.save(tokenizer, folder, config.model.max_positions)
+        save_tokenizer(tokenizer, folder, config.model.max_positions)
     tokenizer = bpe.load(folder)
     optim = config.optim
     if not (output / "rows.safetensors").is_file():
@@ -183,3 +189,15 @@ def _document_work(
         return {f"eval/{own}/{name}": value for own, row in figures.items() for name, value in row.items()}
 
     return TrainingWork(batches, length, documents.loss_function(model, chosen.kl), evaluate)
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
+    """Write the tokenizer files of a Hugging Face model folder, with the chat template in chat_template.jinja."""
+    # Texts given to the saved tokenizer (a rendered chat template) do hold special tokens.
+    tokenizer.encode_special_tokens = False
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=None, eos_token="<|end|>", pad_token="<|pad|>",
+        extra_special_tokens=list(SPECIALS), model_max_length=max_length, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    fast.chat_template = bpe.CHAT_TEMPLATE
+    fast.save_pretrained(directory)
