@@ -5,8 +5,8 @@ BIN = .venv/bin
 # To use a GPU, install a CUDA build into .venv first.
 TORCH = torch==2.13.0
 PIP = $(BIN)/python -m pip install --quiet
-# One thread of OpenMP for each of two test processes, as many as there are cores.
 PYTEST = $(BIN)/python -m pytest
+PARALLEL = -n 2 --dist loadfile
 
 .PHONY: setup demo check test test-slow lint format bench lock matrix core wheel release agents test-triton
 
@@ -32,10 +32,10 @@ demo: .venv/installed
 check: lint test
 
 test: .venv/installed-dev
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) $(PARALLEL) -m "not slow and not gpu"
 
 test-slow: .venv/installed-dev
-	$(PYTEST) -m "slow and not gpu and not release"
+	$(PYTEST) $(PARALLEL) -m "slow and not gpu and not release"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

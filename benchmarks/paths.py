@@ -31,14 +31,14 @@ SOURCE = Path(etude.__file__).parent
 SECONDS = 600.0
 # Where a path begins: file and function -> what is walked. A function may be a thread's first.
 ROOTS = {
-    "run/loop.py:_play": "episode",
-    "inference/server/server.py:generate": "request",
-    "inference/engine/engine.py:_loop": "request",
-    "trainer/rl/process.py:_commit": "version",
+    "run/episodes.py:play_leased": "episode",
+    "inference/server/token_routes.py:_generate": "request",
+    "inference/engine/engine.py:step": "request",
+    "trainer/rl/process.py:commit": "version",
     "weights/publisher.py:_run": "version",
     "inference/server/weights.py:poll": "version",
 }
-STEP = "trainer/rl/optimizer.py:apply"  # the optimizer step
+STEP = "trainer/optimizer.py:apply"  # the optimizer step
 LAUNCH = "processes.py:start"  # of the trainer's process
 
 CONFIG = """
@@ -90,6 +90,9 @@ def stack(frame):
     return out[::-1]
 
 def profile(frame, event, arg):
+    if event == "return" and (at := walk.get()) is not None and at[1] == id(frame):
+        if not frame.f_code.co_flags & 0x80:  # a function ends here, a coroutine may go on
+            walk.set(None)
     if event != "call":
         return
     code = frame.f_code

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
-from benchmarks import weights_live
 
+from benchmarks import weights_live
 from etude.config import TrainerConfig
 from etude.models.loading import load_model, load_tokenizer
 from etude.trainer.optimizer import MasterAdamW, for_policy
@@ -261,7 +261,7 @@ def _copying(source: Mapping[str, Bits], target: Mapping[str, Bits], repeats: in
 
 
 def _encode(pair: Pair, base: codec.Digests, options: Codec, threads: int) -> bytes:
-    return codec.pack("delta", 1, codec.encode(pair.grid, pair.old, pair.new, base, options, threads))
+    return codec.pack("delta", 1, codec.encode_changes(pair.grid, pair.old, pair.new, base, options, threads)[0])
 
 
 def _apply(pair: Pair, held: Mapping[str, Bits], base: codec.Digests, data: bytes, threads: int) -> None:

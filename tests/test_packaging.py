@@ -53,7 +53,7 @@ def test_an_evaluation_finds_the_bundled_model_by_name(installed, tmp_path):
 def test_benchmarks_run_from_any_folder(installed, tmp_path):
     done = run(installed, tmp_path, "bench", "--help")
     assert done.returncode == 0, done.stderr
-    code = "from etude.cli import bench; print(bench.module('async').__file__)"
+    code = "from etude.config import bundled; print(bundled('benchmarks/asynchrony.py'))"
     environment = os.environ | {"PYTHONPATH": str(installed)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == str(installed / "etude/bundled/benchmarks/asynchrony.py"), done.stderr

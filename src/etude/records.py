@@ -25,11 +25,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(StrEnum):
-    """How an episode ended, as far as the loss is concerned.
-
-    `SCORED` and `TAMPERED` carry a reward; `TIMEOUT` is our own deadline and scores 0 (the agent pays);
-    `INFRA` is proved to be our fault: retried, and it leaves both the loss and the group's baseline.
-    """
+    """How an episode ended, as far as the loss is concerned. `SCORED` and `TAMPERED` carry a reward; `TIMEOUT` is our
+    own deadline and scores 0 (the agent pays); `INFRA` is proved to be our fault: retried, and it leaves both the loss
+    and the group's baseline."""
 
     SCORED = "scored"
     INFRA = "infra"
@@ -65,11 +63,9 @@ class Focus(Record, frozen=True, kw_only=True):
 
 
 class Task(Record, frozen=True, kw_only=True):
-    """One gated coding task: a broken tree, an instruction, visible tests, and hidden tests that decide.
-
-    `changes` maps a path in the repository to the text that breaks it (layer L2 over the repository's layer L1);
-    `solution` maps the same paths to the text that passes (the gold answer; never enters the agent's box).
-    """
+    """One gated coding task: a broken tree, an instruction, visible tests, and hidden tests that decide. `changes` maps
+    a path in the repository to the text that breaks it (layer L2 over the repository's layer L1); `solution` maps the
+    same paths to the text that passes (the gold answer; never enters the agent's box)."""
 
     id: str
     repository: str  # name and version, e.g. "pydash-8.1.0"
@@ -141,20 +137,16 @@ def token_digest(ids: Sequence[int] | np.ndarray) -> str:
 
 def segment_digest(ids: blake3.blake3, mask: blake3.blake3) -> str:
     """The digest of a segment's tokens, of the two hashes that were fed its ids (int32) and its mask (uint8) in order.
-
-    Order is position, so it changes if an id, its place or whether it was sampled does.
-    """
+    Order is position, so it changes if an id, its place or whether it was sampled does."""
     return blake3.blake3(ids.digest() + mask.digest()).hexdigest(length=16)
 
 
 class Segment(Record, frozen=True, kw_only=True):
-    """An append-only run of tokens of one episode. All arrays have the same length T.
-
-    `mask` is 1 on tokens the policy sampled; elsewhere `logprobs` is 0.0 and `versions` is -1.
-    `turn_starts` holds the offset of each sampled turn, so a viewer can cut the segment into turns. `digest` is that of
-    the tokens as they were appended one after another: the trainer refuses a segment that holds others.
-    The tokens of `documents` come first, in their order, and count as part of the prompt.
-    """
+    """An append-only run of tokens of one episode. All arrays have the same length T. `mask` is 1 on tokens the policy
+    sampled; elsewhere `logprobs` is 0.0 and `versions` is -1. `turn_starts` holds the offset of each sampled turn, so a
+    viewer can cut the segment into turns. `digest` is that of the tokens as they were appended one after another: the
+    trainer refuses a segment that holds others. The tokens of `documents` come first, in their order, and count as part
+    of the prompt."""
 
     ids: bytes  # int32[T]
     mask: bytes  # uint8[T]
@@ -326,10 +318,8 @@ MANIFEST_FORMAT = 2
 
 
 class PolicyVersion(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The manifest of one published version. Immutable; created if absent; complete once it exists.
-
-    `groups` names what the version was trained on: the ledger follows from the manifests, not the other way round.
-    """
+    """The manifest of one published version. Immutable; created if absent; complete once it exists. `groups` names what
+    the version was trained on: the ledger follows from the manifests, not the other way round."""
 
     format: int = MANIFEST_FORMAT
     run: str  # the same for all versions of a run; random

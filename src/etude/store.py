@@ -128,10 +128,8 @@ ADVICE = "check that it is reachable, writable and not full"
 
 
 def open_store(url: str) -> Store:
-    """The store at `url`; a folder is created if it is missing. Raises UserError for a URL that names no store.
-
-    A cloud store is not contacted before its first use.
-    """
+    """The store at `url`; a folder is created if it is missing. Raises UserError for a URL that names no store. A cloud
+    store is not contacted before its first use."""
     scheme = urlsplit(url).scheme if "://" in url else "file"
     try:
         if scheme == "file":
@@ -142,7 +140,10 @@ def open_store(url: str) -> Store:
         if not urlsplit(url).netloc:
             raise UserError(f"{url} names no bucket; give {scheme}://BUCKET/FOLDER")
         retries: RetryConfig = {"max_retries": 5, "retry_timeout": RETRYING}
-        return Store(url, from_url(url, client_options=_client(), retry_config=retries))
+        client: ClientConfig = {"timeout": REQUEST, "connect_timeout": CONNECT}
+        if any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS):
+            client["allow_http"] = True  # the user's own gateway inside a private network
+        return Store(url, from_url(url, client_options=client, retry_config=retries))
     except (BaseError, OSError, ValueError) as e:
         raise UserError(f"{url} cannot be opened as a store: {_first_line(e)}; {ADVICE}") from e
 
@@ -154,13 +155,6 @@ def _folder(url: str) -> Path:
     if parts.netloc not in ("", "localhost"):
         raise UserError(f"{url} is not a local folder; write file:///ABSOLUTE/PATH")
     return Path(unquote(parts.path))
-
-
-def _client() -> ClientConfig:
-    client: ClientConfig = {"timeout": REQUEST, "connect_timeout": CONNECT}
-    if any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS):
-        client["allow_http"] = True  # the user's own gateway inside a private network
-    return client
 
 
 def _first_line(error: Exception) -> str:

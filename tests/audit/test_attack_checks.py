@@ -167,8 +167,8 @@ def test_the_suite_plays_items_e_against_fingerprints(
         pass
 
     monkeypatch.setattr(audit, "box_samples", box_samples)
-    for name in ("_grades", "_boxes", "_gates", "_checks"):
-        monkeypatch.setattr(suite, name, nothing)
+    for name in ("grades", "boxes", "gates", "checks"):
+        monkeypatch.setattr(suite._Attacks, name, nothing)
     path = tmp_path / "machines.jsonl"
     lines = [{"format": 2, "machine": s.machine, "probes": s.probes} for s in samples(2, "p")]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

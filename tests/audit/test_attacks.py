@@ -86,6 +86,7 @@ def test_the_benchmark_runs() -> None:
     assert all(row["value"] > 0 for row in result["rows"])
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_boxes_and_a_killed_owner_leave_nothing_behind() -> None:
     """Shorter than what is measured: `python -m benchmarks.experiments.soak_boxes --boxes 10000`."""

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from etude.corpus import dialect
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS, SPECIALS, TextPiece
+from etude.trainer.finetune.pretrain import save_tokenizer
 
 
 def test_specials_have_the_first_ids(tokenizer: Tokenizer) -> None:
@@ -44,7 +45,7 @@ def test_a_line_has_the_same_tokens_in_a_file_and_alone(tokenizer: Tokenizer) ->
 def test_saved_folder_loads_and_its_template_writes_the_dialect(tokenizer: Tokenizer, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    bpe.save(tokenizer, tmp_path, 512)
+    save_tokenizer(tokenizer, tmp_path, 512)
     assert (tmp_path / "chat_template.jinja").is_file()
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert (loaded.eos_token_id, loaded.pad_token_id) == (IDS["<|end|>"], IDS["<|pad|>"])

@@ -11,13 +11,14 @@ import torch
 
 from etude.cli.main import main
 from etude.corpus.retrieval import RetrievalOptions, RetrievalQuestion, RetrievalSample, read_folder, samples
-from etude.corpus.tokenizer import save, train
+from etude.corpus.tokenizer import train
 from etude.errors import UserError
 from etude.evals.documents import questions
 from etude.evals.retrieval import summary
 from etude.models.loading import load_model
 from etude.trainer.finetune import documents, pretrain
 from etude.trainer.finetune.config import NewModelConfig
+from etude.trainer.finetune.pretrain import save_tokenizer
 
 MODEL = NewModelConfig(
     vocab_size=400, hidden_size=48, intermediate_size=96, layers=2, heads=2, kv_heads=1, head_dim=64, expert_size=48,
@@ -43,7 +44,7 @@ def taught(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     asked = list(islice(samples(read_folder(repository), RetrievalOptions(), 0), COUNT))
     text = [f"{q.text}\n{q.answer}\n<document>{t}\n{b}\n</document>\n" for s in asked for q in s.questions
             for t, b in s.documents]  # fmt: skip
-    save(train(text, 400), folder, 2048)
+    save_tokenizer(train(text, 400), folder, 2048)
     pretrain.new_model(MODEL, 0).save_pretrained(folder)
     model = load_model(folder, dtype=torch.float32).train()
     encoded = documents.encode(pretrain.bpe.load(folder), asked)

@@ -12,6 +12,7 @@ from etude.edits.formats import question
 from etude.edits.sketch import draw
 from etude.trainer.finetune import pretrain
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
+from etude.trainer.finetune.pretrain import save_tokenizer
 
 MODEL = NewModelConfig(
     vocab_size=360, hidden_size=48, intermediate_size=64, layers=2, heads=2, kv_heads=1, head_dim=24, expert_size=32,
@@ -38,7 +39,7 @@ def fill(folder: Path) -> Path:
     """A fresh model with a tokenizer, and tables of edits, in one folder."""
     train = [example(i) for i in range(40)]
     texts = [question(e.file, e.sketch).content + "<updated-code>\n" + e.result + "</updated-code>" for e in train]
-    bpe.save(bpe.train(texts, 360), folder / "model", 512)
+    save_tokenizer(bpe.train(texts, 360), folder / "model", 512)
     pretrain.new_model(MODEL, 0).save_pretrained(folder / "model")
     tables.write(train, folder / "train.parquet")
     tables.write([example(i, "other-1.0") for i in range(100, 108)], folder / "heldout.parquet")

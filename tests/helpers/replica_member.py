@@ -50,7 +50,7 @@ def warm_up() -> None:
     codec.apply(
         grid, {n: a.copy() for n, a in before.items()}, base ^ np.uint64(1), codec.encode_anchor(grid, before, base)
     )
-    codec.apply(grid, before, base, codec.encode(grid, before, after, base, codec.Codec()))
+    codec.apply(grid, before, base, codec.encode_changes(grid, before, after, base, codec.Codec())[0])
     spec = grid.tensors[0]
     change = LiveTensors(live).stage(spec, np.arange(spec.elements), after[spec.name])
     LiveTensors(live).write(change)

@@ -8,6 +8,7 @@ from typing import Any
 from etude.corpus import tokenizer as bpe
 from etude.trainer.finetune import pretrain
 from etude.trainer.finetune.config import NewModelConfig
+from etude.trainer.finetune.pretrain import save_tokenizer
 
 SHAPE = NewModelConfig(
     vocab_size=320, hidden_size=64, intermediate_size=128, layers=2, heads=2, kv_heads=1, head_dim=64, expert_size=64,
@@ -17,7 +18,7 @@ SHAPE = NewModelConfig(
 
 def save_model(folder: Path) -> Path:
     """The model and its tokenizer, in which the words of `ReverseText` are made of letters."""
-    bpe.save(bpe.train(["Reverse: abc cab bca"] * 10, SHAPE.vocab_size), folder, SHAPE.max_positions)
+    save_tokenizer(bpe.train(["Reverse: abc cab bca"] * 10, SHAPE.vocab_size), folder, SHAPE.max_positions)
     pretrain.new_model(SHAPE, 0).save_pretrained(folder)
     return folder
 

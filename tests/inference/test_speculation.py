@@ -261,6 +261,7 @@ def test_bad_sources_are_refused(model):
         Engine(model).submit(drafted(Request(ids=[1], max_tokens=1), [5, 97]))
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_450_edits_in_float32_without_a_mismatch():
     """Plain greedy answers of the bundled model, edited in several places, are the drafts of the same requests."""

@@ -168,6 +168,7 @@ def test_an_agent_that_cannot_start_is_the_users_to_repair(
         played(dataset, hermes, engine, AgentConfig(command="sh /opt/agent/hello", folder=str(tmp_path)))
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.skipif(not MINI, reason="ETUDE_MINI_SWE_AGENT names no environment that has it: run make agents")
 @pytest.mark.parametrize("dialect", ["openai", "anthropic", "responses"])

@@ -43,6 +43,7 @@ def test_code_that_does_not_compile_fools_the_open_grader_and_not_etudes() -> No
     assert closed == [False, True, False]
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_both_arms_run_and_are_counted(tmp_path: Path) -> None:
     command = [

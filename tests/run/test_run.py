@@ -314,7 +314,7 @@ def test_a_missing_model(tmp_path):
 
 
 def test_tasks_that_cannot_be(tmp_path):
-    assert "not above max_lines" in refused(tmp_path, "--tasks.min_lines", "9", "--tasks.max_lines", "8")
+    assert "not be above max_lines" in refused(tmp_path, "--tasks.min_lines", "9", "--tasks.max_lines", "8")
     assert not (tmp_path / "outputs").exists()
 
 

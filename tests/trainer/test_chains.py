@@ -177,6 +177,7 @@ def a_dataset(root: Path) -> Dataset:
     return Dataset(root, "shop-1.0", root / "repository", root / "site", root / "hidden", (TASK,), manifest)
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_fifty_turns_and_a_hundred_thousand_tokens(tmp_path: Path) -> None:
     """In real boxes, scored and summarised by the bundled model, forked, graded, replayed and trained on."""

@@ -12,6 +12,7 @@ import torch
 from etude.corpus import tokenizer as bpe
 from etude.errors import UserError
 from etude.trainer.finetune import apply, distillation, pretrain
+from etude.trainer.finetune.pretrain import save_tokenizer
 from tests.helpers.apply_edits import MODEL, config, example
 
 PHASES = ({"share": 1.0, "longest": 256},)
@@ -75,7 +76,7 @@ def test_bad_teachers_are_one_sentence(folder: Path) -> None:
         run(distill={"teacher": folder / "none"})
     with pytest.raises(UserError, match="vocab_size = 400"):
         run(model=shape, distill={"teacher": folder / "model"})
-    bpe.save(bpe.train([example(1).file * 9], 300), folder / "other", 512)
+    save_tokenizer(bpe.train([example(1).file * 9], 300), folder / "other", 512)
     pretrain.new_model(MODEL, 0).save_pretrained(folder / "other")
     with pytest.raises(UserError, match="different tokenizers"):
         run(distill={"teacher": folder / "other"})

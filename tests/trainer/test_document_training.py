@@ -23,7 +23,6 @@ from etude.corpus import build
 from etude.corpus.filters import FunctionText, function_texts
 from etude.corpus.retrieval import RetrievalOptions, samples
 from etude.corpus.sources import File
-from etude.corpus.tokenizer import save
 from etude.corpus.tokenizer import train as train_tokenizer
 from etude.inference.engine.cache import PagedCache
 from etude.inference.engine.documents import Documents
@@ -44,6 +43,7 @@ from etude.trainer.finetune.documents import (
     logits_of,
     predicting,
 )
+from etude.trainer.finetune.pretrain import save_tokenizer
 from tests.helpers.tiny_models import random_model
 
 TOLERANCE = 1e-5
@@ -241,7 +241,7 @@ def base(tmp_path: Path, corpus: build.Corpus) -> Path:
     model = pretrain.new_model(MODEL, 0)
     model.save_pretrained(tmp_path / "base")
     text = [f"Complete the definition: Name the file that defines value {code}" for code in CODE.values()]
-    save(train_tokenizer(text * 4, 400), tmp_path / "base", 2048)
+    save_tokenizer(train_tokenizer(text * 4, 400), tmp_path / "base", 2048)
     return tmp_path / "base"
 
 

@@ -277,6 +277,7 @@ def test_renaming_a_metric_changes_no_training(run, monkeypatch):
     assert expected[3][1].action == "rollback"
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_guards_are_silent_on_two_hundred_steps_of_a_healthy_run(tmp_path, dtype):

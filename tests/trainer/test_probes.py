@@ -244,7 +244,7 @@ def test_an_unreachable_engine_is_one_sentence(tmp_path, capsys, monkeypatch):
 
     asyncio.run(ask())
     said = capsys.readouterr().err
-    assert said.startswith("canaries of version 3 were not measured at http://127.0.0.1:9")
+    assert said.startswith("the logprob probes of version 3 were not scored at http://127.0.0.1:9")
     assert said.count("\n") == 1
     assert store.list() == []
 

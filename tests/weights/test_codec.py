@@ -31,7 +31,7 @@ def one(dtype: str, *shape: int) -> Schema:
 
 def encoded(grid: Schema, old: Bits, new: Bits, allowed: tuple[int, ...] = (A, B, ABS)) -> list[codec.ChunkRecord]:
     base = codec.digests(grid, {"x": old})
-    return codec.encode(grid, {"x": old}, {"x": new}, base, Codec(allowed))
+    return codec.encode_changes(grid, {"x": old}, {"x": new}, base, Codec(allowed))[0]
 
 
 def applied(grid: Schema, old: Bits, records: list[codec.ChunkRecord]) -> Bits:
@@ -115,8 +115,8 @@ def test_many_chunks_and_threads(threads: int | None) -> None:
     old = {"a": bf16(700_000), "b": bf16(300_001, 3), "c": bf16(0)}
     new = {name: ulps(part, 0.01) for name, part in old.items()}
     base = codec.digests(grid, old, threads)
-    records = codec.encode(grid, old, new, base, Codec(), threads)
-    assert records == codec.encode(grid, old, new, base, Codec(), 1)
+    records = codec.encode_changes(grid, old, new, base, Codec(), threads)[0]
+    assert records == codec.encode_changes(grid, old, new, base, Codec(), 1)[0]
     after = codec.apply(grid, old, base, records, threads)
     assert all(np.array_equal(old[name], new[name]) for name in new)
     assert codec.model_digest(after) == codec.model_digest(codec.digests(grid, new))
@@ -165,8 +165,9 @@ def test_replays_are_skipped_and_another_base_is_refused() -> None:
 
 def test_a_whole_object_and_its_damage() -> None:
     grid = Schema((Spec("a", "bfloat16", (600_000,)),))
-    old = bf16(600_000)
-    records = codec.encode(grid, {"a": old}, {"a": ulps(old, 0.001)}, codec.digests(grid, {"a": old}), Codec())
+    old = {"a": bf16(600_000)}
+    new = {"a": ulps(old["a"], 0.001)}
+    records = codec.encode_changes(grid, old, new, codec.digests(grid, old), Codec())[0]
     data = codec.pack("delta", 7, records)
     assert codec.unpack(data, len(grid.chunks)) == ("delta", 7, records)
     assert codec.unpack(codec.pack("anchor", 0, []), 0) == ("anchor", 0, [])

@@ -194,7 +194,7 @@ def test_mistakes(folders, command, sentence, capsys):
 def test_the_documented_commands_are_the_ones_there_are():
     text = (Path(__file__).parents[2] / "docs/weights.md").read_text()
     shown = {line.split()[2]: line for line in text.splitlines() if line.startswith("etude weights ")}
-    weights = next(a for a in main._parser()._actions if a.choices).choices["weights"]
+    weights = next(a for a in main.command_parser(["weights"])._actions if a.choices).choices["weights"]
     actions = next(a for a in weights._actions if isinstance(a.choices, dict)).choices
     assert shown.keys() == actions.keys()
     for name, line in shown.items():

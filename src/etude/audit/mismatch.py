@@ -88,7 +88,9 @@ def diagnose(run: Path, *, pieces: int = 24) -> Diagnosis:
     config = runfolder.load_config(run)
     root = config.store or str(run)
     rollouts, weights = open_store(f"{root}/rollouts"), open_store(f"{root}/weights")
-    episodes = [decode(rollouts.get(key), Episode) for key in _newest_keys(rollouts, 8 * pieces)]
+    # Of the last training episodes; evaluations lie in folders of their own.
+    keys = sorted(key for key in rollouts.list() if key.split("/", 1)[0].isdigit())[-8 * pieces :]
+    episodes = [decode(rollouts.get(key), Episode) for key in keys]
     if not episodes:
         raise UserError(f"{run} holds no episodes; let the run play some first")
     model = load_model(config.model.path, dtype=getattr(torch, config.trainer.dtype), device=config.trainer.device)
@@ -102,12 +104,6 @@ def diagnose(run: Path, *, pieces: int = 24) -> Diagnosis:
         raise UserError(f"{run} holds no episode whose tokens name a published version; is {root} its store?")
     trained_from = {group: m.version - 1 for m in published.values() for group in m.groups}
     return _Case(config, model, weights, pieces_tried, trained_from, sorted(published)).diagnosis()
-
-
-def _newest_keys(rollouts: Store, count: int) -> list[str]:
-    """Blob keys of the last training episodes; evaluations lie in folders of their own."""
-    keys = sorted(key for key in rollouts.list() if key.split("/", 1)[0].isdigit())
-    return keys[-count:]
 
 
 def _exact(episodes: Sequence[Episode], vocabulary: int, replays: bool) -> Iterable[tuple[str, str]]:
@@ -164,17 +160,18 @@ def _pieces(e: Episode, experts: tuple[int, int] | None = None) -> Iterable[Vers
         n = int(other[0]) if len(other) else len(at_N)
         if n:
             seeds = np.array([turn_seed(e.seed_of(int(turn)), int(turn)) for turn in turn_N[:n]], np.int64)
-            recorded = segment.routes is not None and experts is not None
+            length = int(at_N[n - 1]) + 1
+            recorded = segment.routes is not None
             yield VersionPiece(
                 episode=e.id,
                 group=e.group_id,
                 version=int(versions_T[at_N[0]]),
-                ids_T=ids_T[: at_N[n - 1] + 1].copy(),
+                ids_T=ids_T[:length].copy(),
                 prompt_length=segment.prompt_length,
                 at_N=at_N[:n],
                 recorded_N=logprobs_T[at_N[:n]].astype(np.float64),
                 seed_N=seeds,
-                routes_TLK=recorded_routes(segment, int(at_N[n - 1]) + 1, experts) if recorded else None,
+                routes_TLK=recorded_routes(segment, length, experts) if recorded and experts else None,
                 documents=tuple(document.length for document in segment.documents),
             )
 
@@ -207,30 +204,30 @@ class _Case:
         return self.config.trainer.router_replay
 
     def _logits(self, piece: VersionPiece, **options: Any) -> Tensor:
-        return logits(self.model, piece, **({"replays": self.replays} | options))
+        replays = options.pop("replays", self.replays)
+        return logits(self.model, piece, replays=replays, **options)
 
-    def under(
-        self, pieces: Sequence[VersionPiece], version_of: Callable[[VersionPiece], int], **options: Any
-    ) -> list[Tensor]:
+    def under(self, version_of: Callable[[VersionPiece], int], **options: Any) -> list[Tensor]:
         """Logits of every piece, with the weights of the version that `version_of` gives it."""
         out: dict[int, Tensor] = {}
-        for version in sorted({version_of(p) for p in pieces}):
+        for version in sorted(set(map(version_of, self.pieces))):
             set_weights(self.model, self.tensors(version))
-            for i, piece in enumerate(pieces):
+            for i, piece in enumerate(self.pieces):
                 if version_of(piece) == version:
                     out[i] = self._logits(piece, **options)
-        return [out[i] for i in range(len(pieces))]
+        return [out[i] for i in range(len(self.pieces))]
+
+    def differences(self, scored: Sequence[Tensor], **options: float) -> list[np.ndarray]:
+        """By piece: log-probabilities of its tokens under these logits, less the recorded ones."""
+        options = {"temperature": self.config.rollout.temperature} | options
+        return [chosen(x, p, **options) - p.recorded_N for x, p in zip(scored, self.pieces, strict=True)]
 
     def diagnosis(self) -> Diagnosis:
         temperature = self.config.rollout.temperature
-        tagged = self.under(self.pieces, lambda p: p.version)
-        kernel = [
-            chosen(x, p, temperature=temperature) - p.recorded_N for x, p in zip(tagged, self.pieces, strict=True)
-        ]
-        trained = self.under(self.pieces, lambda p: self.trained_from.get(p.group, p.version))
-        total = [
-            chosen(x, p, temperature=temperature) - p.recorded_N for x, p in zip(trained, self.pieces, strict=True)
-        ]
+        tagged = self.under(lambda p: p.version)
+        kernel = self.differences(tagged)
+        trained = self.under(lambda p: self.trained_from.get(p.group, p.version))
+        total = self.differences(trained)
         base, seen = _k2(kernel), _k2(total)
         draws = [self._wrong(x, p, temperature) for x, p in zip(tagged, self.pieces, strict=True)]
         wrong_draws = float(np.concatenate(draws).mean())
@@ -303,32 +300,22 @@ class _Case:
             for value in values:
                 options = {"temperature": base} | {name: value}
                 if options != {"temperature": base}:
-                    d = [chosen(x, p, **options) - p.recorded_N for x, p in zip(tagged, self.pieces, strict=True)]
-                    yield Supposition("tokens", f"the engine sampled with {name} {value:g}", _k2(d))
+                    d = _k2(self.differences(tagged, **options))
+                    yield Supposition("tokens", f"the engine sampled with {name} {value:g}", d)
         for back in range(1, OLDER + 1):
             if any(p.version - back in self.published for p in self.pieces):
-                scored = self.under(self.pieces, lambda p, b=back: max(p.version - b, self.published[0]))
-                d = [chosen(x, p, temperature=base) - p.recorded_N for x, p in zip(scored, self.pieces, strict=True)]
-                yield Supposition("weights", f"the engine served weights {back} version(s) older than it named", _k2(d))
+                d = _k2(self.differences(self.under(lambda p, b=back: max(p.version - b, self.published[0]))))
+                yield Supposition("weights", f"the engine served weights {back} version(s) older than it named", d)
                 yield Supposition(
                     "cache", f"keys and values {back} version(s) older lie under the prompts", _k2(self._stale(back))
                 )
         if any(p.routes_TLK is not None for p in self.pieces):
-            scored = self.under(self.pieces, lambda p: p.version, replays=not self.replays)
-            d = [chosen(x, p, temperature=base) - p.recorded_N for x, p in zip(scored, self.pieces, strict=True)]
+            d = _k2(self.differences(self.under(lambda p: p.version, replays=not self.replays)))
             what = "those that the engine took" if self.replays else "replayed"
-            yield Supposition("routing", f"the recorded experts are not {what}", _k2(d))
-        yield self._head()
+            yield Supposition("routing", f"the recorded experts are not {what}", d)
+        d = _k2(self.differences(self.under(lambda p: p.version, head="bfloat16")))
+        yield Supposition("kernel", "the engine's head is computed in bfloat16", d)
         yield from self._tensors()
-
-    def _head(self) -> Supposition:
-        d = []
-        for version in sorted({p.version for p in self.pieces}):
-            set_weights(self.model, self.tensors(version))
-            for piece in (p for p in self.pieces if p.version == version):
-                logits_NV = self._logits(piece, head="bfloat16")
-                d.append(chosen(logits_NV, piece, temperature=self.config.rollout.temperature) - piece.recorded_N)
-        return Supposition("kernel", "the engine's head is computed in bfloat16", _k2(d))
 
     def _stale(self, back: int) -> list[np.ndarray]:
         """Differences with all of a prompt but its last token in keys and values of an older version."""
@@ -347,27 +334,19 @@ class _Case:
         """One tensor left behind by a version, as when a part of a delta is lost."""
         some = [p for p in self.pieces if p.version - 1 in self.published][:TENSOR_PIECES]
         for name in named_tensors(self.model) if some else ():
-            changed = [
-                p for p in some if not torch.equal(self._tensor(p.version, name), self._tensor(p.version - 1, name))
-            ]
-            if not changed:
+            pairs = [(self.tensors(p.version)[name], self.tensors(p.version - 1)[name]) for p in some]
+            if all(torch.equal(now, before) for now, before in pairs):
                 continue
             d = []
-            for piece in some:
-                set_weights(self.model, self.tensors(piece.version) | {name: self._tensor(piece.version - 1, name)})
+            for piece, (_, before) in zip(some, pairs, strict=True):
+                set_weights(self.model, self.tensors(piece.version) | {name: before})
                 logprobs = chosen(self._logits(piece), piece, temperature=self.config.rollout.temperature)
                 d.append(logprobs - piece.recorded_N)
             yield Supposition("weights", f"{name} was left at the version before", _k2(d))
 
-    def _tensor(self, version: int, name: str) -> Tensor:
-        return self.tensors(version)[name]
-
 
 def _altered_tokens(kernel: Sequence[np.ndarray], draws: Sequence[np.ndarray]) -> Supposition:
-    """Tokens replaced after they were sampled: all fits up to one that its seed does not draw, and nothing after it.
-
-    The remaining k2 is that of the tokens before the first such one, and of the episodes that have none.
-    """
+    """Tokens replaced after they were sampled: all fits up to one that its seed does not draw, and nothing after it."""
     left, altered = [], 0
     for d, wrong in zip(kernel, draws, strict=True):
         bad = np.flatnonzero(np.abs(d) > 0.1)

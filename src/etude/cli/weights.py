@@ -17,12 +17,9 @@ import numpy as np
 from etude.cli.progress import bar
 from etude.errors import UserError
 from etude.inference.vllm import feed as following
-from etude.models.loading import model_id
 from etude.records import PolicyVersion
 from etude.store import Store, open_store
-from etude.weights import export, retention, signature
-from etude.weights.audit import audit
-from etude.weights.content import load_content
+from etude.weights import retention, signature
 from etude.weights.manifest import manifests, versions
 from etude.weights.signature import Trust
 
@@ -115,6 +112,8 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Reads every byte that the manifests name and compares it with their digests. Raises UserError for damage."""
+    from etude.weights.audit import audit
+
     store = _store(arguments.store)
     with bar() as progress:
         report = audit(store, _trust(arguments), arguments.version, progress)
@@ -137,6 +136,8 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def diff(arguments: argparse.Namespace) -> int:
     """Prints what changed between two versions, tensor by tensor."""
+    from etude.weights.content import load_content
+
     store = _store(arguments.store)
     with bar() as progress:
         progress("load", 0, 2)
@@ -160,6 +161,8 @@ def diff(arguments: argparse.Namespace) -> int:
 
 def apply(arguments: argparse.Namespace) -> int:
     """Writes a model folder of a version from the folder of another version."""
+    from etude.weights import export
+
     store = _store(arguments.store)
     version = _version(store, arguments.version)
     trust = _trust(arguments, arguments.folder)
@@ -171,6 +174,8 @@ def apply(arguments: argparse.Namespace) -> int:
 
 def publish(arguments: argparse.Namespace) -> int:
     """Publishes the weights of a folder as the next version."""
+    from etude.weights import export
+
     key = signature.private_key(arguments.key) if arguments.key else None
     with bar() as progress:
         progress("publish", 0, 1)
@@ -184,6 +189,8 @@ def publish(arguments: argparse.Namespace) -> int:
 
 def fetch(arguments: argparse.Namespace) -> int:
     """Writes a version as a Hugging Face folder."""
+    from etude.weights import export
+
     store = _store(arguments.store)
     version = _version(store, arguments.version)
     trust = _trust(arguments, arguments.base)
@@ -251,6 +258,8 @@ def _version(store: Store, wanted: int | None) -> int:
 
 
 def _trust(arguments: argparse.Namespace, folder: Path | None = None) -> Trust:
+    from etude.models.loading import model_id
+
     key = signature.public_key(arguments.public_key) if arguments.public_key else None
     return Trust(key, model=model_id(folder) if folder else "")
 

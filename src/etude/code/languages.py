@@ -4,8 +4,6 @@ Python and JSON are parsed by the standard library. The others need the tree-sit
 without these they have no syntax here, so no data is made of them and no answer of theirs is graded by its syntax.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import io
@@ -53,10 +51,8 @@ def has_syntax(language: str) -> bool:
 
 
 def parses(text: str, language: str) -> bool:
-    """Whether the text is free of syntax errors; always true for Markdown.
-
-    Raises ValueError for a language whose parser is not installed.
-    """
+    """Whether the text is free of syntax errors; always true for Markdown. Raises ValueError for a language whose
+    parser is not installed."""
     if language == "markdown":
         return True
     return _meaning(text, language) is not None

@@ -1,7 +1,5 @@
 """The licence that a repository or a package declares, where it says so, and whether it is permissive."""
 
-from __future__ import annotations
-
 import email
 import json
 import re
@@ -37,10 +35,8 @@ def permissive(licence: str) -> bool:
 
 
 def find_licence(repository: Path) -> tuple[str, str]:
-    """(licence, where it was found), from pyproject.toml or a licence file.
-
-    ("unknown", "no licence file or field") if the repository says nothing.
-    """
+    """(licence, where it was found), from pyproject.toml or a licence file. ("unknown", "no licence file or field") if
+    the repository says nothing."""
     declared = read_project(repository).get("license")
     if isinstance(declared, dict):
         declared = declared.get("text") if len(str(declared.get("text", ""))) < 40 else None
@@ -75,11 +71,8 @@ def find_permissive_licence(repository: Path) -> tuple[str, str]:
 
 
 def metadata_licence(metadata: str) -> str:
-    """The licence named in a package's METADATA text, or "" when it declares none.
-
-    The SPDX expression wins over trove classifiers, and these win over the free-text field, which often holds the whole
-    text of the licence.
-    """
+    """The licence named in a package's METADATA text, or "" when it declares none. The SPDX expression wins over trove
+    classifiers, and these win over the free-text field, which often holds the whole text of the licence."""
     message = email.message_from_string(metadata)
     if expression := message.get("License-Expression"):
         return str(expression).strip()

@@ -1,7 +1,5 @@
 """Tables of Markdown, for the cards of datasets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 

@@ -3,8 +3,6 @@
 Nothing of a fetched package is run: source packages and wheels are only unpacked.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil
@@ -27,11 +25,9 @@ _MAX_BYTES = 512 << 20  # of an unpacked package; a small archive may hold an en
 
 
 def fetch_library(name: str, version: str, sha256: str, into: Path, timeout: float = 180.0) -> Path:
-    """Download the source package NAME==VERSION, verify it and unpack it below `into`; returns its folder.
-
-    A folder that an earlier call unpacked is used again. `timeout` is in seconds. Raises UserError if the package
-    cannot be downloaded or has another digest.
-    """
+    """Download the source package NAME==VERSION, verify it and unpack it below `into`; returns its folder. A folder
+    that an earlier call unpacked is used again. `timeout` is in seconds. Raises UserError if the package cannot be
+    downloaded or has another digest."""
     if not _NAME.fullmatch(name) or not VERSION.fullmatch(version) or not re.fullmatch(r"[0-9a-f]{64}", sha256):
         raise UserError(f"{name}=={version} needs a plain name, a version and a sha256 of 64 hex digits.")
     target = into / f"{name}-{version}-{sha256[:12]}"
@@ -47,11 +43,9 @@ def fetch_library(name: str, version: str, sha256: str, into: Path, timeout: flo
 
 
 def fetch_wheel(requirement: str, into: Path, timeout: float = 600.0) -> Path:
-    """Download one wheel (NAME==VERSION) and unpack its Python files and metadata below `into`; returns its folder.
-
-    A folder that an earlier call unpacked is used again. `timeout` is in seconds. Raises UserError for a requirement
-    that is not pinned and for a package without a wheel.
-    """
+    """Download one wheel (NAME==VERSION) and unpack its Python files and metadata below `into`; returns its folder. A
+    folder that an earlier call unpacked is used again. `timeout` is in seconds. Raises UserError for a requirement that
+    is not pinned and for a package without a wheel."""
     name, _, version = requirement.partition("==")
     if not _NAME.fullmatch(name) or not VERSION.fullmatch(version):
         raise UserError(f"{requirement!r} is not pinned; write it as NAME==VERSION.")
@@ -67,11 +61,9 @@ def fetch_wheel(requirement: str, into: Path, timeout: float = 600.0) -> Path:
 
 
 def unpack(archive: Path, into: Path) -> Path:
-    """Extract a source package below `into`; returns the one folder inside.
-
-    Tarfile's data filter refuses absolute paths, links that lead outside and devices. Raises UserError for these, for
-    an archive of more than 512 MiB and for one that holds several folders.
-    """
+    """Extract a source package below `into`; returns the one folder inside. Tarfile's data filter refuses absolute
+    paths, links that lead outside and devices. Raises UserError for these, for an archive of more than 512 MiB and for
+    one that holds several folders."""
     try:
         with tarfile.open(archive) as tar:
             members = tar.getmembers()
@@ -129,10 +121,8 @@ def install_dependencies(repository: Path, site: Path, timeout: float = 300.0) -
 
 
 def install(required: Sequence[str], site: Path, timeout: float = 300.0, wheels: bool = False) -> None:
-    """Install requirements into the folder `site`, within `timeout` seconds; raises UserError if pip fails.
-
-    `wheels` allows wheels only, which run no code while they are installed.
-    """
+    """Install requirements into the folder `site`, within `timeout` seconds; raises UserError if pip fails. `wheels`
+    allows wheels only, which run no code while they are installed."""
     if not required:
         return
     only = ["--only-binary", ":all:"] if wheels else []

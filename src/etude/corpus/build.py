@@ -1,7 +1,5 @@
 """Makes packed training rows for the mid-training and supervised stages, from pinned sources."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -39,21 +37,12 @@ def extract(source: PackageSource, *, allow_tests: bool = False) -> list[Functio
 
 
 def build_corpus(
-    packages: Sequence[str],
-    held_out: Sequence[str],
-    evaluation: Sequence[str],
-    cache: Path,
-    *,
-    standard: bool,
-    allow_tests: bool,
-    per_package: int,
-    seed: int,
-) -> Corpus:
-    """Fetch, filter and deduplicate the functions; drop whatever overlaps the held-out and evaluation packages.
-
-    The result is cached by its arguments below `cache`. Raises ValueError when a package is both trained on and
-    held out.
-    """
+    packages: Sequence[str], held_out: Sequence[str], evaluation: Sequence[str], cache: Path, *, standard: bool,
+    allow_tests: bool, per_package: int, seed: int,
+) -> Corpus:  # fmt: skip
+    """Fetch, filter and deduplicate the functions; drop whatever overlaps the held-out and evaluation packages. The
+    result is cached by its arguments below `cache`. Raises ValueError when a package is both trained on and held
+    out."""
     name = {requirement.split("==")[0].lower().replace("-", "_") for requirement in packages}
     clash = name & {requirement.split("==")[0].lower().replace("-", "_") for requirement in [*held_out, *evaluation]}
     if clash:
@@ -66,8 +55,8 @@ def build_corpus(
     path = cache / f"functions-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.json"
     if path.is_file():
         stored = json.loads(path.read_text(encoding="utf-8"))
-        train, tested = (tuple(FunctionText(**row) for row in stored[part]) for part in ("train", "evaluation"))
-        return Corpus(train, tested, stored["report"])
+        train, asked = (tuple(FunctionText(**row) for row in stored[part]) for part in ("train", "evaluation"))
+        return Corpus(train, asked, stored["report"])
     sources = collect(packages, cache, standard=standard)
     rng = random.Random(seed)
     extracted: list[FunctionText] = []
@@ -154,10 +143,8 @@ def fim_documents(train: Sequence[FunctionText], rng: random.Random) -> Iterator
 def repair_documents(
     train: Sequence[FunctionText], shapes: Mapping[str, float], operators: Mapping[str, float], rng: random.Random
 ) -> Iterator[Document]:
-    """Endless repair episodes, each over a fresh mutation; every function in turn.
-
-    `shapes` are shares of episode shapes, `operators` weights of mutation operators.
-    """
+    """Endless repair episodes, each over a fresh mutation; every function in turn. `shapes` are shares of episode
+    shapes, `operators` weights of mutation operators."""
     names, weights = list(shapes), list(shapes.values())
     while True:
         made = False
@@ -204,9 +191,7 @@ def midtrain_rows(
     train: Sequence[FunctionText], tokenizer: Tokenizer, mix: dict[str, float], tokens: int, length: int, seed: int
 ) -> tuple[packing.Rows, dict[str, int]]:
     """Rows of about `tokens` tokens in the shares of `mix` (code, fim, repair), all labelled; and tokens per part.
-
-    Repair episodes hold no wrong edits here, because every token is learned.
-    """
+    Repair episodes hold no wrong edits here, because every token is learned."""
     rng = random.Random(seed)
     repairs = repair_documents(train, {"blind": 0.5, "tested": 0.5}, WEIGHTS, rng)
     streams: dict[str, Iterable[Document]] = {
@@ -225,14 +210,9 @@ def midtrain_rows(
 
 
 def sft_rows(
-    train: Sequence[FunctionText],
-    tokenizer: Tokenizer,
-    shapes: Mapping[str, float],
-    operators: Mapping[str, float],
-    tokens: int,
-    length: int,
-    seed: int,
-) -> packing.Rows:
+    train: Sequence[FunctionText], tokenizer: Tokenizer, shapes: Mapping[str, float],
+    operators: Mapping[str, float], tokens: int, length: int, seed: int,
+) -> packing.Rows:  # fmt: skip
     """Rows of about `tokens` tokens of repair episodes; only what the assistant says is labelled."""
     stream = repair_documents(train, shapes, operators, random.Random(seed))
     encoded = take(stream, tokenizer, tokens, length)

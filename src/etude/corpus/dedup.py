@@ -4,8 +4,6 @@ Near duplicates are found by MinHash over token shingles with banding (Broder 19
 detection point near a Jaccard similarity of 0.5, and pairs at 0.8 are found with probability above 0.99.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -64,11 +62,9 @@ def near(
 
 @dataclass(frozen=True)
 class Contamination:
-    """What a corpus shares with a repository: `items` were compared, `overlapping` of them share any shingle.
-
-    `worst` is the largest share of one item's shingles, `shared` counts distinct shared shingles over the whole corpus,
-    `flagged` holds the indices of the items at or above the threshold.
-    """
+    """What a corpus shares with a repository: `items` were compared, `overlapping` of them share any shingle. `worst`
+    is the largest share of one item's shingles, `shared` counts distinct shared shingles over the whole corpus,
+    `flagged` holds the indices of the items at or above the threshold."""
 
     items: int
     overlapping: int
@@ -80,11 +76,9 @@ class Contamination:
 def contamination(
     corpus: Iterable[str], repository: Iterable[str], *, n: int = 12, threshold: float = 0.1
 ) -> Contamination:
-    """Compare every corpus text with all texts of a repository by shingles of `n` tokens.
-
-    An item is flagged when at least `threshold` of its own shingles occur anywhere in the repository. Idioms such as
-    `if __name__ == "__main__": main()` are shared by unrelated projects, so a single common shingle does not flag.
-    """
+    """Compare every corpus text with all texts of a repository by shingles of `n` tokens. An item is flagged when at
+    least `threshold` of its own shingles occur anywhere in the repository. Idioms such as `if __name__ == "__main__":
+    main()` are shared by unrelated projects, so a single common shingle does not flag."""
     known: set[int] = set()
     for text in repository:
         known |= shingles(text, n)

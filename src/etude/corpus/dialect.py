@@ -1,12 +1,7 @@
-"""The compact tool dialect of the nano model, as training text.
+"""The compact tool dialect of the nano model (`renderers/compact.py`), as training text.
 
-    <|user|>Fix `name` in path\n{function}<|end|><|assistant|><|call|>edit<|arg|>{old}<|arg|>{new}<|call|>test<|end|>
-    <|tool|>{result}\n{result}<|end|><|assistant|><|call|>finish<|end|>
-
-(without line breaks between messages). A piece of text is never parsed for special tokens: these are separate pieces.
+A piece of text is never parsed for special tokens: these are separate pieces.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,11 +73,8 @@ def text(document: Document) -> str:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Token ids (uint16) and label mask (uint8), each of shape [T], for every document.
-
-    Text that happens to spell a special token becomes ordinary tokens (`encode_special_tokens`), so source code cannot
-    forge a role or a call.
-    """
+    """Token ids (uint16) and label mask (uint8), each of shape [T], for every document. Text that happens to spell a
+    special token becomes ordinary tokens (`encode_special_tokens`), so source code cannot forge a role or a call."""
     plain = [p.text for d in documents for p in d if not p.special]
     tokenizer.encode_special_tokens = True
     encoded = iter(tokenizer.encode_batch(plain, add_special_tokens=False))

@@ -1,7 +1,5 @@
 """Repair episodes as training text: a broken function, and the search-and-replace edit that restores it."""
 
-from __future__ import annotations
-
 import builtins
 import keyword
 import random
@@ -54,16 +52,12 @@ class BrokenFunction:
 
 
 def edit_between(before: str, after: str) -> StringEdit:
-    """The smallest whole-line edit that turns `before` into `after`, grown to neighbours until it is unique.
-
-    Raises ValueError when the texts are equal.
-    """
+    """The smallest whole-line edit that turns `before` into `after`, grown to neighbours until it is unique. Raises
+    ValueError when the texts are equal."""
     if before == after:
         raise ValueError("the two texts are equal; there is nothing to edit")
     a, b = before.split("\n"), after.split("\n")
-    head = 0
-    while head < min(len(a), len(b)) and a[head] == b[head]:
-        head += 1
+    head = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     tail = 0
     while tail < min(len(a), len(b)) - head and a[-1 - tail] == b[-1 - tail]:
         tail += 1
@@ -86,10 +80,8 @@ def edit_between(before: str, after: str) -> StringEdit:
 def break_function(
     function: FunctionText, rng: random.Random, weights: Mapping[str, float] = WEIGHTS
 ) -> BrokenFunction | None:
-    """One random mutation of a function by operators of these weights.
-
-    None when none applies or its repair is longer than six lines.
-    """
+    """One random mutation of a function by operators of these weights. None when none applies or its repair is longer
+    than six lines."""
     mutant = _mutant(function.source, rng, weights)
     if mutant is None:
         return None
@@ -140,24 +132,18 @@ def failure(name: str, rng: random.Random) -> str:
 
 _WORDS = ("a", "b", "key", "value", "x", "item", "name", "result", "items", "obj", "count")
 _ERRORS = (
-    "TypeError: 'NoneType' object is not iterable",
-    "TypeError: 'NoneType' object is not subscriptable",
-    "TypeError: 'int' object is not callable",
-    "TypeError: 'bool' object is not iterable",
+    "TypeError: 'NoneType' object is not iterable", "TypeError: 'NoneType' object is not subscriptable",
+    "TypeError: 'int' object is not callable", "TypeError: 'bool' object is not iterable",
     "TypeError: {name}() missing 1 required positional argument: '{word}'",
     "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
     "TypeError: '<' not supported between instances of 'str' and 'int'",
     "AttributeError: 'list' object has no attribute '{word}'",
-    "AttributeError: 'NoneType' object has no attribute '{word}'",
-    "KeyError: '{word}'",
-    "IndexError: list index out of range",
-    "NameError: name '{word}' is not defined",
+    "AttributeError: 'NoneType' object has no attribute '{word}'", "KeyError: '{word}'",
+    "IndexError: list index out of range", "NameError: name '{word}' is not defined",
     "UnboundLocalError: cannot access local variable '{word}' where it is not associated with a value",
-    "ValueError: not enough values to unpack (expected 2, got {index})",
-    "ZeroDivisionError: division by zero",
-    "RecursionError: maximum recursion depth exceeded",
-    "AssertionError: assert None == {index}",
-)
+    "ValueError: not enough values to unpack (expected 2, got {index})", "ZeroDivisionError: division by zero",
+    "RecursionError: maximum recursion depth exceeded", "AssertionError: assert None == {index}",
+)  # fmt: skip
 
 
 def _value(rng: random.Random, depth: int = 0) -> str:
@@ -171,18 +157,6 @@ def _value(rng: random.Random, depth: int = 0) -> str:
     if kind == 7:
         return "{" + ", ".join(f"{rng.choice(_WORDS)!r}: {_value(rng, 2)}" for _ in range(rng.randint(1, 3))) + "}"
     return "[" + ", ".join(_value(rng, depth + 1) for _ in range(rng.randint(1, 4))) + "]"
-
-
-def _near_miss(edit: StringEdit, rng: random.Random) -> StringEdit:
-    """The right idea aimed at text that is not there: one character of `old` is missing."""
-    place = rng.randrange(len(edit.old))
-    return StringEdit(edit.old[:place] + edit.old[place + 1 :], edit.new)
-
-
-def _no_change(broken: BrokenFunction, rng: random.Random) -> StringEdit | None:
-    """A line of the broken function replaced by itself; None if no line occurs only once."""
-    lines = [line for line in broken.source.split("\n") if line.strip() and broken.source.count(line) == 1]
-    return StringEdit(line, line) if (line := rng.choice(lines or [""])) else None
 
 
 SHAPES = ("blind", "tested", "recovers", "no_match", "no_change", "gives_up")
@@ -212,15 +186,22 @@ def episode(
     name = broken.function.name
     passed = message("tool", "ok\npassed") + end
     if shape in ("no_match", "no_change"):
-        miss = _near_miss(broken.edit, rng) if shape == "no_match" else _no_change(broken, rng)
-        if miss is None or (shape == "no_match" and miss.old in broken.source):
+        if shape == "no_match":  # the right idea aimed at text that is not there: one character of `old` is missing
+            place = rng.randrange(len(broken.edit.old))
+            old, new = broken.edit.old[:place] + broken.edit.old[place + 1 :], broken.edit.new
+        else:  # a line of the broken function that occurs once, replaced by itself
+            lines = [line for line in broken.source.split("\n") if line.strip() and broken.source.count(line) == 1]
+            old = new = rng.choice(lines or [""])
+        if (not old and shape == "no_change") or (shape == "no_match" and old in broken.source):
             return None
-        wrong = Call("edit", (miss.old, miss.new), labelled=False)
+        wrong = Call("edit", (old, new), labelled=False)
         failed = message("tool", f"error: {shape.replace('_', ' ')}\n{failure(name, rng)}")
         return opening + turn([wrong, test]) + failed + turn([call, test]) + passed
     if shape not in TRYING:
         raise ValueError(f"unknown episode shape {shape!r}; known: {', '.join(SHAPES)}")
-    tries = _tries(broken, rng.choices((1, 2, 3, 4, 5), (6, 4, 3, 2, 1))[0], rng, operators)
+    most = rng.choices((1, 2, 3, 4, 5), (6, 4, 3, 2, 1))[0]  # a short function may not have as many
+    edits = (wrong_edit(broken, rng, operators) for _ in range(2 * most))
+    tries = list(dict.fromkeys(edit for edit in edits if edit is not None))[:most]
     if not tries:
         return None
     document = opening
@@ -231,9 +212,3 @@ def episode(
     if shape == "gives_up":
         return document + end
     return document + turn([undo, call, test]) + message("tool", "undone\nok\npassed") + end
-
-
-def _tries(broken: BrokenFunction, most: int, rng: random.Random, operators: Mapping[str, float]) -> list[StringEdit]:
-    """Up to `most` different wrong edits; a short function may not have as many."""
-    edits = (wrong_edit(broken, rng, operators) for _ in range(2 * most))
-    return list(dict.fromkeys(edit for edit in edits if edit is not None))[:most]

@@ -1,7 +1,5 @@
 """Which files and functions are worth training on: they parse, are plain ASCII Python, not generated, not tests."""
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap
@@ -21,10 +19,8 @@ _TABLES = frozenset({"migrations", "idlelib", "lib2to3", "locale", "locales", "l
 
 @dataclass(frozen=True)
 class FunctionText:
-    """A function as an agent sees it: dedented, without decorators.
-
-    `source` has no docstring; `document` keeps the docstring's first line.
-    """
+    """A function as an agent sees it: dedented, without decorators. `source` has no docstring; `document` keeps the
+    docstring's first line."""
 
     package: str
     path: str

@@ -1,7 +1,5 @@
 """Rows of fixed length from documents of any length, best fit first, so that short documents are never cut."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,11 +30,9 @@ class Rows:
 
 
 def pack(documents: Sequence[Encoded], length: int, *, pad: int, separator: int, label_separator: bool) -> Rows:
-    """Pack documents into rows of `length` tokens, each document followed by the separator when there is room.
-
-    Longest first into the fullest row that still has room. A document longer than a row is cut into rows. The order of
-    rows is that of their first document's length; shuffle before training. Raises ValueError when there is nothing.
-    """
+    """Pack documents into rows of `length` tokens, each document followed by the separator when there is room. Longest
+    first into the fullest row that still has room. A document longer than a row is cut into rows. The order of rows is
+    that of their first document's length; shuffle before training. Raises ValueError when there is nothing."""
     if not documents:
         raise ValueError("there are no documents to pack")
     cut: list[Encoded] = []

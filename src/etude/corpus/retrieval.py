@@ -113,7 +113,8 @@ class FunctionLibrary:
                 chosen[other.path] = self._excerpt(other, rng)
         if len(chosen) < least:
             return None
-        titles = dict(zip(chosen, _titles(list(chosen)), strict=True))
+        common = posixpath.commonpath([posixpath.dirname(path) for path in chosen])
+        titles = {path: path[len(common) + 1 :] if common else path for path in chosen}
         questions = self._questions(first, chosen, titles, rng)
         documents = [(titles[path], "\n\n".join(f.source for f in excerpt)) for path, excerpt in chosen.items()]
         rng.shuffle(documents)
@@ -131,12 +132,9 @@ class FunctionLibrary:
         return sorted(pair, key=self._by_path[function.path].index)
 
     def _questions(
-        self,
-        first: FunctionText,
-        chosen: Mapping[str, list[FunctionText]],
-        titles: Mapping[str, str],
+        self, first: FunctionText, chosen: Mapping[str, list[FunctionText]], titles: Mapping[str, str],
         rng: random.Random,
-    ) -> tuple[RetrievalQuestion, ...]:
+    ) -> tuple[RetrievalQuestion, ...]:  # fmt: skip
         """About `first` and, for the rest, about others; at most one for each name."""
         defined = [f for excerpt in chosen.values() for f in excerpt]
         named: dict[str, list[FunctionText]] = {}
@@ -170,10 +168,8 @@ def repositories(functions: Sequence[FunctionText], options: RetrievalOptions) -
 
 
 def samples(functions: Sequence[FunctionText], options: RetrievalOptions, seed: int) -> Iterator[RetrievalSample]:
-    """Endless samples, each from one package, drawn by the square root of its size.
-
-    Raises ValueError if no package has enough files, or none of them gives a sample.
-    """
+    """Endless samples, each from one package, drawn by the square root of its size. Raises ValueError if no package has
+    enough files, or none of them gives a sample."""
     rng, usable = random.Random(seed), repositories(functions, options)
     if not usable:
         raise ValueError(f"no package has short functions in at least {options.least} files; give the corpus more code")
@@ -230,12 +226,6 @@ def _arguments(function: FunctionText) -> str:
     names = [a.arg for a in given.args]
     text = ", ".join(names)
     return text if ast.unparse(given) == text and names[:1] not in (["self"], ["cls"]) else ""
-
-
-def _titles(paths: Sequence[str]) -> list[str]:
-    """The paths below the folder that they have in common."""
-    common = posixpath.commonpath([posixpath.dirname(path) for path in paths])
-    return [path[len(common) + 1 :] if common else path for path in paths]
 
 
 def _words(name: str) -> list[str]:

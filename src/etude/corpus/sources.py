@@ -4,8 +4,6 @@ Every source is recorded with its exact version and the licence its own metadata
 licence is refused, so a corpus holds only text that may be used and redistributed.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import sysconfig
@@ -43,11 +41,9 @@ def standard_library() -> PackageSource:
 
 
 def fetch(requirement: str, directory: Path) -> PackageSource:
-    """Download one pinned wheel (`name==version`), unpack it below `directory` and read its licence.
-
-    Raises UserError when the requirement is not pinned or the licence is not permissive. A wheel that is already
-    unpacked is not fetched again. Nothing of the package is run.
-    """
+    """Download one pinned wheel (`name==version`), unpack it below `directory` and read its licence. Raises UserError
+    when the requirement is not pinned or the licence is not permissive. A wheel that is already unpacked is not fetched
+    again. Nothing of the package is run."""
     root = fetch_wheel(requirement, directory)
     files = sorted(root.glob("*.dist-info/METADATA"))
     licence = metadata_licence(files[0].read_text(encoding="utf-8", errors="replace")) if files else ""

@@ -1,7 +1,5 @@
 """The byte-level BPE tokenizer of the nano model, and its Hugging Face folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -47,25 +45,6 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def save(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """Write the tokenizer files of a Hugging Face model folder, with the chat template in chat_template.jinja."""
-    from transformers import PreTrainedTokenizerFast
-
-    # Texts given to the saved tokenizer (a rendered chat template) do hold special tokens.
-    tokenizer.encode_special_tokens = False
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=None,
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        extra_special_tokens=list(SPECIALS),
-        model_max_length=max_length,
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(directory)
 
 
 def load(directory: Path) -> Tokenizer:

@@ -1,7 +1,5 @@
 """An edit as a user gives it: a text file and a sketch, with size limits and the deterministic merge. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables of applied edits: file, sketch and result of each edit, with its source, licence and weight."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,11 +13,9 @@ _SHORT = 100  # files of fewer lines weigh a quarter
 
 @dataclass(frozen=True)
 class Example:
-    """One edit. `kind` is real (made by people), synthetic or no-op; `origin` is commits, releases or files.
-
-    `merges` tells whether the deterministic merge of the sketch gives the result; `fraction` is the share of the
-    file's characters that the edit changes; `weight` is relative to the mean of its table.
-    """
+    """One edit. `kind` is real (made by people), synthetic or no-op; `origin` is commits, releases or files. `merges`
+    tells whether the deterministic merge of the sketch gives the result; `fraction` is the share of the file's
+    characters that the edit changes; `weight` is relative to the mean of its table."""
 
     id: str
     repository: str

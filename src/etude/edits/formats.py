@@ -7,8 +7,6 @@ its tag and a line end, so both tokenise alike, and the closing tag ends the ans
 themselves hold one of the tags.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

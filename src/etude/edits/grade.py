@@ -1,7 +1,5 @@
 """Grades of an applied edit, without a judge: exact, equal up to white space, equal syntax, by its tests, or wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from enum import StrEnum

@@ -13,8 +13,6 @@ The judged texts may contain instructions to the judge. The tags around them tak
 done.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

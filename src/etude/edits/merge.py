@@ -9,8 +9,6 @@ or after the last anchor replace similar lines, or are inserted.
 With an apply model the merge is a draft alone: the model decides every token.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -67,10 +65,8 @@ class _LineReplacement:
 
 
 def merge(text: str, sketch: str) -> Merge:
-    """Apply `sketch` to `text`; line ends, a byte-order mark and a missing final newline stay as in `text`.
-
-    Raises NoPlace for an empty sketch and for a block that matches no place.
-    """
+    """Apply `sketch` to `text`; line ends, a byte-order mark and a missing final newline stay as in `text`. Raises
+    NoPlace for an empty sketch and for a block that matches no place."""
     bom = "\ufeff" if text.startswith("\ufeff") else ""
     lines = _LINE.findall(text[len(bom) :])
     file = [line.rstrip() for line in lines]
@@ -87,9 +83,13 @@ def merge(text: str, sketch: str) -> Merge:
     merged, at = [], 0
     for placed in sorted(taken, key=lambda p: (p.start, p.end)):
         merged += lines[at : placed.start]
-        merged += _with_ends(placed, file, lines, newline)
+        own: dict[str, list[str]] = {}  # lines that the file has at the place keep their bytes (blanks, line ends)
+        for j in range(placed.start, placed.end):
+            own.setdefault(file[j], []).append(lines[j])
+        merged += [own[line].pop(0) if own.get(line) else line + newline for line in placed.lines]
         at = max(at, placed.end)
-    result = "".join(_ended(merged + lines[at:], newline))
+    merged += lines[at:]
+    result = "".join([line if line.endswith("\n") else line + newline for line in merged[:-1]] + merged[-1:])
     if text and not text.endswith("\n"):
         result = result.removesuffix(newline)
     return Merge(bom + result, any(placed.ambiguous for placed in taken))
@@ -152,10 +152,8 @@ class _Chain:
 
 
 def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_LineReplacement]) -> _Chain:
-    """The heaviest chain of equal lines: weights of its lines less `_GAP` per line of the file between them.
-
-    One row per line of the block, a running maximum over the lines of the file: O(lines x file).
-    """
+    """The heaviest chain of equal lines: weights of its lines less `_GAP` per line of the file between them. One row
+    per line of the block, a running maximum over the lines of the file: O(lines x file)."""
     n = len(file)
     free = np.ones(n, dtype=bool)
     free[:start] = False
@@ -175,7 +173,8 @@ def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_LineR
         for j in places if len(places) <= _COMMON else ():
             before = best[j] - _GAP * (j - 1)
             linked = before > 0
-            row.append((j, _weight(line) + (before if linked else 0.0), owner[j] if linked else -1))
+            weight = 0.2 + min(len(line.strip()), 40) / 50  # long lines are rare, so they count more
+            row.append((j, weight + (before if linked else 0.0), owner[j] if linked else -1))
         for j, score, previous in row:
             pairs.append((i, j, int(previous)))
             scores.append(score)
@@ -194,11 +193,6 @@ def _chain(lines: list[str], file: list[str], start: int, taken: Sequence[_LineR
         chain.append(pairs[at][:2])
         at = pairs[at][2]
     return _Chain(chain[::-1], scores[index], ambiguous)
-
-
-def _weight(line: str) -> float:
-    """The weight of an anchor: long lines are rare, so they count more."""
-    return 0.2 + min(len(line.strip()), 40) / 50
 
 
 def _shift(lines: list[str], file: list[str], pairs: Sequence[tuple[int, int]]) -> list[str]:
@@ -267,19 +261,6 @@ def _alike(line: str, other: str) -> bool:
         return False
     matcher = SequenceMatcher(None, line.strip(), other.strip(), autojunk=False)
     return matcher.real_quick_ratio() >= _ALIKE and matcher.quick_ratio() >= _ALIKE and matcher.ratio() >= _ALIKE
-
-
-def _with_ends(placed: _LineReplacement, file: list[str], lines: list[str], newline: str) -> list[str]:
-    """The new lines; those the file has at the place keep its bytes (trailing blanks, line ends)."""
-    own = {}
-    for j in range(placed.start, placed.end):
-        own.setdefault(file[j], []).append(lines[j])
-    return [own[line].pop(0) if own.get(line) else line + newline for line in placed.lines]
-
-
-def _ended(lines: list[str], newline: str) -> list[str]:
-    """Every line but perhaps the last ends."""
-    return [line if line.endswith("\n") else line + newline for line in lines[:-1]] + lines[-1:]
 
 
 def _strip(lines: list[str]) -> list[str]:

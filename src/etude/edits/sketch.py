@@ -5,8 +5,6 @@ be told from "left out". One to three kinds of noise make a sketch look like tho
 remove what determines the result; `determined` checks this with the deterministic merge.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -95,13 +93,10 @@ def determined(before: str, after: str, sketch: str) -> bool:
 
 
 def draw(before: str, after: str, language: str, rng: random.Random, kinds: int | None = None) -> Sketch | None:
-    """A noisy sketch that determines `after`, or None if not even a generous one does.
-
-    `kinds` is the number of kinds of noise, one to three if None. First a clean sketch is found from which the merge
-    makes `after` without doubt, with more context if need be; noise is kept only as far as no block fits equally well
-    elsewhere, and noise that takes away context only if the merge stays right. So a noisy sketch may mislead the
-    merge, but the result is in it.
-    """
+    """A noisy sketch that determines `after`, or None if not even a generous one does. `kinds` is the number of kinds
+    of noise, one to three if None. First a clean sketch is found from which the merge makes `after` without doubt, with
+    more context if need be; noise is kept only as far as no block fits equally well elsewhere, and noise that takes
+    away context only if the merge stays right. So a noisy sketch may mislead the merge, but the result is in it."""
     file, result = before.splitlines(), after.splitlines()
     changes = hunks(file, result)
     if not changes:
@@ -151,12 +146,9 @@ def _regions(changes: Sequence[Hunk], result: Sequence[str], size: int) -> list[
 
 def _draft(regions: Sequence[Region], result: Sequence[str], language: str) -> _SketchDraft:
     return _SketchDraft(
-        blocks=tuple(tuple(result[r.low : r.high]) for r in regions),
-        heads=("",) * len(regions),
-        marker=comment(language, MARKER),
-        before=regions[0].low > 0,
-        after=regions[-1].high < len(result),
-    )
+        blocks=tuple(tuple(result[r.low : r.high]) for r in regions), heads=("",) * len(regions),
+        marker=comment(language, MARKER), before=regions[0].low > 0, after=regions[-1].high < len(result),
+    )  # fmt: skip
 
 
 def _written(draft: _SketchDraft) -> str:

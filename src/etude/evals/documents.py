@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -20,11 +20,11 @@ from etude.corpus.sources import fetch
 from etude.errors import UserError
 from etude.evals.retrieval import RetrievalResult, summary
 from etude.evals.stats import paired_difference
-from etude.inference.engine.engine import load_engine
-from etude.inference.engine.requests import Request
-from etude.models.loading import check_folder, load_tokenizer
 from etude.renderers import renderer_for
 from etude.renderers.text import document_text
+
+if TYPE_CHECKING:
+    from etude.inference.engine.requests import Request
 
 MASKS = ("full", "own")
 CACHE = Path("outputs/corpus")
@@ -53,6 +53,8 @@ def evaluate_retrieval(
     samples: int, orders: int, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Prints shares of exact answers with 95 % intervals, and paired differences. Raises UserError."""
+    from etude.models.loading import check_folder
+
     if samples < 1 or orders < 1:
         raise UserError(f"retrieval needs at least one sample and one order, not {samples} and {orders}")
     for model in models:
@@ -96,6 +98,9 @@ def measure(
     inference: EngineConfig = EngineConfig(),
 ) -> list[RetrievalScore]:  # fmt: skip
     """Greedy answers of a model in an engine of its own. Order 0 is that of the samples, the others are random."""
+    from etude.inference.engine.engine import load_engine
+    from etude.models.loading import load_tokenizer
+
     renderer, encoder = renderer_for(model), cast(Any, load_tokenizer(model)).backend_tokenizer
     encoder.encode_special_tokens = True  # text that spells a special token is text
     engine = load_engine(model, inference.model_copy(update={"max_batch": 64, "documents_mb": 1024}))
@@ -130,6 +135,8 @@ def measure(
 
 
 def _request(documents: list[list[int]], tail: list[int], mask: str, stop: tuple[int, ...]) -> Request:
+    from etude.inference.engine.requests import Request
+
     if mask == "own":
         return Request(ids=tail, documents=tuple(documents), max_tokens=_ANSWER, temperature=0.0, stop=stop)
     plain = [token for document in documents for token in document]

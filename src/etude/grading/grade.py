@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from etude.grading.javascript import is_test_file
 from etude.records import Outcome, Task
-from etude.sandbox.base import BoxError, Image, Limits, Sandbox, TestReport
+from etude.sandbox.base import BoxError, Changes, Image, Limits, Sandbox, TestReport
 from etude.sandbox.box import MAX_FILE, checked
 
 LIMITS = Limits()
@@ -47,12 +47,7 @@ class Grade:
 
 
 async def grade(
-    sandbox: Sandbox,
-    task: Task,
-    image: Image,
-    hidden: Path,
-    changes: Mapping[str, bytes | None],
-    limits: Limits = LIMITS,
+    sandbox: Sandbox, task: Task, image: Image, hidden: Path, changes: Changes, limits: Limits = LIMITS
 ) -> Grade:
     """Run the task's hidden tests on `image` with the acceptable part of `changes`.
 
@@ -72,13 +67,11 @@ async def grade(
 
 
 def _flags(aside: Sequence[str], report: TestReport) -> tuple[str, ...]:
-    touched = {"tests-touched" if _is_test(PurePosixPath(path)) else "outside-roots" for path in aside}
+    paths = [PurePosixPath(path) for path in aside]
+    tests = [p.name == "conftest.py" or p.name.startswith("test_") or {"tests", "test"} & set(p.parts) for p in paths]
+    touched = {"tests-touched" if of_tests else "outside-roots" for of_tests in tests}
     signals = {"tamper": report.tampered, "crash": report.crashed, "timeout": report.timed_out}
     return (*sorted(touched), *(name for name, present in signals.items() if present))
-
-
-def _is_test(path: PurePosixPath) -> bool:
-    return path.name == "conftest.py" or path.name.startswith("test_") or bool({"tests", "test"} & set(path.parts))
 
 
 def _why(report: TestReport, bad: Sequence[str], total: int, limits: Limits) -> str:
@@ -89,9 +82,7 @@ def _why(report: TestReport, bad: Sequence[str], total: int, limits: Limits) -> 
     return f"{len(bad)} of {total} tests failed, first {bad[0]}: {report.messages.get(bad[0], '')}"
 
 
-def split(
-    changes: Mapping[str, bytes | None], source_roots: Sequence[str]
-) -> tuple[dict[str, bytes | None], list[str]]:
+def split(changes: Changes, source_roots: Sequence[str]) -> tuple[dict[str, bytes | None], list[str]]:
     """(what is graded, sorted paths that are set aside): only code below the task's source roots counts."""
     taken: dict[str, bytes | None] = {}
     aside: list[str] = []

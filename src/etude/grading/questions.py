@@ -11,9 +11,10 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import operator
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,16 @@ from typing import Any
 from etude.sandbox.guest.answers import MAX_ANSWERS, PREFIX
 
 _OPERATORS = {ast.Eq: "==", ast.NotEq: "!=", ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"}
+_HOLDS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "is": operator.is_,
+    "is not": operator.is_not,
+    "in": lambda value, expected: value in expected,
+    "not in": lambda value, expected: value not in expected,
+    "not": lambda value, _: not value,
+    "": lambda value, _: value,
+}
 _CONTROL = (ast.Assert, ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -34,30 +45,12 @@ class Assertion:
 
     def holds(self, value: object) -> bool:
         """Whether an observed value fulfils the assertion."""
-        match self.operator:
-            case "==":
-                return value == self.expected
-            case "!=":
-                return value != self.expected
-            case "is":
-                return value is self.expected
-            case "is not":
-                return value is not self.expected
-            case "in":
-                return value in self.expected  # type: ignore[operator]
-            case "not in":
-                return value not in self.expected  # type: ignore[operator]
-            case "not":
-                return not value
-        return bool(value)
+        return bool(_HOLDS[self.operator](value, self.expected))
 
 
 @dataclass(frozen=True)
 class Question:
-    """A test function without its expected values.
-
-    `source` defines the function and `ROWS`, its arguments; `checks` and `decoys` are per row.
-    """
+    """A test without its expected values: `source` defines it and its ROWS; `checks` and `decoys` are per row."""
 
     name: str
     source: str
@@ -70,10 +63,7 @@ class _Unfit(Exception):
 
 
 def questions(text: str, own: frozenset[str]) -> Iterator[Question]:
-    """The questions of a test module, one for each test function that can be split.
-
-    `own` names the top-level packages of the hidden tests. Raises SyntaxError.
-    """
+    """What can be asked of a test module; `own` are the packages of the hidden tests. Raises SyntaxError."""
     tree = ast.parse(text)
     bindings = _bindings(tree)
     for node in tree.body:
@@ -93,9 +83,8 @@ def _question(node: ast.FunctionDef, bindings: Mapping[str, list[ast.stmt]], own
     pairs = [_pair(statement.test) for statement in body if isinstance(statement, ast.Assert)]
     if not pairs:
         raise _Unfit
-    kept = [_observed(left) for left, _, _ in pairs]
-    replaced = iter(kept)
-    observing: list[ast.stmt] = [next(replaced) if isinstance(s, ast.Assert) else s for s in body]
+    kept = (ast.Expr(ast.Call(ast.Name("observe", ast.Load()), [left], [])) for left, _, _ in pairs)
+    observing: list[ast.stmt] = [next(kept) if isinstance(s, ast.Assert) else s for s in body]
     used = _loaded(observing)
     answers = [p for p in parameters if p not in used]  # only ever compared with
     checks, decoys = [], []
@@ -107,7 +96,7 @@ def _question(node: ast.FunctionDef, bindings: Mapping[str, list[ast.stmt]], own
         decoys.append(tuple(value for value, _ in false if value is not None))
         for name, (_, decoy) in zip(answers, false, strict=True):
             row[parameters.index(name)] = decoy
-    function = ast.FunctionDef(node.name, node.args, observing, [], None, lineno=1, type_params=[])
+    function = ast.FunctionDef(node.name, node.args, observing, [], None, lineno=1, type_params=[])  # type: ignore[call-arg]
     for argument in node.args.args:
         argument.annotation = None
     table = ast.Assign(
@@ -173,10 +162,6 @@ def _calls(node: ast.expr) -> bool:
     return any(isinstance(part, ast.Call) for part in ast.walk(node))
 
 
-def _observed(value: ast.expr) -> ast.stmt:
-    return ast.Expr(ast.Call(ast.Name("observe", ast.Load()), [value], []))
-
-
 def _check(operator: str, right: ast.expr | None, row: Mapping[str, ast.expr]) -> Assertion:
     if right is None:
         return Assertion(operator)
@@ -193,17 +178,9 @@ def _literal(node: ast.expr) -> Any:
 def _decoy(expected: object) -> tuple[object, ast.expr]:
     """A value in place of `expected` that is returned by none but a reader of frames; None where there is none."""
     token = secrets.token_hex(6)
-    kinds: dict[type, object] = {
-        str: token,
-        bytes: token.encode(),
-        int: int(token, 16),
-        float: int(token, 16) / 7,
-        list: [token],
-        tuple: (token,),
-        dict: {token: token},
-        set: {token},
-    }
-    value = kinds.get(type(expected))
+    number, texts = int(token, 16), [token]
+    kinds = (token, token.encode(), number, number / 7, texts, (token,), {token: token}, {token})
+    value = next((kind for kind in kinds if type(kind) is type(expected)), None)
     return value, ast.parse(repr(value), mode="eval").body
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from etude.grading.questions import AssertionSplit
 from etude.grading.script_runner import ScriptRunner
 from etude.sandbox.backend import LEARN_SECONDS, Backend, BackendOptions, ForkRequest, ForkResult, PristineImage
 from etude.sandbox.backends.choose import open_backend
-from etude.sandbox.base import Capabilities, Image, Limits, RunCounts, TestReport
+from etude.sandbox.base import Capabilities, Changes, Image, Limits, RunCounts, TestReport
 from etude.sandbox.box import ValueBox
 from etude.sandbox.egress.policy import Egress
 from etude.sandbox.guest.answers import PREFIX
@@ -77,12 +77,7 @@ class TestRunner:
         return ValueBox(self.backend, image, limits, self.run_tests)
 
     async def run_tests(
-        self,
-        image: Image,
-        changes: Mapping[str, bytes | None],
-        tests: Sequence[str],
-        hidden: Path | None,
-        limits: Limits,
+        self, image: Image, changes: Changes, tests: Sequence[str], hidden: Path | None, limits: Limits
     ) -> TestReport:
         """As `Sandbox.run_tests`; equal runs are made once."""
         layers: dict[str, bytes | None] = {
@@ -112,12 +107,7 @@ class TestRunner:
             self._memo.popitem(last=False)
 
     async def _run(
-        self,
-        image: Image,
-        layers: Mapping[str, bytes | None],
-        tests: Sequence[str],
-        hidden: Path | None,
-        limits: Limits,
+        self, image: Image, layers: Changes, tests: Sequence[str], hidden: Path | None, limits: Limits
     ) -> TestReport:
         tests = tuple(dict.fromkeys(tests))
         if any(map(is_script, tests)):
@@ -150,7 +140,7 @@ class TestRunner:
         return result
 
     async def _run_in_process(
-        self, graded: _GradedImage, layers: Mapping[str, bytes | None], tests: Sequence[str], limits: Limits
+        self, graded: _GradedImage, layers: Changes, tests: Sequence[str], limits: Limits
     ) -> TestReport:
         """Run tests in the process of the tested code, with sentinels and controls if they are hidden ones."""
         plan = verdict.plan(tests, graded.sentinels)
@@ -158,12 +148,7 @@ class TestRunner:
         return verdict.decide(plan, result)
 
     async def _ask(
-        self,
-        graded: _GradedImage,
-        split: AssertionSplit,
-        layers: Mapping[str, bytes | None],
-        tests: Sequence[str],
-        limits: Limits,
+        self, graded: _GradedImage, split: AssertionSplit, layers: Changes, tests: Sequence[str], limits: Limits
     ) -> TestReport:
         """Ask tests as questions; their expected values stay here."""
         paths = sorted({split.rows[test][0] for test in tests})
@@ -199,9 +184,7 @@ class TestRunner:
             split.keep(batch, report.outcomes)
 
 
-def _key(
-    image: Image, layers: Mapping[str, bytes | None], tests: Sequence[str], hidden: Path | None, limits: Limits
-) -> bytes:
+def _key(image: Image, layers: Changes, tests: Sequence[str], hidden: Path | None, limits: Limits) -> bytes:
     digest = blake3.blake3(repr((image.repository, image.site, hidden, limits, tuple(tests))).encode())
     for path in sorted(layers):
         data = layers[path]

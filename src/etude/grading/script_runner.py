@@ -22,7 +22,7 @@ from typing import Any
 
 from etude.grading.javascript import conditions, contradicted, framework, guarded, holds_tests, package
 from etude.sandbox.backend import Backend
-from etude.sandbox.base import ExecResult, Image, Limits, NotFound, TestReport
+from etude.sandbox.base import Changes, ExecResult, Image, Limits, NotFound, TestReport
 from etude.sandbox.guest.root import RUNNER, WORKSPACE
 from etude.sandbox.shell import Shell
 
@@ -77,35 +77,13 @@ class _Report:
     tampered: bool = False
     controlled: int = 0
 
-    def add_run(self, output: FileOutput, names: Sequence[str], sentinels: Mapping[str, str]) -> None:
-        """Check the sentinels of one run of a file."""
-        all_passed = all(output.outcome(name) == "passed" for name in names)
-        for sentinel, expected in sentinels.items():
-            outcome = output.outcome(sentinel)
-            # A hook of the file can fail every test, but no mistake makes a test pass that must fail.
-            self.tampered |= outcome != expected and (all_passed or outcome == "passed")
-        self.timed_out |= output.timed_out
-        self.tampered |= output.forged
-
-    def add_file(
-        self, path: str, names: Sequence[str], output: FileOutput, control: FileOutput | None, failing: frozenset[str]
-    ) -> None:
-        """Add the outcomes of a file. Tests in `failing` must not pass in the output of its negative control."""
-        self.crashed |= not output.ended and not self.timed_out
-        for name in names:
-            outcome, message = output.tests.get(name, ("missing", "the test process ended early"))
-            self.outcomes[f"{path}::{name}"], self.messages[f"{path}::{name}"] = outcome, message
-            if control is not None and name in failing:
-                self.controlled += 1
-                self.tampered |= outcome == "passed" == control.outcome(name)
-
 
 @dataclass(frozen=True)
 class _ScriptJob:
     """What the test files of one report are run on; `files` lie over the image."""
 
     image: Image
-    files: Mapping[str, bytes | None]
+    files: Changes
     hidden: Path | None
     limits: Limits
 
@@ -118,12 +96,7 @@ class ScriptRunner:
         self._controls: dict[tuple[Path, Path | None, Path, str], asyncio.Task[ControlFile | None]] = {}
 
     async def run(
-        self,
-        image: Image,
-        layers: Mapping[str, bytes | None],
-        tests: Sequence[str],
-        hidden: Path | None,
-        limits: Limits,
+        self, image: Image, layers: Changes, tests: Sequence[str], hidden: Path | None, limits: Limits
     ) -> TestReport:
         """The report on `tests` ("path::outer > inner"), file by file; `limits` are those of one file."""
         by_path: dict[str, list[str]] = {}
@@ -145,13 +118,7 @@ class ScriptRunner:
         }
         seconds = time.monotonic() - started
         return TestReport(
-            outcomes,
-            messages,
-            seconds,
-            report.timed_out,
-            report.crashed,
-            report.tampered,
-            controlled=report.controlled,
+            outcomes, messages, seconds, report.timed_out, report.crashed, report.tampered, controlled=report.controlled
         )
 
     async def _run_file(self, job: _ScriptJob, path: str, text: str, names: list[str], report: _Report) -> None:
@@ -167,16 +134,26 @@ class ScriptRunner:
             guard = (copy, {}) if hidden is None else guarded(copy, framework(text, package(image.repository)))
             output = await self._run_copy(image, job.files, path, guard[0], [*names, *guard[1]], job.limits)
             outputs[is_control] = output
-            report.add_run(output, names, guard[1])
+            all_passed = all(output.outcome(name) == "passed" for name in names)
+            for sentinel, expected in guard[1].items():
+                outcome = output.outcome(sentinel)
+                # A hook of the file can fail every test, but no mistake makes a test pass that must fail.
+                report.tampered |= outcome != expected and (all_passed or outcome == "passed")
+            report.timed_out |= output.timed_out
+            report.tampered |= output.forged
             if report.timed_out:
                 break
         real = outputs.get(False, FileOutput({}, False, False, True))
-        failing = frozenset() if control is None else control.failing
-        report.add_file(path, names, real, outputs.get(True), failing)
+        negative = outputs.get(True)
+        report.crashed |= not real.ended and not report.timed_out
+        for name in names:
+            outcome, message = real.tests.get(name, ("missing", "the test process ended early"))
+            report.outcomes[f"{path}::{name}"], report.messages[f"{path}::{name}"] = outcome, message
+            if control is not None and negative is not None and name in control.failing:
+                report.controlled += 1
+                report.tampered |= outcome == "passed" == negative.outcome(name)
 
-    async def list_tests(
-        self, image: Image, path: str, layers: Mapping[str, bytes | None]
-    ) -> tuple[FileOutput, ScriptTrace]:
+    async def list_tests(self, image: Image, path: str, layers: Changes) -> tuple[FileOutput, ScriptTrace]:
         """Run every test of a file of the image, whose sources in `layers` write numbers to CALLED."""
         text = _text(image, {}, None, path)
         assert text is not None
@@ -201,7 +178,7 @@ class ScriptRunner:
     async def _run_copy(
         self,
         image: Image,
-        layers: Mapping[str, bytes | None],
+        layers: Changes,
         path: str,
         text: str,
         wanted: list[str] | None,
@@ -257,7 +234,7 @@ def _hidden_files(hidden: Path | None) -> dict[str, bytes | None]:
     return files
 
 
-def _text(image: Image, layers: Mapping[str, bytes | None], hidden: Path | None, path: str) -> str | None:
+def _text(image: Image, layers: Changes, hidden: Path | None, path: str) -> str | None:
     if hidden is None and path in layers:
         data = layers[path]
         return None if data is None else data.decode("utf-8", "replace")

@@ -192,10 +192,7 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _caught(plan: TestPlan, outcomes: dict[str, str]) -> bool:
-    """Whether the controls prove a forged report.
-
-    That is: a sentinel came out wrong, a test and its negative control both passed, or all passed but one is missing.
-    """
+    """Whether a sentinel is wrong, a test passed with its control, or all passed and a sentinel or control lacks."""
     for test, expected in plan.sentinels.items():
         if outcomes.get(test, expected) != expected:
             return True

@@ -7,8 +7,6 @@ The first turn of a segment has its whole prompt as token ids, every later one w
 (`metrics.extra.added_token_ids`), so a segment's tokens up to the last sampled one can be put together again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,17 +25,8 @@ def document(episode: Episode, renderer: Renderer, agent: dict[str, Any], sessio
     if not steps:
         steps = [{"source": "system", "message": episode.detail or "nothing was sampled"}]
     fields = (
-        "task_id",
-        "group_id",
-        "member",
-        "attempt",
-        "seed",
-        "outcome",
-        "stop_reason",
-        "reward",
-        "passed",
-        "detail",
-    )
+        "task_id", "group_id", "member", "attempt", "seed", "outcome", "stop_reason", "reward", "passed", "detail",
+    )  # fmt: skip
     extra: dict[str, Any] = {name: getattr(episode, name) for name in fields}
     extra |= {"metrics": episode.metrics, "fork": msgspec.to_builtins(episode.fork)}
     return {

@@ -1,22 +1,20 @@
 """A repository as chunks that `search` can find: one per syntax node of Python, windows of lines of other text."""
 
-from __future__ import annotations
-
 import ast
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import blake3
 
+from etude.code.functions import parse
+
 WINDOW = 40  # lines of a chunk of text that has no syntax we know
 LONGEST = 120  # lines of a chunk; a longer function is cut, and each part bears its name
 MAX_LINE = 400  # characters of a line that count
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,8 @@ def chunk(path: str, first: int, last: int, name: str, text: str) -> CodeChunk:
 def chunks(path: str, text: str) -> tuple[CodeChunk, ...]:
     """A file cut into chunks, in its order; blank ones are left out."""
     lines = [line[:MAX_LINE] for line in re.split(r"\r\n|\n|\r", text)]
-    spans = list(_python(text, len(lines))) if path.endswith((".py", ".pyi")) else []
+    tree = parse(text.removeprefix("\ufeff")) if path.endswith((".py", ".pyi")) else None
+    spans = list(_spans(tree.body, 1, len(lines), "")) if tree is not None else []
     parts = []
     for first, last, name in spans or [(1, len(lines), "")]:
         size = LONGEST if name else WINDOW
@@ -53,26 +52,15 @@ def chunks(path: str, text: str) -> tuple[CodeChunk, ...]:
     return tuple(parts)
 
 
-def _python(text: str, lines: int) -> Iterator[tuple[int, int, str]]:
-    """(first line, last line, qualified name) of functions, of what classes hold besides, and of what stands between.
-
-    Comments right above a definition belong to it. Nothing if the text does not parse.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's invalid escapes
-            tree = ast.parse(text.removeprefix("\ufeff"))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return
-    yield from _spans(tree.body, 1, lines, "")
-
-
 def _spans(body: Sequence[ast.stmt], first: int, last: int, inside: str) -> Iterator[tuple[int, int, str]]:
+    """(first line, last line, qualified name) of functions, of what classes hold besides, and of what stands between.
+    Comments right above a definition belong to it."""
     begin = first  # of what no definition has taken yet
     for node in body:
         if not isinstance(node, _DEFINITIONS):
             continue
-        start, end = _start(node), node.end_lineno or node.lineno
+        start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        end = node.end_lineno or node.lineno
         if start > begin:
             yield begin, start - 1, inside
         name = f"{inside}.{node.name}" if inside else node.name
@@ -83,7 +71,3 @@ def _spans(body: Sequence[ast.stmt], first: int, last: int, inside: str) -> Iter
         begin = max(begin, end + 1)
     if begin <= last:
         yield begin, last, inside
-
-
-def _start(node: _Definition) -> int:
-    return min([node.lineno, *(d.lineno for d in node.decorator_list)])

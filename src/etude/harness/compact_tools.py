@@ -1,7 +1,5 @@
 """The tools of the compact dialect: the function in focus is implied, arguments are by position, results are short."""
 
-from __future__ import annotations
-
 from etude.harness.focus import EditError, View, moved, view_of
 from etude.harness.tools import TEST_SECONDS, Tools, verdict
 from etude.records import Task, ToolCall
@@ -18,15 +16,9 @@ class CompactTools(Tools):
         self._views: list[View] = []
         self._stale = False  # a command ran: the file may have changed
         self._handlers = {
-            "edit": self._edit,
-            "undo": self._undo,
-            "test": self._test,
-            "read": self._read,
-            "list": self._list,
-            "grep": self._search,
-            "run": self._run,
-            "finish": self._finish,
-        }
+            "edit": self._edit, "undo": self._undo, "test": self._test, "read": self._read, "list": self._list,
+            "grep": self._search, "run": self._run, "finish": self._finish,
+        }  # fmt: skip
 
     def invalid(self, call: ToolCall) -> str | None:
         """Why the arguments of a known tool cannot be taken; None when they can."""

@@ -6,14 +6,12 @@ A document is computed once for all episodes that show the same text, so a file 
 end: a task that breaks one function leaves all other pieces of its file what they are for every other task.
 """
 
-from __future__ import annotations
-
 import ast
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from etude.code.functions import parse
 from etude.records import Focus, ToolCall
 from etude.renderers.text import TITLE, one_line
 
@@ -35,10 +33,8 @@ class FilePiece:
 
 
 def pieces(text: str) -> list[FilePiece]:
-    """A file cut into its top-level functions and classes, and the runs of other statements between them.
-
-    Together they are all its lines but blank ones at the ends. One piece if it does not parse as Python.
-    """
+    """A file cut into its top-level functions and classes, and the runs of other statements between them. Together they
+    are all its lines but blank ones at the ends. One piece if it does not parse as Python."""
     lines = _LINE.findall(text)
     cuts = [(first, last) for first, last in _statements(text) if last <= len(lines)] or [(1, len(lines))]
     cuts[-1] = cuts[-1][0], len(lines)
@@ -53,15 +49,10 @@ def pieces(text: str) -> list[FilePiece]:
 
 def _statements(text: str) -> list[tuple[int, int]]:
     """First and last line of every definition, and of every run of other statements."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's invalid escapes
-            body = ast.parse(text.removeprefix("\ufeff")).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
+    tree = parse(text.removeprefix("\ufeff"))
     spans: list[tuple[int, int]] = []
     joins = False
-    for node in body:
+    for node in tree.body if tree is not None else ():
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
         last = node.end_lineno or node.lineno
         if spans and (first <= spans[-1][1] or (joins and not isinstance(node, _DEFINITIONS))):

@@ -4,8 +4,6 @@ An agent that writes a snippet (the lines that change, a neighbour or two, a mar
 lines that it replaces. A server is any that answers `POST /v1/apply` as `etude serve` does.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 
@@ -33,10 +31,8 @@ async def merge_applier(edit: Edit) -> str:
 
 
 def server_applier(url: str) -> EditApplier:
-    """The applier that asks the apply model at `url`; a snippet that names no place is refused before the request.
-
-    The applier raises ToolError if the server refuses the edit, ApplyFailed if it does not answer.
-    """
+    """The applier that asks the apply model at `url`; a snippet that names no place is refused before the request. The
+    applier raises ToolError if the server refuses the edit, ApplyFailed if it does not answer."""
 
     async def apply(edit: Edit) -> str:
         await merge_applier(edit)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+
+from etude.code.functions import parse
 
 _LINE = re.compile(r"([^\r\n]*)(\r\n|\n|\r|$)")
 
@@ -82,15 +83,12 @@ class View:
         hidden = [line for line in self.lines[start:stop] if line.shown is None]
         fresh = [Line(self.margin + text if text.strip() else text, self.newline, text) for text in new]
         if hidden:
-            cut = self._docstring_place(a, b, new, sum(line.shown is not None for line in self._until_hidden(start)))
+            before = next(i for i in range(start, len(self.lines)) if self.lines[i].shown is None) - start
+            cut = self._docstring_place(a, b, new, before)
             fresh = fresh if cut is None else [*fresh[:cut], *hidden, *fresh[cut:]]
         lines = [*self.lines[:start], *fresh, *self.lines[stop:]]
         ended = [line if line.end else replace(line, end=self.newline) for line in lines[:-1]]
         return replace(self, lines=(*ended, replace(lines[-1], end=self.lines[-1].end)))
-
-    def _until_hidden(self, start: int) -> Sequence[Line]:
-        stop = next(i for i in range(start, len(self.lines)) if self.lines[i].shown is None)
-        return self.lines[start:stop]
 
     def _docstring_place(self, a: int, b: int, new: Sequence[str], default: int) -> int | None:
         """How many of the `new` lines stand before the hidden docstring; None when there is no place left for it."""
@@ -140,20 +138,14 @@ def view_of_body(before: str, body: str, after: str) -> View:
 
 def edit_file(text: str, old: str, new: str) -> str:
     """A whole file after replacing the only occurrence of `old`; its line ends are kept. Raises EditError."""
-    if "\r" in text:
-        return _whole(text).edit(old, new).file
+    if "\r" in text:  # a view that shows every line as it is
+        lines = tuple(Line(line, end, line) for line, end in _LINE.findall(text) if line or end)
+        if lines[-1].end:
+            lines = (*lines, Line("", "", ""))  # so that the shown text ends with a newline where the file does
+        return View("", lines, "", "", _newline(text)).edit(old, new).file
     old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
     _check(text, old, new)
     return text.replace(old, new)
-
-
-def _whole(text: str) -> View:
-    """A view that shows every line as it is."""
-    pieces = [match.groups() for match in _LINE.finditer(text) if match.group()]
-    lines = tuple(Line(line, end, line) for line, end in pieces)
-    if not lines or lines[-1].end:
-        lines = (*lines, Line("", "", ""))  # so that the shown text ends with a newline where the file does
-    return View("", lines, "", "", _newline(text))
 
 
 def _check(text: str, old: str, new: str) -> None:
@@ -184,20 +176,14 @@ def _newline(text: str) -> str:
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> int:
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return n
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _function(text: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """The first function of a piece of a file, with line numbers of that piece; None if it does not parse as one."""
     indented = text[:1] in (" ", "\t", "\f")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # other people's invalid escapes
-            tree: ast.AST = ast.parse("if 1:\n" + text if indented else text.removeprefix("\ufeff"))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    tree: ast.AST | None = parse("if 1:\n" + text if indented else text.removeprefix("\ufeff"))
+    if tree is None:
         return None
     if indented:
         ast.increment_lineno(tree, -1)

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shlex
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import blake3
 
 from etude.edits.edit import Edit
 from etude.harness.edit_appliers import EditApplier, merge_applier
 from etude.harness.focus import EditError, edit_file
-from etude.harness.history import history
 from etude.harness.lints import Lints, checked_paths
 from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.terminals import Terminals
-from etude.harness.todo import todo
 from etude.harness.tools import MAX_FILE, Tools, clean_failure, failures, file_bytes
 from etude.records import Task, ToolCall
 from etude.renderers.schemas import SCHEMAS
-from etude.renderers.text import ToolError
-from etude.sandbox.base import Box, BoxError, NotFound
+from etude.renderers.text import ToolError, one_line
+from etude.sandbox.base import WORKSPACE, Box, BoxError, NotFound
 
 RUN_SECONDS = 120.0
 SEARCH_FILES = 2000
+MOST_ITEMS = 50  # of the list of work
+MOST_COMMITS, HISTORY_SECONDS = 20, 10.0
+_SIGNS = {"open": "[ ]", "doing": "[~]", "done": "[x]"}
+_GIT = "GIT_OPTIONAL_LOCKS=0 git --no-pager -c core.fsmonitor=false -c core.quotePath=false -c safe.directory='*'"
+_COMMIT = re.compile(r"[0-9a-f]{4,40}")
 _TYPES = {"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,)}
 
 
@@ -64,9 +69,7 @@ class _MadeEdit:
 
 class FullTools(Tools):
     """Tools with the arguments of `SCHEMAS`. `scorer` ranks for `search`; all episodes share what it has read.
-
-    `apply_edit` puts the lazy edit snippets of the tool `apply` into files.
-    """
+    `apply_edit` puts the lazy edit snippets of the tool `apply` into files."""
 
     scorer: Scorer = Lexical()
 
@@ -78,22 +81,11 @@ class FullTools(Tools):
         self._lints = Lints(self._exec)
         self._list_of_work = ""
         self._handlers = {
-            "list": self._list,
-            "read": self._read,
-            "grep": self._search,
-            "search": self._find,
-            "edit": self._edit,
-            "apply": self._apply,
-            "undo": self._undo,
-            "run": self._run,
-            "output": self._output,
-            "kill": self._kill,
-            "test": self._test,
-            "todo": self._todo,
-            "lints": self._new_lints,
-            "history": self._history,
+            "list": self._list, "read": self._read, "grep": self._search, "search": self._find, "edit": self._edit,
+            "apply": self._apply, "undo": self._undo, "run": self._run, "output": self._output, "kill": self._kill,
+            "test": self._test, "todo": self._todo, "lints": self._new_lints, "history": self._history,
             "finish": self._finish,
-        }
+        }  # fmt: skip
 
     def state(self) -> str:
         """The edited files, the list of work and the terminals."""
@@ -165,9 +157,11 @@ class FullTools(Tools):
     async def _edited(self, path: str, old: str, new: str) -> tuple[str, str]:
         """The text of a file before and after an edit; before is empty for a new file."""
         if not old:
-            if await self._exists(path):
-                raise ToolError(f"{path} exists; give the text to replace")
-            return "", new
+            try:
+                await self.box.read(path, MAX_FILE)
+            except NotFound:
+                return "", new
+            raise ToolError(f"{path} exists; give the text to replace")
         text = await self.text(path)
         try:
             return text, edit_file(text, old, new)
@@ -185,13 +179,6 @@ class FullTools(Tools):
         if after == text:
             raise ToolError("no change")
         return text, after
-
-    async def _exists(self, path: str) -> bool:
-        try:
-            await self.box.read(path, MAX_FILE)
-        except NotFound:
-            return False
-        return True
 
     async def _undo(self) -> str:
         if not self._edits:
@@ -222,7 +209,20 @@ class FullTools(Tools):
         return await self._terminals.kill(id)
 
     async def _todo(self, items: list[object]) -> str:
-        self._list_of_work, self.metrics["todo_open"] = todo(items)
+        """Replaces the list of work as a whole; it is kept over summaries."""
+        if len(items) > MOST_ITEMS:
+            raise ToolError(f"a list has at most {MOST_ITEMS} items")
+        lines, left = list[str](), 0
+        for number, item in enumerate(items, 1):
+            entry = cast(dict[str, object], item) if isinstance(item, dict) else {}
+            task, status = entry.get("task"), entry.get("status")
+            if not isinstance(task, str) or not task.strip() or set(entry) != {"task", "status"}:
+                raise ToolError(f"item {number} is no object of a task and a status")
+            if not isinstance(status, str) or status not in _SIGNS:
+                raise ToolError(f"item {number} has no status of {', '.join(_SIGNS)}")
+            lines.append(f"{number}. {_SIGNS[status]} {one_line(task, 200)}")
+            left += status != "done"
+        self._list_of_work, self.metrics["todo_open"] = "\n".join(lines), left
         return self._list_of_work or "the list is empty"
 
     async def _new_lints(self, paths: list[object]) -> str:
@@ -230,7 +230,24 @@ class FullTools(Tools):
         return await self._lints.new(files, list(await self.box.changes()))
 
     async def _history(self, query: str = "", path: str = "", author: str = "", commit: str = "") -> str:
-        return await history(self._exec, query, path, author, commit)
+        """Commits whose message has `query`, that touch `path`, by `author`; or all of one commit. Git is asked inside
+        the box: its configuration is the agent's to change. `sandbox/history.py` decides what may be seen."""
+        if commit and not _COMMIT.fullmatch(commit):
+            raise ToolError("give a commit as this tool names it")
+        chosen = [f"--author={author}"] if author else []
+        chosen += ["--regexp-ignore-case", "--fixed-strings", f"--grep={query}"] if query else []
+        if commit:
+            what, chosen = "show --no-ext-diff --no-textconv --date=short --stat --patch", [commit]
+        else:
+            what = f"log -{MOST_COMMITS} --date=short --format='%h %ad %an: %s'"
+        words = " ".join(map(shlex.quote, [*chosen, "--", *([path] if path else [])]))
+        line = f"( cd {WORKSPACE} && {{ [ -e .git ] || exit 77; {_GIT} {what} {words}; }} )"
+        done = await self._exec(line, HISTORY_SECONDS)
+        if done.rc == 77:
+            raise ToolError("this repository has no history")
+        if done.rc != 0:
+            raise ToolError(f"git says: {done.output[-200:].strip()}")
+        return done.output.strip() or "no commits"
 
     async def _run(self, command: str, seconds: int = 30, background: bool = False) -> str:
         if background:

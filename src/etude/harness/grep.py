@@ -5,8 +5,6 @@ counting what can multiply: unbounded repeats (each a factor of the line's lengt
 optional parts). Longer lines are cut where they would still cost too much.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """New diagnostics of files: syntax errors by Python's own compiler, the rest by ruff or pyflakes if the box has one."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import re
@@ -40,9 +38,7 @@ class Lints:
 
     async def new(self, files: Sequence[tuple[str, str]], changed: Sequence[str]) -> str:
         """What is wrong with files (path, text) that was not at the start; `changed` are those that differ from then.
-
-        Raises ToolError for a file that is not Python.
-        """
+        Raises ToolError for a file that is not Python."""
         if others := [path for path, _ in files if not path.endswith((".py", ".pyi"))]:
             raise ToolError(f"there is no linter for {others[0]}")
         lines: list[str] = []

@@ -37,11 +37,9 @@ _COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo
 
 @dataclass(frozen=True)
 class Sampling:
-    """How turns are sampled; `max_tokens` bounds one turn, and with `routes` the experts of every token are kept.
-
-    With `documents` the open file, and the files and matches that the agent reads, are sent as documents
-    (docs/documents.md). A segment of `summarise_at` tokens is summarised, in at most `summary_tokens`; 0: never.
-    """
+    """How turns are sampled; `max_tokens` bounds one turn, and with `routes` the experts of every token are kept. With
+    `documents` the open file, and the files and matches that the agent reads, are sent as documents
+    (docs/documents.md). A segment of `summarise_at` tokens is summarised, in at most `summary_tokens`; 0: never."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -100,10 +98,8 @@ class EpisodeSpec:
 
 
 async def run_agent_loop(spec: EpisodeSpec, box: Box) -> UngradedEpisode:
-    """Plays a coding task in `box`. A spent budget ends the episode where it stands.
-
-    Raises BoxError with payer "infra", EngineError or Aborted if the infrastructure failed.
-    """
+    """Plays a coding task in `box`. A spent budget ends the episode where it stands. Raises BoxError with payer
+    "infra", EngineError or Aborted if the infrastructure failed."""
     return await run_from_opening(spec, await _open(spec, box))
 
 
@@ -127,10 +123,8 @@ class Branch:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """The first turns of several episodes, and the branches that go on from there.
-
-    No branches if the agent left a box that cannot be forked: `fault` says why.
-    """
+    """The first turns of several episodes, and the branches that go on from there. No branches if the agent left a box
+    that cannot be forked: `fault` says why."""
 
     ungraded: UngradedEpisode
     branches: tuple[Branch, ...]
@@ -138,12 +132,10 @@ class SharedPrefix:
 
 
 async def run_shared_prefix(spec: EpisodeSpec, box: Box, turns: int, seeds: Sequence[int]) -> SharedPrefix:
-    """Plays `turns` turns in `box` once; from there an episode per seed may go on, each in a fork of the box.
-
-    The branches have the prefix's tokens in common, log-probabilities included, and their budgets count these tokens.
-    Running processes, and the shell's folder and variables, stay behind in `box`. If the prefix ends the episode,
-    every branch is that episode. Raises as `run_agent_loop` does.
-    """
+    """Plays `turns` turns in `box` once; from there an episode per seed may go on, each in a fork of the box. The
+    branches have the prefix's tokens in common, log-probabilities included, and their budgets count these tokens.
+    Running processes, and the shell's folder and variables, stay behind in `box`. If the prefix ends the episode, every
+    branch is that episode. Raises as `run_agent_loop` does."""
     prefix = _AgentLoop(spec, await _open(spec, box))
     ungraded = await prefix.run(turns)
     try:
@@ -171,9 +163,7 @@ class _BudgetSpent(Exception):
 
 class _AgentLoop:
     """One episode in progress. Read `run`, then `_turns`: the other methods stand in the order in which it calls them.
-
-    `_next` are the tokens that the model reads next: the prompt, or the results of the turn before.
-    """
+    `_next` are the tokens that the model reads next: the prompt, or the results of the turn before."""
 
     def __init__(self, spec: EpisodeSpec, opening: Opening) -> None:
         self._spec = spec
@@ -253,15 +243,11 @@ class _AgentLoop:
         if seconds <= 0:
             raise _BudgetSpent(StopReason.SECONDS)
         request = GenerateRequest(
-            ids=prompt,
-            max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            stop=tuple(spec.renderer.stop_ids),
+            ids=prompt, max_tokens=min(max_tokens, budget.tokens - ledger.sampled, budget.context - len(ledger)),
+            temperature=sampling.temperature, top_p=sampling.top_p, stop=tuple(spec.renderer.stop_ids),
             seed=turn_seed(spec.seed, len(self._turn_records)),
-            routes_from=ledger.routed if sampling.routes else None,
-            documents=ledger.documents,
-        )
+            routes_from=ledger.routed if sampling.routes else None, documents=ledger.documents,
+        )  # fmt: skip
         try:
             # The policy has a deadline of its own, and can tell a lost engine from a slow one.
             async with asyncio.timeout(seconds + POLICY_GRACE_SECONDS):
@@ -293,11 +279,9 @@ class _AgentLoop:
         return ids
 
     async def _summarise(self, generation: Generation, results: Sequence[str]) -> None:
-        """Asks for a summary behind the results, and opens a segment with it. Raises _BudgetSpent or Aborted.
-
-        An empty or cut summary is asked for once more. Both are kept and trained on, and the agent goes on with the
-        one that it wrote last, so a bad summary costs the agent its memory.
-        """
+        """Asks for a summary behind the results, and opens a segment with it. Raises _BudgetSpent or Aborted. An empty
+        or cut summary is asked for once more. Both are kept and trained on, and the agent goes on with the one that it
+        wrote last, so a bad summary costs the agent its memory."""
         renderer, sampling = self._spec.renderer, self._spec.sampling
         self._next = renderer.bridge(generation.ids, generation.finish_reason, results, SUMMARISE)
         needed = 2 * sampling.summary_tokens + self._request_tokens

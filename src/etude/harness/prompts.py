@@ -1,10 +1,7 @@
 """How a coding task is put to the agent: its tools, the documents before the conversation, and the first tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 
 from etude.harness.compact_tools import CompactTools
 from etude.harness.documents import open_file
@@ -51,16 +48,17 @@ class Opening:
 async def open_task(
     task: Task, box: Box, renderer: Renderer, budget: Budget, apply_edit: EditApplier, *, documents: bool
 ) -> Opening:
-    """A coding task, presented as the renderer's dialect has it.
-
-    With `documents` the file in focus is shown, as far as it leaves room for all tokens that may be sampled and takes
-    no more than half of the context.
-    """
+    """A coding task, presented as the renderer's dialect has it. With `documents` the file in focus is shown, as far as
+    it leaves room for all tokens that may be sampled and takes no more than half of the context."""
     focus, compact = task.focus, renderer.dialect == "compact"
     tools = CompactTools(box, task) if compact else FullTools(box, task, apply_edit)
     source = await tools.open() if isinstance(tools, CompactTools) else ""
     prompt = _prompt(task, renderer, source, documents)
-    reopen = partial(_reopen_task, renderer, documents)
+
+    async def reopen(tools: Tools, summary: str, count: int) -> list[int]:
+        source = await tools.source() if isinstance(tools, CompactTools) else ""
+        return _prompt(task, renderer, source, documents, memory_of(summary, count, tools))
+
     room = min(budget.context // 2, budget.context - budget.tokens - len(prompt)) if documents else 0
     if room <= 0:
         return Opening(tools, prompt, reopen)
@@ -69,12 +67,6 @@ async def open_task(
     except ToolError:
         return Opening(tools, prompt, reopen)  # a binary file is no document
     return Opening(tools, prompt, reopen, tuple(open_file(text, focus, renderer.document, room, shown=compact)))
-
-
-async def _reopen_task(renderer: Renderer, documents: bool, tools: Tools, summary: str, count: int) -> list[int]:
-    """The task, the agent's `count`-th summary, and the state of its tools."""
-    source = await tools.source() if isinstance(tools, CompactTools) else ""
-    return _prompt(tools.task, renderer, source, documents, memory_of(summary, count, tools))
 
 
 def memory_of(summary: str, count: int, tools: Tools) -> str:

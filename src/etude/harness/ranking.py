@@ -7,8 +7,6 @@ functions that mention the chunk's own name. `python -m benchmarks.experiments.s
 grep.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import threading
@@ -164,7 +162,9 @@ def cosine(embed: Embed) -> Scorer:
 
     def score(question: str, chunks: Sequence[CodeChunk]) -> Sequence[float]:
         new = [chunk for chunk in chunks if chunk.key not in vectors]
-        rows = _unit(embed([question, *(f"{chunk.path} {chunk.name}\n{chunk.text}" for chunk in new)]))
+        texts = [question, *(f"{chunk.path} {chunk.name}\n{chunk.text}" for chunk in new)]
+        rows = np.asarray(embed(texts), np.float64)
+        rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
         vectors.update((chunk.key, row) for chunk, row in zip(new, rows[1:], strict=True))
         scores = [float(vectors[chunk.key] @ rows[0]) for chunk in chunks]
         while len(vectors) > KEPT:
@@ -172,11 +172,6 @@ def cosine(embed: Embed) -> Scorer:
         return scores
 
     return score
-
-
-def _unit(rows: np.ndarray) -> np.ndarray:
-    rows = np.asarray(rows, np.float64)
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
 
 
 def best(question: str, chunks: Sequence[CodeChunk], scorer: Scorer, limit: int) -> list[tuple[CodeChunk, float]]:

@@ -4,8 +4,6 @@ They have the shell's folder and exported variables, no input, and a process gro
 damage their files in /tmp: then the terminal is lost.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace

@@ -23,11 +23,9 @@ class TokenLedgerError(AssertionError):
 
 
 class TokenLedger:
-    """One segment in the making, after the `earlier` ones of its episode. It begins with its documents.
-
-    All figures count for the whole episode: `sampled` tokens; `checks`, the turns whose prompt was proved to extend all
-    earlier tokens; `kv_lag`, by how many versions a sampled token was ahead of the oldest key it saw, at most.
-    """
+    """One segment in the making, after the `earlier` ones of its episode. It begins with its documents. All figures
+    count for the whole episode: `sampled` tokens; `checks`, the turns whose prompt was proved to extend all earlier
+    tokens; `kv_lag`, by how many versions a sampled token was ahead of the oldest key it saw, at most."""
 
     def __init__(self, documents: Sequence[list[int]] = (), earlier: tuple[Segment, ...] = ()) -> None:
         self.documents = tuple(documents)
@@ -64,10 +62,8 @@ class TokenLedger:
 
     @property
     def routed(self) -> int:
-        """Positions whose experts are known: the next turn asks for those from here on, so none travels twice.
-
-        What is known of a position is what it was first computed with, which its sampled token was drawn from.
-        """
+        """Positions whose experts are known: the next turn asks for those from here on, so none travels twice. What is
+        known of a position is what it was first computed with, which its sampled token was drawn from."""
         return self._routes[-1].end if self._routes else 0
 
     def prompt(self) -> list[int]:
@@ -75,20 +71,16 @@ class TokenLedger:
         return self._ids[self._tail :].tolist()
 
     def continued(self, documents: Sequence[list[int]]) -> TokenLedger:
-        """A new segment of the episode, with further documents: the whole conversation so far is its prompt.
-
-        Documents stand before the conversation, so a new one moves every token after it, and what was sampled without
-        it is trained on in the segment that ends here.
-        """
+        """A new segment of the episode, with further documents: the whole conversation so far is its prompt. Documents
+        stand before the conversation, so a new one moves every token after it, and what was sampled without it is
+        trained on in the segment that ends here."""
         new = self.restarted((*self.documents, *documents))
         new.add_environment(self.prompt())
         return new
 
     def restarted(self, documents: Sequence[list[int]] = ()) -> TokenLedger:
-        """A new segment of the episode that begins with these documents alone: the conversation is forgotten.
-
-        The trainer gives the tokens of all segments the episode's advantage.
-        """
+        """A new segment of the episode that begins with these documents alone: the conversation is forgotten. The
+        trainer gives the tokens of all segments the episode's advantage."""
         new = TokenLedger(documents, self.segments())
         new.sampled, new.checks, new.kv_lag = self.sampled, self.checks, self.kv_lag
         return new
@@ -123,8 +115,15 @@ class TokenLedger:
                 f"the engine says that it computed the documents as {generation.recipe!r}, after {self._recipe!r}"
             )
         self._recipe = generation.recipe
-        if generation.routes is not None:
-            self._add_routes(generation.routes, len(self._ids) + len(ids) - 1)
+        if (new := generation.routes) is not None:  # of the positions that the engine has fed by now
+            end = len(self._ids) + len(ids) - 1
+            if (new.first, new.end) != (self.routed, end):
+                raise TokenLedgerError(
+                    f"the engine sent the experts of positions {new.first} to {new.end}, not {self.routed} to {end}"
+                )
+            self._routes.append(new)
+            if len({(part.layers, part.slots, part.wide) for part in self._routes}) > 1:
+                raise TokenLedgerError("the engine's expert ids have changed their shape within an episode")
         self._turn_starts.append(len(self._ids))
         self._ids.extend(ids)
         self._mask.extend(b"\1" * len(ids))
@@ -141,39 +140,22 @@ class TokenLedger:
         hash_ids.update(np.array(ids, "<i4").tobytes())
         hash_mask.update(bytes([sampled]) * len(ids))
 
-    def _add_routes(self, new: Routes, end: int) -> None:
-        """Appends the experts of positions from `routed` to `end`: those the engine has fed by now."""
-        if (new.first, new.end) != (self.routed, end):
-            raise TokenLedgerError(
-                f"the engine sent the experts of positions {new.first} to {new.end}, not {self.routed} to {end}"
-            )
-        self._routes.append(new)
-        if len({(part.layers, part.slots, part.wide) for part in self._routes}) > 1:
-            raise TokenLedgerError("the engine's expert ids have changed their shape within an episode")
-
     def segments(self) -> tuple[Segment, ...]:
         """All segments of the episode; one in which nothing was sampled is none."""
         if not any(self._mask):
             return self._earlier
         if not len(self._ids) == len(self._mask) == len(self._logprobs) == len(self._versions):
             raise TokenLedgerError("the ledger's arrays differ in length")
+        routes = None
+        if self._routes:
+            one, data = self._routes[0], b"".join(part.ids for part in self._routes)
+            routes = Routes(first=0, ids=data, layers=one.layers, slots=one.slots, wide=one.wide)
         segment = Segment(
-            ids=np.asarray(self._ids, "<i4").tobytes(),
-            mask=bytes(self._mask),
+            ids=np.asarray(self._ids, "<i4").tobytes(), mask=bytes(self._mask),
             logprobs=np.asarray(self._logprobs, "<f4").tobytes(),
-            versions=np.asarray(self._versions, "<i4").tobytes(),
-            prompt_length=self._prompt_length,
-            turn_starts=tuple(self._turn_starts),
-            routes=self._joined_routes(),
-            digest=segment_digest(*self._seen),
+            versions=np.asarray(self._versions, "<i4").tobytes(), prompt_length=self._prompt_length,
+            turn_starts=tuple(self._turn_starts), routes=routes, digest=segment_digest(*self._seen),
             documents=tuple(Document(length=len(ids), digest=token_digest(ids)) for ids in self.documents),
             recipe=self._recipe,
-        )
+        )  # fmt: skip
         return (*self._earlier, segment)
-
-    def _joined_routes(self) -> Routes | None:
-        if not self._routes:
-            return None
-        one = self._routes[0]
-        data = b"".join(part.ids for part in self._routes)
-        return Routes(first=0, ids=data, layers=one.layers, slots=one.slots, wide=one.wide)

@@ -5,8 +5,6 @@ Whatever goes wrong in a call is text for the model. Only failures that are prov
 (`BoxError` with payer "infra") are raised.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import math
@@ -31,10 +29,8 @@ GREP_FILES = 500
 
 
 class Tools:
-    """The tools of one episode. `metrics` counts its calls, edits and tests.
-
-    `visible_passed` is whether the visible tests passed on the tree as it stands; None before an edit or a test run.
-    """
+    """The tools of one episode. `metrics` counts its calls, edits and tests. `visible_passed` is whether the visible
+    tests passed on the tree as it stands; None before an edit or a test run."""
 
     def __init__(self, box: Box, task: Task) -> None:
         self.box = box
@@ -80,9 +76,7 @@ class Tools:
 
     async def call_all(self, calls: Sequence[ToolCall]) -> tuple[list[str], bool]:
         """Results in the order of the calls, and whether the agent ended the episode: calls after `finish` are not run.
-
-        Neighbouring calls that only read run at the same time.
-        """
+        Neighbouring calls that only read run at the same time."""
         results: list[str] = []
         while (done := len(results)) < len(calls):
             if time.monotonic() >= self.deadline:

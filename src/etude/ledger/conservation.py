@@ -34,27 +34,23 @@ def check(c: sa.Connection, manifests: Sequence[PolicyVersion]) -> Conservation:
     consumed = dict(c.execute(sa.select(_g.id, _g.consumed_version).where(_g.state == "consumed")).all())
     done = count_outcomes(c)
     wrong = _inconsistent_group(c)
-    problem = (
-        _episode_problem(totals["admitted"], done, states)
-        or (None if wrong is None else f"the state of group {wrong} does not match its members")
-        or _manifest_problem(consumed, manifests)
-    )
+    admitted, held, outcomes = totals["admitted"], sum(states.values()), sum(done.values())
+    if admitted != held:
+        problem = f"{admitted} episodes were admitted but the ledger holds {held}"
+    elif outcomes != states.get("done", 0):
+        problem = f"{states.get('done', 0)} episodes are done but only {outcomes} have an outcome"
+    elif wrong is not None:
+        problem = f"the state of group {wrong} does not match its members"
+    else:
+        problem = _manifest_problem(consumed, manifests)
     ended = ", ".join(f"{count} {outcome}" for outcome, count in done.items())
     leased, pending = states.get("leased", 0), states.get("pending", 0)
     sentence = (
-        f"{totals['admitted']} episodes admitted: {ended}, {leased} in flight, {pending} pending; "
+        f"{admitted} episodes admitted: {ended}, {leased} in flight, {pending} pending; "
         f"{len(consumed)} groups trained on, each by one version"
     )
-    return Conservation(
-        ok=problem is None,
-        sentence=problem or sentence,
-        admitted=totals["admitted"],
-        done=done,
-        leased=leased,
-        pending=pending,
-        late=totals["late"],
-        retried=totals["retried"],
-    )
+    late, retried = totals["late"], totals["retried"]
+    return Conservation(problem is None, problem or sentence, admitted, done, leased, pending, late, retried)
 
 
 def count_outcomes(c: sa.Connection) -> dict[str, int]:
@@ -62,15 +58,6 @@ def count_outcomes(c: sa.Connection) -> dict[str, int]:
     query = sa.select(_e.outcome, sa.func.count()).where(_e.state == "done").group_by(_e.outcome)
     counts = dict(c.execute(query).all())
     return {outcome.value: counts.get(outcome.value, 0) for outcome in Outcome}
-
-
-def _episode_problem(admitted: int, done: Mapping[str, int], states: Mapping[str, int]) -> str | None:
-    held = sum(states.values())
-    if admitted != held:
-        return f"{admitted} episodes were admitted but the ledger holds {held}"
-    if sum(done.values()) != states.get("done", 0):
-        return f"{states.get('done', 0)} episodes are done but only {sum(done.values())} have an outcome"
-    return None
 
 
 def _inconsistent_group(c: sa.Connection) -> int | None:
@@ -81,11 +68,7 @@ def _inconsistent_group(c: sa.Connection) -> int | None:
         .join_from(groups, episodes, _g.id == _e.group_id)
         .group_by(_g.id, _g.size, _g.unfinished, _g.state)
         .having(
-            sa.or_(
-                sa.func.count() != _g.size,
-                unfinished != _g.unfinished,
-                (unfinished > 0) != (_g.state == "open"),
-            )
+            sa.or_(sa.func.count() != _g.size, unfinished != _g.unfinished, (unfinished > 0) != (_g.state == "open"))
         )
         .limit(1)
     )
@@ -101,13 +84,7 @@ def _manifest_problem(consumed: Mapping[int, int | None], manifests: Sequence[Po
                 return f"group {group} was trained on twice, by versions {named[group]} and {manifest.version}"
             named[group] = manifest.version
     for group in sorted(named.keys() | consumed.keys()):
-        if named.get(group) != consumed.get(group):
-            return (
-                f"group {group} is named by {_version(named.get(group))} but the ledger says that "
-                f"{_version(consumed.get(group))} consumed it"
-            )
+        by, says = (f"version {v}" if v is not None else "no version" for v in (named.get(group), consumed.get(group)))
+        if by != says:
+            return f"group {group} is named by {by} but the ledger says that {says} consumed it"
     return None
-
-
-def _version(number: int | None) -> str:
-    return "no version" if number is None else f"version {number}"

@@ -36,19 +36,11 @@ class ImpossibleCounts(Record, frozen=True, kw_only=True):
     tampered: int
 
 
-def joined(flags: tuple[str, ...]) -> str:
-    """Flags as a column holds them."""
-    return " ".join(flags)
-
-
 def flag(c: sa.Connection, episode: Episode) -> None:
     """Replaces the flags, metrics and reward of an episode's row by the episode's; again is fine."""
-    values = {
-        "flags": joined(episode.flags),
-        "metrics": msgspec.json.encode(episode.metrics).decode(),
-        "reward": episode.reward,
-    }
     same = (_e.group_id == episode.group_id, _e.member == episode.member)
+    metrics = msgspec.json.encode(episode.metrics).decode()
+    values = {"flags": " ".join(episode.flags), "metrics": metrics, "reward": episode.reward}
     c.execute(sa.update(episodes).where(*same).values(values))
 
 
@@ -84,7 +76,7 @@ def add_impossible(c: sa.Connection, number: int, episode: Episode, blob: str) -
         "version": episode.min_version,
         "outcome": episode.outcome.value,
         "passed": episode.passed,
-        "flags": joined(episode.flags),
+        "flags": " ".join(episode.flags),
         "blob": blob,
         "finished": time.time(),
     }

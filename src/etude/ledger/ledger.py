@@ -152,10 +152,8 @@ class Ledger:
 
     @classmethod
     def open(cls, url: str, run: str | None = None) -> Ledger:
-        """The ledger at `sqlite:///PATH` or `postgresql://...`, made if missing.
-
-        With `run`, the ledger is bound to that name: another run that opens it later gets a UserError.
-        """
+        """The ledger at `sqlite:///PATH` or `postgresql://...`, made if missing. With `run`, the ledger is bound to
+        that name: another run that opens it later gets a UserError."""
         ledger = cls(connect(url))
         if run is not None:
             try:
@@ -172,25 +170,14 @@ class Ledger:
     # Admission and play -----------------------------------------------------------------------------------------------
 
     def admit(self, index: int, task_id: str, size: int, version: int) -> int:
-        """Opens group `index` with `size` pending episodes, unless it is there already. Returns its id.
-
-        Indices count from 0 without gaps; `version` is what the engines serve now.
-        """
-        group = {
-            "id": index,
-            "task_id": task_id,
-            "size": size,
-            "admitted_version": version,
-            "state": "open",
-            "unfinished": size,
-        }
-        members = [
-            {"group_id": index, "member": m, "attempt": 0, "failures": 0, "state": "pending"} for m in range(size)
-        ]
+        """Opens group `index` with `size` pending episodes, unless it is there already. Returns its id. Indices count
+        from 0 without gaps; `version` is what the engines serve now."""
+        group = {"id": index, "task_id": task_id, "admitted_version": version, "state": "open"}
+        pending = {"group_id": index, "attempt": 0, "failures": 0, "state": "pending"}
         try:
             with self._write() as c:
-                c.execute(sa.insert(groups), group)
-                c.execute(sa.insert(episodes), members)
+                c.execute(sa.insert(groups), group | {"size": size, "unfinished": size})
+                c.execute(sa.insert(episodes), [pending | {"member": m} for m in range(size)])
                 c.execute(_COUNT, {"counter": "admitted", "by": size})
         except IntegrityError:
             pass  # admitted before
@@ -198,9 +185,7 @@ class Ledger:
 
     def lease(self, owner: str, limit: int, seconds: float, together: int = 1) -> list[EpisodeLease]:
         """Up to `limit` episodes for `owner`, of the oldest groups first: pending ones and those of expired leases.
-
-        Families of `together` neighbours of a group are leased as a whole, or what is left of them.
-        """
+        Families of `together` neighbours of a group are leased as a whole, or what is left of them."""
         now = time.time()
         with self._write() as c:
             rows = _whole(c.execute(_LEASABLE, {"now": now, "limit": limit + 1}).all(), limit, together)
@@ -217,31 +202,15 @@ class Ledger:
                 for row in rows
             ]
             if leases:
-                c.execute(
-                    _LEASE,
-                    [
-                        {
-                            "g": lease.group_id,
-                            "m": lease.member,
-                            "attempt": lease.attempt,
-                            "state": "leased",
-                            "owner": owner,
-                            "lease_deadline": lease.deadline,
-                        }
-                        for lease in leases
-                    ],
-                )
+                held = {"state": "leased", "owner": owner, "lease_deadline": now + seconds}
+                c.execute(_LEASE, [{"g": x.group_id, "m": x.member, "attempt": x.attempt} | held for x in leases])
         return leases
 
     def renew(self, owner: str, seconds: float) -> int:
         """Prolongs every lease of `owner` to `seconds` from now. Returns how many there are."""
+        mine = sa.update(episodes).where(_e.state == "leased", _e.owner == owner)
         with self._write() as c:
-            result = c.execute(
-                sa.update(episodes)
-                .where(_e.state == "leased", _e.owner == owner)
-                .values(lease_deadline=time.time() + seconds)
-            )
-            return result.rowcount
+            return c.execute(mine.values(lease_deadline=time.time() + seconds)).rowcount
 
     def finish(
         self,
@@ -256,11 +225,9 @@ class Ledger:
         metrics: Mapping[str, float],
         flags: tuple[str, ...] = (),
     ) -> bool:
-        """Records how a leased episode ended. False if the result came late and was ignored.
-
-        An infrastructure failure sends the episode back to pending, twice at most; after that it is done without a
-        blob. The group is ready once its last member is done.
-        """
+        """Records how a leased episode ended. False if the result came late and was ignored. An infrastructure failure
+        sends the episode back to pending, twice at most; after that it is done without a blob. The group is ready once
+        its last member is done."""
         key = {"g": lease.group_id, "m": lease.member, "a": lease.attempt}
         values = {
             "state": "done",
@@ -271,7 +238,7 @@ class Ledger:
             "tokens": tokens,
             "min_version": min_version,
             "metrics": msgspec.json.encode(metrics).decode(),
-            "flags": flagged_rows.joined(flags),
+            "flags": " ".join(flags),
             "finished": time.time(),
         }
         with self._write() as c:
@@ -291,15 +258,11 @@ class Ledger:
     def ready_groups(
         self, limit: int, in_order: bool, due: int | None = None, without: Collection[int] = ()
     ) -> list[Group]:
-        """Up to `limit` groups to train on next, oldest first; those lost to infrastructure as a whole are empty.
-
-        Those in `without` are left out: a version that was trained on them is on its way.
-
-        `in_order` stops at the first group that is still open. Otherwise younger groups overtake open ones; with `due`
-        (the trainer's version minus the staleness bound O) only as far as every group is still trained on within O
-        versions of its admission: where `limit` groups are ready but taking them would leave a straggler too late, the
-        answer is empty.
-        """
+        """Up to `limit` groups to train on next, oldest first; those lost to infrastructure as a whole are empty. Those
+        in `without` are left out: a version that was trained on them is on its way. `in_order` stops at the first group
+        that is still open. Otherwise younger groups overtake open ones; with `due` (the trainer's version minus the
+        staleness bound O) only as far as every group is still trained on within O versions of its admission: where
+        `limit` groups are ready but taking them would leave a straggler too late, the answer is empty."""
         with self._read() as c:
             waiting = [row for row in c.execute(_WAITING).all() if row.id not in without]
             ids: list[int] = []
@@ -329,25 +292,19 @@ class Ledger:
 
     def recover(self, manifests: Sequence[PolicyVersion]) -> None:
         """Makes the ledger follow the published versions; call it on resume, before any process leases or trains.
-
         Groups that a manifest names are consumed by it, groups that none names are ready again, and every lease goes
-        back to pending under a new attempt number, so that nothing its owner may still do counts. Raises UserError
-        if a manifest names a group that was never admitted here.
-        """
+        back to pending under a new attempt number, so that nothing its owner may still do counts. Raises UserError if a
+        manifest names a group that was never admitted here."""
         with self._write() as c:
             c.execute(sa.update(groups).where(_g.state == "consumed").values(state="ready", consumed_version=None))
             for manifest in manifests:
                 try:
                     _consume(c, manifest.groups, manifest.version)
                 except ValueError as e:
-                    raise UserError(
-                        f"the ledger does not belong to the published versions: {e}; start a new run"
-                    ) from e
-            c.execute(
-                sa.update(episodes)
-                .where(_e.state == "leased")
-                .values(state="pending", attempt=_e.attempt + 1, owner=None, lease_deadline=None)
-            )
+                    why = f"the ledger does not belong to the published versions: {e}; start a new run"
+                    raise UserError(why) from e
+            again = {"state": "pending", "attempt": _e.attempt + 1, "owner": None, "lease_deadline": None}
+            c.execute(sa.update(episodes).where(_e.state == "leased").values(again))
 
     # Cheating ---------------------------------------------------------------------------------------------------------
 
@@ -394,11 +351,9 @@ class Ledger:
         )
 
     def results(self, after: int, *, consumed_only: bool) -> list[GroupResult]:
-        """Finished groups beyond the mark `after` (0 at first), none twice and none left out.
-
-        In order of completion, or with `consumed_only` those trained on, by version and index: an order that does not
-        depend on timing. A mark is good for the same `consumed_only` only.
-        """
+        """Finished groups beyond the mark `after` (0 at first), none twice and none left out. In order of completion,
+        or with `consumed_only` those trained on, by version and index: an order that does not depend on timing. A mark
+        is good for the same `consumed_only` only."""
         query = _RESULTS_CONSUMED if consumed_only else _RESULTS_READY
         with self._read() as c:
             rows = c.execute(query, {"after": after}).all()
@@ -452,9 +407,8 @@ class Ledger:
                 return
             bound = c.execute(sa.select(meta.c.value).where(meta.c.key == "run")).scalar_one()
         if bound != run:
-            raise UserError(
-                f"the ledger {self._engine.url} belongs to run {bound!r}; give this run a database of its own"
-            )
+            where = f"the ledger {self._engine.url} belongs to run {bound!r}"
+            raise UserError(f"{where}; give this run a database of its own")
 
     @contextmanager
     def _write(self) -> Generator[sa.Connection]:
@@ -495,14 +449,8 @@ def _groups(c: sa.Connection, ids: Sequence[int]) -> list[Group]:
         blobs[row.group_id].append(row.blob)
     rows = {row.id: row for row in c.execute(_ADMITTED, {"ids": ids})}
     return [
-        Group(
-            id=group,
-            index=group,
-            task_id=rows[group].task_id,
-            admitted_version=rows[group].admitted_version,
-            episodes=tuple(blobs[group]),
-        )
-        for group in ids
+        Group(id=i, index=i, task_id=task_id, admitted_version=admitted, episodes=tuple(blobs[i]))
+        for i, task_id, admitted in (rows[group] for group in ids)
     ]
 
 

@@ -58,10 +58,8 @@ def population(counts: Mapping[tuple[str, int, bool], int]) -> Population:
 
 
 def left_behind(c: sa.Connection, without: Collection[int]) -> dict[str, float]:
-    """Means over the episodes that have ended and wait to be trained on, those of groups `without` left out.
-
-    At most (O + 1) * P * G episodes, by admission.
-    """
+    """Means over the episodes that have ended and wait to be trained on, those of groups `without` left out. At most (O
+    + 1) * P * G episodes, by admission."""
     query = (
         sa.select(_e.group_id, _e.tokens, _e.passed, _e.metrics)
         .join_from(episodes, groups, _g.id == _e.group_id)

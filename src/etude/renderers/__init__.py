@@ -5,8 +5,6 @@ Imports records, errors and what lies below; no torch. Public: the names in `__a
 tools in OpenAI's format), and the helpers for text in `text.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from etude.errors import UserError
@@ -21,10 +19,8 @@ DIALECTS = ("compact", "hermes")
 
 
 def renderer_for(model_dir: Path, dialect: str | None = None) -> Renderer:
-    """The renderer of a Hugging Face model folder; `dialect` None or "auto" is found from the tokenizer.
-
-    Raises UserError if the folder lacks the files, or its chat template cannot be used turn by turn.
-    """
+    """The renderer of a Hugging Face model folder; `dialect` None or "auto" is found from the tokenizer. Raises
+    UserError if the folder lacks the files, or its chat template cannot be used turn by turn."""
     if dialect not in (None, "auto", *DIALECTS):
         raise UserError(f"There is no dialect {dialect!r}; known: auto, {', '.join(DIALECTS)}.")
     tokenizer = load_tokenizer(model_dir)
@@ -32,10 +28,7 @@ def renderer_for(model_dir: Path, dialect: str | None = None) -> Renderer:
         dialect = "compact" if tokenizer.token_to_id("<|call|>") is not None else "hermes"
     if dialect == "compact":
         return CompactRenderer(tokenizer)
-    return HermesRenderer(tokenizer, load_template(model_dir), _eos_ids(model_dir))
-
-
-def _eos_ids(folder: Path) -> list[int]:
-    """Ids at which the model itself ends a turn, as its generation configuration says."""
-    ids = read_json(folder / "generation_config.json").get("eos_token_id")
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+    template = load_template(model_dir)
+    # At these the model itself ends a turn, as its generation configuration says.
+    ids = read_json(model_dir / "generation_config.json").get("eos_token_id")
+    return HermesRenderer(tokenizer, template, ids if isinstance(ids, list) else [] if ids is None else [ids])

@@ -1,7 +1,5 @@
 """What the agent loop needs of a dialect, and the tokenisation of text that can never yield a special token."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,10 +28,8 @@ class ParsedTurn:
     reasoning: str = ""
 
     def openai(self, prefix: str) -> dict[str, Any]:
-        """The assistant message of an OpenAI chat completion; call ids are `prefix` and a number.
-
-        A malformed call has no place in that format, so its name and error stand in the content.
-        """
+        """The assistant message of an OpenAI chat completion; call ids are `prefix` and a number. A malformed call has
+        no place in that format, so its name and error stand in the content."""
         calls = [
             {
                 "id": f"{prefix}{i}",
@@ -76,10 +72,8 @@ class Renderer(Protocol):
         ...
 
     def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Ids from the end of a sampled turn to the start of the next one, with any messages in between.
-
-        Raises ValueError for roles or an order that the dialect refuses.
-        """
+        """Ids from the end of a sampled turn to the start of the next one, with any messages in between. Raises
+        ValueError for roles or an order that the dialect refuses."""
         ...
 
     def document(self, title: str, text: str) -> list[int]:
@@ -135,6 +129,26 @@ class PlainEncoder:
         if end - start < 2:
             raise UserError(f"The tokenizer encodes {text[start:end]!r} as a special token; use another model.")
         return self._encode(text[: start + 1]) + self._encode(text[start + 1 :])
+
+
+class TextCodec:
+    """What the dialects have in common: text becomes ordinary tokens, and ids become text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._encoder = PlainEncoder(tokenizer)
+
+    def plain(self, text: str) -> list[int]:
+        """See `Renderer.plain`."""
+        return self._encoder.encode(text)
+
+    def document(self, title: str, text: str) -> list[int]:
+        """See `Renderer.document`."""
+        return self._encoder.document(title, text)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """See `Renderer.text`."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
 
 
 def _without_added_tokens(tokenizer: Tokenizer, prepend: str | None = None) -> Tokenizer:

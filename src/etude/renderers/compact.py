@@ -7,8 +7,6 @@
 by turn, because every piece of text stands between special tokens.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +16,7 @@ from tokenizers import Tokenizer
 
 from etude.errors import UserError
 from etude.records import ToolCall
-from etude.renderers.base import Message, ParsedTurn, PlainEncoder, Tool, checked, content_text, malformed
+from etude.renderers.base import Message, ParsedTurn, TextCodec, Tool, checked, content_text, malformed
 from etude.renderers.schemas import COMPACT_PARAMETERS
 from etude.renderers.text import one_line
 
@@ -26,7 +24,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _CONTROL = tuple(f"<|{name}|>" for name in (*ROLES, "end", "call", "arg"))
 
 
-class CompactRenderer:
+class CompactRenderer(TextCodec):
     """See the module. `digest` covers the tokenizer; the dialect has no template of its own."""
 
     dialect = "compact"
@@ -37,8 +35,7 @@ class CompactRenderer:
         if missing:
             raise UserError(f"The tokenizer lacks {', '.join(missing)} of the compact dialect; use dialect = hermes.")
         known = {token.strip("<|>"): i for token, i in ids.items() if i is not None}
-        self._tokenizer = tokenizer
-        self._encoder = PlainEncoder(tokenizer)
+        super().__init__(tokenizer)
         self._role = {role: known[role] for role in ROLES}
         self._end, self._call, self._arg = known["end"], known["call"], known["arg"]
         text_end = tokenizer.token_to_id("<|endoftext|>")
@@ -70,7 +67,7 @@ class CompactRenderer:
         if ids and ids[-1] in self.stop_ids:
             ids, closed = ids[:-1], True
         spans = _split(ids, self._call)
-        text = self._decode(spans[0])
+        text = self.text(spans[0])
         calls = [self._parse_call(span) for span in spans[1:]]
         if calls and not closed:
             calls[-1] = malformed(calls[-1].name, "the turn was cut before the call ended")
@@ -85,22 +82,10 @@ class CompactRenderer:
         ids += self._message("tool", "\n".join(results)) if results or not request else []
         return [*ids, *(self._message("user", request) if request else ()), self._role["assistant"]]
 
-    def plain(self, text: str) -> list[int]:
-        """See `Renderer.plain`."""
-        return self._encoder.encode(text)
-
     def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """See `Renderer.follow`."""
         closed = bool(sampled_ids) and sampled_ids[-1] == self._end
         return [*([] if closed else [self._end]), *self.prompt(messages)]
-
-    def document(self, title: str, text: str) -> list[int]:
-        """See `Renderer.document`."""
-        return self._encoder.document(title, text)
-
-    def text(self, ids: Sequence[int]) -> str:
-        """See `Renderer.text`."""
-        return self._decode(ids)
 
     def _message(self, role: str, content: str, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         ids = [self._role[role], *self.plain(content)]
@@ -116,12 +101,9 @@ class CompactRenderer:
         ids.append(self._end)
         return ids
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
-
     def _parse_call(self, ids: Sequence[int]) -> ToolCall:
         spans = _split(ids, self._arg)
-        name, *values = (self._decode(span) for span in spans)
+        name, *values = (self.text(span) for span in spans)
         if any(not self._encoder.forbidden.isdisjoint(span) for span in spans):
             return malformed(name, "a special token inside a call")
         names = COMPACT_PARAMETERS.get(name)

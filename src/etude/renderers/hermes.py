@@ -5,8 +5,6 @@ taking the difference, and checked against the full render. Rendered text is cut
 are encoded as ordinary text, so that content which spells a special token stays content.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ from etude.records import ToolCall
 from etude.renderers.base import (
     Message,
     ParsedTurn,
-    PlainEncoder,
+    TextCodec,
     Tool,
     checked,
     content_text,
@@ -40,15 +38,14 @@ _RESULTS = ("Dummy result zero.", "Dummy result one.", "Dummy result two.")
 _REQUEST = "Dummy second request."
 
 
-class HermesRenderer:
+class HermesRenderer(TextCodec):
     """See the module. `digest` covers the tokenizer and the template."""
 
     dialect = "hermes"
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, eos_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._template = template
-        self._encoder = PlainEncoder(tokenizer)
         ids = tokenizer.get_added_tokens_decoder()
         added = ids.values()
         self._ids = {token.content: i for i, token in ids.items()}
@@ -102,10 +99,6 @@ class HermesRenderer:
             text = (self._before + text + behind if results else alone) + self._escape(request, mark) + after
         return ([] if closed else [self._end]) + self._encode(text, mark)
 
-    def plain(self, text: str) -> list[int]:
-        """See `Renderer.plain`."""
-        return self._encoder.encode(text)
-
     def follow(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """See `Renderer.follow`."""
         closed = bool(sampled_ids) and sampled_ids[-1] == self._end
@@ -119,14 +112,6 @@ class HermesRenderer:
         if end is None or self._ids[end.group()] != self._end:
             raise ValueError(f"the chat template of {self._template.name} changes a turn that others follow")
         return ([] if closed else [self._end]) + self._encode(rest[end.end() :], mark)
-
-    def document(self, title: str, text: str) -> list[int]:
-        """See `Renderer.document`."""
-        return self._encoder.document(title, text)
-
-    def text(self, ids: Sequence[int]) -> str:
-        """See `Renderer.text`."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False) if ids else ""
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         try:
@@ -233,6 +218,7 @@ class HermesRenderer:
         tool = {"type": "function", "function": {"name": "dummy", "description": "Dummy.", "parameters": {}}}
         rounds = (_RESULTS[:1], _RESULTS, _RESULTS[:2], _RESULTS[:1])
         for tools in ((), (tool,)):
+            turn: list[int] = []
             messages: list[Message] = [{"role": "system", "content": "Dummy system."}, _USER]
             ids = self.prompt(messages, tools)
             for results in rounds:

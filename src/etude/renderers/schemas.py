@@ -1,21 +1,13 @@
 """The schemas of the built-in tools; `harness/full_tools.py` and `compact_tools.py` are the code behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 # Tools of the compact dialect and their arguments by position.
 COMPACT_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "edit": ("old", "new"),
-    "undo": (),
-    "test": (),
-    "read": (),
-    "list": (),
-    "grep": ("pattern",),
-    "run": ("command",),
-    "finish": (),
-}
+    "edit": ("old", "new"), "undo": (), "test": (), "read": (), "list": (), "grep": ("pattern",),
+    "run": ("command",), "finish": (),
+}  # fmt: skip
 
 
 _WORK = {

@@ -1,7 +1,5 @@
 """Chat templates of Hugging Face model folders, rendered without importing transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -31,8 +29,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 class ChatTemplate:
     """A compiled template with the tokens and the date that it may name. The date is that of loading: a prompt that
-    changes at midnight would differ between the members of a group.
-    """
+    changes at midnight would differ between the members of a group."""
 
     def __init__(self, source: str, variables: Mapping[str, Any], name: str) -> None:
         self.source = source

@@ -1,7 +1,5 @@
 """Text that may come from anywhere, made fit for records, tokenizers and one line."""
 
-from __future__ import annotations
-
 TITLE = 200  # characters of a title at most
 
 

@@ -11,8 +11,6 @@ leaves behind only what later batches can still take in time (`ledger.staleness`
 for its version.
 """
 
-from __future__ import annotations
-
 
 def capacity(*, version: int, staleness: int, prompts: int, group: int, accepted: int, reserved: int) -> int:
     """Episodes that may be admitted now; negative when the served version went back, e.g. after a rollback."""
@@ -20,20 +18,11 @@ def capacity(*, version: int, staleness: int, prompts: int, group: int, accepted
 
 
 def groups_to_admit(
-    *,
-    version: int,
-    staleness: int,
-    prompts: int,
-    group: int,
-    accepted: int,
-    reserved: int,
-    in_flight: int,
+    *, version: int, staleness: int, prompts: int, group: int, accepted: int, reserved: int, in_flight: int,
     max_in_flight: int,
-) -> int:
+) -> int:  # fmt: skip
     """Whole groups to admit now: within the staleness bound, and with at most `max_in_flight` episodes unfinished.
-
-    Raises ValueError where no group could ever start.
-    """
+    Raises ValueError where no group could ever start."""
     if max_in_flight < group:
         raise ValueError(f"max_in_flight ({max_in_flight}) is smaller than a group of {group} episodes")
     bound = capacity(

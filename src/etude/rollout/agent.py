@@ -1,10 +1,8 @@
 """An episode of an unmodified outside agent: a command in the box, whose model is behind the interception endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import shlex
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,17 +54,17 @@ def check_agent(config: AgentConfig) -> None:
 
 
 async def run_agent(spec: EpisodeSpec, agent: Agent, box: Box) -> UngradedEpisode:
-    """Runs the agent's command in `box` until it ends, its budget is spent or its time is up.
-
-    Raises BoxError with payer "infra", EngineError or Aborted if the infrastructure failed, and UserError if the
-    command fails before its first request, since no model is to blame then.
-    """
+    """Runs the agent's command in `box` until it ends, its budget is spent or its time is up. Raises BoxError with
+    payer "infra", EngineError or Aborted if the infrastructure failed, and UserError if the command fails before its
+    first request, since no model is to blame then."""
     recording = Recording(spec)
     key = agent.endpoint.open(recording)
     timed_out = False
     done: ExecResult | None = None
     try:
-        line = _line(agent.config.command, _environment(spec.task, key) | agent.config.environment)
+        variables = _environment(spec.task, key) | agent.config.environment
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+        line = f"(\n{exports}{agent.config.command}\n)"
         async with asyncio.timeout(spec.budget.seconds + GRACE_SECONDS):
             done = await _run(line, box, recording, spec.budget.seconds)
     except TimeoutError:
@@ -117,8 +115,3 @@ def _environment(task: Task, key: str) -> dict[str, str]:
         "ANTHROPIC_API_KEY": key,
         "TASK": f"{task.instruction}\n\nSee {focus.path}, lines {focus.first_line} to {focus.last_line}.",
     }
-
-
-def _line(command: str, environment: Mapping[str, str]) -> str:
-    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
-    return f"(\n{exports}{command}\n)"

@@ -7,8 +7,6 @@ for an answer that does not close its tag. It passes only with the very bytes. A
 0), but equal syntax is worth nearly as much: it leaves the program as it should be.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +31,8 @@ REWARDS = {EditGrade.EXACT: 1.0, EditGrade.WHITESPACE: 0.9, EditGrade.SYNTAX: 0.
 
 
 def tasks_of(folder: Path, renderer: Renderer, budget: Budget) -> Dataset:
-    """The edits of train.parquet and heldout.parquet whose prompt and right answer fit the budget.
-
-    Raises UserError for a folder without tables, or if none fits.
-    """
+    """The edits of train.parquet and heldout.parquet whose prompt and right answer fit the budget. Raises UserError for
+    a folder without tables, or if none fits."""
     tasks_by_id: dict[str, Task] = {}
     for split, name in (("train", "train.parquet"), ("heldout", "heldout.parquet")):
         examples = tables.load(folder / name)

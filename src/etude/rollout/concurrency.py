@@ -7,19 +7,12 @@ it takes longer, its tokens grow older, and not one more of them is sampled per 
 number, by a bounded step per window, since shares change as the policy does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-WINDOW_SECONDS = 5.0
-"""Over which load is averaged before the limit moves; an agent's turn is about as long."""
-
-GROW, SHRINK = 1.5, 0.75
-"""Bounds of one move: a window that a burst of long tools or of long turns filled must not throw the limit about."""
-
-DEAD_BAND = 0.1
-"""Share of the rows by which demand must miss them for the limit to move: a window's mean is no better than that."""
+WINDOW_SECONDS = 5.0  # over which load is averaged before the limit moves; an agent's turn is about as long
+GROW, SHRINK = 1.5, 0.75  # bounds of one move: a window that a burst of long turns filled must not throw it about
+DEAD_BAND = 0.1  # share of the rows by which demand must miss them for the limit to move: a mean is no better
 
 
 @dataclass(frozen=True)
@@ -37,11 +30,9 @@ def mean_load(samples: Sequence[tuple[int, int]]) -> Load:
 
 
 def next_limit(limit: int, load: Load, *, rows: int, lowest: int, highest: int) -> int:
-    """The limit of the next window, in [lowest, highest], after one in which `limit` episodes were allowed.
-
-    Where fewer episodes were live than were allowed, something else held them back (the staleness bound, or the end of
-    the run), and allowing more would change nothing: the limit then only falls.
-    """
+    """The limit of the next window, in [lowest, highest], after one in which `limit` episodes were allowed. Where fewer
+    episodes were live than were allowed, something else held them back (the staleness bound, or the end of the run),
+    and allowing more would change nothing: the limit then only falls."""
     queued, wanted = load.demand - rows, float(limit)
     if queued > DEAD_BAND * rows:
         wanted = load.live - queued
@@ -77,10 +68,8 @@ class Concurrency:
 
 
 def concurrency(max_in_flight: int | None, *, rows: int, staleness: int, prompts: int, group: int) -> Concurrency:
-    """What a configuration asks for: a fixed number, or with None one that follows the load.
-
-    No more than (O + 1) * P * G episodes can ever be live, by admission; fewer than a group would be none.
-    """
+    """What a configuration asks for: a fixed number, or with None one that follows the load. No more than (O + 1) * P *
+    G episodes can ever be live, by admission; fewer than a group would be none."""
     if max_in_flight is not None:
         return Concurrency(rows, max_in_flight, max_in_flight)
     return Concurrency(rows, group, (staleness + 1) * prompts * group)

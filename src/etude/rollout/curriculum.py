@@ -9,17 +9,12 @@ Seen in three demo runs (G = 16): tasks of which none passed divided their next 
 4 to 7 in 82 %, 8 to 11 in 76 %, 12 to 15 in 45 %, all in 25 %.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-PRIOR_EPISODES = 1.0
-"""Weight of the prior in episodes: one, so that a first group dominates it."""
-
-FLOOR = 0.02
-"""Least weight of any task: what looks hopeless today is still met now and then as the policy improves."""
+PRIOR_EPISODES = 1.0  # weight of the prior: one, so that a first group dominates it
+FLOOR = 0.02  # least weight of any task: what looks hopeless today is still met now and then as the policy improves
 
 
 @dataclass

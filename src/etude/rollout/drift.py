@@ -4,8 +4,6 @@ Learning shifts behaviour, too: a shift is something to look at, never a part of
 single steps, which hold what varies from batch to batch; a metric that has shifted is quiet for one window.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, variance
@@ -73,12 +71,12 @@ class BehaviourDrift:
                 continue
             before, after = values[: self.window], values[self.window :]
             t = welch(before, after)
-            if abs(t) >= T and _matters(fmean(before), fmean(after)):
+            old, new = fmean(before), fmean(after)
+            matters = abs(new - old) >= LEAST * min(1.0, max(abs(old), abs(new))) and abs(new - old) > 1e-9
+            if abs(t) >= T and matters:
                 self._quiet[name] = self.window
                 step = int(line["step"])
-                shifts.append(
-                    Shift(metric=name, step=step, window=self.window, before=fmean(before), after=fmean(after), t=t)
-                )
+                shifts.append(Shift(metric=name, step=step, window=self.window, before=old, after=new, t=t))
         return shifts
 
 
@@ -89,7 +87,3 @@ def welch(before: Sequence[float], after: Sequence[float]) -> float:
     if error == 0:
         return math.copysign(math.inf, difference) if difference else 0.0
     return difference / error
-
-
-def _matters(before: float, after: float) -> bool:
-    return abs(after - before) >= LEAST * min(1.0, max(abs(before), abs(after))) and abs(after - before) > 1e-9

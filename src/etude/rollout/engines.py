@@ -1,7 +1,5 @@
 """Whether the engines of a run compute alike, by the configurations that they report in `/health`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 Configuration = Mapping[str, object]

@@ -14,8 +14,6 @@ An environment decides what the model reads and what an episode is worth. It may
   `episode.box.exec`, or the built-in tools in `box_tools`; never `eval` or `subprocess`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import traceback
@@ -146,7 +144,10 @@ class EnvironmentDataset(Dataset):
         Raises EnvironmentFailed, BoxError, EngineError or Aborted for an episode that is lost, and UserError if the
         environment's code is wrong in a way that no repetition mends.
         """
-        box = await self._open_box(spec.task, sandbox)
+        box = None
+        if spec.task.changes:
+            async with asyncio.timeout(BOX_SECONDS):
+                box = await sandbox.create(self.image(spec.task), Limits())
         try:
             episode, ungraded = await self.play(spec, box)
             if ungraded.timed_out:
@@ -180,12 +181,6 @@ class EnvironmentDataset(Dataset):
         ungraded = await run_from_opening(spec, opening)
         answer = _answer(ungraded, spec.renderer)
         return replace(episode, answer=answer, turns=ungraded.turns, stop_reason=ungraded.stop_reason), ungraded
-
-    async def _open_box(self, task: Task, sandbox: Sandbox) -> Box | None:
-        if not task.changes:
-            return None
-        async with asyncio.timeout(BOX_SECONDS):
-            return await sandbox.create(self.image(task), Limits())
 
     async def _call(self, method: Callable[[EnvironmentEpisode], Any], episode: EnvironmentEpisode) -> Any:
         """The result of a method. Raises EnvironmentFailed, UserError after many failures in a row, and BoxError."""
@@ -241,7 +236,10 @@ def environment_dataset(config: RLConfig, renderer: Renderer, folder: Path) -> E
         raise UserError(f"tasks.environment: {path} is no subclass of etude.rollout.environment.Environment")
     name = type(environment).__name__
     originals = _valid_tasks(environment, name)
-    splits = _splits(list(originals.values()), config.tasks.heldout_fraction)
+    # Tasks without a split are divided by a hash of their ids.
+    free = sorted((t.id for t in originals.values() if not t.split), key=lambda id: blake3.blake3(id.encode()).digest())
+    heldout = set(free[: max(1, round(config.tasks.heldout_fraction * len(free)))] if len(free) > 1 else ())
+    splits = {t.id: t.split or ("heldout" if t.id in heldout else "train") for t in originals.values()}
     if "train" not in splits.values():
         raise UserError(f'{name}.tasks gives no task for training: set split to "train", or give more tasks')
     if (config.eval.before or config.eval.after) and "heldout" not in splits.values():
@@ -284,13 +282,6 @@ def _valid_tasks(environment: Environment, name: str) -> dict[str, EnvironmentTa
             raise UserError(f"{name}.validate refuses the task {task.id}: {type(e).__name__}: {e}") from e
         originals[task.id] = task
     return originals
-
-
-def _splits(tasks: Sequence[EnvironmentTask], heldout_fraction: float) -> dict[str, str]:
-    """The split of every task; those without one are divided by a hash of their ids."""
-    free = sorted((t.id for t in tasks if not t.split), key=lambda id: blake3.blake3(id.encode()).digest())
-    heldout = set(free[: max(1, round(heldout_fraction * len(free)))] if len(free) > 1 else ())
-    return {t.id: t.split or ("heldout" if t.id in heldout else "train") for t in tasks}
 
 
 def _check_fit(prompt: Sequence[int], name: str, task: EnvironmentTask, budget: Budget) -> None:

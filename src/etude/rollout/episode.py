@@ -11,8 +11,6 @@ less the costs of `[reward]` (`rewards.py`). `group_audit.audit_group` may take 
 what it looks at is seen in no single episode.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,11 +51,9 @@ INFRA_ERRORS = (BoxError, EngineError, Aborted, TimeoutError, EnvironmentFailed)
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """What the episodes of a run have in common; a task may have a budget of its own.
-
-    An outside `agent` takes the place of the agent loop. `apply_edit` serves the tool `apply`. `reward` has the costs
-    that are subtracted from grades; without it the reward is the grade, as in evaluations.
-    """
+    """What the episodes of a run have in common; a task may have a budget of its own. An outside `agent` takes the
+    place of the agent loop. `apply_edit` serves the tool `apply`. `reward` has the costs that are subtracted from
+    grades; without it the reward is the grade, as in evaluations."""
 
     dataset: Dataset
     sandbox: Sandbox
@@ -100,11 +96,9 @@ class EpisodeId:
 
 
 async def run_episode(context: RolloutContext, task: Task, id: EpisodeId, decoys: Decoys | None = None) -> Episode:
-    """Plays and grades one attempt at `task`. `decoys` lie in the agent's box.
-
-    Raises only for mistakes in etude itself, such as TokenLedgerError, and UserError where the user can help: the
-    outside agent cannot start, or the environment's code is wrong.
-    """
+    """Plays and grades one attempt at `task`. `decoys` lie in the agent's box. Raises only for mistakes in etude
+    itself, such as TokenLedgerError, and UserError where the user can help: the outside agent cannot start, or the
+    environment's code is wrong."""
     spec = context.spec(task, id.seed)
     try:
         if isinstance(context.dataset, EnvironmentDataset):
@@ -126,21 +120,13 @@ async def run_episode(context: RolloutContext, task: Task, id: EpisodeId, decoys
 
 
 async def run_branches(
-    context: RolloutContext,
-    task: Task,
-    ids: Sequence[EpisodeId],
-    decoys: Decoys | None = None,
-    *,
-    seed: int,
-    turns: int,
-    on_episode: Callable[[Episode], Awaitable[None]],
-) -> None:
+    context: RolloutContext, task: Task, ids: Sequence[EpisodeId], decoys: Decoys | None = None, *, seed: int,
+    turns: int, on_episode: Callable[[Episode], Awaitable[None]],
+) -> None:  # fmt: skip
     """Plays the first `turns` turns once under `seed`, and from there an episode per id, each in a fork of the box.
-
     `on_episode` has each as soon as it ends. Each pays for its own failures, and all for those of the shared prefix, so
     every episode is distributed as one that was played alone; but siblings are not independent (`trainer/rl/batch.py`).
-    Raises as `run_episode` does.
-    """
+    Raises as `run_episode` does."""
     try:
         box = await context.open_box(task, decoys)
         try:
@@ -152,7 +138,10 @@ async def run_branches(
             await on_episode(_lost(context, task, id, e))
         return
     shared, earlier = prefix.ungraded, box.requests()
-    fork = _fork_of(shared, seed, turns)
+    tokens = b"".join(segment.ids for segment in shared.segments)
+    trunk = blake3.blake3(b"%d/%d/" % (seed, turns) + tokens).hexdigest(length=16)
+    sampled = sum(segment.sampled_tokens for segment in shared.segments)
+    fork = Fork(trunk=trunk, seed=seed, after=turns, turns=len(shared.turns), tokens=sampled)
     if prefix.fault:
         fault = Grade(Outcome.SCORED, 0.0, False, prefix.fault, None)
         grade, signals = await _grade(context, task, shared, {}, fault, decoys, earlier)
@@ -200,14 +189,9 @@ async def _changes_of(box: Box, ungraded: UngradedEpisode) -> tuple[Mapping[str,
 
 
 async def _grade(
-    context: RolloutContext,
-    task: Task,
-    ungraded: UngradedEpisode,
-    changes: Mapping[str, bytes | None],
-    fault: Grade | None,
-    decoys: Decoys | None,
-    requests: Sequence[EgressRequest] | None,
-) -> tuple[Grade, dict[str, float]]:
+    context: RolloutContext, task: Task, ungraded: UngradedEpisode, changes: Mapping[str, bytes | None],
+    fault: Grade | None, decoys: Decoys | None, requests: Sequence[EgressRequest] | None,
+) -> tuple[Grade, dict[str, float]]:  # fmt: skip
     """The grade of the changes by the hidden tests, and the signals of cheating in the whole episode."""
     image = context.dataset.image(task)
     if fault is not None:
@@ -222,43 +206,20 @@ async def _grade(
     return graded, signals
 
 
-def _fork_of(shared: UngradedEpisode, seed: int, turns: int) -> Fork:
-    tokens = b"".join(segment.ids for segment in shared.segments)
-    digest = blake3.blake3(b"%d/%d/" % (seed, turns) + tokens).hexdigest(length=16)
-    sampled = sum(segment.sampled_tokens for segment in shared.segments)
-    return Fork(trunk=digest, seed=seed, after=turns, turns=len(shared.turns), tokens=sampled)
-
-
 def _record(
-    context: RolloutContext,
-    task: Task,
-    id: EpisodeId,
-    ungraded: UngradedEpisode,
-    grade: Grade,
-    signals: dict[str, float],
-    fork: Fork | None = None,
-) -> Episode:
+    context: RolloutContext, task: Task, id: EpisodeId, ungraded: UngradedEpisode, grade: Grade,
+    signals: dict[str, float], fork: Fork | None = None,
+) -> Episode:  # fmt: skip
     """The record of an episode that ended, with its reward."""
     shared = {} if fork is None else {"shared_tokens": float(fork.tokens)}
     episode = Episode(
-        id=f"{id.group_id}-{id.member}-{id.attempt}",
-        group_id=id.group_id,
-        member=id.member,
-        attempt=id.attempt,
-        task_id=task.id,
-        seed=id.seed,
-        outcome=grade.outcome,
-        stop_reason=ungraded.stop_reason,
-        reward=grade.reward,
-        passed=grade.passed,
-        segments=ungraded.segments,
-        turns=ungraded.turns,
+        id=f"{id.group_id}-{id.member}-{id.attempt}", group_id=id.group_id, member=id.member, attempt=id.attempt,
+        task_id=task.id, seed=id.seed, outcome=grade.outcome, stop_reason=ungraded.stop_reason, reward=grade.reward,
+        passed=grade.passed, segments=ungraded.segments, turns=ungraded.turns,
         metrics=ungraded.metrics | {n: v for n, v in signals.items() if not n.startswith("flag/")} | shared,
         flags=tuple(sorted(n.removeprefix("flag/") for n in signals if n.startswith("flag/"))),
-        tools=ungraded.tools,
-        detail=grade.detail,
-        fork=fork,
-    )
+        tools=ungraded.tools, detail=grade.detail, fork=fork,
+    )  # fmt: skip
     return episode if context.reward is None else with_reward(episode, context.reward, context.budget_of(task))
 
 

@@ -7,8 +7,6 @@ which have a shared prefix, are not among the others. Unusual fixes without such
 pure function of the group, so the trainer, the report and a resumed run come to the same result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 
@@ -43,7 +41,7 @@ def audit_group(members: Sequence[Episode]) -> list[Episode]:
 
 def unusual_traits(member: Episode, others: Sequence[Episode]) -> tuple[str, ...]:
     """The traits of a passing member's change that (almost) no change of the others has."""
-    changed = [other for other in others if _lines(other)]
+    changed = [o for o in others if o.metrics.get("path/added", 0.0) + o.metrics.get("path/removed", 0.0)]
     if not member.passed or len(changed) < MIN_OTHERS:
         return ()
     return tuple(
@@ -73,7 +71,3 @@ def without_grade(episode: Episode) -> Episode:
     return msgspec.structs.replace(
         episode, reward=episode.reward - earned, metrics=episode.metrics | {"reward/grade": 0.0}
     )
-
-
-def _lines(episode: Episode) -> float:
-    return episode.metrics.get("path/added", 0.0) + episode.metrics.get("path/removed", 0.0)

@@ -9,8 +9,6 @@ No process waits for another: an engine that does not answer leaves a version wi
 trainer has taken it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Sequence
@@ -42,17 +40,15 @@ class ProbeResult(Record, frozen=True, kw_only=True):
 
 
 def make_sequences(tasks: Sequence[Task], renderer: Renderer, count: int, length: int) -> Sequences:
-    """`count` sequences of at most `length` tokens, or one per task if there are fewer; a function of the arguments.
-
-    A sequence is the instruction of a task, with its file from the broken function on; the tasks are spread over all.
-    """
+    """`count` sequences of at most `length` tokens, or one per task if there are fewer; a function of the arguments. A
+    sequence is the instruction of a task, with its file from the broken function on; the tasks are spread over all."""
     chosen = [tasks[i * len(tasks) // count] for i in range(count)] if len(tasks) > count else tasks
-    return Sequences(ids=tuple(renderer.prompt([{"role": "user", "content": _text(t)}])[:length] for t in chosen))
-
-
-def _text(task: Task) -> str:
-    lines = task.changes.get(task.focus.path, "").splitlines()
-    return "\n".join([task.instruction, *lines[task.focus.first_line - 1 :]])
+    ids: list[list[int]] = []
+    for task in chosen:
+        lines = task.changes.get(task.focus.path, "").splitlines()
+        text = "\n".join([task.instruction, *lines[task.focus.first_line - 1 :]])
+        ids.append(renderer.prompt([{"role": "user", "content": text}])[:length])
+    return Sequences(ids=tuple(ids))
 
 
 def reset(store: Store, sequences: Sequences) -> None:

@@ -1,7 +1,5 @@
 """Python functions as tools of an agent: their schemas, and how they are called."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading
@@ -23,9 +21,7 @@ _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list:
 
 async def call_python(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """The result of a user's function. One that is not `async` runs in a thread, so that it holds up nothing else.
-
-    Cancelling does not end the thread, but nothing waits for it then, the end of the program included.
-    """
+    Cancelling does not end the thread, but nothing waits for it then, the end of the program included."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
     loop = asyncio.get_running_loop()
@@ -76,11 +72,8 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class PythonTools(FullTools):
-    """The functions of an environment as tools, and those of the built-in tools in `box_tools`.
-
-    In the compact dialect arguments come by position, as text. Raises UserError for names and parameters that cannot
-    be used.
-    """
+    """The functions of an environment as tools, and those of the built-in tools in `box_tools`. In the compact dialect
+    arguments come by position, as text. Raises UserError for names and parameters that cannot be used."""
 
     def __init__(
         self, functions: Sequence[Callable[..., Any]], box_tools: Sequence[str], box: Box | None, task: Task, *,

@@ -1,7 +1,5 @@
 """An episode played again from its segments: proof that the harness still puts the same tokens before the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,10 +17,8 @@ from etude.sandbox.base import BoxError
 
 
 async def replay(context: RolloutContext, task: Task, episode: Episode, decoys: Decoys | None = None) -> str:
-    """The first difference in tokens when `episode` is played again in a new box: "" if there is none.
-
-    Its calls are run; nothing is sampled or graded. An episode that the clock ended is compared up to its last turn.
-    """
+    """The first difference in tokens when `episode` is played again in a new box: "" if there is none. Its calls are
+    run; nothing is sampled or graded. An episode that the clock ended is compared up to its last turn."""
     recorded = RecordedPolicy(episode.segments)
     timed_out = episode.stop_reason is StopReason.SECONDS
     try:
@@ -59,10 +55,8 @@ async def _play_again(context: RolloutContext, task: Task, episode: Episode, dec
 
 
 class RecordedPolicy:
-    """A policy that repeats the turns of an episode's segments.
-
-    Each prompt must be, token by token, the one that the turn was sampled from, its documents included.
-    """
+    """A policy that repeats the turns of an episode's segments. Each prompt must be, token by token, the one that the
+    turn was sampled from, its documents included."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._turns = [(segment, *span) for segment in segments for span in segment.spans()]

@@ -6,8 +6,6 @@ length cost and penalties for bad tool use in the same way (arXiv:2603.24477, se
 with the episode as `reward/NAME`: the reward is their sum. `[reward]` may name a component of the user's, too.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -15,7 +13,6 @@ from functools import cache
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 
 from etude.config import LengthCost, RewardConfig, import_object
 from etude.errors import UserError
@@ -26,12 +23,10 @@ _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episode:
-    """The episode with its reward and the components of it.
-
-    Timeouts, tampering and episodes with a violation pay every cost in full and earn no grade: none of them is better
-    than an honest failure with the worst behaviour. The task's `budget` bounds the costs of length.
-    An episode that was lost to infrastructure is returned as it is: it has no reward.
-    """
+    """The episode with its reward and the components of it. Timeouts, tampering and episodes with a violation pay every
+    cost in full and earn no grade: none of them is better than an honest failure with the worst behaviour. The task's
+    `budget` bounds the costs of length. An episode that was lost to infrastructure is returned as it is: it has no
+    reward."""
     if episode.outcome is Outcome.INFRA:
         return episode
     share = refused_share(episode.metrics) if _sound(episode) else 1.0
@@ -44,7 +39,9 @@ def with_reward(episode: Episode, config: RewardConfig, budget: Budget) -> Episo
             _effort(episode, config.length, budget), config.length
         )
     if config.overlong:
-        components["overlong"] = -_overlong(episode, config.overlong, budget)
+        # DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): from 0 at L - cache tokens to 1 at L.
+        over = (episode.sampled_tokens - (budget.tokens - config.overlong)) / config.overlong
+        components["overlong"] = -(min(1.0, max(0.0, over)) if _sound(episode) else 1.0)
     if config.behaviour:
         components["behaviour"] = -_behaviour_penalties(episode, config)
     if config.custom is not None:
@@ -63,46 +60,37 @@ def _sound(episode: Episode) -> bool:
 
 
 def refused_share(metrics: dict[str, float]) -> float:
-    """Share of edit calls that changed nothing: text not found or put in its own place. Any malformed call counts.
-
-    An episode without an edit pays the whole cost, so that doing nothing is no way to save it.
-    """
+    """Share of edit calls that changed nothing: text not found or put in its own place. Any malformed call counts. An
+    episode without an edit pays the whole cost, so that doing nothing is no way to save it."""
     refused = metrics.get("edit_errors", 0.0) + metrics.get("malformed", 0.0)
     calls = metrics.get("edits", 0.0) + refused
     return refused / calls if calls else 1.0
 
 
 def length_cost(x: float, config: LengthCost) -> float:
-    """C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)), and ln(1 + k x) / k at q = 1 (arXiv:2603.24477, section 4.2.2).
-
-    Its slope is 1 at x = 0 and falls: an easy task should be done fast, a hard one may take its time.
-    """
+    """C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q)), and ln(1 + k x) / k at q = 1 (arXiv:2603.24477, section 4.2.2). Its
+    slope is 1 at x = 0 and falls: an easy task should be done fast, a hard one may take its time."""
     if abs(config.q - 1) < 1e-9:
         return math.log1p(config.k * x) / config.k
     return math.expm1((1 - config.q) * math.log1p(config.k * x)) / (config.k * (1 - config.q))
 
 
 def effort(episode: Episode, weights: LengthCost) -> float:
-    """x: the weighted sum of an episode's tokens by kind, its tool calls and its turns.
-
-    Thinking and answer are not apart in the tokens: a turn's sampled tokens are divided by the shares of its text.
-    """
+    """x: the weighted sum of an episode's tokens by kind, its tool calls and its turns. Thinking and answer are not
+    apart in the tokens: a turn's sampled tokens are divided by the shares of its text."""
     x = weights.turns * len(episode.turns) + weights.calls * sum(len(turn.calls) for turn in episode.turns)
-    counts = [count for segment in episode.segments for count in _turn_tokens(segment.arrays()[1], segment.turn_starts)]
+    counts: list[int] = []  # sampled tokens of each turn
+    for segment in episode.segments:
+        mask_T = segment.arrays()[1]
+        ends = [*segment.turn_starts[1:], len(mask_T)]
+        counts += [int(mask_T[a:b].sum()) for a, b in zip(segment.turn_starts, ends, strict=True)]
     for turn, sampled in zip(episode.turns, counts, strict=False):  # a turn cut off by the clock has tokens but no text
         thought = sum(map(len, _THINKING.findall(turn.text))) / max(len(turn.text), 1)
         rest = weights.calling if turn.calls else weights.final
         x += sampled * (thought * weights.thinking + (1 - thought) * rest)
     for segment in episode.segments:
-        mask_T = segment.arrays()[1]
-        x += weights.output * int((mask_T[segment.prompt_length :] == 0).sum())
+        x += weights.output * int((segment.arrays()[1][segment.prompt_length :] == 0).sum())
     return x
-
-
-def _turn_tokens(mask_T: np.ndarray, starts: tuple[int, ...]) -> list[int]:
-    """Sampled tokens of each turn of a segment."""
-    ends = [*starts[1:], len(mask_T)]
-    return [int(mask_T[start:end].sum()) for start, end in zip(starts, ends, strict=True)]
 
 
 def _effort(episode: Episode, weights: LengthCost, budget: Budget) -> float:
@@ -111,13 +99,6 @@ def _effort(episode: Episode, weights: LengthCost, budget: Budget) -> float:
         return x
     dearest = max(weights.thinking, weights.calling, weights.final)
     return max(x, weights.turns * budget.turns + dearest * budget.tokens)
-
-
-def _overlong(episode: Episode, cache: int, budget: Budget) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): from 0 at L - cache tokens to 1 at L."""
-    if not _sound(episode):
-        return 1.0
-    return min(1.0, max(0.0, (episode.sampled_tokens - (budget.tokens - cache)) / cache))
 
 
 def _behaviour_penalties(episode: Episode, config: RewardConfig) -> float:

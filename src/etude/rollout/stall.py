@@ -5,8 +5,6 @@ these happens for `rollout.stall_seconds`, one sentence says what the run waits 
 ends with that sentence; it can be resumed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 

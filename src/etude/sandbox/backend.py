@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etude.sandbox.base import Capabilities, Image, Limits
+from etude.sandbox.base import Capabilities, Changes, Image, Limits
 from etude.sandbox.egress.policy import Egress
 from etude.sandbox.machine_profile import ProfileSource
 from etude.sandbox.namespace.image_templates import Layer
@@ -48,10 +48,6 @@ class HiddenControls:
     token: str
     modules: Mapping[str, str]
 
-    def plain(self) -> dict[str, object]:
-        """For the request that starts a template."""
-        return {"token": self.token, "modules": dict(self.modules)}
-
 
 @dataclass(frozen=True)
 class PristineImage:
@@ -75,7 +71,7 @@ class ForkRequest:
     image: PristineImage
     files: Sequence[str]
     tests: Sequence[str]
-    changes: Mapping[str, bytes | None]
+    changes: Changes
     limits: Limits
     questions: Mapping[str, Mapping[str, str]] | None = None
 
@@ -114,13 +110,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def shell(
-        self,
-        image: Image,
-        layers: Mapping[str, bytes | None],
-        limits: Limits,
-        *,
-        bare: bool = False,
-        below: Sequence[Layer] = (),
+        self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False, below: Sequence[Layer] = ()
     ) -> Shell:
         """A live box on `image` with the files of `layers` over it.
 

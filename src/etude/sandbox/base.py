@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 Payer = Literal["agent", "infra"]
+Changes = Mapping[str, bytes | None]  # path -> content; None: the file is deleted
 WORKSPACE = "/workspace"  # the repository root inside a box
 TOOLS = "/opt/agent"
 HOST_SOCKET_PORT = 41414
@@ -169,7 +170,6 @@ class Box(Protocol):
 
     async def write(self, path: str, data: bytes) -> None:
         """Replace or create a file and its folders. Raises Escape, NotRegular, TooLarge, NoSpace."""
-        ...
 
     async def list(self, path: str) -> list[str]:
         """Sorted names in a folder ("" is the root), folders with a trailing slash. Raises NotFound, NotRegular."""
@@ -177,7 +177,6 @@ class Box(Protocol):
 
     async def delete(self, path: str) -> None:
         """Remove a file. Raises NotFound, NotRegular, Escape."""
-        ...
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
         """Run a line in the box's shell, which keeps its folder and variables. A non-zero exit is a result."""
@@ -185,7 +184,6 @@ class Box(Protocol):
 
     async def interrupt(self) -> None:
         """End the command that `exec` runs, as its deadline would."""
-        ...
 
     async def run_tests(self, tests: Sequence[str], timeout: float) -> TestReport:
         """Run visible tests on a throwaway copy of the box."""
@@ -205,7 +203,6 @@ class Box(Protocol):
 
     async def close(self) -> None:
         """End every process of the box. Idempotent."""
-        ...
 
 
 @dataclass
@@ -242,12 +239,7 @@ class Sandbox(Protocol):
         ...
 
     async def run_tests(
-        self,
-        image: Image,
-        changes: Mapping[str, bytes | None],
-        tests: Sequence[str],
-        hidden: Path | None,
-        limits: Limits,
+        self, image: Image, changes: Changes, tests: Sequence[str], hidden: Path | None, limits: Limits
     ) -> TestReport:
         """Run tests on `image` with `changes`, in a fresh box without network.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from etude.sandbox.backend import Backend
 from etude.sandbox.base import (
     BoxDead,
+    Changes,
     EgressRequest,
     Escape,
     ExecResult,
@@ -27,7 +28,7 @@ from etude.sandbox.namespace.image_templates import DEPTH, Layer
 from etude.sandbox.shell import Shell
 
 RunTests = Callable[
-    [Image, Mapping[str, bytes | None], Sequence[str], Path | None, Limits], Awaitable[TestReport]
+    [Image, Changes, Sequence[str], Path | None, Limits], Awaitable[TestReport]
 ]  # as `Sandbox.run_tests`
 
 MAX_FILE = 10 << 20  # bytes of one file
@@ -48,10 +49,7 @@ def checked(path: str) -> str:
 
 
 class ValueBox:
-    """A box that turns into a live one at the first `exec`, and stays live.
-
-    Reading goes through the change set to the image on disk; links in the image are not followed.
-    """
+    """A box that turns live at the first `exec`. Until then it reads changes over the image, and follows no links."""
 
     def __init__(self, backend: Backend, image: Image, limits: Limits, run_tests: RunTests) -> None:
         """`backend` makes the live box, `run_tests` runs the visible tests."""

@@ -47,10 +47,7 @@ class ControlGroup:
 
 
 def detect(proc: Path = Path("/proc/self"), top: Path = Path("/")) -> Hierarchy | None:
-    """Which hierarchy holds memory and processes in a group that this process may write to; None: neither does.
-
-    v2 is taken if its controllers are there, else v1, which is also what a hybrid machine has.
-    """
+    """Where this process may make groups for memory and processes: in v2 if its controllers are there, else in v1."""
     own: dict[str, str] = {}
     for line in (proc / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -268,9 +265,8 @@ def _kill(folder: Path) -> None:
 
 def _removed(folder: Path) -> bool:
     try:
-        folder.rmdir()
-    except FileNotFoundError:
-        return True
+        with contextlib.suppress(FileNotFoundError):
+            folder.rmdir()
     except OSError:  # a process is ending in it
         return False
     return True

@@ -8,10 +8,10 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from etude.sandbox.base import BoxDead, BoxError, LaunchFailed, Limits
+from etude.sandbox.base import BoxDead, BoxError, Changes, LaunchFailed, Limits
 
 START_SECONDS = 60.0
 
@@ -151,7 +151,9 @@ def memory(data: bytes) -> Iterator[int]:
     """A descriptor of memory that holds `data`, to be sent to its reader."""
     fd = os.memfd_create("request", os.MFD_CLOEXEC)
     try:
-        _write_all(fd, data)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
         yield fd
     finally:
         os.close(fd)
@@ -168,13 +170,7 @@ def limits_of(limits: Limits) -> dict[str, float]:
     }
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def encode(request: dict[str, Any], changes: Mapping[str, bytes | None]) -> bytes:
+def encode(request: dict[str, Any], changes: Changes) -> bytes:
     """A request and its change set: a length, JSON with the sizes of files, and the files."""
     sizes = [(path, None if data is None else len(data)) for path, data in changes.items()]
     head = json.dumps(request | {"changes": sizes}).encode()

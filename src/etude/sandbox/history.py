@@ -60,10 +60,7 @@ Shown = Callable[[str, str], bytes | None]  # path, blob -> what a box may see o
 
 
 def read(source: Path, base: str, paths: Iterable[str], depth: int) -> Past:
-    """The last `depth` commits up to `base` on the first-parent line, with what they hold of `paths`.
-
-    Raises UserError if `base` is no commit.
-    """
+    """Up to `depth` first-parent commits to `base`, with what they hold of `paths`. Raises UserError: no commit."""
     wanted = set(paths)
     listed = git(source, "rev-list", "--first-parent", "--reverse", f"--max-count={depth}", base, "--")
     if listed is None:

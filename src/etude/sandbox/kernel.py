@@ -36,14 +36,10 @@ def machine() -> list[MachineCheck]:
         return [MachineCheck("Linux", False, platform.system(), cure)]
     release = platform.release()
     version = tuple(int(part) for part in release.replace("-", ".").split(".")[:2])
+    known = platform.machine() in ("x86_64", "aarch64")
     checks = [
         MachineCheck("kernel", version >= MINIMUM, release, f"use Linux {MINIMUM[0]}.{MINIMUM[1]} or later"),
-        MachineCheck(
-            "processor",
-            platform.machine() in ("x86_64", "aarch64"),
-            platform.machine(),
-            "use an x86_64 or aarch64 machine; the system-call filter knows no other",
-        ),
+        MachineCheck("processor", known, platform.machine(), "use x86_64 or aarch64; the call filter knows no other"),
         MachineCheck("bash", os.path.exists("/bin/bash"), "/bin/bash", "install bash"),
     ]
     if os.geteuid() != 0:

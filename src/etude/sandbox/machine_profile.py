@@ -12,7 +12,7 @@ from __future__ import annotations
 import platform
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,7 @@ _PATH_MORE = ("{home}/.local/bin", "{home}/bin", "{home}/.cargo/bin", "/usr/game
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """`files` and `folders` lie in the home folder; `environment` is all of the shell's but PATH.
-
-    Times are in seconds. What is None stays as the box has it.
-    """
+    """A machine to imitate, times in seconds; `environment` lacks PATH. What is None stays as the box has it."""
 
     user: str
     host: str
@@ -87,10 +84,6 @@ class MachineProfile:
     checkout_age: float | None  # of the files in the work tree
     checkout_rate: float  # files that it wrote in a second
     pids: int  # processes before the agent's
-
-    def plain(self) -> dict[str, Any]:
-        """For the request that starts a live box."""
-        return asdict(self)
 
 
 @cache

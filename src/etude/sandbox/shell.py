@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from etude.sandbox import base
-from etude.sandbox.base import BoxDead, BoxError, Busy, EgressRequest, ExecResult, TooLarge
+from etude.sandbox.base import BoxDead, BoxError, Busy, Changes, EgressRequest, ExecResult, TooLarge
 from etude.sandbox.connection import Connection, encode
 from etude.sandbox.egress.gate import PORT, Gate
 from etude.sandbox.guest.root import RUNNER, SITE, WORKSPACE
@@ -45,7 +45,7 @@ class Shell:
     async def start(
         self,
         limits: dict[str, float],
-        layers: Mapping[str, bytes | None],
+        layers: Changes,
         prefix: str,
         variables: Mapping[str, str],
         host_socket: tuple[str, int] | None,
@@ -145,10 +145,7 @@ class Shell:
         return self._template is not None
 
     async def freeze(self) -> tuple[Layer | None, bool]:
-        """Freeze what the box has written since the last time.
-
-        Returns the layer, or None if nothing was written; and whether the box itself now stands on that layer.
-        """
+        """(what was written since the last time or None, whether the box stands on that layer now)."""
         head, _ = await self._ask({"op": "freeze"})
         if head["layer"] == "empty":
             return None, False

@@ -7,8 +7,6 @@ without network. Requirements that the last try lacked are added only if the rep
 the part that all languages share, and Python's kit; JavaScript's kit is in `node.py`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -78,20 +76,15 @@ class Kit:
 
 
 async def find(repository: Path, layout: RepositoryLayout, work: Path, how: str) -> BootstrapRecipe:
-    """Install what a Python repository needs into `work`/site. `how` is "rules" or the URL of a model.
-
-    Raises UserError with the reason of the last try if none of TRIES reaches the goals.
-    """
+    """Install what a Python repository needs into `work`/site. `how` is "rules" or the URL of a model. Raises UserError
+    with the reason of the last try if none of TRIES reaches the goals."""
     whole = work / "bootstrap"
     functions.copy(repository, whole, layout.files)
     kit = Kit(
-        language="Python",
-        given="pytest is there",
-        goals=tuple(_goals(layout)),
-        rules=lambda tries: _by_rules(repository, tries),
-        usable=lambda lines: requirements.usable(list(lines)),
+        language="Python", given="pytest is there", goals=tuple(_goals(layout)),
+        rules=lambda tries: _by_rules(repository, tries), usable=lambda lines: requirements.usable(list(lines)),
         reach=lambda site, wanted, goals: _reach(whole, site, wanted, goals),
-    )
+    )  # fmt: skip
     try:
         return await try_out(repository, work, how, kit)
     finally:
@@ -99,10 +92,8 @@ async def find(repository: Path, layout: RepositoryLayout, work: Path, how: str)
 
 
 async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> BootstrapRecipe:
-    """The first of up to TRIES proposals that reaches the goals; its packages are in `work`/site.
-
-    Raises UserError with the reason of the last try if none does.
-    """
+    """The first of up to TRIES proposals that reaches the goals; its packages are in `work`/site. Raises UserError with
+    the reason of the last try if none does."""
     goals = kit.goals
     if how != "rules":
         goals = (*_goals_of_model(how, repository, kit)[: MAX_GOALS - 1], goals[-1])
@@ -123,7 +114,8 @@ async def try_out(repository: Path, work: Path, how: str, kit: Kit) -> Bootstrap
         for folder in work.glob("site-*"):
             shutil.rmtree(folder)
     command, output = tries[-1].missed[0] if tries else ("", "nothing was proposed")
-    raise UserError(f"{repository} is left out after {len(tries)} tries: `{command}` does not hold ({_last(output)}).")
+    last = (output.strip().splitlines() or ["it printed nothing"])[-1].strip()[:160]
+    raise UserError(f"{repository} is left out after {len(tries)} tries: `{command}` does not hold ({last}).")
 
 
 def _goals(layout: RepositoryLayout) -> Iterator[Goal]:
@@ -144,19 +136,14 @@ async def _reach(whole: Path, site: Path, wanted: Sequence[str], goals: Sequence
         packages.install(wanted, site, wheels=True)
     except UserError as e:
         return (("pip install", str(e)),)
-    _leave_metadata(whole, site)
-    async with open_sandbox(workers=1, memo=0) as sandbox:
-        outputs = [(goal.command, await miss(sandbox, whole, site, goal)) for goal in goals]
-    return tuple((command, text) for command, text in outputs if text is not None)
-
-
-def _leave_metadata(whole: Path, site: Path) -> None:
-    """What an installation of the repository itself leaves behind: code asks it for the version."""
     info = whole / "PKG-INFO"
-    if info.is_file():
+    if info.is_file():  # an installation of the repository itself leaves it behind: code asks it for the version
         folder = site / f"{packages.find_name(whole).replace('-', '_', 1)}.dist-info"
         folder.mkdir(exist_ok=True)
         (folder / "METADATA").write_bytes(info.read_bytes())
+    async with open_sandbox(workers=1, memo=0) as sandbox:
+        outputs = [(goal.command, await miss(sandbox, whole, site, goal)) for goal in goals]
+    return tuple((command, text) for command, text in outputs if text is not None)
 
 
 async def miss(sandbox: Sandbox, whole: Path, site: Path, goal: Goal) -> str | None:
@@ -256,8 +243,3 @@ def _ask(url: str, prompt: str) -> dict[str, Any]:
         hint = "check the URL, or use --bootstrap rules"
         raise UserError(f"the model at {base} gave no JSON object ({e}); {hint}.") from None
     return parsed
-
-
-def _last(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:160] if lines else "it printed nothing"

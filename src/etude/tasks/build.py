@@ -3,8 +3,6 @@
 discover functions -> trace which tests call them -> choose visible and hidden tests -> break functions -> gates -> save
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import shutil
@@ -50,13 +48,10 @@ _SCRIPT_FILES = 3  # of JavaScript tests that decide one task, and that its agen
 def build(
     repo: Path, out: Path, options: BuildConfig, progress: Progress, writer: synthesis.Writer | None = None
 ) -> dataset.Dataset:
-    """Make a dataset of gated tasks from the repository at `repo` in the folder `out`.
-
-    `writer` writes tests for functions that no test calls (`synthesis.py`); by default `options.write_tests` does.
-    Everything is written to `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no
-    Python code, no tests that pass, or nothing to break; if a file does not parse; if `out` is taken; or for an unknown
-    operator.
-    """
+    """Make a dataset of gated tasks from the repository at `repo` in the folder `out`. `writer` writes tests for
+    functions that no test calls (`synthesis.py`); by default `options.write_tests` does. Everything is written to
+    `out`.incomplete, which is renamed at the end. Raises UserError if the repository has no Python code, no tests that
+    pass, or nothing to break; if a file does not parse; if `out` is taken; or for an unknown operator."""
     check_operators(options)
     _check_paths(repo, out)
     if writer is None and options.write_tests is not None:
@@ -136,15 +131,9 @@ async def _run(plan: _BuildPlan) -> None:
         if plan.writer is not None:
             callers = await _write_tests(plan, sandbox, callers, plan.writer)
         bench = Bench(
-            sandbox=sandbox,
-            name=packages.find_name(plan.repo),
-            repository=work / "repository",
-            site=work / "site",
-            hidden=work / "hidden",
-            source_roots=plan.layout.source_roots,
-            licence=licence_name,
-            options=options,
-        )
+            sandbox=sandbox, name=packages.find_name(plan.repo), repository=work / "repository", site=work / "site",
+            hidden=work / "hidden", source_roots=plan.layout.source_roots, licence=licence_name, options=options,
+        )  # fmt: skip
         targets, stable, unstable = await _targets(plan, bench, callers, policy, shown)
         files = [p.relative_to(bench.repository).as_posix() for p in bench.repository.rglob("*") if p.is_file()]
         searched = await search(bench, targets, LeakIndex(bench.repository, sorted(files)), plan.progress)
@@ -158,35 +147,18 @@ async def _run(plan: _BuildPlan) -> None:
         reasons = ", ".join(f"{reason}: {n}" for reason, n in searched.rejected.most_common(3))
         raise UserError(f"no broken program of {plan.repo} passed the gates ({reasons}); add tests.")
     commits = histories.build(plan.repo, bench.name, bench.repository, tasks, work)
+    fit = searched.tried - sum(searched.rejected.values())
     manifest = dataset.Manifest(
-        format=dataset.FORMAT,
-        name=bench.name,
-        licence=licence_name,
-        licence_source=licence_source,
-        seed=options.seed,
-        python_path=plan.layout.python_path,
-        source_roots=plan.layout.source_roots,
-        visible=policy,
-        options=options.model_dump(mode="json", include=_RECORDED),
-        counts={
-            "functions": len(targets),
-            "candidates": searched.tried,
-            "fit": searched.tried - sum(searched.rejected.values()),
-            "commits": commits,
-        },
-        digests={},
-    )
+        format=dataset.FORMAT, name=bench.name, licence=licence_name, licence_source=licence_source, seed=options.seed,
+        python_path=plan.layout.python_path, source_roots=plan.layout.source_roots, visible=policy,
+        options=options.model_dump(mode="json", include=_RECORDED), digests={},
+        counts={"functions": len(targets), "candidates": searched.tried, "fit": fit, "commits": commits},
+    )  # fmt: skip
     history = card.TaskBuildLog(
-        functions=len(plan.functions),
-        eligible=len(plan.eligible),
-        covered=len(targets),
-        candidates=searched.tried,
-        rejected=searched.rejected,
-        tests=len(stable),
-        unstable=sorted(unstable),
-        requirements=requirements,
+        functions=len(plan.functions), eligible=len(plan.eligible), covered=len(targets), candidates=searched.tried,
+        rejected=searched.rejected, tests=len(stable), unstable=sorted(unstable), requirements=requirements,
         recipe=recipe,
-    )
+    )  # fmt: skip
     result = dataset.save(work, manifest, tasks)
     (work / "DATACARD.md").write_text(card.datacard(result.manifest, result.tasks, history), encoding="utf-8")
 
@@ -264,7 +236,9 @@ async def _targets(
     """(functions to break with their tests, stable hidden tests, tests left out)."""
     plan.progress("looking for flaky tests", 0, 1)
     options = plan.options
-    eligible = _drawn([f for f in plan.eligible if f.id in callers], options)
+    eligible = [f for f in plan.eligible if f.id in callers]
+    if options.max_functions is not None and len(eligible) > options.max_functions:
+        eligible = random.Random(options.seed).sample(eligible, options.max_functions)
     # A test that calls few functions says more about each of them than one that calls many.
     breadth = Counter(test for names in callers.values() for test in names)
     ranked = {f.id: sorted(callers[f.id], key=lambda test: (breadth[test], test)) for f in eligible}
@@ -285,14 +259,11 @@ async def _targets(
     heldout = split.heldout_functions(eligible, options.heldout_fraction, options.seed)
     targets = [
         Target(
-            function=f,
-            source=plan.sources[f.path],
-            split="heldout" if f.id in heldout else "train",
-            visible=_kept(visible[f.id], stable),
-            hidden=_kept(hidden[f.id], stable),
+            function=f, source=plan.sources[f.path], split="heldout" if f.id in heldout else "train",
+            visible=_kept(visible[f.id], stable), hidden=_kept(hidden[f.id], stable),
         )
         for f in eligible
-    ]
+    ]  # fmt: skip
     if not {"mutation", "removal", "combined"} & set(options.kinds):
         targets = []
     for change in changes:
@@ -311,12 +282,6 @@ async def _targets(
 def _of_files(tests: list[str], count: int) -> list[str]:
     files = list(dict.fromkeys(test.split("::")[0] for test in tests))[:count]
     return [test for test in tests if test.split("::")[0] in files]
-
-
-def _drawn(functions: list[Unit], options: BuildConfig) -> list[Unit]:
-    if options.max_functions is None or len(functions) <= options.max_functions:
-        return functions
-    return random.Random(options.seed).sample(functions, options.max_functions)
 
 
 def _deciding(

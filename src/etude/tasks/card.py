@@ -1,7 +1,5 @@
 """DATACARD.md: what a dataset holds, how it was made, and what was left out."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

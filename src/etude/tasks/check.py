@@ -1,7 +1,5 @@
 """`etude tasks check`: tests on this machine whether a dataset still is what its card says."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,9 +34,7 @@ class CheckReport:
 
 def check(dataset_dir: Path, progress: Progress) -> CheckReport:
     """Verify digests and secrecy, then grade every task unchanged (must fail) and with its gold answer (must pass).
-
-    Raises UserError if `dataset_dir` is not a dataset.
-    """
+    Raises UserError if `dataset_dir` is not a dataset."""
     data = dataset.load(dataset_dir)
     failures = asyncio.run(_grade_all(data, progress))
     return CheckReport(tasks=len(data.tasks), problems=tuple(_problems(data)), failures=failures)

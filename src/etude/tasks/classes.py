@@ -1,7 +1,5 @@
 """Breaks classes: a base is dropped, methods are permuted, a method is removed with the statements that use it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 
@@ -62,15 +60,12 @@ def _remove_method(place: FunctionBytes) -> Iterator[tuple[ByteEdit, ...]]:
             ByteEdit(place.start(statement), place.end(statement), b"pass")
             for _, _, block in place.blocks()
             for statement in block
-            if isinstance(statement, SIMPLE) and _uses(statement, method.name)
+            if isinstance(statement, SIMPLE)
+            and any(isinstance(part, ast.Attribute) and part.attr == method.name for part in ast.walk(statement))
         ]
         line, stop = place.data.rfind(b"\n", 0, start) + 1, place.data.find(b"\n", end)
         gone = ByteEdit(line, stop + 1 if stop >= 0 else len(place.data), b"")
         yield (gone, *(edit for edit in used if not gone.start <= edit.start < gone.end))
-
-
-def _uses(statement: ast.stmt, name: str) -> bool:
-    return any(isinstance(part, ast.Attribute) and part.attr == name for part in ast.walk(statement))
 
 
 OPERATORS: dict[str, Operator] = {

@@ -4,8 +4,6 @@ The difference between a commit and its parent is applied backwards by a three-w
 cleanly are used. So one repository, one set of dependencies and one suite serve all of them.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -117,15 +115,11 @@ def _mutant(source: str, text: str) -> tuple[Mutant, list[int]]:
     edits = [ByteEdit(offsets[i], offsets[j], "".join(new[k:n]).encode()) for _, i, j, k, n in blocks]
     lines = [line for _, i, j, _, _ in blocks for line in range(i + 1, max(j, i + 1) + 1)]
     mutant = Mutant(
-        operator="commit",
-        source=source,
-        edits=tuple(reversed(edits)),
+        operator="commit", source=source, edits=tuple(reversed(edits)),
         original="".join("".join(old[i:j]) for _, i, j, _, _ in blocks),
-        snippet="".join("".join(new[k:n]) for _, _, _, k, n in blocks),
-        first_line=blocks[0][3] + 1,
-        last_line=max(blocks[-1][4], blocks[0][3] + 1),
-        body_line=blocks[0][3] + 1,
-    )
+        snippet="".join("".join(new[k:n]) for _, _, _, k, n in blocks), first_line=blocks[0][3] + 1,
+        last_line=max(blocks[-1][4], blocks[0][3] + 1), body_line=blocks[0][3] + 1,
+    )  # fmt: skip
     return mutant, lines
 
 

@@ -25,10 +25,8 @@ class _CallTrace(msgspec.Struct):
 
 
 def record(roots: Sequence[str], test_files: Sequence[str], result: str) -> None:
-    """Run pytest in this process and write which functions below `roots` each passing test calls.
-
-    Its source is what the box runs, so it uses nothing of this module.
-    """
+    """Run pytest in this process and write which functions below `roots` each passing test calls. Its source is what
+    the box runs, so it uses nothing of this module."""
     import json
     import os
     import sys

@@ -94,10 +94,8 @@ def load(root: Path) -> Dataset:
 
 
 def save(root: Path, manifest: Manifest, tasks: Sequence[Task]) -> Dataset:
-    """Write the tasks and dataset.json under `root`, which already holds repository/, site/ and hidden/.
-
-    The manifest's counts and digests are filled in here.
-    """
+    """Write the tasks and dataset.json under `root`, which already holds repository/, site/ and hidden/. The manifest's
+    counts and digests are filled in here."""
     ordered = tuple(sorted(tasks, key=lambda task: task.id))
     for task in ordered:
         harbor.write_task(task, root / "tasks" / task.id)
@@ -127,12 +125,6 @@ def tree_digest(folder: Path) -> str:
 
 def _dataset(root: Path, manifest: Manifest, tasks: tuple[Task, ...]) -> Dataset:
     return Dataset(
-        root=root,
-        name=manifest.name,
-        repository=root / "repository",
-        site=root / "site",
-        hidden=root / "hidden",
-        tasks=tasks,
-        manifest=manifest,
-        histories=histories.load(root, root / "repository"),
-    )
+        root=root, name=manifest.name, repository=root / "repository", site=root / "site", hidden=root / "hidden",
+        tasks=tasks, manifest=manifest, histories=histories.load(root, root / "repository"),
+    )  # fmt: skip

@@ -4,8 +4,6 @@ A slice is a function and, step by step, the helpers that it calls by name, as f
 test that calls a helper also calls the function. Without the slice, tests that do not call the function still pass.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -25,7 +23,11 @@ def slices(functions: Sequence[Function], callers: Mapping[str, set[str]]) -> It
         own = callers[entry.id]
         if own == everything:
             continue  # nothing would show that the rest works
-        inner = {_call(f): f for f in reached if f is not entry and callers[f.id] <= own}
+        inner = {}  # by how others call it: `name`, or `.name` through an object of its class
+        for f in reached:
+            if f is not entry and callers[f.id] <= own:
+                _, dot, name = f.qualname.rpartition(".")
+                inner[dot + name] = f
         members = [entry]
         for member in members:
             for name in _calls(member):
@@ -35,12 +37,6 @@ def slices(functions: Sequence[Function], callers: Mapping[str, set[str]]) -> It
         fits = len(members) <= MAX_MEMBERS and sum(f.body_lines for f in members) <= MAX_LINES
         if len(members) > 1 and fits:
             yield tuple(members)
-
-
-def _call(function: Function) -> str:
-    """How other functions reach it: `name`, or `.name` through an object of its class."""
-    _, dot, name = function.qualname.rpartition(".")
-    return dot + name
 
 
 def _calls(function: Function) -> list[str]:
@@ -64,9 +60,6 @@ def deletion(members: Sequence[Function], sources: Mapping[str, str]) -> Mutatio
     entry, *helpers = members
     listed = ", ".join(f"`{f.qualname}`" if f.path == entry.path else f"`{f.qualname}` in {f.path}" for f in helpers)
     return MutationCandidate(
-        kind="feature",
-        mutant=files.pop(entry.path),
-        elsewhere=tuple(files.items()),
-        instruction=f"Implement `{entry.qualname}` in {entry.path} and what it calls: {listed}",
-        sites=len(members),
-    )
+        kind="feature", mutant=files.pop(entry.path), elsewhere=tuple(files.items()),
+        instruction=f"Implement `{entry.qualname}` in {entry.path} and what it calls: {listed}", sites=len(members),
+    )  # fmt: skip

@@ -4,8 +4,6 @@ The broken tree fails the same hidden tests every time, scores 0 if nothing is c
 answer; each `repeats` times. Programs that hang, crash the runner or change no test are dropped.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -115,10 +113,8 @@ async def probe(bench: Bench, candidate: Candidate) -> ProvisionalTask | Rejecte
 
 
 async def prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
-    """Repeat the broken tree and the gold answer through the grader itself; why the task does not hold, or None.
-
-    With the probe, the broken tree has then been run `repeats` times, and the gold answer as often.
-    """
+    """Repeat the broken tree and the gold answer through the grader itself; why the task does not hold, or None. With
+    the probe, the broken tree has then been run `repeats` times, and the gold answer as often."""
     task = provisional.task
     image = bench.image(task.changes)
     gold = {path: text.encode() for path, text in task.solution.items()}
@@ -142,41 +138,25 @@ def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequen
     p2p = tuple(sorted([test for test in candidate.hidden if test not in failed][:cap]))
     visible_fails = any(report.outcomes.get(test) != "passed" for test in candidate.visible)
     verb = "Implement" if broken.kind == "removal" else "Fix"
-    return Task(
-        id=task_id(candidate),
-        repository=bench.name,
-        kind=broken.kind,
-        operator=broken.mutant.operator,
-        function=function.id,
-        split=candidate.split,
-        instruction=broken.instruction or f"{verb} `{function.qualname}` in {function.path}",
-        focus=Focus(path=function.path, first_line=broken.mutant.first_line, last_line=broken.mutant.last_line),
-        source_roots=bench.source_roots,
-        changes=candidate.changes,
-        solution=candidate.solution,
-        visible_tests=candidate.visible,
-        fail_to_pass=f2p,
-        pass_to_pass=p2p,
-        difficulty={
-            "lines": float(function.body_lines),
-            "complexity": float(function.complexity),
-            "sites": float(broken.sites),
-            "changed_lines": float(_changed_lines(broken)),
-            "f2p": float(len(f2p)),
-            "p2p": float(len(p2p)),
-            "visible_fails": float(visible_fails),
-            "leak": round(candidate.leak, 3),
-        }
-        | ({"covered": round(report.covered, 3)} if is_script(function.path) else {}),
-        licence=bench.licence,
-    )
-
-
-def _changed_lines(broken: MutationCandidate) -> int:
-    """Lines of the original that the broken text lacks; at least 1, since moved lines are lacking nowhere."""
+    # Lines of the original that the broken text lacks; at least 1, since moved lines are lacking nowhere.
     parts = [broken.mutant, *(mutant for _, mutant in broken.elsewhere)]
     lost = (Counter(part.original.split("\n")) - Counter(part.snippet.split("\n")) for part in parts)
-    return max(1, sum(lines.total() for lines in lost))
+    difficulty = {
+        "lines": float(function.body_lines), "complexity": float(function.complexity), "sites": float(broken.sites),
+        "changed_lines": float(max(1, sum(lines.total() for lines in lost))), "f2p": float(len(f2p)),
+        "p2p": float(len(p2p)), "visible_fails": float(visible_fails), "leak": round(candidate.leak, 3),
+    }  # fmt: skip
+    if is_script(function.path):
+        difficulty["covered"] = round(report.covered, 3)
+    return Task(
+        id=task_id(candidate), repository=bench.name, kind=broken.kind, operator=broken.mutant.operator,
+        function=function.id, split=candidate.split,
+        instruction=broken.instruction or f"{verb} `{function.qualname}` in {function.path}",
+        focus=Focus(path=function.path, first_line=broken.mutant.first_line, last_line=broken.mutant.last_line),
+        source_roots=bench.source_roots, changes=candidate.changes, solution=candidate.solution,
+        visible_tests=candidate.visible, fail_to_pass=f2p, pass_to_pass=p2p, difficulty=difficulty,
+        licence=bench.licence,
+    )  # fmt: skip
 
 
 def task_id(candidate: Candidate) -> str:

@@ -7,8 +7,6 @@ Fields that Harbor lacks go to [metadata.etude]. A verifier runs in an environme
 Harbor's defaults (shared, public) let an agent plant its reward. Format: harborframework.com/docs/tasks.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping
@@ -76,10 +74,8 @@ def write_task(task: Task, folder: Path) -> None:
 
 
 def read_task(folder: Path, texts: dict[bytes, str] | None = None) -> Task:
-    """The Task in a Harbor folder. `texts` (digest or bytes -> text) lets many tasks share equal file texts.
-
-    Raises UserError if the folder is malformed, or is a foreign task that only a container can run.
-    """
+    """The Task in a Harbor folder. `texts` (digest or bytes -> text) lets many tasks share equal file texts. Raises
+    UserError if the folder is malformed, or is a foreign task that only a container can run."""
     texts = {} if texts is None else texts
     try:
         config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
@@ -97,24 +93,13 @@ def read_task(folder: Path, texts: dict[bytes, str] | None = None) -> Task:
     except (msgspec.MsgspecError, FileNotFoundError) as e:
         raise UserError(f"{folder} cannot be read ({e}); build the dataset again.") from None
     return Task(
-        id=folder.name,
-        repository=etude.repository,
-        kind=etude.kind,
-        operator=etude.operator,
-        function=etude.function,
-        split=etude.split,
-        instruction=instruction.removesuffix("\n"),
-        focus=etude.focus,
-        source_roots=etude.source_roots,
-        changes=_read_files(folder / "environment/files", texts),
-        solution=_read_files(folder / "solution/files", texts),
-        visible_tests=etude.visible_tests,
-        fail_to_pass=tests.fail_to_pass,
-        pass_to_pass=tests.pass_to_pass,
-        difficulty=etude.difficulty,
-        licence=etude.licence,
-        budget=etude.budget,
-    )
+        id=folder.name, repository=etude.repository, kind=etude.kind, operator=etude.operator,
+        function=etude.function, split=etude.split, instruction=instruction.removesuffix("\n"), focus=etude.focus,
+        source_roots=etude.source_roots, changes=_read_files(folder / "environment/files", texts),
+        solution=_read_files(folder / "solution/files", texts), visible_tests=etude.visible_tests,
+        fail_to_pass=tests.fail_to_pass, pass_to_pass=tests.pass_to_pass, difficulty=etude.difficulty,
+        licence=etude.licence, budget=etude.budget,
+    )  # fmt: skip
 
 
 def dockerfile(name: str, python_path: tuple[str, ...]) -> str:
@@ -209,20 +194,8 @@ def _foreign(folder: Path, config: Mapping[str, object]) -> str:
 
 
 def _task_toml(task: Task) -> str:
-    etude = {
-        "repository": task.repository,
-        "kind": task.kind,
-        "operator": task.operator,
-        "function": task.function,
-        "split": task.split,
-        "licence": task.licence,
-        "source_roots": list(task.source_roots),
-        "focus": msgspec.to_builtins(task.focus),
-        "visible_tests": list(task.visible_tests),
-        "difficulty": dict(task.difficulty),
-    }
-    if task.budget is not None:
-        etude["budget"] = msgspec.to_builtins(task.budget)
+    names = [name for name in _Etude.__struct_fields__ if name != "budget" or task.budget is not None]
+    etude = {name: msgspec.to_builtins(getattr(task, name)) for name in names}
     network = {"network_mode": "no-network"}
     tables = {
         "task": {

@@ -40,10 +40,8 @@ _DEFINED = re.compile(rb"\b(?:def|class|function)\s+(\w+)")
 
 
 class Secrets(msgspec.Struct, frozen=True):
-    """The parts of the history that a task's box must not show: versions (path, blob), and messages by place.
-
-    Of a broken file these are the versions that cannot be shown with the same damage.
-    """
+    """The parts of the history that a task's box must not show: versions (path, blob), and messages by place. Of a
+    broken file these are the versions that cannot be shown with the same damage."""
 
     versions: tuple[tuple[str, str], ...] = ()
     messages: tuple[int, ...] = ()
@@ -132,10 +130,8 @@ class Damage:
 
 
 def build(source: Path, name: str, repository: Path, tasks: Sequence[Task], out: Path, depth: int = DEPTH) -> int:
-    """Write `out`/history.msgpack for `tasks` of the repository that was taken from `source`.
-
-    Returns the number of commits. Raises UserError if `source` has a history that cannot be read.
-    """
+    """Write `out`/history.msgpack for `tasks` of the repository that was taken from `source`. Returns the number of
+    commits. Raises UserError if `source` has a history that cannot be read."""
     paths = {path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file()}
     if (source / ".git").exists():
         if shutil.which("git") is None:
@@ -154,13 +150,9 @@ def build(source: Path, name: str, repository: Path, tasks: Sequence[Task], out:
         before = commit.tree
     stored = _Stored(
         people=tuple(commit.people for commit in past.commits),
-        messages=tuple(commit.message for commit in past.commits),
-        trees=tuple(trees),
-        entries=dict(past.entries),
-        branch=past.branch,
-        origin=past.origin,
-        secrets=secrets,
-    )
+        messages=tuple(commit.message for commit in past.commits), trees=tuple(trees), entries=dict(past.entries),
+        branch=past.branch, origin=past.origin, secrets=secrets,
+    )  # fmt: skip
     (out / FILE).write_bytes(msgspec.msgpack.encode(stored))
     return len(past.commits)
 

@@ -5,8 +5,6 @@ and the impossible version of a task demands both: the same call would have to r
 instruction and the visible tests are those of the task itself, so an agent cannot tell the two apart.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import os
@@ -25,9 +23,7 @@ _UNFIT = (ast.Return, ast.Yield, ast.YieldFrom)
 
 def make(dataset: Dataset, folder: Path) -> Dataset:
     """The impossible versions of the training tasks; their hidden tests are written below `folder`, which is replaced.
-
-    Tasks without a test that can be contradicted are left out.
-    """
+    Tasks without a test that can be contradicted are left out."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(dataset.hidden, folder / "hidden", copy_function=_link)
     copies: dict[str, dict[str, str]] = {}

@@ -3,8 +3,6 @@
 Every mutant parses, has another tree, and leaves the text outside of the edited spans as it was.
 """
 
-from __future__ import annotations
-
 import posixpath
 import random
 import re
@@ -80,10 +78,8 @@ def typed(path: str) -> bool:
 
 
 def _without_builds(repository: Path, files: Sequence[str]) -> tuple[str, ...]:
-    """The files but source maps, caches, and what was compiled from the repository's TypeScript: answers to copy.
-
-    A compiled file lies in a folder that package.json exports or a tsconfig compiles into, or repeats a name.
-    """
+    """The files but source maps, caches, and what was compiled from the repository's TypeScript: answers to copy. A
+    compiled file lies in a folder that package.json exports or a tsconfig compiles into, or repeats a name."""
     kept = [f for f in files if not f.endswith(".map") and not _CACHES.intersection(PurePosixPath(f).parts)]
     code = {f for f in kept if typed(f) and _is_source(f) and not _belongs_to_tests(f)}
     if not code:
@@ -185,18 +181,12 @@ def _function(path: str, node: Any, body: Any, qualname: str) -> JsFunction:
     statements = body.named_children
     lines = body.end_point[0] - body.start_point[0] - 1 if statements else 0
     return JsFunction(
-        path=path,
-        qualname=qualname,
-        first_line=node.start_point[0] + 1,
-        last_line=node.end_point[0] + 1,
+        path=path, qualname=qualname, first_line=node.start_point[0] + 1, last_line=node.end_point[0] + 1,
         body_lines=max(lines, 0),
-        complexity=1 + sum(inner.type in _BRANCHES or _is_logic(inner) for inner in walk(node)),
-        doctest=False,
-        start=node.start_byte,
-        end=node.end_byte,
-        body=(body.start_byte, body.end_byte),
+        complexity=1 + sum(inner.type in _BRANCHES or _is_logic(inner) for inner in walk(node)), doctest=False,
+        start=node.start_byte, end=node.end_byte, body=(body.start_byte, body.end_byte),
         statements=" ".join(leaf.text.decode() for leaf in walk(body) if leaf.child_count == 0),
-    )
+    )  # fmt: skip
 
 
 def _is_logic(node: Any) -> bool:
@@ -298,20 +288,12 @@ def _shuffle_lines(node: Any, rng: random.Random) -> tuple[ByteEdit, ...] | None
 
 OPERATORS: dict[str, Operator] = {
     "remove_loop": _remove("for_statement", "for_in_statement", "while_statement", "do_statement"),
-    "remove_cond": _remove("if_statement", "switch_statement"),
-    "remove_assign": _remove("expression_statement"),
-    "remove_wrapper": _remove("try_statement"),
-    "remove_return": _remove("return_statement"),
-    "invert_if": _invert_if,
-    "shuffle_lines": _shuffle_lines,
-    "op_change": _binary(_CHANGE),
-    "op_flip": _binary(_FLIP),
-    "op_swap": _op_swap,
-    "op_break_chain": _op_break_chain,
-    "op_const": _op_const,
-    "negate_cond": _negate_cond,
-    "bool_flip": _bool_flip,
-}
+    "remove_cond": _remove("if_statement", "switch_statement"), "remove_assign": _remove("expression_statement"),
+    "remove_wrapper": _remove("try_statement"), "remove_return": _remove("return_statement"),
+    "invert_if": _invert_if, "shuffle_lines": _shuffle_lines, "op_change": _binary(_CHANGE),
+    "op_flip": _binary(_FLIP), "op_swap": _op_swap, "op_break_chain": _op_break_chain, "op_const": _op_const,
+    "negate_cond": _negate_cond, "bool_flip": _bool_flip,
+}  # fmt: skip
 
 
 def broken(source: str, function: JsFunction, options: BuildConfig) -> list[MutationCandidate]:
@@ -366,15 +348,10 @@ def _apply(source: str, function: JsFunction, operator: str, edits: tuple[ByteEd
     if not languages.parses(whole.decode(), language) or languages.same_syntax(whole.decode(), source, language):
         return None
     return Mutant(
-        operator=operator,
-        source=source,
-        edits=ordered,
-        original=original,
-        snippet=snippet,
-        first_line=function.first_line,
-        last_line=function.first_line + snippet.count("\n"),
+        operator=operator, source=source, edits=ordered, original=original, snippet=snippet,
+        first_line=function.first_line, last_line=function.first_line + snippet.count("\n"),
         body_line=function.first_line + 1,
-    )
+    )  # fmt: skip
 
 
 def _with_its_lines(data: bytes, edit: ByteEdit) -> ByteEdit:

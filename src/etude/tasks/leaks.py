@@ -1,7 +1,5 @@
 """Finds answers that an agent could copy: text that a task removed and that stands elsewhere in the tree."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -33,10 +31,8 @@ class LeakIndex:
                 self._counts.update(shingles(data.decode(errors="replace")))
 
     def share(self, original: str, broken: str) -> float:
-        """Share of the shingles lost between two texts of a body that the rest of the tree still holds; 0..1.
-
-        Bodies, not functions: what docstrings end with is alike in a whole library.
-        """
+        """Share of the shingles lost between two texts of a body that the rest of the tree still holds; 0..1. Bodies,
+        not functions: what docstrings end with is alike in a whole library."""
         own = shingles(original)
         lost = own - shingles(broken)
         if not lost:
@@ -46,10 +42,9 @@ class LeakIndex:
 
 def stored(folders: Mapping[str, Path], tasks: Iterable[Task]) -> dict[str, str]:
     """Task id -> a place in which its answer is kept: an installed copy, bytecode, an archive or a git object.
-
     LeakIndex compares the text of the repository itself; this function reads the dependencies and everything that is
-    not text. Bytecode keeps constants alone: a file with all the long constants that a task removed counts as a copy.
-    """
+    not text. Bytecode keeps constants alone: a file with all the long constants that a task removed counts as a
+    copy."""
     answers = {
         task.id: [leaks.answer(task.solution[path], text) for path, text in task.changes.items()] for task in tasks
     }

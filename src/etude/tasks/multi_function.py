@@ -1,7 +1,5 @@
 """Changes of more than one function: broken classes, deleted features, reversed commits, and the tests that decide."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +15,8 @@ from etude.tasks import classes, commits, features, split
 
 @dataclass(frozen=True)
 class MultiFunctionChange:
-    """One unit broken in one or several ways.
-
-    `members` are the functions that change, `tests` those that decide, the most telling first.
-    """
+    """One unit broken in one or several ways. `members` are the functions that change, `tests` those that decide, the
+    most telling first."""
 
     unit: Unit
     programs: tuple[MutationCandidate, ...]
@@ -29,12 +25,9 @@ class MultiFunctionChange:
 
 
 def find(
-    repository: Path,
-    sources: Mapping[str, str],
-    functions: Sequence[Function],
-    callers: Mapping[str, set[str]],
+    repository: Path, sources: Mapping[str, str], functions: Sequence[Function], callers: Mapping[str, set[str]],
     options: BuildConfig,
-) -> list[MultiFunctionChange]:
+) -> list[MultiFunctionChange]:  # fmt: skip
     """Changes of the kinds in `options.kinds`, of each at most twice an equal share of `max_tasks`, by the seed."""
     share = max(1, options.max_tasks // len(options.kinds))
     made = {

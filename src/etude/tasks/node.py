@@ -1,7 +1,5 @@
 """The environment of a JavaScript repository: packages from npm without scripts, and the tests that call a function."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -36,10 +34,8 @@ def is_link(path: Path) -> bool:
 
 
 def npm(arguments: list[str], folder: Path, timeout: float) -> None:
-    """Run npm in `folder` for at most `timeout` seconds; the caller forbids scripts.
-
-    Raises UserError with npm's first lines of error.
-    """
+    """Run npm in `folder` for at most `timeout` seconds; the caller forbids scripts. Raises UserError with npm's first
+    lines of error."""
     if shutil.which("npm") is None:
         raise UserError("npm is not installed; install Node.js, or leave JavaScript repositories out.")
     command = ["npm", *arguments, "--no-audit", "--no-fund", "--loglevel=error"]
@@ -56,10 +52,8 @@ def npm(arguments: list[str], folder: Path, timeout: float) -> None:
 async def prepare(
     repository: Path, layout: RepositoryLayout, work: Path, functions: Sequence[JsFunction], options: BuildConfig
 ) -> tuple[BootstrapRecipe, dict[str, set[str]]]:
-    """(how it was installed into `work`/site, function id -> tests that call it).
-
-    Raises UserError with the reason if no try makes SHARE of the tests pass.
-    """
+    """(how it was installed into `work`/site, function id -> tests that call it). Raises UserError with the reason if
+    no try makes SHARE of the tests pass."""
     whole = work / "whole"
     discover.copy(repository, whole, layout.files)
     (whole / LINK[0]).symlink_to(LINK[1])
@@ -83,13 +77,10 @@ async def prepare(
         return tuple((command, text) for command, text in outputs if text is not None)
 
     kit = Kit(
-        language="JavaScript",
-        given="packages of npm are meant, as name@range; their scripts do not run",
-        goals=tuple(_goals(whole, layout, modules)),
-        rules=lambda tries: _by_rules(whole, layout, modules, tries),
-        usable=lambda lines: [line for line in lines if _PACKAGE.fullmatch(line)],
-        reach=reach,
-    )
+        language="JavaScript", given="packages of npm are meant, as name@range; their scripts do not run",
+        goals=tuple(_goals(whole, layout, modules)), rules=lambda tries: _by_rules(whole, layout, modules, tries),
+        usable=lambda lines: [line for line in lines if _PACKAGE.fullmatch(line)], reach=reach,
+    )  # fmt: skip
     how = "rules" if options.bootstrap == "declared" else options.bootstrap
     return await bootstrap.try_out(repository, work, how, kit), callers
 
@@ -158,10 +149,8 @@ def _mended(whole: Path, layout: RepositoryLayout, last: Try) -> dict[str, str]:
 
 
 def _install(wanted: Sequence[str], site: Path, own: str | None) -> None:
-    """Packages ("name@range") of the registry below `site`/node_modules; their scripts do not run.
-
-    The repository's `own` package would be an answer to copy, and a cache might hold one.
-    """
+    """Packages ("name@range") of the registry below `site`/node_modules; their scripts do not run. The repository's
+    `own` package would be an answer to copy, and a cache might hold one."""
     (site / "node_modules").mkdir(parents=True)
     pairs = [m for line in wanted if (m := _PACKAGE.fullmatch(line)) and m[1] != own]
     (site / "package.json").write_text(
@@ -195,10 +184,8 @@ async def _trace(
 
 
 def _saying(repository: Path, functions: Sequence[JsFunction]) -> dict[str, bytes]:
-    """The sources, each function of which writes its number to CALLED at its first call; no line moves.
-
-    So calls are seen under any runner, in any process and context, and whatever compiles the text.
-    """
+    """The sources, each function of which writes its number to CALLED at its first call; no line moves. So calls are
+    seen under any runner, in any process and context, and whatever compiles the text."""
     sources: dict[str, bytes] = {}
     for number, function in sorted(enumerate(functions), key=lambda pair: -pair[1].body[0]):
         data = sources.get(function.path) or (repository / function.path).read_bytes()

@@ -1,7 +1,5 @@
 """Reads the test requirements of a Python repository from its files, source by source; nothing is run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
@@ -41,8 +39,11 @@ MISSING = {
 def sources(repository: Path) -> Iterator[list[str]]:
     """Requirements by source: declared, extras and groups for tests, tox and requirements files, what CI installs."""
     yield usable(packages.dependencies(repository))
-    project, tools = _pyproject(repository)
-    yield usable([*_of_extras(project, tools), *_of_setup(repository)])
+    path = repository / "pyproject.toml"
+    data: dict[str, Any] = tomllib.loads(path.read_text("utf-8")) if path.is_file() else {}
+    tables = (data.get("project", {}).get("optional-dependencies", {}), data.get("dependency-groups", {}))
+    extras = [line for table in tables for name in _EXTRAS for line in table.get(name, ()) if isinstance(line, str)]
+    yield usable([*extras, *_of_setup(repository)])
     yield usable([line for name in _FILES for line in _lines(repository, name)] + _of_tox(repository))
     yield usable(_installed_by_ci(repository))
 
@@ -57,18 +58,6 @@ def usable(lines: list[str]) -> list[str]:
         if name and _LINE.fullmatch(line) and name.group().lower().replace("_", "-") not in _TOOLS:
             plain.append(line)
     return list(dict.fromkeys(plain))
-
-
-def _pyproject(repository: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the file, its [project] table); empty where there is none."""
-    path = repository / "pyproject.toml"
-    data: dict[str, Any] = tomllib.loads(path.read_text("utf-8")) if path.is_file() else {}
-    return data, data.get("project", {})
-
-
-def _of_extras(data: dict[str, Any], project: dict[str, Any]) -> list[str]:
-    tables = (project.get("optional-dependencies", {}), data.get("dependency-groups", {}))
-    return [line for table in tables for name in _EXTRAS for line in table.get(name, ()) if isinstance(line, str)]
 
 
 def _of_setup(repository: Path) -> list[str]:

@@ -1,7 +1,5 @@
 """Tries broken programs, function by function in waves, until there are enough tasks. Equal seeds give equal tasks."""
 
-from __future__ import annotations
-
 import ast
 import random
 import textwrap
@@ -28,10 +26,8 @@ _BATCH = 20  # tasks between two calls of `progress`
 
 @dataclass
 class Target:
-    """A unit to break, its tests, and its provisional tasks so far.
-
-    `programs` are the broken versions to try; for a function they are made when the search begins.
-    """
+    """A unit to break, its tests, and its provisional tasks so far. `programs` are the broken versions to try; for a
+    function they are made when the search begins."""
 
     function: Unit
     source: str  # its module
@@ -73,10 +69,8 @@ async def search(bench: Bench, targets: Sequence[Target], leaks: LeakIndex, prog
 async def _probe(
     bench: Bench, targets: Sequence[Target], leaks: LeakIndex, rejected: Counter[str], progress: Progress
 ) -> None:
-    """Try programs in waves until there are `max_tasks` good ones.
-
-    A wave holds one program of every function that still needs one, so what is tried does not depend on timing.
-    """
+    """Try programs in waves until there are `max_tasks` good ones. A wave holds one program of every function that
+    still needs one, so what is tried does not depend on timing."""
     options = bench.options
     programs = [_programs(target, options, leaks, rejected) for target in targets]
     seen: set[str] = set()
@@ -127,13 +121,9 @@ def _programs(target: Target, options: BuildConfig, leaks: LeakIndex, rejected: 
             rejected[Rejected.LEAK.value] += 1
             continue
         yield Candidate(
-            function=target.function,
-            broken=broken,
-            split=target.split,
-            visible=target.visible,
-            hidden=target.hidden,
-            leak=leak,
-        )
+            function=target.function, broken=broken, split=target.split, visible=target.visible,
+            hidden=target.hidden, leak=leak,
+        )  # fmt: skip
 
 
 def _broken(target: Target, options: BuildConfig) -> list[MutationCandidate]:

@@ -1,7 +1,5 @@
 """Two seeded splits: functions into training and held-out, tests into visible and hidden."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,10 +26,8 @@ def heldout_functions(functions: Sequence[Unit], fraction: float, seed: int) -> 
 
 
 def visible_half(callers: Mapping[str, Iterable[str]], seed: int) -> set[str]:
-    """Test functions (node ids without parameters) to show: about half of those that call each function.
-
-    `callers` maps a function to the tests that call it. A function's only test stays hidden.
-    """
+    """Test functions (node ids without parameters) to show: about half of those that call each function. `callers` maps
+    a function to the tests that call it. A function's only test stays hidden."""
     tests = {function: sorted({base(t) for t in ids}, key=lambda t: rank(seed, t)) for function, ids in callers.items()}
     visible: set[str] = set()
     hidden: set[str] = set()

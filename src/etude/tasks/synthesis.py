@@ -5,8 +5,6 @@ that reads JSON ({"path", "qualname", "source"}) and prints the module. Written 
 holds them.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import shlex
@@ -17,7 +15,7 @@ from pathlib import Path
 import blake3
 
 from etude.code import mutate
-from etude.code.functions import Function
+from etude.code.functions import Function, parse
 from etude.errors import UserError
 from etude.sandbox.base import Image, Limits, Sandbox
 
@@ -45,21 +43,17 @@ def by_command(command: str) -> Writer:
 
 
 async def write(
-    sandbox: Sandbox,
-    image: Image,
-    functions: Sequence[Function],
-    sources: Mapping[str, str],
-    writer: Writer,
-    folder: Path,
-    seed: int,
-) -> dict[str, set[str]]:
+    sandbox: Sandbox, image: Image, functions: Sequence[Function], sources: Mapping[str, str], writer: Writer,
+    folder: Path, seed: int,
+) -> dict[str, set[str]]:  # fmt: skip
     """Function id -> tests that were written for it and kept. Their files are in `folder`, which must not exist."""
     files: dict[str, tuple[str, list[str]]] = {}
     for function in functions:
         text = writer(function, sources[function.path])
         path = f"tests/test_written_{blake3.blake3(function.id.encode()).hexdigest()[:12]}.py"
-        names = _tests(text)
-        if names:
+        tree = parse(text)
+        nodes = [node for node in tree.body if isinstance(node, ast.FunctionDef)] if tree is not None else []
+        if names := [node.name for node in nodes if node.name.startswith("test")]:
             files[function.id] = path, [f"{path}::{name}" for name in names]
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
@@ -86,12 +80,3 @@ async def _kept(
         outcomes = (await sandbox.run_tests(broken, {}, good, folder, _LIMITS)).outcomes
         dead += any(outcomes.get(test) != "passed" for test in good)
     return set(good) if mutants and dead >= SHARE * len(mutants) else set()
-
-
-def _tests(text: str) -> list[str]:
-    """Names of the test functions of a module; none if it does not parse."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        return []
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]

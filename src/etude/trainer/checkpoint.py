@@ -7,24 +7,16 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from etude.errors import UserError
 
 
-def save(
-    folder: Path,
-    version: int,
-    tensors: dict[str, torch.Tensor],
-    keep: int,
-    protect: Collection[int] = (),
-) -> Path:
+def save(folder: Path, version: int, tensors: dict[str, Tensor], keep: int, protect: Collection[int] = ()) -> Path:
     """Writes the checkpoint of `version` and drops all but the newest `keep` and those of the versions in `protect`.
-
-    Raises UserError if the disk is full.
-    """
+    Raises UserError if the disk is full."""
     final = _path(folder, version)
     partial = final.with_name(final.name + ".incomplete")
     shutil.rmtree(partial, ignore_errors=True)
@@ -46,7 +38,7 @@ def save(
     return final
 
 
-def load(folder: Path, version: int) -> dict[str, torch.Tensor]:
+def load(folder: Path, version: int) -> dict[str, Tensor]:
     """The tensors of `version`. Raises UserError if that checkpoint is not there."""
     path = _path(folder, version) / "trainer.safetensors"
     if not path.exists():

@@ -1,5 +1,7 @@
 """AdamW on float32 master weights; the model holds their bfloat16 rounding, which is what is published and served."""
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from etude.config import TrainerConfig
 from etude.models.loading import named_tensors
@@ -16,12 +19,10 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """The options of an update.
-
-    `order` is where the second moment's bias is taken out: after the root, as torch.optim.AdamW does, or before it,
-    as the paper writes it (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2). The two differ in the last bit, and
-    runs must repeat bit for bit; with "paper" the clipping factor is a float64 as well.
-    """
+    """The options of an update. `order` is where the second moment's bias is taken out: after the root, as
+    torch.optim.AdamW does, or before it, as the paper writes it (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2).
+    The two differ in the last bit, and runs must repeat bit for bit; with "paper" the clipping factor is a float64 as
+    well."""
 
     betas: tuple[float, float]
     weight_decay: float
@@ -31,17 +32,12 @@ class AdamWSettings:
 
 
 class MasterAdamW:
-    """Owns the master copy of every trained tensor; used as `collect`, then `apply` or `drop`.
-
-    After construction and after each update the live tensors hold exactly `bfloat16(master)`, upcast to their own type,
-    so trainer and engine run on the same numbers. The order of `live` is that of the sum in the gradient's norm.
-    """
+    """Owns the master copy of every trained tensor; used as `collect`, then `apply` or `drop`. After construction and
+    after each update the live tensors hold exactly `bfloat16(master)`, upcast to their own type, so trainer and engine
+    run on the same numbers. The order of `live` is that of the sum in the gradient's norm."""
 
     def __init__(
-        self,
-        live: Mapping[str, torch.Tensor],
-        settings: AdamWSettings,
-        fixed: Mapping[str, torch.Tensor] | None = None,
+        self, live: Mapping[str, torch.Tensor], settings: AdamWSettings, fixed: Mapping[str, torch.Tensor] | None = None
     ):
         self._settings = settings
         self._live = dict(live)
@@ -127,7 +123,7 @@ class MasterAdamW:
         self._round()
 
 
-def for_policy(model: torch.nn.Module, config: TrainerConfig) -> MasterAdamW:
+def for_policy(model: PreTrainedModel, config: TrainerConfig) -> MasterAdamW:
     """The optimizer of an RL run, over all parameters of the model."""
     live = dict(sorted(model.named_parameters()))
     fixed = {name: t for name, t in named_tensors(model).items() if name not in live}

@@ -34,11 +34,9 @@ def audit(
     only: int | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> StoreAudit:
-    """Reads every manifest and object, or those of version `only`; then rebuilds the newest version, or that one.
-
-    An object is compared with its BLAKE3 digest, so every flipped bit is found, and parsed. Raises UserError if there
-    is no such version.
-    """
+    """Reads every manifest and object, or those of version `only`; then rebuilds the newest version, or that one. An
+    object is compared with its BLAKE3 digest, so every flipped bit is found, and parsed. Raises UserError if there is
+    no such version."""
     numbers = versions(store)
     if not numbers or (only is not None and only not in numbers):
         raise UserError(f"{store.url} has no version {'at all' if only is None else only}; publish one first")

@@ -27,10 +27,8 @@ kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 
 @dataclass(frozen=True)
 class Content:
-    """The bits of a version on the host, with the digest of every chunk.
-
-    Tensors that are the same in two versions share their arrays, so arrays are never written to.
-    """
+    """The bits of a version on the host, with the digest of every chunk. Tensors that are the same in two versions
+    share their arrays, so arrays are never written to."""
 
     schema: Schema
     bits: Mapping[str, Bits]
@@ -52,20 +50,21 @@ class Content:
         return actual == int(self.digests[number])
 
 
+VersionContent = tuple[PolicyVersion, Content]
+
+
 def load(store: Store, version: int) -> tuple[PolicyVersion, dict[str, torch.Tensor]]:
     """The manifest and the tensors of a published version, as published. Raises UserError."""
     manifest, content = load_content(store, version)
     return manifest, content.tensors()
 
 
-def load_content(store: Store, version: int, trust: Trust | None = None) -> tuple[PolicyVersion, Content]:
+def load_content(store: Store, version: int, trust: Trust | None = None) -> VersionContent:
     """The manifest and the bits of a published version. Raises UserError."""
     return content_of(PayloadSource(store, trust=trust), version, -1, None)
 
 
-def content_of(
-    source: PayloadSource, version: int, held: int, content: Content | None
-) -> tuple[PolicyVersion, Content]:
+def content_of(source: PayloadSource, version: int, held: int, content: Content | None) -> VersionContent:
     """`read_content`. Raises UserError instead of DamagedVersion, also if the version was never published."""
     store = source.store
     if not store.exists(key(version)):
@@ -76,14 +75,9 @@ def content_of(
         raise UserError(f"{store.url}: {e}; choose another version") from None
 
 
-def read_content(
-    source: PayloadSource, target: int, held: int, content: Content | None
-) -> tuple[PolicyVersion, Content]:
-    """Version `target`, from version `held` with this content or from an anchor, by the fewest bytes.
-
-    A payload that is gone or altered is left out and the next best path is taken. Raises DamagedVersion if no path
-    leads there.
-    """
+def read_content(source: PayloadSource, target: int, held: int, content: Content | None) -> VersionContent:
+    """Version `target`, from version `held` with this content or from an anchor, by the fewest bytes. A payload that is
+    gone or altered is left out and the next best path is taken. Raises DamagedVersion if no path leads there."""
     broken: set[str] = set()
     damage: DamagedVersion | None = None
     while True:
@@ -98,13 +92,13 @@ def read_content(
             broken.add(e.key)
 
 
-def _follow(
-    source: PayloadSource, target: int, path: list[Payload], content: Content | None
-) -> tuple[PolicyVersion, Content]:
+def _follow(source: PayloadSource, target: int, path: list[Payload], content: Content | None) -> VersionContent:
     manifest = source.manifest(target)
     assert manifest is not None, "the path ends at its manifest"
     if content is None or (path and path[0].base is None):
-        content = _blank(source.store, manifest)
+        grid = load_schema(source.store, manifest)
+        zeros = {spec.name: np.zeros(spec.elements, spec.format.unsigned) for spec in grid.tensors}
+        content = Content(grid, zeros, codec.digests(grid, zeros))  # for an anchor to write over
     if manifest.schema != content.schema.id:
         raise DamagedVersion(f"version {target} is of another model than the one before it")
     for payload in path:
@@ -126,13 +120,6 @@ def load_schema(store: Store, manifest: PolicyVersion) -> Schema:
         raise DamagedVersion(f"version {manifest.version}: its schema {manifest.schema} is gone") from None
     except ValueError as e:
         raise DamagedVersion(f"version {manifest.version}: {e}") from None
-
-
-def _blank(store: Store, manifest: PolicyVersion) -> Content:
-    """Zeros, for an anchor to write over."""
-    grid = load_schema(store, manifest)
-    zeros = {spec.name: np.zeros(spec.elements, spec.format.unsigned) for spec in grid.tensors}
-    return Content(grid, zeros, codec.digests(grid, zeros))
 
 
 def _applied(content: Content, payload: Payload, objects: list[bytes]) -> Content:

@@ -26,12 +26,10 @@ Progress = Callable[[str, int, int], None]
 
 
 def export(store: Store, version: int, base: Path, out: Path, trust: Trust | None = None) -> PolicyVersion:
-    """Writes `out`: the version's weights in safetensors, with the configuration and tokenizer of `base`.
-
-    `base` is the model folder that the run began with. `out` appears whole or not at all, with the bytes that the
-    trainer's own model would write. Raises UserError if it exists, or if the version is missing, damaged, not trusted
-    or of another model.
-    """
+    """Writes `out`: the version's weights in safetensors, with the configuration and tokenizer of `base`. `base` is the
+    model folder that the run began with. `out` appears whole or not at all, with the bytes that the trainer's own model
+    would write. Raises UserError if it exists, or if the version is missing, damaged, not trusted or of another
+    model."""
     _refuse_existing(out)
     model = load_model(base, dtype=torch.bfloat16)
     manifest = materialise(store, version, named_tensors(model), trust)
@@ -47,11 +45,9 @@ def advance(
     trust: Trust | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> int:
-    """Writes `out`: the folder `base`, which holds some version, brought to `version`. Returns what `base` holds.
-
-    Only the payloads between the two are read, or an anchor if that is less. Raises UserError if `base` holds no
-    published version.
-    """
+    """Writes `out`: the folder `base`, which holds some version, brought to `version`. Returns what `base` holds. Only
+    the payloads between the two are read, or an anchor if that is less. Raises UserError if `base` holds no published
+    version."""
     _refuse_existing(out)
     model = load_model(base, dtype=torch.bfloat16)
     tensors = named_tensors(model)
@@ -62,10 +58,8 @@ def advance(
 
 
 def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = None) -> PolicyVersion:
-    """Publishes the weights of a Hugging Face folder as the next version, a delta where there is one before it.
-
-    Raises UserError if the newest version is damaged, AlreadyPublished if another writer is faster.
-    """
+    """Publishes the weights of a Hugging Face folder as the next version, a delta where there is one before it. Raises
+    UserError if the newest version is damaged, AlreadyPublished if another writer is faster."""
     tensors = named_tensors(load_model(folder, dtype=torch.bfloat16))
     try:
         last = newest(store)
@@ -103,14 +97,11 @@ def _write(model: PreTrainedModel, base: Path, out: Path) -> None:
     try:
         model.save_pretrained(partial)  # pyright: ignore[reportUnknownMemberType]
         for file in base.iterdir():
-            if file.is_file() and not _is_weights(file) and not (partial / file.name).exists():
+            weights = file.suffix in (".safetensors", ".bin", ".pt") or file.name.endswith(".index.json")
+            if file.is_file() and not weights and not (partial / file.name).exists():
                 shutil.copyfile(file, partial / file.name)
         partial.rename(out)
     except (OSError, SafetensorError) as e:
         shutil.rmtree(partial, ignore_errors=True)
         why = (e.strerror if isinstance(e, OSError) else None) or str(e)
         raise UserError(f"{out} cannot be written: {why}; check the disk") from None
-
-
-def _is_weights(file: Path) -> bool:
-    return file.suffix in (".safetensors", ".bin", ".pt") or file.name.endswith(".index.json")

@@ -15,11 +15,9 @@ from etude.weights.ulpd.schema import Bits, Format
 
 
 def adam_move(learning_rate: float, beta1: float = 0.9) -> float:
-    """E|dw| of a step of Adam whose gradients are mostly noise: 0.8 sqrt((1 - b1) / (1 + b1)) of the learning rate.
-
-    The momentum of independent gradients g averages to a normal variable of variance (1 - b1) / (1 + b1) E[g^2], and
-    0.8 = sqrt(2 / pi) is the mean of |x| for a standard normal x.
-    """
+    """E|dw| of a step of Adam whose gradients are mostly noise: 0.8 sqrt((1 - b1) / (1 + b1)) of the learning rate. The
+    momentum of independent gradients g averages to a normal variable of variance (1 - b1) / (1 + b1) E[g^2], and 0.8 =
+    sqrt(2 / pi) is the mean of |x| for a standard normal x."""
     return math.sqrt(2 / math.pi * (1 - beta1) / (1 + beta1)) * learning_rate
 
 

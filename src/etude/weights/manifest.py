@@ -34,35 +34,30 @@ def create(store: Store, manifest: PolicyVersion) -> bool:
 
 
 def read(store: Store, version: int, trust: Trust | None = None) -> PolicyVersion | None:
-    """The manifest of a version, None if it is not published.
-
-    Raises ValueError if it is damaged, of another format or of another version; ManifestRefused if it is not trusted.
-    """
+    """The manifest of a version, None if it is not published. Raises ValueError if it is damaged, of another format or
+    of another version; ManifestRefused if it is not trusted."""
     try:
         data = store.get(key(version))
     except KeyError:
         return None
+    where = f"the manifest of version {version} in {store.url}"
     try:
         form = msgspec.json.decode(data, type=_ManifestHead).format
         if form != MANIFEST_FORMAT:
-            raise ValueError(
-                f"the manifest of version {version} in {store.url} has format {form}, not {MANIFEST_FORMAT}"
-            )
+            raise ValueError(f"{where} has format {form}, not {MANIFEST_FORMAT}")
         manifest = msgspec.json.decode(data, type=PolicyVersion)
     except msgspec.MsgspecError as e:
-        raise ValueError(f"the manifest of version {version} in {store.url} is damaged: {e}") from None
+        raise ValueError(f"{where} is damaged: {e}") from None
     if manifest.version != version:
-        raise ValueError(f"the manifest of version {version} in {store.url} is that of version {manifest.version}")
+        raise ValueError(f"{where} is that of version {manifest.version}")
     if trust is not None:
         trust.check(manifest)
     return manifest
 
 
 def versions(store: Store, after: int = -1) -> list[int]:
-    """Published version numbers greater than `after`, ascending.
-
-    A listing may be stale where reading a key is not: what follows the last listed number is asked for by name.
-    """
+    """Published version numbers greater than `after`, ascending. A listing may be stale where reading a key is not:
+    what follows the last listed number is asked for by name."""
     keys = store.list(FOLDER, after=key(after) if after >= 0 else None)
     numbers = [int(name.rsplit("/", 1)[1].removesuffix(".json")) for name in keys]
     following = (numbers[-1] if numbers else after) + 1

@@ -45,10 +45,7 @@ class Payload:
 
 
 def plan(
-    read: Callable[[int], PolicyVersion | None],
-    held: int | None,
-    target: int,
-    broken: Collection[str] = (),
+    read: Callable[[int], PolicyVersion | None], held: int | None, target: int, broken: Collection[str] = ()
 ) -> list[Payload]:
     """The payloads to apply in this order, from the content of version `held` (None: nothing) to version `target`.
 

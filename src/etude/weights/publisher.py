@@ -149,17 +149,18 @@ class Publisher:
         self._anchor: tuple[int, Future[tuple[PayloadPart, ...]]] | None = None
 
     def resume(self, last: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Continues after `last`, whose tensors these are. Raises ValueError if they are not.
-
-        A rank among several is proven right or wrong by the sum over all of them, at the next version.
-        """
+        """Continues after `last`, whose tensors these are. Raises ValueError if they are not. A rank among several is
+        proven right or wrong by the sum over all of them, at the next version."""
         if self._ranks.count == 1 and digest(tensors) != last.digest:
             raise ValueError(f"the tensors do not have the digest of version {last.version}")
         schema = schema_of(tensors)
         taken = self._take(schema, tensors)()
         self._last = Published(last, schema, taken, codec.digests(schema, taken, chunks=self._owned(schema)))
         self._run = last.run
-        self._since = self._bytes_since(last)
+        try:
+            self._since = sum(m.payload_bytes for m in manifests(self._store, after=last.anchor.version))
+        except ValueError:  # one is damaged: the next version gets an anchor
+            self._since = math.inf
         self._folds = {span: Fold(last.version) for span in SPANS}
         self._begin_anchor_if_due(self._last)
 
@@ -214,21 +215,12 @@ class Publisher:
 
     def finish_anchor(self) -> None:
         """Waits for an anchor that is being written, so that the next version names it; RunFailed after 15 minutes.
-
-        Nothing needs it but a process that ends soon and would take its thread with it.
-        """
+        Nothing needs it but a process that ends soon and would take its thread with it."""
         if self._anchor is not None:
             try:
                 self._anchor[1].exception(PUBLISH_SECONDS)
             except FutureTimeout:
                 raise RunFailed(f"the anchor of version {self._anchor[0]} was not written in time") from None
-
-    def _bytes_since(self, last: PolicyVersion) -> float:
-        """Bytes of deltas since the last anchor; without end if one is damaged, so that the next version gets one."""
-        try:
-            return sum(m.payload_bytes for m in manifests(self._store, after=last.anchor.version))
-        except ValueError:
-            return math.inf
 
     # --- on the thread ----------------------------------------------------------------------------------------------
 
@@ -291,11 +283,10 @@ class Publisher:
             pending = [self._folds[span].changes, *pending]
             if about.version % span:
                 break
-            if self._folds[span].base == about.version - span:
+            base = about.version - span
+            if self._folds[span].base == base:
                 records = codec.encode_fold(about.schema, new, digests, pending, rules)
-                skips[about.version - span] = self._put(
-                    f"skip-{span}", about.version, records, self._owned(about.schema)
-                )
+                skips[base] = self._put(f"skip-{span}", about.version, records, self._owned(about.schema))
         return skips
 
     def _manifest(self, about: _About, last: Published | None, shares: list[Share]) -> PolicyVersion:

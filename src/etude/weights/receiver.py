@@ -50,11 +50,9 @@ class WeightUpdate:
 
 
 class Receiver:
-    """Brings the live tensors of an engine from version to version. Not for several threads at a time.
-
-    The live tensors may be wider than the published ones (float32 for bfloat16) and on any device.
-    `peers` are the URLs of servers that may hold the same version.
-    """
+    """Brings the live tensors of an engine from version to version. Not for several threads at a time. The live tensors
+    may be wider than the published ones (float32 for bfloat16) and on any device. `peers` are the URLs of servers that
+    may hold the same version."""
 
     def __init__(self, store: Store, live: Tensors, source: PayloadSource | None = None, peers: Sequence[str] = ()):
         self._store = store
@@ -71,11 +69,9 @@ class Receiver:
         return self.version < 0 or self._store.exists(key(self.version + 1))
 
     def poll(self, limit: int | None = None) -> WeightUpdate | None:
-        """The newest version (up to `limit`), downloaded and verified; None if it is live already.
-
-        One look-up when there is nothing new. Raises DamagedVersion if the version cannot be had whole: the engine
-        goes on serving what it has and may ask again; the next anchor bridges a hole in the chain.
-        """
+        """The newest version (up to `limit`), downloaded and verified; None if it is live already. One look-up when
+        there is nothing new. Raises DamagedVersion if the version cannot be had whole: the engine goes on serving what
+        it has and may ask again; the next anchor bridges a hole in the chain."""
         if not self.behind():
             return None
         numbers = [n for n in versions(self._store, after=self.version) if limit is None or n <= limit]
@@ -98,11 +94,9 @@ class Receiver:
     @torch.no_grad()
     def swap(self, update: WeightUpdate, whole: bool = False) -> None:
         """Writes a version into the live tensors and proves that they hold it; call it between two steps of the engine.
-
-        With `whole`, the digest of all live tensors is taken also where only single elements are written.
-        Raises WeightsMismatch if the tensors do not hold it; the old values are back then. Raises ValueError, and
-        writes nothing, if another version went live since the update was staged. After this either `commit` or `undo`.
-        """
+        With `whole`, the digest of all live tensors is taken also where only single elements are written. Raises
+        WeightsMismatch if the tensors do not hold it; the old values are back then. Raises ValueError, and writes
+        nothing, if another version went live since the update was staged. After this either `commit` or `undo`."""
         if self._held is not update.base:
             raise ValueError(f"version {update.manifest.version} was staged for another version than is live now")
         for change in update.changes or ():
@@ -125,9 +119,7 @@ class Receiver:
     @torch.no_grad()
     def undo(self, update: WeightUpdate) -> None:
         """Takes a swap back: the image's bits in place of the update's, whatever the live tensors hold there now.
-
-        Raises RuntimeError if the live tensors do not take them.
-        """
+        Raises RuntimeError if the live tensors do not take them."""
         for name, tensor in update.before.items():
             self._live.tensors[name].copy_(tensor)
         for change in update.changes or ():
@@ -162,10 +154,8 @@ class Receiver:
 
     @torch.no_grad()
     def write_repair(self, repaired: Sequence[Repaired]) -> None:
-        """Writes the right bits of chunks, live and into the image; call it between two steps of the engine.
-
-        Raises RuntimeError if the live tensors do not take them.
-        """
+        """Writes the right bits of chunks, live and into the image; call it between two steps of the engine. Raises
+        RuntimeError if the live tensors do not take them."""
         held = self._held
         assert held is not None
         arrays = dict(held.bits)
@@ -202,12 +192,8 @@ class Receiver:
 
         def peer(url: str, number: int) -> Bits:
             try:
-                reply = httpx2.get(
-                    f"{url}/weights/chunks/{number}",
-                    params={"version": version},
-                    timeout=_PEER_SECONDS,
-                    trust_env=False,
-                )
+                where = f"{url}/weights/chunks/{number}?version={version}"
+                reply = httpx2.get(where, timeout=_PEER_SECONDS, trust_env=False)
             except httpx2.HTTPError as e:
                 raise RepairUnavailable(f"{type(e).__name__} {e}") from None
             chunk = held.schema.chunks[number]
@@ -234,10 +220,8 @@ class Receiver:
 
 
 def materialise(store: Store, version: int, tensors: Tensors, trust: Trust | None = None) -> PolicyVersion:
-    """Writes a published version into `tensors`, e.g. a model's own, which may be wider.
-
-    Raises UserError if the version is not there, is damaged, not trusted or does not fit.
-    """
+    """Writes a published version into `tensors`, e.g. a model's own, which may be wider. Raises UserError if the
+    version is not there, is damaged, not trusted or does not fit."""
     manifest, staged = load_content(store, version, trust)
     _put(store, manifest, staged, tensors)
     return manifest

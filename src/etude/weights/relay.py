@@ -54,16 +54,8 @@ class Relay:
         return Starlette(routes=[Route("/health", self._health), Route("/payloads/{name:path}", self._payload)])
 
     async def _health(self, _: Request) -> Response:
-        held = sum(map(len, self._held.values()))
-        return JSONResponse(
-            {
-                "status": "ok",
-                "payloads": len(self._held),
-                "bytes": held,
-                "fetched": self.fetched,
-                "served_bytes": self.served_bytes,
-            }
-        )
+        held = {"payloads": len(self._held), "bytes": sum(map(len, self._held.values()))}
+        return JSONResponse({"status": "ok", **held, "fetched": self.fetched, "served_bytes": self.served_bytes})
 
     async def _payload(self, http: Request) -> Response:
         key, digest = f"payloads/{http.path_params['name']}", http.query_params.get("blake3", "")

@@ -126,10 +126,8 @@ class ReplicaMember:
         self._limit: int | None = None  # the version that all members can reach, after a round that found them apart
 
     def advance(self, between_steps: BetweenSteps) -> bool:
-        """Looks for a new version once; true if one is live now.
-
-        Raises DamagedVersion, UserError, NotTogether or WeightsMismatch; the old version is live then, whole.
-        """
+        """Looks for a new version once; true if one is live now. Raises DamagedVersion, UserError, NotTogether or
+        WeightsMismatch; the old version is live then, whole."""
         receiver = self.receiver
         if not receiver.behind():
             return False

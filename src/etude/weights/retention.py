@@ -7,7 +7,7 @@ anchors with everything since the older one, and the payloads that lead to and o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from etude.errors import UserError
@@ -31,20 +31,9 @@ class Collected:
     kept_bytes: int
 
 
-def referenced(published: Iterable[PolicyVersion]) -> set[str]:
-    """Keys of all objects that manifests name."""
-    keys: set[str] = set()
-    for manifest in published:
-        keys |= {part.key for part in (*manifest.delta, *manifest.anchor.parts)}
-        keys |= {part.key for skip in manifest.skips for part in skip.parts}
-    return keys
-
-
 def floor(published: Sequence[PolicyVersion]) -> int:
     """The oldest version that stays reachable, -1 without versions: the first that names the oldest anchor that stays.
-
-    An anchor is written in the background, so the version that it is of was published before it.
-    """
+    An anchor is written in the background, so the version that it is of was published before it."""
     anchor = _oldest_anchor(published)
     return min((manifest.version for manifest in published if manifest.anchor.version == anchor), default=-1)
 
@@ -56,10 +45,8 @@ def _oldest_anchor(published: Sequence[PolicyVersion]) -> int:
 
 
 def needed(published: Sequence[PolicyVersion], in_use: Collection[int] = (), gone: Collection[str] = ()) -> set[str]:
-    """Keys of the objects that must stay. `gone` are keys that an earlier pruning took.
-
-    Raises UserError if a version in use cannot be reached even with all that is there.
-    """
+    """Keys of the objects that must stay. `gone` are keys that an earlier pruning took. Raises UserError if a version
+    in use cannot be reached even with all that is there."""
     oldest = _oldest_anchor(published)
     kept: set[str] = set()
     for manifest in published:
@@ -89,9 +76,7 @@ def collect(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Collected:
     """Takes away objects older than `grace` seconds that no manifest names; with `prune` also those not `needed`.
-
-    Raises UserError, and takes nothing, if a manifest is damaged: what it names is not known.
-    """
+    Raises UserError, and takes nothing, if a manifest is damaged: what it names is not known."""
     # Objects first, manifests second: what is published meanwhile is not on the list. Every writer names its objects
     # anew, so none that nobody names can come to be named later than its grace.
     entries = [entry for folder in ("payloads", "shares") for entry in store.entries(folder)]
@@ -99,7 +84,8 @@ def collect(
         published = manifests(store)
     except ValueError as e:
         raise UserError(f"{e}; nothing was removed") from None
-    keep = referenced(published)
+    keep = {part.key for manifest in published for part in (*manifest.delta, *manifest.anchor.parts)}
+    keep |= {part.key for manifest in published for skip in manifest.skips for part in skip.parts}
     if prune:
         keep &= needed(published, in_use, keep - {entry.key for entry in entries})
     now = time.time()
@@ -110,9 +96,5 @@ def collect(
             store.delete(entry.key)
     taken = {entry.key for entry in rest}
     kept = [entry for entry in entries if entry.key not in taken]
-    return Collected(
-        keys=tuple(entry.key for entry in rest),
-        bytes=sum(entry.bytes for entry in rest),
-        kept=len(kept),
-        kept_bytes=sum(entry.bytes for entry in kept),
-    )
+    size, kept_size = (sum(entry.bytes for entry in some) for some in (rest, kept))
+    return Collected(tuple(entry.key for entry in rest), size, len(kept), kept_size)

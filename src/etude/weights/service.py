@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,28 +22,21 @@ def serve(name: str, build: Callable[[], Starlette], options: argparse.Namespace
         die_with_parent()
     try:
         app = build()
-        listener = _listen(options.host, options.port)
+        listener = socket.create_server((options.host, options.port), backlog=1024)
     except UserError as e:
         print(f"etude: {e}", file=sys.stderr)
+        return 2
+    except (OSError, OverflowError) as e:
+        where = f"{options.host}:{options.port}"
+        print(f"etude: cannot listen on {where} ({e}): choose another --port, or 0 for a free one", file=sys.stderr)
         return 2
     with listener:
         url = f"http://{options.host}:{listener.getsockname()[1]}"
         print(f"{name} at {url}", flush=True)
         if options.ready_file is not None:
-            _write(options.ready_file, json.dumps({"url": url, "pid": os.getpid()}))
+            temporary = options.ready_file.with_name(f"{options.ready_file.name}.{os.getpid()}.tmp")
+            temporary.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+            temporary.replace(options.ready_file)
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
         uvicorn.Server(config).run(sockets=[listener])
     return 0
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), backlog=1024)
-    except (OSError, OverflowError) as e:
-        raise UserError(f"cannot listen on {host}:{port} ({e}): choose another --port, or 0 for a free one") from None
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)

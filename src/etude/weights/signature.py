@@ -33,9 +33,7 @@ class ManifestRefused(ValueError):
 
 def keygen(path: Path) -> Path:
     """Writes a private key to `path`, readable by its owner alone, and the public one beside it; returns that path.
-
-    Raises UserError if either exists or cannot be written.
-    """
+    Raises UserError if either exists or cannot be written."""
     public = path.with_name(path.name + ".pub")
     key = Ed25519PrivateKey.generate()
     private_pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -88,11 +86,9 @@ def _signed(manifest: PolicyVersion) -> bytes:
 
 @dataclass
 class Trust:
-    """Which manifests a reader of one store accepts: all without `key`; else the signed ones of one run, in order.
-
-    With `model` (`etude.models.loading.model_id`) only versions of that model, or of one that is not named. `run` and
-    `version` are those of the newest manifest it accepted; with `memory` they outlive the process.
-    """
+    """Which manifests a reader of one store accepts: all without `key`; else the signed ones of one run, in order. With
+    `model` (`etude.models.loading.model_id`) only versions of that model, or of one that is not named. `run` and
+    `version` are those of the newest manifest it accepted; with `memory` they outlive the process."""
 
     key: Ed25519PublicKey | None = None
     run: str = ""

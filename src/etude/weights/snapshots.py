@@ -42,21 +42,17 @@ class _PartMoves:
 
 
 class Snapshots:
-    """Takes copies of the same tensors time after time. Not for several threads at a time.
-
-    Device memory: the tensors on it as they were taken last. A copy that shares nothing with the one before it is made
-    only where something changed; arrays that were given out are never written to.
-    """
+    """Takes copies of the same tensors time after time. Not for several threads at a time. Device memory: the tensors
+    on it as they were taken last. A copy that shares nothing with the one before it is made only where something
+    changed; arrays that were given out are never written to."""
 
     def __init__(self):
         self._mirrors: dict[str, _TensorMirror] = {}
 
     def take(self, specs: Sequence[Spec], tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Bits]]:
-        """Takes the tensors as they are now; the caller may write to them as soon as this returns.
-
-        The result, called once and on any thread, gives their bits. Tensors that are taken and not asked for are copied
-        whole the next time. Raises UserError for tensors on a GPU where Triton is missing.
-        """
+        """Takes the tensors as they are now; the caller may write to them as soon as this returns. The result, called
+        once and on any thread, gives their bits. Tensors that are taken and not asked for are copied whole the next
+        time. Raises UserError for tensors on a GPU where Triton is missing."""
         known, self._mirrors = self._mirrors, {}
         whole: dict[str, Bits] = {}
         moved: list[tuple[_TensorMirror, list[_PartMoves]]] = []
@@ -88,13 +84,12 @@ def _here(flat: torch.Tensor) -> Bits:
 
 def _follow(mirror: _TensorMirror, flat: torch.Tensor) -> list[_PartMoves]:
     """Brings the device's copy to `flat`."""
-    gpu, spec = device.gpu_kernels(), mirror.spec
+    gpu, spec, form = device.gpu_kernels(), mirror.spec, mirror.spec.format
     parts: list[_PartMoves] = []
     for first in range(0, flat.numel(), gpu.LARGEST):
         part = slice(first, first + gpu.LARGEST)
-        positions, steps, grown = gpu.scan(
-            mirror.there[part], flat[part], spec.seed, first, spec.format.width, spec.format.signed
-        )
+        there, now = mirror.there[part], flat[part]
+        positions, steps, grown = gpu.scan(there, now, spec.seed, first, form.width, form.signed)
         parts.append(_PartMoves(first, positions.cpu().numpy(), steps.cpu().numpy(), grown))
     return parts
 

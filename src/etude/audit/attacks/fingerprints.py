@@ -57,10 +57,7 @@ class Against:
 
 
 def against(files: Sequence[Path], boxes: int, *, dataset: Path | None, machine_profiles: Path | None) -> Against:
-    """Read the other side of a comparison with boxes as a run makes them, with its `rollout.machine_profiles`.
-
-    Raises UserError.
-    """
+    """The other side of a comparison with boxes as a run makes them. Raises UserError."""
     samples = fingerprints.read(files)
     sides = [[sample for sample in samples if sample.is_request is requests] for requests in (False, True)]
     if any(0 < len(side) < audit.MIN_SAMPLES for side in sides) or boxes < audit.MIN_SAMPLES:

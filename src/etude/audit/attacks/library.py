@@ -154,9 +154,14 @@ def prepare(root: Path) -> Library:
     _write(root / "site", {"dependency.py": "VALUE = 7\n"})
     if (source / ".git").exists():
         histories.build(source, "lib-1", root / "repository", [TASK], root)
+    readable(root)
+    return Library(root)
+
+
+def readable(root: Path) -> None:
+    """Let everybody read what lies below `root`."""
     for path in (root, *root.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    return Library(root)
 
 
 def _write(root: Path, files: dict[str, str]) -> None:

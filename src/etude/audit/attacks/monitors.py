@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from textwrap import dedent
 
 from etude.audit.attacks.boxes import LIMITS, SECONDS
-from etude.audit.attacks.library import FIXED, TASK, WRONG, Library
+from etude.audit.attacks.library import FIXED, TASK, WRONG, Library, readable
 from etude.audit.attacks.submissions import HONEST, NOTHING, SUBMISSIONS, Submission, body
 from etude.grading.cheats import commands
 from etude.grading.cheats.decoys import Decoys, plant, used
@@ -163,7 +162,7 @@ async def _decoyed(sandbox: Sandbox, library: Library, planted: Decoys, line: st
 async def _on_impossible_task(sandbox: Sandbox, library: Library, attacks: Sequence[Submission]) -> str:
     folder = library.root / "impossible"
     impossible = make_impossible(dataset(library), folder)
-    _readable(folder)
+    readable(folder)
     if len(impossible.tasks) != 1:
         return "there is no impossible task"
     passed = []
@@ -172,11 +171,6 @@ async def _on_impossible_task(sandbox: Sandbox, library: Library, attacks: Seque
         if graded.passed or graded.outcome is Outcome.INFRA:
             passed.append(attack.name)
     return f"passed: {', '.join(passed)}" if passed else ""
-
-
-def _readable(root: Path) -> None:
-    for path in (root, *root.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _turn(call: ToolCall) -> Turn:

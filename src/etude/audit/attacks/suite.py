@@ -7,7 +7,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +15,12 @@ from etude.audit.attacks import fingerprints, plain
 from etude.audit.attacks.boxes import CHECKS, LIMITS, SECONDS
 from etude.audit.attacks.fingerprints import Against
 from etude.audit.attacks.forgeries import forgeries
-from etude.audit.attacks.gates import GATES, Check
+from etude.audit.attacks.gates import GATES
 from etude.audit.attacks.injections import injections
 from etude.audit.attacks.library import EXPECTED, SECRET, TASK, Library, prepare
 from etude.audit.attacks.lookups import look_ups
-from etude.audit.attacks.monitors import MONITORS
-from etude.audit.attacks.outside import Outside, outside
+from etude.audit.attacks.monitors import MONITORS, changes_of
+from etude.audit.attacks.outside import outside
 from etude.audit.attacks.probes import PROBES, script
 from etude.audit.attacks.report import DEFAULT, IN_PROCESS, AttackReport, AttackResult
 from etude.audit.attacks.submissions import HONEST, NOTHING, SUBMISSIONS, Submission
@@ -75,10 +75,7 @@ async def run(
     quick: bool,
     progress: Callable[[str], None] = lambda _: None,
 ) -> AttackReport:
-    """Play every attack on the configured backend; `quick` leaves out repetitions and comparisons.
-
-    Raises UserError where boxes cannot be made.
-    """
+    """Play every attack on the configured backend, or the `quick` ones. Raises UserError where boxes cannot be made."""
     report = AttackReport(skipped=dict(fingerprints.REASONS))
     with tempfile.TemporaryDirectory(prefix="etude-attacks-") as folder, contextlib.closing(_listener()) as listener:
         Path(folder).chmod(0o755)
@@ -87,17 +84,18 @@ async def run(
             report.skipped["A1"] = report.skipped["A2"] = "git is not installed, so no history could be planted"
         ESCAPED.unlink(missing_ok=True)
         host = HostState(library)
+        played = _Attacks(library, host, report, progress)
         for where in (DEFAULT, IN_PROCESS):
             async with open_sandbox(config, memo=0, questions=where == DEFAULT) as sandbox:
-                await _grades(sandbox, library, where, host, report, quick, progress)
+                await played.grades(sandbox, where, 2 if quick else GOLD_REPEATS)
                 if where == DEFAULT:
-                    await _boxes(sandbox, library, listener.getsockname()[1], host, report, progress)
+                    await played.boxes(sandbox, listener.getsockname()[1])
                     if sandbox.capabilities().egress:
-                        await _gates(library, host, report, progress)
-                    await _checks(LIBRARY_CHECKS, "box", sandbox, library, host, report, progress)
-                await _checks(GRADED_CHECKS, where, sandbox, library, host, report, progress)
+                        await played.gates()
+                    await played.checks(LIBRARY_CHECKS, "box", sandbox)
+                await played.checks(GRADED_CHECKS, where, sandbox)
         if against is not None:
-            await _fingerprints(against, host, report, progress)
+            await played.fingerprints(against)
         if not quick:
             plain.compare(library, report.results, report.absent, progress)
     return report
@@ -111,34 +109,90 @@ def _listener() -> socket.socket:
     return server
 
 
-async def _grades(
-    sandbox: Sandbox,
-    library: Library,
-    where: str,
-    host: HostState,
-    report: AttackReport,
-    quick: bool,
-    progress: Callable[[str], None],
-) -> None:
-    for attack in (NOTHING, *SUBMISSIONS, *[HONEST] * (2 if quick else GOLD_REPEATS)):
-        progress(f"{attack.item} {attack.name} ({where})")
-        changes = await _changes(sandbox, library, attack)
-        if isinstance(changes, str):  # the agent made its box unreadable: it pays
-            report.results.append(
-                AttackResult(attack.item, attack.name, where, "fail: " + changes, host=host.changed())
-            )
-            continue
+@dataclass(frozen=True)
+class _Attacks:
+    """The library that is attacked, the host that must stay as it is, and the report."""
+
+    library: Library
+    host: HostState
+    report: AttackReport
+    progress: Callable[[str], None]
+
+    def _add(self, item: str, name: str, where: str, verdict: str, problem: str = "") -> None:
+        self.report.results.append(AttackResult(item, name, where, verdict, problem, self.host.changed()))
+
+    async def grades(self, sandbox: Sandbox, where: str, repeats: int) -> None:
+        library = self.library
+        for attack in (NOTHING, *SUBMISSIONS, *[HONEST] * repeats):
+            self.progress(f"{attack.item} {attack.name} ({where})")
+            changes = await _changes(sandbox, library, attack)
+            if isinstance(changes, str):  # the agent made its box unreadable: it pays
+                self._add(attack.item, attack.name, where, "fail: " + changes)
+                continue
+            try:
+                limits = HANGING if attack.name == "hang" else LIMITS
+                graded = await grade(sandbox, TASK, library.image, library.hidden, changes, limits)
+            except BoxError as e:
+                graded = Grade(Outcome.INFRA, 0.0, False, str(e), None)
+            self._add(attack.item, attack.name, where, _verdict(graded), _problem(attack, graded))
+            if attack.flag or attack is HONEST:
+                right = attack.flag in graded.flags if attack.flag else not graded.flags
+                word = ", ".join(graded.flags) or "silent"
+                problem = "" if right else f"flags: {word}"
+                self.report.results.append(AttackResult("F1", attack.name, where, word, problem))
+
+    async def boxes(self, sandbox: Sandbox, port: int) -> None:
+        for item in PROBES:
+            text = script(item, SECRET, EXPECTED, port)
+            await self._attempt(sandbox, item, "probe", lambda box, text=text: _probe(box, text))
+        for item, check in CHECKS.items():
+            name = check.__name__.replace("_", " ")
+            await self._attempt(sandbox, item, name, partial(check, sandbox, self.library.image))
+
+    async def gates(self) -> None:
+        """Boxes with a way out, to a small world on this machine."""
+        with outside() as world:
+            async with open_sandbox(memo=0, egress=world.egress(None)) as sandbox:
+                for item, check in GATES.items():
+                    await self._attempt(sandbox, item, check.__name__, lambda box, check=check: check(box, world))
+
+    async def _attempt(self, sandbox: Sandbox, item: str, name: str, work: Callable[[Box], Awaitable[str]]) -> None:
+        if item in self.report.skipped:
+            return
+        self.progress(f"{item} {name}")
+        box = await sandbox.create(self.library.image, LIMITS)
         try:
-            limits = HANGING if attack.name == "hang" else LIMITS
-            graded = await grade(sandbox, TASK, library.image, library.hidden, changes, limits)
-        except BoxError as e:
-            graded = Grade(Outcome.INFRA, 0.0, False, str(e), None)
-        problem = _problem(attack, graded)
-        report.results.append(AttackResult(attack.item, attack.name, where, _verdict(graded), problem, host.changed()))
-        if attack.flag or attack is HONEST:
-            right = attack.flag in graded.flags if attack.flag else not graded.flags
-            word = ", ".join(graded.flags) or "silent"
-            report.results.append(AttackResult("F1", attack.name, where, word, "" if right else f"flags: {word}"))
+            problem = await work(box)
+        except (BoxError, TimeoutError) as e:
+            problem = f"{type(e).__name__}: {e}"
+        finally:
+            await box.close()
+        problem = " ".join(problem.split())[:200]
+        self._add(item, name, "box", "missed" if problem else "stopped", problem)
+
+    async def checks(self, checks: Mapping[str, Sequence[LibraryCheck]], where: str, sandbox: Sandbox) -> None:
+        for item, check in ((item, check) for item, each in checks.items() for check in each):
+            self.progress(f"{item} {check.__name__} ({where})")
+            try:
+                problem = await check(sandbox, self.library)
+            except BoxError as e:
+                problem = f"{type(e).__name__}: {e}"
+            shutil.rmtree(self.library.root / "impossible", ignore_errors=True)
+            word = "missed" if problem else "flagged" if item in MONITORS else "stopped"
+            self._add(item, check.__name__.replace("_", " "), where, word, problem)
+
+    async def fingerprints(self, against: Against) -> None:
+        """Items E: `against` says which of them can be played."""
+        results = await against.results(lambda done, count: self.progress(f"E fingerprints: {done} of {count} boxes"))
+        changed = self.host.changed()
+        for item, result in results.items():
+            if result.skipped:
+                self.report.skipped[item] = result.skipped
+                continue
+            del self.report.skipped[item]
+            played = AttackResult(item, "fingerprints", "box", result.word, result.problem, changed)
+            self.report.results.append(played)
+            changed = ""  # one effect is counted once
 
 
 def _problem(attack: Submission, graded: Grade) -> str:
@@ -159,9 +213,8 @@ def _verdict(graded: Grade) -> str:
 
 async def _changes(sandbox: Sandbox, library: Library, attack: Submission) -> dict[str, bytes | None] | str:
     """What is handed in; a sentence if the box can't be read any more."""
-    given = {path: None if text is None else text.encode() for path, text in attack.files.items()}
     if not attack.line:
-        return given
+        return changes_of(attack)
     box = await sandbox.create(library.image, LIMITS)
     try:
         await box.exec(attack.line, SECONDS)
@@ -169,100 +222,9 @@ async def _changes(sandbox: Sandbox, library: Library, attack: Submission) -> di
     except BoxError as e:
         if e.payer == "infra":
             raise
-        return f"{type(e).__name__}"
+        return type(e).__name__
     finally:
         await box.close()
-
-
-async def _boxes(
-    sandbox: Sandbox,
-    library: Library,
-    port: int,
-    host: HostState,
-    report: AttackReport,
-    progress: Callable[[str], None],
-) -> None:
-    attempt = partial(_attempt, sandbox, library, host, report, progress)
-    for item in PROBES:
-        await attempt(item, "probe", lambda box, item=item: _probe(box, script(item, SECRET, EXPECTED, port)))
-    for item, check in CHECKS.items():
-        await attempt(
-            item, check.__name__.replace("_", " "), lambda box, check=check: check(sandbox, library.image, box)
-        )
-
-
-async def _gates(library: Library, host: HostState, report: AttackReport, progress: Callable[[str], None]) -> None:
-    """Boxes with a way out, to a small world on this machine."""
-    with outside() as world:
-        async with open_sandbox(memo=0, egress=world.egress(None)) as sandbox:
-            for item, check in GATES.items():
-                work = partial(_through, check, world)
-                await _attempt(sandbox, library, host, report, progress, item, check.__name__, work)
-
-
-async def _through(check: Check, world: Outside, box: Box) -> str:
-    return await check(box, world)
-
-
-async def _attempt(
-    sandbox: Sandbox,
-    library: Library,
-    host: HostState,
-    report: AttackReport,
-    progress: Callable[[str], None],
-    item: str,
-    name: str,
-    work: Callable[[Box], Awaitable[str]],
-) -> None:
-    if item in report.skipped:
-        return
-    progress(f"{item} {name}")
-    box = await sandbox.create(library.image, LIMITS)
-    try:
-        problem = await work(box)
-    except (BoxError, TimeoutError) as e:
-        problem = f"{type(e).__name__}: {e}"
-    finally:
-        await box.close()
-    problem = " ".join(problem.split())[:200]
-    report.results.append(AttackResult(item, name, "box", "missed" if problem else "stopped", problem, host.changed()))
-
-
-async def _checks(
-    checks: Mapping[str, Sequence[LibraryCheck]],
-    where: str,
-    sandbox: Sandbox,
-    library: Library,
-    host: HostState,
-    report: AttackReport,
-    progress: Callable[[str], None],
-) -> None:
-    for item, each in checks.items():
-        for check in each:
-            progress(f"{item} {check.__name__} ({where})")
-            try:
-                problem = await check(sandbox, library)
-            except BoxError as e:
-                problem = f"{type(e).__name__}: {e}"
-            shutil.rmtree(library.root / "impossible", ignore_errors=True)
-            word = "missed" if problem else "flagged" if item in MONITORS else "stopped"
-            name = check.__name__.replace("_", " ")
-            report.results.append(AttackResult(item, name, where, word, problem, host.changed()))
-
-
-async def _fingerprints(
-    against: Against, host: HostState, report: AttackReport, progress: Callable[[str], None]
-) -> None:
-    """Items E: `against` says which of them can be played."""
-    results = await against.results(lambda done, count: progress(f"E fingerprints of boxes: {done} of {count}"))
-    changed = host.changed()
-    for item, result in results.items():
-        if result.skipped:
-            report.skipped[item] = result.skipped
-            continue
-        del report.skipped[item]
-        report.results.append(AttackResult(item, "fingerprints", "box", result.word, result.problem, changed))
-        changed = ""  # one effect is counted once
 
 
 async def _probe(box: Box, text: str) -> str:

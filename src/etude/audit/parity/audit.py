@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -71,10 +72,7 @@ class ParityAudit:
 
 @dataclass(frozen=True)
 class Item:
-    """The probes of one group. `gated` leaves the declared exceptions out, and is None if nothing is left.
-
-    `tells` are of all probes of the group, sorted by their AUC.
-    """
+    """The probes of one group, as in `ParityAudit`. `gated` is None if all are declared exceptions."""
 
     gated: Estimate | None
     whole: Estimate
@@ -160,7 +158,7 @@ async def box_samples(
     samples: list[FingerprintSample] = []
     with tempfile.TemporaryDirectory(prefix="etude-parity-") as folder:
         images = _made_up(Path(folder), count) if dataset is None else _of_tasks(dataset, count)
-        line = f"python3 -c {_quoted(SCRIPT.read_text('utf-8'))} --samples 1 >> /tmp/samples.jsonl"
+        line = f"python3 -c {shlex.quote(SCRIPT.read_text('utf-8'))} --samples 1 >> /tmp/samples.jsonl"
         async with open_sandbox(machine_profiles=machine_profiles) as sandbox:
             for number, (name, image) in enumerate(images):
                 box = await sandbox.create(image, LIMITS)
@@ -199,10 +197,6 @@ def _made_up(root: Path, count: int) -> Iterator[tuple[str, Image]]:
         yield str(number), Image(root, None, changes, history=history.folder(past, files))
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
-
-
 def record(path: Path, samples: int) -> None:
     """Append fingerprints of this machine to `path`, whole or not at all. Raises UserError."""
     if samples < 1:
@@ -219,10 +213,7 @@ def record(path: Path, samples: int) -> None:
 
 
 def requests(count: int, dataset: Path) -> list[FingerprintSample]:
-    """Fingerprints of the first requests of `count` episodes on the tasks of `dataset`, played by the loop here.
-
-    They are of the presentation for models that know the OpenAI format, without documents.
-    """
+    """Fingerprints of first requests of `count` episodes, in OpenAI's format and without documents."""
     tasks = datasets.load(dataset).tasks
     chosen = [tasks[number % len(tasks)] for number in range(count)]
     bodies = [{"messages": messages_of(task), "tools": SCHEMAS} for task in chosen]
@@ -273,14 +264,11 @@ def against(
 
 
 def _halves(production: Sequence[FingerprintSample]) -> tuple[list[FingerprintSample], list[FingerprintSample]]:
-    """Samples that machine profiles are drawn from, and samples to compare boxes with.
-
-    They are of different machines, if there are several.
-    """
+    """Samples to draw machine profiles from, and samples to compare boxes with, of other machines if possible."""
     machines = sorted({sample.machine for sample in production})
-    models = set(machines[::2]) if len(machines) > 1 else set()
-    if not models:
+    if len(machines) < 2:
         return list(production[::2]), list(production[1::2])
+    models = set(machines[::2])
     return [s for s in production if s.machine in models], [s for s in production if s.machine not in models]
 
 

@@ -110,10 +110,10 @@ def folds(machines: Sequence[str], labels_N: np.ndarray, seed: int = 0) -> np.nd
     rng = np.random.default_rng(seed)
     fold_N = np.zeros(len(machines), int)
     for side in (0, 1):
-        names = sorted({machines[i] for i in np.flatnonzero(labels_N == side)})
+        names = sorted({machines[i] for i in np.flatnonzero(labels_N == side).tolist()})
         if len(names) > 1:
             place = dict(zip(rng.permutation(names), np.arange(len(names)) % min(FOLDS, len(names)), strict=True))
-            for i in np.flatnonzero(labels_N == side):
+            for i in np.flatnonzero(labels_N == side).tolist():
                 fold_N[i] = place[machines[i]]
         else:
             side_N = rng.permutation(np.flatnonzero(labels_N == side))
@@ -123,7 +123,7 @@ def folds(machines: Sequence[str], labels_N: np.ndarray, seed: int = 0) -> np.nd
 
 def held_out(machines: Sequence[str], labels_N: np.ndarray) -> bool:
     """Whether both sides have machines enough to be split by machine."""
-    return all(len({machines[i] for i in np.flatnonzero(labels_N == side)}) > 1 for side in (0, 1))
+    return all(len({machines[i] for i in np.flatnonzero(labels_N == side).tolist()}) > 1 for side in (0, 1))
 
 
 def scores(values_NC: np.ndarray, labels_N: np.ndarray, fold_N: np.ndarray, fit: Fit) -> np.ndarray:
@@ -142,8 +142,8 @@ def interval(scores_N: np.ndarray, labels_N: np.ndarray, machines: Sequence[str]
     sides = []
     for side in (0, 1):
         by_machine: dict[str, list[int]] = {}
-        for i in np.flatnonzero(labels_N == side):
-            by_machine.setdefault(machines[i], []).append(int(i))
+        for i in np.flatnonzero(labels_N == side).tolist():
+            by_machine.setdefault(machines[i], []).append(i)
         sides.append([np.array(rows) for rows in by_machine.values()])
     drawn = []
     for _ in range(RESAMPLES):

@@ -31,10 +31,7 @@ class Table:
 
 
 def table(samples: Sequence[FingerprintSample]) -> Table:
-    """Every probe as columns: numbers by the logarithm of their size, texts and list entries as 0 or 1, and `missing`.
-
-    Columns that are the same everywhere are left out.
-    """
+    """Probes as columns, where they differ: logarithms of numbers, texts and list entries as 0 or 1, and `missing`."""
     columns: list[np.ndarray] = []
     probes: list[str] = []
     names: list[str] = []

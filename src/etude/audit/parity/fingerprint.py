@@ -115,7 +115,7 @@ def identity():
         os.stat(p).st_uid for p in ("/", "/etc", "/usr", "/usr/bin", "/bin/sh", "/tmp", "/home") if os.path.exists(p)
     ]
     known = {entry.pw_uid for entry in pwd.getpwall()} - {65534}
-    release = dict(line.partition("=")[::2] for line in read("/etc/os-release").splitlines())
+    release = {name: value for name, _, value in (line.partition("=") for line in read("/etc/os-release").splitlines())}
     yield "host.shape", shape(socket.gethostname())
     yield "host.in_hosts", socket.gethostname() in read("/etc/hosts").split()
     yield "user.uid", os.getuid()
@@ -135,7 +135,7 @@ def settings():
 def times():
     """Probes of clocks and dates."""
     uptime = float(read("/proc/uptime").split()[0])
-    booted = int(field(read("/proc/stat", 1 << 20), "btime"))
+    booted = int(field(read("/proc/stat", 1 << 20), "btime") or 0)
     first = read("/proc/1/stat").rpartition(")")[2].split()
     here = [entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(".")]
     yield "uptime", uptime
@@ -190,10 +190,8 @@ def confinement():
 
 def firmware():
     """A probe of the hardware's firmware."""
-    yield (
-        "firmware",
-        shape(read("/sys/class/dmi/id/sys_vendor").strip()) if os.path.exists("/sys/class/dmi") else "none",
-    )
+    told = os.path.exists("/sys/class/dmi")
+    yield "firmware", shape(read("/sys/class/dmi/id/sys_vendor").strip()) if told else "none"
 
 
 def terminal():
@@ -205,17 +203,12 @@ def terminal():
     yield "language", os.environ.get("LANG", "none")[:20]
     yield "shell", os.path.basename(os.environ.get("SHELL", "none"))[:20]
     yield "path", len(os.environ.get("PATH", "").split(":"))
-    yield "umask", umask()
+    mask = os.umask(0o022)
+    os.umask(mask)
+    yield "umask", mask
     size = os.get_terminal_size(0)
     yield "terminal.rows", size.lines
     yield "terminal.columns", size.columns
-
-
-def umask():
-    """The mask of modes of new files."""
-    value = os.umask(0o022)
-    os.umask(value)
-    return value
 
 
 def home():
@@ -300,8 +293,7 @@ def sample():
     values = {}
     for part in PARTS:
         with contextlib.suppress(Exception):
-            for name, value in part():
-                values[name] = value
+            values.update(part())
     return values
 
 

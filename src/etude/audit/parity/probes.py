@@ -27,9 +27,7 @@ _IMAGE = "the tools are those of the host that makes boxes"
 
 PROBES: dict[str, ParityProbe] = {
     "host.": ParityProbe("E1", "Name fingerprints in `rollout.machine_profiles`: host names get their shape."),
-    "user.": ParityProbe(
-        "E1", "Draw the machine profile's user and home as production has them; the id is that of the mapping."
-    ),
+    "user.": ParityProbe("E1", "Draw the profile's user and home as production has them; the id is the mapping's."),
     "accounts": ParityProbe("E1", "Give /etc/passwd the service accounts of the production image."),
     "owners.unknown": ParityProbe("E1", "Unpack an image whose files belong to the mapped id.", _OWNERS),
     "machine_id": ParityProbe("E1", "Draw a machine-id per box."),
@@ -51,9 +49,7 @@ PROBES: dict[str, ParityProbe] = {
     "status.": ParityProbe("E4", "Only a virtual machine can be confined from outside.", _SECCOMP),
     "cgroup": ParityProbe("E4", "Name the control group as a login session's.", _KERNEL),
     "mounts": ParityProbe("E4", "Only a virtual machine has a disk of its own.", _MOUNTS),
-    "namespaces": ParityProbe(
-        "E4", "Map a whole range of ids, which takes newuidmap.", "one id is mapped, without root"
-    ),
+    "namespaces": ParityProbe("E4", "Map a range of ids, which takes newuidmap.", "without root one id is mapped"),
     "firmware": ParityProbe("E4", "Show the firmware of a workstation.", _KERNEL),
     "environment": ParityProbe("E5", "Let the machine profile's environment have the variables that production has."),
     "terminal": ParityProbe("E5", "Set the terminal's kind and size as production's."),
@@ -72,16 +68,10 @@ PROBES: dict[str, ParityProbe] = {
     "git.age": ParityProbe("E7", "Make tasks of recent commits.", _COMMIT),
     "tools": ParityProbe("E7", "Install what production has on the machine that makes boxes.", _IMAGE),
     "editor.folder": ParityProbe("E7", "Keep the editor's folder in the repository's image."),
-    "prompt.": ParityProbe(
-        "E9", "Play the product's own agent (`rollout.agent`): its prompt and tools are the product's."
-    ),
+    "prompt.": ParityProbe("E9", "Play the product's own agent (`rollout.agent`), which has its prompt and tools."),
     "request.": ParityProbe("E9", "Give tasks instructions such as users write."),
-    "disk.": ParityProbe(
-        "E8", "Raise the box's disk to what users have.", "a box writes to memory, whose size is its limit"
-    ),
-    "limits.": ParityProbe(
-        "E8", "Limit by control groups instead of rlimits.", "without control groups, limits are rlimits"
-    ),
+    "disk.": ParityProbe("E8", "Raise the box's disk to what users have.", "a box writes to memory, up to its limit"),
+    "limits.": ParityProbe("E8", "Limit by control groups instead of rlimits.", "rlimits, without control groups"),
     "latency.": ParityProbe("E8", "Make boxes on machines like the users', and fewer per processor.", _SPEED),
 }
 _OTHER = ParityProbe("E8", "See audit/parity/fingerprint.py for what this probe reads.")

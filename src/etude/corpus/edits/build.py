@@ -1,7 +1,5 @@
 """`etude tasks fast-apply`: repositories to tables of edits, train and held out, and a card that says how."""
 
-from __future__ import annotations
-
 import logging
 import random
 import re
@@ -30,17 +28,11 @@ Progress = Callable[[str, int, int], None]
 
 
 def build(
-    training: Sequence[str],
-    held_out: Sequence[str],
-    output: Path,
-    options: EditTableConfig,
+    training: Sequence[str], held_out: Sequence[str], output: Path, options: EditTableConfig,
     progress: Progress | None = None,
-) -> tuple[list[Example], list[Example]]:
-    """Write train.parquet, heldout.parquet (if there are held-out repositories) and DATACARD.md.
-
-    Raises UserError for a repository that cannot be used or is on both sides, and if nothing comes of them; then
-    nothing is left behind.
-    """
+) -> tuple[list[Example], list[Example]]:  # fmt: skip
+    """Write train.parquet, heldout.parquet (if there are held-out repositories) and DATACARD.md. Raises UserError for a
+    repository that cannot be used or is on both sides, and if nothing comes of them; then nothing is left behind."""
     if output.exists():
         raise UserError(f"{output} exists: give a folder that does not")
     report = progress or (lambda *_: None)
@@ -141,18 +133,18 @@ def _drawn(
     repositories: Sequence[Repository], options: EditTableConfig, most: int, wanted: int | None, counter: Counter[str],
     report: Progress,
 ) -> list[Example]:  # fmt: skip
-    """Real edits first, then synthetic ones in their ratio, then sketches that change nothing.
-
-    `wanted` is the number of examples of an evaluation; None draws training examples in the ratios of `options`.
-    """
+    """Real edits first, then synthetic ones in their ratio, then sketches that change nothing. `wanted` is the number
+    of examples of an evaluation; None draws training examples in the ratios of `options`."""
     draw = _EditDraw(most, random.Random(f"{options.seed}/{most}/{wanted}"), counter)
     cap = options.per_repository
     if wanted is not None:  # an evaluation wants real edits: half of them, if there are so many
         cap = -(-wanted // 2 // max(1, sum(bool(r.changes) for r in repositories)))
-    for i, (repository, changes) in enumerate(_in_turns(repositories, draw.rng)):
+    for i, repository in enumerate(repositories):
         report("real edits", i, len(repositories))
         made = 0
-        for change in changes:
+        usable = [c for c in repository.changes if _usable(c.language)]
+        # Several hunks of one file are several edits.
+        for change in [c for c in draw.rng.sample(usable, len(usable)) for _ in range(_TRIES)]:
             if made >= cap:
                 break
             made += draw.take(make.real, repository, change, options.per_path)
@@ -161,7 +153,10 @@ def _drawn(
     if wanted is not None:
         goal = wanted - reals - round(wanted * options.no_ops)
     texts = [(r, text) for r in repositories for text in r.texts if _usable(text.language)]
-    others = _lines_of(texts)
+    others: dict[str, list[str]] = defaultdict(list)  # lines to put into other files, by language
+    for _, text in texts:
+        if len(others[text.language]) < 200_000:
+            others[text.language] += text.text.splitlines()
     limit = options.per_path * (1 + max(1, round(options.synthetic)))  # of one file, real ones counted
     for repository, text in _balanced(texts, draw.rng, limit):
         if len(draw.examples) - reals >= goal:
@@ -176,22 +171,6 @@ def _drawn(
     examples = list(draw.examples.values())
     draw.rng.shuffle(examples)
     return examples
-
-
-def _in_turns(repositories: Sequence[Repository], rng: random.Random) -> Iterator[tuple[Repository, list[FileChange]]]:
-    for repository in repositories:
-        changes = [c for c in repository.changes if _usable(c.language)]
-        # Several hunks of one file are several edits.
-        yield repository, [c for c in rng.sample(changes, len(changes)) for _ in range(_TRIES)]
-
-
-def _lines_of(texts: Sequence[tuple[Repository, Text]]) -> dict[str, list[str]]:
-    """Lines to put into other files, by language."""
-    lines: dict[str, list[str]] = defaultdict(list)
-    for _, text in texts:
-        if len(lines[text.language]) < 200_000:
-            lines[text.language] += text.text.splitlines()
-    return lines
 
 
 def _balanced(

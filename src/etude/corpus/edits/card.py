@@ -1,7 +1,5 @@
 """DATACARD.md of a folder of edits. It holds no times: equal builds give equal cards."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Makes examples of applied edits: real, synthetic or without a change, each with a sketch drawn for it."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Sequence

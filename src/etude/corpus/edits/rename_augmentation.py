@@ -1,7 +1,5 @@
 """Rename augmentation: other names in an edit, so that a model learns to copy files instead of memorising them."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re
@@ -16,19 +14,15 @@ COMMON = 0.01  # words that a larger share of the texts holds are the languages'
 
 def rare(examples: Iterable[Example]) -> tuple[str, ...]:
     """The words of two characters or more that at most a hundredth of the files and sketches hold (or one), sorted.
-
-    Sketches count because their markers ("rest of code") have words that no file need have.
-    """
+    Sketches count because their markers ("rest of code") have words that no file need have."""
     distinct = {text for example in examples for text in (example.file, example.sketch)}
     counts = Counter(word for text in distinct for word in set(WORD.findall(text)))
     return tuple(sorted(word for word, count in counts.items() if count <= max(COMMON * len(distinct), 1)))
 
 
 def renamed(example: Example, names: tuple[str, ...], rng: random.Random) -> Example:
-    """The edit with each of its words that is among `names` replaced by another one of them, the same everywhere.
-
-    No two words become one, and none becomes a word that the edit has: equal lines stay equal, no others become so.
-    """
+    """The edit with each of its words that is among `names` replaced by another one of them, the same everywhere. No
+    two words become one, and none becomes a word that the edit has: equal lines stay equal, no others become so."""
     texts = (example.file, example.sketch, example.result, example.instruction)
     words = {word for text in texts for word in WORD.findall(text)}
     own = sorted(words.intersection(names))

@@ -4,8 +4,6 @@ A repository is named by its folder, releases of a package as OLD..NEW or OLD..N
 two successive releases is an edit that people made. Nothing of a repository is run.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterator, Sequence

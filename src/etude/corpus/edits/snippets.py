@@ -3,8 +3,6 @@
 A snippet begins and ends at lines that follow a blank line, at one indentation, which is removed.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from difflib import SequenceMatcher

@@ -4,8 +4,6 @@ Real commits under a permissive licence are few, so most training pairs are synt
 sense. It must parse, look like its surroundings, and have the size of real edits.
 """
 
-from __future__ import annotations
-
 import keyword
 import random
 import re
@@ -36,9 +34,7 @@ _Change = Callable[[Lines, Sequence[str], random.Random], Lines | None]
 
 def edit(text: str, others: Sequence[str], changes: int, rng: random.Random) -> str | None:
     """`text` (ending in a newline) with up to `changes` changes; `others` are lines of the same language to put in.
-
-    None if nothing changed. Every change is of one place, or a name in all its places.
-    """
+    None if nothing changed. Every change is of one place, or a name in all its places."""
     lines = text.splitlines()
     made = 0
     for _ in range(4 * changes):

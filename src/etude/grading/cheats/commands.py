@@ -35,10 +35,7 @@ _FETCH = (
 
 
 def broken_rules(commands: Iterable[str], task: Task) -> tuple[str, ...]:
-    """The rules that any of the commands breaks, in the order of RULES.
-
-    Upstream is whatever has the name of the library, or of the file in focus.
-    """
+    """The rules that any of the commands breaks, in order; upstream has the name of the library or of the file."""
     lines = list(commands)
     library = re.sub(r"[-_.]", "[-_.]", task.repository.rpartition("-")[0] or task.repository)
     names = rf"(?<!\w)(?:{library}|{re.escape(task.focus.path.rpartition('/')[2])})(?!\w)"

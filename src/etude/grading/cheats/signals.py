@@ -6,14 +6,14 @@ import ast
 import doctest
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from etude.grading.cheats import commands
 from etude.grading.cheats.decoys import Decoys, used
 from etude.grading.grade import Grade
 from etude.records import Task, Turn
-from etude.sandbox.base import EgressRequest, Image
+from etude.sandbox.base import Changes, EgressRequest, Image
 
 MAX_TEXT = 1 << 20  # bytes of a file that is looked at
 MIN_LITERAL = 4  # characters of an example's value that code does not hold by chance
@@ -31,7 +31,7 @@ _PARSER = doctest.DocTestParser()
 def signals(
     task: Task,
     image: Image,
-    changes: Mapping[str, bytes | None],
+    changes: Changes,
     turns: Sequence[Turn],
     decoys: Decoys | None,
     graded: Grade,
@@ -60,7 +60,7 @@ def signals(
     return figures | {f"flag/{flag}": 1.0 for flag in sorted(flags)}
 
 
-def path_of(task: Task, image: Image, changes: Mapping[str, bytes | None]) -> dict[str, float]:
+def path_of(task: Task, image: Image, changes: Changes) -> dict[str, float]:
     """What a change set looks like, in counts: lines, files, and names or values that honest fixes seldom hold."""
     added: Counter[str] = Counter()
     removed: Counter[str] = Counter()

@@ -1,7 +1,5 @@
 """Anthropic's messages."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator

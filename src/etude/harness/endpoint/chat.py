@@ -1,10 +1,8 @@
 """OpenAI's chat completions."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -19,7 +17,7 @@ from etude.harness.endpoint.conversation import (
     text_of,
 )
 from etude.harness.endpoint.recording import RecordedTurn
-from etude.renderers import Message, Tool
+from etude.renderers import Message
 
 STATUS: dict[Kind, tuple[int, str, str | None]] = {
     "invalid": (400, "invalid_request_error", None),
@@ -37,10 +35,12 @@ def parse_request(body: dict[str, Any]) -> AgentRequest:
     if body.get("n") not in (None, 1):
         raise RequestRefused("invalid", "one answer is sampled: set n to 1", "n")
     stop = body.get("stop")
+    tools = body.get("tools") or () if body.get("tool_choice") != "none" else ()
+    functions = [tool["function"] for tool in tools if tool.get("type") == "function"]
     return AgentRequest(
         model=str(body.get("model") or ""),
         messages=arranged([_message(message) for message in body["messages"]]),
-        tools=() if body.get("tool_choice") == "none" else tuple(_tools(body.get("tools") or ())),
+        tools=tuple(function(f["name"], f.get("description"), f.get("parameters")) for f in functions),
         stops=tuple(filter(None, [stop] if isinstance(stop, str) else stop or ())),
         max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
         stream=bool(body.get("stream")),
@@ -57,11 +57,6 @@ def _message(message: dict[str, Any]) -> Message:
         calls = [(call.get("id"), call["function"]) for call in message["tool_calls"]]
         return shown | {"tool_calls": [call_message(i, f["name"], f.get("arguments")) for i, f in calls]}
     return shown
-
-
-def _tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    functions = [tool["function"] for tool in tools if tool.get("type") == "function"]
-    return [function(f["name"], f.get("description"), f.get("parameters")) for f in functions]
 
 
 def refused(refusal: RequestRefused) -> Response:

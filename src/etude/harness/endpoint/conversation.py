@@ -1,7 +1,5 @@
 """The common part of the dialects: a request as chat messages, and digests by which conversations are recognised."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,10 +52,8 @@ def function(name: str, description: object, parameters: object) -> Tool:
 
 
 def arranged(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Messages as templates take them: one system message at the start, later ones as the user's.
-
-    Most templates silently drop a later system message. Raises RequestRefused if there is nothing to answer.
-    """
+    """Messages as templates take them: one system message at the start, later ones as the user's. Most templates
+    silently drop a later system message. Raises RequestRefused if there is nothing to answer."""
     count = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
     system = "\n\n".join(filter(None, map(content_text, messages[:count])))
     rest = [m if m["role"] not in ("system", "developer") else dict(m) | {"role": "user"} for m in messages[count:]]
@@ -92,10 +88,8 @@ def call_message(call_id: object, name: object, arguments: object) -> dict[str, 
 
 
 def digest(before: bytes, message: Message) -> bytes:
-    """The digest of a conversation that ends with `message`; equal for all spellings that clients may use.
-
-    White space around the assistant's text, the order and spelling of JSON, ids of calls, and thoughts do not count.
-    """
+    """The digest of a conversation that ends with `message`; equal for all spellings that clients may use. White space
+    around the assistant's text, the order and spelling of JSON, ids of calls, and thoughts do not count."""
     text = content_text(message)
     calls = [
         [call["function"]["name"], _plain(call["function"].get("arguments"))]

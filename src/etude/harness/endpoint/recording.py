@@ -125,7 +125,9 @@ class RecordedTurn:
             if _extends(parsed.reasoning, thought) and not shown:
                 yield "reasoning", parsed.reasoning[len(thought) :]
                 thought = parsed.reasoning
-            text = self._shown(parsed.text)
+            # Without what may be half of a character, or the beginning of a stop string.
+            text = self._before_stop(parsed.text.rstrip("\ufffd"))
+            text = text[: len(text) - max((_overlap(text, stop) for stop in self.stops), default=0)]
             if _extends(text, shown) and not parsed.calls:
                 yield "text", text[len(shown) :]
                 shown = text
@@ -137,12 +139,6 @@ class RecordedTurn:
             yield "text", self.text[len(shown) :]
         for call in self.message.get("tool_calls", ()):
             yield "call", call
-
-    def _shown(self, text: str) -> str:
-        """Without what may be half of a character, or the beginning of a stop string."""
-        text = self._before_stop(text.rstrip("\ufffd"))
-        held = max((_overlap(text, stop) for stop in self.stops), default=0)
-        return text[: len(text) - held]
 
     def _before_stop(self, text: str) -> str:
         return text[: min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=len(text))]
@@ -173,9 +169,7 @@ class Recording:
 
     def ask(self, request: AgentRequest) -> RecordedTurn:
         """The turn that answers: a recorded one if the same was asked before, else one whose sampling begins here.
-
-        Raises RequestRefused; then nothing has changed, but for a budget that is spent, which ends the episode.
-        """
+        Raises RequestRefused; then nothing has changed, but for a budget that is spent, which ends the episode."""
         self.requests += 1
         chain = digests(request)
         key = chain[-1], request.stops, request.max_tokens
@@ -235,10 +229,17 @@ class Recording:
         working = [b for b in self._branches if b.tools] or self._branches
         side = [b for b in self._branches if b not in working]
         segments = [segment for branch in working for segment in branch.ledger.segments()]
-        turns = [self._turn(turn) for branch in (*working, *side) for turn in branch.turns]
+        turns = [
+            Turn(
+                text=self.renderer.text(turn.ids), calls=turn.parsed.calls, results=turn.results,
+                seconds_model=turn.seconds_model, seconds_tools=turn.seconds_tools,
+            )
+            for branch in (*working, *side)
+            for turn in branch.turns
+        ]  # fmt: skip
         return UngradedEpisode(
             tuple(segments), tuple(turns), stop_reason, self._metrics(working, side, segments), timed_out,
-            tools=tuple(self._tools.values()),
+            tools=tuple(map(dict, self._tools.values())),
         )  # fmt: skip
 
     def _check_budget(self) -> None:
@@ -306,15 +307,10 @@ class Recording:
         left = budget.tokens - sum(branch.ledger.sampled for branch in self._branches)
         limits = (max_tokens or sampling.max_tokens, sampling.max_tokens, left, budget.context - len(ledger))
         request = GenerateRequest(
-            ids=prompt,
-            max_tokens=max(1, min(limits)),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            stop=tuple(self.renderer.stop_ids),
-            seed=turn_seed(self._spec.seed, turn.number),
-            session=self._session,
+            ids=prompt, max_tokens=max(1, min(limits)), temperature=sampling.temperature, top_p=sampling.top_p,
+            stop=tuple(self.renderer.stop_ids), seed=turn_seed(self._spec.seed, turn.number), session=self._session,
             routes_from=ledger.routed if sampling.routes else None,
-        )
+        )  # fmt: skip
         async with asyncio.timeout(seconds + 1.0):  # the policy keeps its own deadline
             generation = await self._spec.policy.generate(request, seconds, turn.grow)
         if generation.finish_reason == "abort":
@@ -342,15 +338,6 @@ class Recording:
             generation, ids=ids[:count], logprobs=generation.logprobs[:count], versions=generation.versions[:count],
             finish_reason="stop", routes=routes,
         )  # fmt: skip
-
-    def _turn(self, turn: RecordedTurn) -> Turn:
-        return Turn(
-            text=self.renderer.text(turn.ids),
-            calls=turn.parsed.calls,
-            results=turn.results,
-            seconds_model=turn.seconds_model,
-            seconds_tools=turn.seconds_tools,
-        )
 
     def _metrics(
         self, working: list[_RecordedBranch], side: list[_RecordedBranch], segments: list[Segment]

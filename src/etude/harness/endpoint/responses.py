@@ -1,7 +1,5 @@
 """OpenAI's responses. What `previous_response_id` names is kept here, for as long as the episode."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -22,10 +20,8 @@ _FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "require
 
 
 def parse_request(body: dict[str, Any], kept: Kept) -> tuple[AgentRequest, list[Message]]:
-    """The request, and its conversation without instructions, which are of this request only.
-
-    `model` and sampling are not taken from it, nor are tools that the provider would run.
-    """
+    """The request, and its conversation without instructions, which are of this request only. `model` and sampling are
+    not taken from it, nor are tools that the provider would run."""
     before: list[Message] = []
     if (previous := body.get("previous_response_id")) is not None:
         if previous not in kept:
@@ -113,21 +109,12 @@ class _Writer:
         self.kept = kept
         self.custom = {tool["name"] for tool in body.get("tools") or () if tool["type"] == "custom"}
         self.head: dict[str, Any] = {
-            "id": f"resp_{turn.name}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": request.model,
-            "instructions": body.get("instructions"),
-            "previous_response_id": body.get("previous_response_id"),
-            "tools": body.get("tools") or [],
-            "tool_choice": body.get("tool_choice") or "auto",
-            "parallel_tool_calls": True,
-            "temperature": None,
-            "top_p": None,
-            "metadata": {},
-            "error": None,
+            "id": f"resp_{turn.name}", "object": "response", "created_at": int(time.time()), "model": request.model,
+            "instructions": body.get("instructions"), "previous_response_id": body.get("previous_response_id"),
+            "tools": body.get("tools") or [], "tool_choice": body.get("tool_choice") or "auto",
+            "parallel_tool_calls": True, "temperature": None, "top_p": None, "metadata": {}, "error": None,
             "incomplete_details": None,
-        }
+        }  # fmt: skip
         self.number = -1
 
     def completed(self) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The interception endpoint: one HTTP server for many episodes. The key of a request names its episode."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -12,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,10 +47,10 @@ class Endpoint:
         self._episodes: dict[str, _AgentSession] = {}
         self.app = Starlette(
             routes=[
-                Route("/v1/chat/completions", self._route(chat, self._chat), methods=["POST"]),
-                Route("/v1/responses", self._route(responses, self._responses), methods=["POST"]),
-                Route("/v1/messages", self._route(anthropic, self._messages), methods=["POST"]),
-                Route("/v1/messages/count_tokens", self._route(anthropic, self._count), methods=["POST"]),
+                Route("/v1/chat/completions", self._route(chat, partial(_answer, chat)), methods=["POST"]),
+                Route("/v1/responses", self._route(responses, _answer_responses), methods=["POST"]),
+                Route("/v1/messages", self._route(anthropic, partial(_answer, anthropic)), methods=["POST"]),
+                Route("/v1/messages/count_tokens", self._route(anthropic, _count), methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._models),
             ],
@@ -86,27 +85,6 @@ class Endpoint:
 
         return handle
 
-    async def _chat(self, episode: _AgentSession, body: dict[str, Any]) -> Response:
-        with _refusing_wrong_formats():
-            request = chat.parse_request(body)
-        return await chat.respond(episode.recording.ask(request), request, body)
-
-    async def _responses(self, episode: _AgentSession, body: dict[str, Any]) -> Response:
-        with _refusing_wrong_formats():
-            request, conversation = responses.parse_request(body, episode.kept)
-        turn = episode.recording.ask(request)
-        return await responses.respond(turn, request, conversation, body, episode.kept)
-
-    async def _messages(self, episode: _AgentSession, body: dict[str, Any]) -> Response:
-        with _refusing_wrong_formats():
-            request = anthropic.parse_request(body)
-        return await anthropic.respond(episode.recording.ask(request), request, body)
-
-    async def _count(self, episode: _AgentSession, body: dict[str, Any]) -> Response:
-        with _refusing_wrong_formats():
-            request = anthropic.parse_request(body)
-        return JSONResponse({"input_tokens": episode.recording.count(request)})
-
     async def _models(self, http: Request) -> Response:
         """One model, in a shape that clients of OpenAI and of Anthropic read; any name is taken for it."""
         try:
@@ -119,6 +97,24 @@ class Endpoint:
         if "name" in http.path_params:
             return JSONResponse(model)
         return JSONResponse({"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name})
+
+
+async def _answer(dialect: ModuleType, episode: _AgentSession, body: dict[str, Any]) -> Response:
+    with _refusing_wrong_formats():
+        request = dialect.parse_request(body)
+    return await dialect.respond(episode.recording.ask(request), request, body)
+
+
+async def _answer_responses(episode: _AgentSession, body: dict[str, Any]) -> Response:
+    with _refusing_wrong_formats():
+        request, conversation = responses.parse_request(body, episode.kept)
+    return await responses.respond(episode.recording.ask(request), request, conversation, body, episode.kept)
+
+
+async def _count(episode: _AgentSession, body: dict[str, Any]) -> Response:
+    with _refusing_wrong_formats():
+        request = anthropic.parse_request(body)
+    return JSONResponse({"input_tokens": episode.recording.count(request)})
 
 
 async def _missing(http: Request, _: Exception) -> Response:

@@ -40,7 +40,8 @@ class Containers:
         if code:
             raise UserError(f"{self.name} has no image {self._image} ({last(printed)}); pull or import it first.")
         if self.name == "docker":
-            runtimes, version, rootless = info["Runtimes"], info.get("CgroupVersion", "1"), _rootless(info)
+            runtimes, version = info["Runtimes"], info.get("CgroupVersion", "1")
+            rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
             missing = [] if info["MemoryLimit"] and info["PidsLimit"] else ["memory or processes"]
         else:
             host = info["host"]
@@ -65,7 +66,10 @@ class Containers:
 
     def _isolation(self) -> Literal["container", "gvisor", "vm"]:
         stem = (self._runtime or "").rpartition("/")[2]
-        return next((kind for word, kind in _ISOLATION.items() if word in stem), "container")
+        for word, kind in _ISOLATION.items():
+            if word in stem:
+                return kind
+        return "container"
 
     async def _info(self) -> dict[str, Any]:
         if shutil.which(self.name) is None:
@@ -113,7 +117,3 @@ class Containers:
             *(part for at, how in mounts.items() for part in ("--tmpfs", f"{at}:rw,exec,nosuid,nodev,{how}")),
             *(["--runtime", self._runtime] if self._runtime is not None and self.name == "docker" else []),
         ]
-
-
-def _rootless(info: dict[str, Any]) -> bool:
-    return any("rootless" in option for option in info.get("SecurityOptions") or ())

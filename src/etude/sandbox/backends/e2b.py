@@ -5,7 +5,6 @@ That agent starts our program and carries its streams: Connect RPC with JSON, a 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import json
@@ -18,7 +17,7 @@ from typing import Any
 import httpx2
 
 from etude.errors import UserError
-from etude.sandbox.backends.host import LIFETIME, Need
+from etude.sandbox.backends.host import LIFETIME, Need, ProgramStream
 from etude.sandbox.base import Capabilities, LaunchFailed
 
 PORT = 49983  # of the service's agent in a machine
@@ -27,7 +26,7 @@ SECONDS = 60.0
 _END = 0x02  # flag of the message that ends a stream
 
 
-class E2BMachine:
+class E2BMachine(ProgramStream):
     """One process in one machine."""
 
     def __init__(
@@ -37,19 +36,15 @@ class E2BMachine:
         self._ends = AsyncExitStack()
         self._events: AsyncIterator[dict[str, Any]]
         self._pid = 0
-        self._closed: asyncio.Task[None] | None = None
 
     async def begin(self, command: Sequence[str]) -> None:
         """Raises OSError or httpx2.HTTPError."""
         request = {"process": {"cmd": command[0], "args": list(command[1:]), "envs": {}, "cwd": "/"}, "stdin": True}
         body = json.dumps(request).encode()
-        sent = self._client.stream(
-            "POST",
-            f"{self._base}/process.Process/Start",
-            content=struct.pack(">BI", 0, len(body)) + body,
-            headers={**self._headers, "content-type": "application/connect+json", "keepalive-ping-interval": "50"},
-            timeout=httpx2.Timeout(SECONDS, read=2 * SECONDS),
-        )
+        url, timeout = f"{self._base}/process.Process/Start", httpx2.Timeout(SECONDS, read=2 * SECONDS)
+        headers = {**self._headers, "content-type": "application/connect+json", "keepalive-ping-interval": "50"}
+        framed = struct.pack(">BI", 0, len(body)) + body
+        sent = self._client.stream("POST", url, content=framed, headers=headers, timeout=timeout)
         response = await self._ends.enter_async_context(sent)
         response.raise_for_status()
         self._events = _messages(response.aiter_bytes())
@@ -81,12 +76,6 @@ class E2BMachine:
                 (await self._client.post(url, json=request, headers=self._headers, timeout=SECONDS)).raise_for_status()
             except httpx2.HTTPError as e:
                 raise OSError(str(e) or type(e).__name__) from None
-
-    async def close(self) -> None:
-        """As `ProgramStream.close`."""
-        if self._closed is None:
-            self._closed = asyncio.create_task(self._close())
-        await asyncio.shield(self._closed)
 
     async def _close(self) -> None:
         with contextlib.suppress(httpx2.HTTPError):  # the service ends it when its time is over

@@ -14,6 +14,7 @@ import json
 import re
 import struct
 import tarfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +41,7 @@ from guest.guest import main
 main(f)
 """
 # Runs in the image: needs sh, env, python3 (3.11 or later) and bash. The environment is that of a test run.
-COMMAND = (
-    "sh",
-    "-c",
-    'exec env -i PATH="$PATH" HOME=/tmp LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -sSPB -c "$0"',
-    _BOOT,
-)
+COMMAND = ("sh", "-c", 'exec env -i PATH="$PATH" HOME=/tmp LANG=C.UTF-8 PYTHONHASHSEED=0 python3 -sSPB -c "$0"', _BOOT)
 
 
 @dataclass(frozen=True)
@@ -61,20 +57,27 @@ class Need:
         return self.limits.memory_mb + SERVER_MB + self.files_mb
 
 
-class ProgramStream(Protocol):
+class ProgramStream(ABC):
     """To the standard input, and from the standard output, of a program in a machine of its own."""
 
+    _closed: asyncio.Task[None] | None = None
+
+    @abstractmethod
     async def read(self) -> bytes:
         """Some bytes; none once the program has ended. Raises OSError."""
-        ...
 
+    @abstractmethod
     async def write(self, data: bytes) -> None:
         """Raises OSError if the program is gone."""
-        ...
 
     async def close(self) -> None:
         """End the machine. Idempotent; raises nothing."""
-        ...
+        if self._closed is None:
+            self._closed = asyncio.create_task(self._close())
+        await asyncio.shield(self._closed)
+
+    @abstractmethod
+    async def _close(self) -> None: ...
 
 
 class RemoteHost(Protocol):
@@ -84,7 +87,6 @@ class RemoteHost(Protocol):
 
     async def reach(self) -> None:
         """Raises UserError: it is not installed, does not answer, or has no key."""
-        ...
 
     async def open(self) -> Capabilities:
         """Prepare, and say what its boxes have. Raises UserError: it lacks what boxes need."""

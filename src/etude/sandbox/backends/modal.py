@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from etude.errors import UserError
-from etude.sandbox.backends.host import LIFETIME, Need
+from etude.sandbox.backends.host import LIFETIME, Need, ProgramStream
 from etude.sandbox.base import Capabilities, LaunchFailed
 
 APP = "etude-boxes"
 CHUNK = 1 << 20
 
 
-class ModalMachine:
+class ModalMachine(ProgramStream):
     """One process in one sandbox."""
 
     def __init__(self, modal: Any, sandbox: Any, process: Any) -> None:
         self._modal, self._sandbox, self._process = modal, sandbox, process
         self._output: AsyncIterator[bytes] = aiter(process.stdout)
-        self._closed: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes:
         """As `ProgramStream.read`."""
@@ -38,12 +36,6 @@ class ModalMachine:
                 await self._process.stdin.drain.aio()
         except (self._modal.exception.Error, ValueError) as e:
             raise OSError(str(e)) from None
-
-    async def close(self) -> None:
-        """As `ProgramStream.close`."""
-        if self._closed is None:
-            self._closed = asyncio.create_task(self._close())
-        await asyncio.shield(self._closed)
 
     async def _close(self) -> None:
         with contextlib.suppress(self._modal.exception.Error):  # the service ends it when its time is over
@@ -63,13 +55,13 @@ class Modal:
     async def reach(self) -> None:
         """Raises UserError if the package is missing or the service does not answer."""
         try:
-            import modal
+            import modal  # type: ignore[import-not-found]
         except ImportError:
             raise UserError("the package modal is not installed here; install etude[modal].") from None
-        self._modal = modal
+        self._modal = service = cast(Any, modal)
         try:
-            self._app = await modal.App.lookup.aio(APP, create_if_missing=True)
-        except modal.exception.Error as e:
+            self._app = await service.App.lookup.aio(APP, create_if_missing=True)
+        except service.exception.Error as e:
             raise UserError(f"modal does not answer ({e}); run `modal setup`, or set MODAL_TOKEN_ID.") from None
 
     async def open(self) -> Capabilities:

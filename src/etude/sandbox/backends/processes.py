@@ -8,12 +8,14 @@ import tempfile
 from collections.abc import Sequence
 from typing import IO
 
+from etude.sandbox.backends.host import ProgramStream
+
 CHUNK = 1 << 18
 QUESTION_SECONDS = 30.0
 END_SECONDS = 10.0  # for a machine that has lost its stream; it takes a fraction of one
 
 
-class ProcessStream:
+class ProcessStream(ProgramStream):
     """The standard streams of a program on this machine that stands for one elsewhere."""
 
     def __init__(
@@ -23,7 +25,6 @@ class ProcessStream:
         self._lasting = lasting
         self._errors = errors
         self._end = end
-        self._closed: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes:
         """As `ProgramStream.read`; the error is the last line that the program printed."""
@@ -39,12 +40,6 @@ class ProcessStream:
         assert self._process.stdin is not None
         self._process.stdin.write(data)
         await self._process.stdin.drain()
-
-    async def close(self) -> None:
-        """As `ProgramStream.close`."""
-        if self._closed is None:
-            self._closed = asyncio.create_task(self._close())
-        await asyncio.shield(self._closed)
 
     async def _close(self) -> None:
         assert self._process.stdin is not None
@@ -73,10 +68,7 @@ async def attached(command: Sequence[str], end: Sequence[str], lasting: bool = F
 async def output(command: Sequence[str], seconds: float = QUESTION_SECONDS, data: bytes = b"") -> tuple[int, str]:
     """(exit code, what a command printed); a code of 124 if it took too long. Raises FileNotFoundError."""
     process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
     try:
         async with asyncio.timeout(seconds):

@@ -11,9 +11,9 @@ import json
 import secrets
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from etude.sandbox.backend import (
     PristineImage,
 )
 from etude.sandbox.backends.host import COMMAND, Need, Packed, RemoteHost, StreamConnection, pack
-from etude.sandbox.base import BoxDead, BoxError, Capabilities, Image, LaunchFailed, Limits
+from etude.sandbox.base import BoxDead, BoxError, Capabilities, Changes, Image, LaunchFailed, Limits
 from etude.sandbox.connection import encode, limits_of
 from etude.sandbox.guest.root import RUN, SITE, WORKSPACE
 from etude.sandbox.namespace.image_templates import Layer
@@ -61,13 +61,7 @@ class RemoteBackend(Backend):
         return self._capabilities
 
     async def shell(
-        self,
-        image: Image,
-        layers: Mapping[str, bytes | None],
-        limits: Limits,
-        *,
-        bare: bool = False,
-        below: Sequence[Layer] = (),
+        self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False, below: Sequence[Layer] = ()
     ) -> Shell:
         """A live box in a machine of its own; all of them are bare."""
         assert not below  # forks of machines are copies
@@ -110,7 +104,7 @@ class RemoteBackend(Backend):
         hello = {
             "kind": "runs",
             "hidden": None if image.hidden is None else f"{RUN}/{secrets.token_hex(12)}",
-            "controls": None if image.controls is None else image.controls.plain(),
+            "controls": None if image.controls is None else asdict(image.controls),
         }
         return await self._machine(image, hello, limits, ends)
 
@@ -139,10 +133,7 @@ class RemoteBackend(Backend):
         return connection
 
     async def probe(self, without: Collection[str]) -> None:
-        """Try a machine, and keep the capabilities that hold there; `without` names limits that may be missing.
-
-        Raises UserError if too few hold.
-        """
+        """Keep what holds in a machine. Raises UserError if too little does, the limits `without` left aside."""
         limits = Limits(memory_mb=256, processes=16, disk_mb=16)
         try:
             async with AsyncExitStack() as ends:
@@ -174,7 +165,8 @@ class RemoteBackend(Backend):
         if folder not in self._packs:
             if folder is not None and not folder.is_dir():
                 raise LaunchFailed(f"{folder} is not a folder")
-            places = {"": folder.resolve()} if folder is not None else _paths(installed_runner())
+            runner = {} if folder is not None else installed_runner()
+            places = {"": folder.resolve()} if folder is not None else {name: Path(at) for name, at in runner.items()}
             self._packs[folder] = asyncio.create_task(asyncio.to_thread(pack, places))
         return await asyncio.shield(self._packs[folder])
 
@@ -184,18 +176,11 @@ class RemoteBackend(Backend):
         await asyncio.gather(*(shell.close() for shell in list(self._shells)))
 
 
-def _paths(places: Mapping[str, str]) -> dict[str, Path]:
-    return {name: Path(path) for name, path in places.items()}
-
-
 @asynccontextmanager
 async def open_remote(
     host: RemoteHost, options: BackendOptions, without: Sequence[str] = ()
 ) -> AsyncIterator[RemoteBackend]:
-    """Open a backend over `host`; `without` names limits that boxes may lack. All boxes are repeatable.
-
-    Raises UserError for options that the host cannot give.
-    """
+    """Open a backend over `host`, but for the limits `without`. Raises UserError for options that it cannot give."""
     capabilities = await host.open()
     if options.egress is not None:
         raise UserError(

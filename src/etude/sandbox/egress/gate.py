@@ -31,6 +31,7 @@ ENVIRONMENT = {
     **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), PROXY),
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1,::1"),
 }
+_BROKEN = OSError, EOFError, ValueError, KeyError, asyncio.LimitOverrunError, IndexUnavailable, httpx2.HTTPError
 
 
 class Network:
@@ -115,15 +116,7 @@ class Gate:
         except asyncio.CancelledError:
             why = "the box was closed"
             raise
-        except (
-            OSError,
-            EOFError,
-            asyncio.LimitOverrunError,
-            IndexUnavailable,
-            httpx2.HTTPError,
-            ValueError,
-            KeyError,
-        ) as e:
+        except _BROKEN as e:
             why = str(e) if isinstance(e, IndexUnavailable) else type(e).__name__
             await _say(writer, seen, "502 Bad Gateway", why)
         finally:

@@ -127,10 +127,7 @@ def is_address(name: str) -> bool:
 
 
 def public(address: str) -> bool:
-    """Whether an address belongs to the public internet, and not to this machine, its network or a cloud's metadata.
-
-    An address of IPv6 that stands for one of IPv4 counts as that one.
-    """
+    """Whether an address is of the public internet; one of IPv6 that stands for one of IPv4 counts as that one."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])

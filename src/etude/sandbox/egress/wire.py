@@ -82,10 +82,7 @@ def check_plain(head: RequestHead) -> None:
 
 
 async def read_hello(reader: asyncio.StreamReader) -> tuple[bytes, str | None]:
-    """(all bytes read, the server name) of a TLS ClientHello, however it is cut into records (RFC 8446 section 5.1).
-
-    Raises Refused, or IncompleteReadError at an early end.
-    """
+    """(bytes read, server name) of a ClientHello in any records (RFC 8446). Raises Refused, or IncompleteReadError."""
     raw, message = b"", b""
     while len(message) < 4 or len(message) < 4 + int.from_bytes(message[1:4]):
         header = await reader.readexactly(5)

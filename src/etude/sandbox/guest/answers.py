@@ -82,7 +82,7 @@ def plain(value: object, depth: int = 0) -> object:
             return {"dict": [[plain(key, inner), plain(item, inner)] for key, item in dict.items(value)]}
         for base in (set, frozenset):
             if isinstance(value, base):
-                return {base.__name__: [plain(item, inner) for item in base.__iter__(value)]}
+                return {base.__name__: [plain(item, inner) for item in base.__iter__(value)]}  # type: ignore[arg-type]
     if isinstance(value, str):
         return str.__str__(value)[:]
     if isinstance(value, int) and int.bit_length(value) <= MAX_BITS:

@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.machinery import FileFinder, ModuleSpec, SourceFileLoader
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFinder, ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 
 _FUTURE = 0
@@ -53,16 +53,12 @@ class PristineSource:
 
     def changed(self, text: str) -> list[CodeType]:
         """Code objects to execute in order for `text` in place of this file. Raises what compile raises."""
-        return self._patch(text) or [compile(text, self.path, "exec", dont_inherit=True)]
-
-    def _patch(self, text: str) -> list[CodeType] | None:
-        """None if the change can't be confined to whole statements."""
-        cut = self.cut(text)
-        if cut is None or any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in cut.new):
-            return None
-        middle = [compile_part(cut.new, self.path, self.flags, cut.first == 0)] if cut.new else []
-        after = [code if not cut.shift else moved(code, cut.shift) for _, code in self.pieces[cut.last :]]
-        return [code for _, code in self.pieces[: cut.first]] + middle + after
+        cut, codes = self.cut(text), list[CodeType]()
+        if cut is not None and not any(isinstance(n, ast.ImportFrom) and n.module == "__future__" for n in cut.new):
+            codes += [code for _, code in self.pieces[: cut.first]]
+            codes += [compile_part(cut.new, self.path, self.flags, cut.first == 0)] if cut.new else []
+            codes += [code if not cut.shift else moved(code, cut.shift) for _, code in self.pieces[cut.last :]]
+        return codes or [compile(text, self.path, "exec", dont_inherit=True)]
 
     def cut(self, text: str) -> Cut | None:
         """What differs between this file and `text`, in whole top-level statements.
@@ -215,8 +211,6 @@ class Loader(SourceFileLoader):
 
 def install(cache: Cache, roots: list[str]) -> None:
     """Put `roots` on sys.path and import what lies below them through `cache`."""
-    from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
-
     loader = type("Loader", (Loader,), {"cache": cache})
     details = [(ExtensionFileLoader, EXTENSION_SUFFIXES), (loader, [".py"])]
 

@@ -106,9 +106,8 @@ def write(root: int, path: str, data: bytes) -> None:
             if not stat.S_ISREG(status.st_mode):
                 raise FileRefused("NotRegular", f"{path} is not a regular file")
             mode = stat.S_IMODE(status.st_mode) & 0o777
-        fd = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=parent
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, mode, dir_fd=parent)
         try:
             with open(fd, "wb") as file:
                 file.write(data)
@@ -163,10 +162,7 @@ def delete(root: int, path: str) -> None:
 
 
 def changed(layers: Sequence[int], base: Sequence[int], tree: int) -> Iterator[tuple[str, bytes | None]]:
-    """(path, content or None if deleted) of an overlay's written `layers`, links and special files left out.
-
-    `base` are the layers below them, and `tree` is the overlay itself: what can be seen there counts.
-    """
+    """(path, content or None) that `tree`, an overlay of written `layers` over `base`, shows of their regular files."""
     total = 0
     seen: set[str] = set()
     for path in (path for layer in layers for path in _touched(layer, base)):
@@ -186,10 +182,7 @@ def changed(layers: Sequence[int], base: Sequence[int], tree: int) -> Iterator[t
 
 
 def _touched(layer: int, base: Sequence[int]) -> Iterator[str]:
-    """Regular files of a layer, and those of `base` that it hides.
-
-    A deletion is a character device 0:0; a folder that replaced another is marked opaque.
-    """
+    """Regular files of a layer, and those of `base` that a device 0:0 (a deletion) or an opaque folder in it hides."""
     for path, status, folder in _walk(layer, MAX_ENTRIES):
         if stat.S_ISREG(status.st_mode):
             yield path
@@ -199,10 +192,7 @@ def _touched(layer: int, base: Sequence[int]) -> Iterator[str]:
 
 
 def _walk(root: int, entries: int) -> Iterator[tuple[str, os.stat_result, int]]:
-    """(path, status, descriptor) of all below `root`, which may have that many entries.
-
-    The descriptor is of a folder itself, and of all else's folder; it is closed when the folder is done with.
-    """
+    """(path, status, descriptor of the folder) of all below `root`; the descriptor is closed after its entries."""
     left = entries
     pending = [""]
     while pending:

@@ -27,7 +27,6 @@ from typing import Any, BinaryIO, NoReturn
 from . import box, files, linux, root, runs, shell
 
 HOME = "/home/user"
-LEARNING = {"memory": 4 << 30, "addresses": 4 << 30, "processes": 64, "disk": 64 << 20, "seconds": 60}
 
 
 def main(stream: BinaryIO) -> NoReturn:
@@ -204,12 +203,7 @@ class Guest(shell.ShellServer):
         os.setegid(user)
         os.seteuid(user)
         os.chdir("/")
-        self._tree = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    @property
-    def tree(self) -> int:
-        """Descriptor of the work tree."""
-        return self._tree
+        self.tree = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def _changed(self) -> Iterator[tuple[str, bytes | None]]:
         return files.differing(self.tree, self.before)
@@ -220,14 +214,6 @@ class Guest(shell.ShellServer):
     def _signal(self, number: int) -> None:
         assert self.user is not None
         signal_all(self.user, number)
-
-
-def _gateways() -> list[str]:
-    """Addresses of the machine's gateways."""
-    with contextlib.suppress(OSError), open("/proc/net/route") as file:
-        rows = [line.split() for line in file.readlines()[1:]]
-        return [socket.inet_ntoa(struct.pack("<I", int(row[2], 16))) for row in rows if int(row[2], 16)]
-    return []
 
 
 class BoxProbe:
@@ -268,7 +254,11 @@ class BoxProbe:
 
     def _network(self, limits: dict[str, Any]) -> None:
         """Raises OSError unless something out there answers, be it with a refusal."""
-        for address in (*_gateways(), "1.1.1.1", "8.8.8.8"):
+        addresses = ["1.1.1.1", "8.8.8.8"]
+        with contextlib.suppress(OSError), open("/proc/net/route") as file:
+            gateways = [int(line.split()[2], 16) for line in file.readlines()[1:]]
+            addresses += [socket.inet_ntoa(struct.pack("<I", gateway)) for gateway in gateways if gateway]
+        for address in addresses:
             for port in (53, 443):
                 with contextlib.suppress(OSError), socket.socket() as probe:
                     probe.settimeout(1.0)
@@ -314,7 +304,7 @@ class Runs(runs.RunTemplate):
         reader, writer = os.pipe()
         if self._fork() == 0:
             try:
-                self._enter(LEARNING, {})
+                self._enter(runs.LEARNING, {})
                 self.suite.warm(path)
                 with open(writer, "w") as pipe:
                     json.dump(list(self.suite.items[path]), pipe)

@@ -11,10 +11,7 @@ from . import linux
 
 
 def start(path: str, port: int, program: bytes) -> None:
-    """Fork the process that carries bytes from `port` to the socket at `path`, as pid 1 sees it.
-
-    It has no right and no connection of the owner's. A box that kills it has shut itself in.
-    """
+    """Fork what carries bytes from `port` to the socket at `path` (as pid 1 sees it), without the owner's rights."""
     listener = socket.create_server(("127.0.0.1", port))
     if os.fork():
         listener.close()

@@ -63,22 +63,14 @@ def _serve(connection: socket.socket, profile: dict[str, Any] | None) -> None:
 
 def _fork(connection: socket.socket, descriptors: Sequence[int], pids: int, profile: dict[str, Any] | None) -> None:
     """Pid 1 of a box: the next fork is the first of a new pid namespace."""
-    linux.unshare(linux.NEWPID)
-    pid = -1
-    try:
-        pid = os.fork()
-    finally:
-        if pid != 0:
-            linux.setns(pids, linux.NEWPID)
-    if pid:
+    if linux.fork_first(pids):
         return
     connection.close()
     os.close(pids)
     own = socket.socket(fileno=descriptors[0])
     try:
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # it dies with the template, the first of the namespace that holds it
+        # It dies with the template, the first of the namespace that holds it.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         live.LiveBox(own, descriptors[1:], profile).serve()
     except BaseException as e:
         box.send(own, {"error": f"{type(e).__name__}: {e}"})

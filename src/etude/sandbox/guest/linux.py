@@ -45,15 +45,22 @@ def setns(fd: int, kind: int) -> None:
     _check(libc.setns(fd, kind), "setns")
 
 
+def fork_first(pids: int) -> int:
+    """fork(2) pid 1 of a new pid namespace; further children of this process belong to `pids` again."""
+    unshare(NEWPID)
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid != 0:
+            setns(pids, NEWPID)
+    return pid
+
+
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str = "") -> None:
     """mount(2). `options` must fit a page."""
-    result = libc.mount(
-        os.fsencode(source),
-        os.fsencode(target),
-        kind.encode() if kind else None,
-        ctypes.c_ulong(flags),
-        options.encode() or None,
-    )
+    places = os.fsencode(source), os.fsencode(target), kind.encode() if kind else None
+    result = libc.mount(*places, ctypes.c_ulong(flags), options.encode() or None)
     _check(result, f"mount {kind or 'bind'} on {target}")
 
 
@@ -74,10 +81,7 @@ def attach(tree: int, target: str) -> None:
 
 
 def bind_owned(source: str, target: str, host_id: int) -> None:
-    """Bind a folder read-only so that what its owner owns belongs to `host_id`: then an overlay can copy it up.
-
-    Real root only; falls back to a plain bind on file systems without id-mapped mounts.
-    """
+    """`bind` with the owner mapped to `host_id`, where it can be: then overlays can copy up. Real root only."""
     owner = os.stat(source)
     tree = -1
     try:
@@ -140,20 +144,14 @@ def _prctl(option: int, a: int = 0, b: object = 0) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL when the parent ends. `parent` is its pid as seen here: the signal is lost if it is gone already.
-
-    A change of credentials clears this, so it comes after `become`. Pid 1 sees its parent as 0.
-    """
+    """SIGKILL when `parent` ends, a pid as seen here (pid 1: 0). After `become`: new credentials clear this."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def become(host_id: int | None, box_id: int, flags: int) -> None:
-    """Unshare a user namespace and `flags`; `box_id` in it is `host_id` outside (the present user if None).
-
-    The caller then holds every capability in the new namespaces, and none outside.
-    """
+    """Unshare `flags` and a user namespace with all rights; its `box_id` is `host_id` outside (None: this user)."""
     uid, gid = os.geteuid(), os.getegid()
     if host_id is not None:
         os.setgroups([host_id])  # as a login gives people their own group
@@ -282,7 +280,6 @@ def filter_program(machine: str) -> bytes:
     """The deny list as classic BPF over `struct seccomp_data` (nr at 0, arch at 4, low half of argument i at 16+8i)."""
     column = {"x86_64": 0, "aarch64": 1}[machine]
     clone, clone3, socket_, ioctl = ((56, 435, 41, 16), (220, 435, 198, 29))[column]
-    refuse, missing = _RETURN, _RETURN
     code: list[tuple[int, int, int, int]] = []
 
     def op(kind: int, value: int, yes: int = 0, no: int = 0) -> None:
@@ -294,28 +291,28 @@ def filter_program(machine: str) -> bytes:
     op(_LOAD, 0)
     if machine == "x86_64":  # x32 calls carry bit 30
         op(_GREATER, 0x40000000, 0, 1)
-        op(missing, _ERRNO | errno.ENOSYS)
+        op(_RETURN, _ERRNO | errno.ENOSYS)
     op(_EQUAL, clone3, 0, 1)  # its flags lie in memory, out of reach of a filter; libc falls back to clone
-    op(missing, _ERRNO | errno.ENOSYS)
+    op(_RETURN, _ERRNO | errno.ENOSYS)
     for number in sorted(numbers[column] for numbers in _DENIED.values() if numbers[column] is not None):
         op(_EQUAL, number, 0, 1)
-        op(refuse, _ERRNO | errno.EPERM)
+        op(_RETURN, _ERRNO | errno.EPERM)
     op(_EQUAL, clone, 0, 4)
     op(_LOAD, 16)
     op(_MASK, _NAMESPACES & ~NEWTIME, 0, 1)  # CLONE_NEWTIME's bit belongs to the exit signal in clone(2)
-    op(refuse, _ERRNO | errno.EPERM)
+    op(_RETURN, _ERRNO | errno.EPERM)
     op(_RETURN, _ALLOW)
     op(_EQUAL, socket_, 0, 2 * len(_FAMILIES) + 2)
     op(_LOAD, 16)
     for family in _FAMILIES:
         op(_EQUAL, family, 0, 1)
-        op(refuse, _ERRNO | errno.EAFNOSUPPORT)
+        op(_RETURN, _ERRNO | errno.EAFNOSUPPORT)
     op(_RETURN, _ALLOW)
     op(_EQUAL, ioctl, 0, 5)
     op(_LOAD, 24)
     for request in (_TIOCSTI, _TIOCLINUX):
         op(_EQUAL, request, 0, 1)
-        op(refuse, _ERRNO | errno.EPERM)
+        op(_RETURN, _ERRNO | errno.EPERM)
     op(_RETURN, _ALLOW)
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 

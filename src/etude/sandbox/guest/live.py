@@ -88,7 +88,8 @@ class LiveBox(shell.ShellServer):
 
         pid = os.fork()
         if pid == 0:
-            host_socket.start(*self.request["host_socket"], linux.filter_program(os.uname().machine))
+            path, port = self.request["host_socket"]
+            host_socket.start(path, port, linux.filter_program(os.uname().machine))
             os._exit(0)
         if os.waitpid(pid, 0)[1]:
             raise OSError("the way out could not be opened")
@@ -139,10 +140,7 @@ class LiveBox(shell.ShellServer):
 
 
 def rehearse() -> None:
-    """Serve some commands, in no box.
-
-    Forks of a process whose code has run before find it adapted to what it meets (PEP 659), and write to less.
-    """
+    """Serve some commands, in no box: forks of code that has run before (PEP 659) write to less memory."""
     owner, connection = socket.socketpair()
     with owner, connection:
         served = LiveBox(connection, (), None)

@@ -31,10 +31,7 @@ def prepare(profile: dict[str, Any]) -> None:
 
 
 def settle(profile: dict[str, Any], search: Sequence[str]) -> None:
-    """In a live box's own namespaces, by a process that still holds capabilities there.
-
-    Python finds modules in the folders `search`, and writes no bytecode.
-    """
+    """In a live box's own namespaces, with capabilities. Python finds modules in `search`, and writes no bytecode."""
     socket.sethostname(profile["host"])
     for path in ("/proc/cmdline", "/proc/cpuinfo"):
         if os.path.exists(FOLDER + path):
@@ -82,10 +79,7 @@ def _date(checkout: float, rate: float) -> None:
 
 
 def _stamp(folder: str, checkout: float, rate: float) -> None:
-    """Date the files of a small tree as a checkout does that wrote them then, one after the other, `rate` a second.
-
-    A large tree keeps the dates of its image.
-    """
+    """Date a small tree's files as a checkout did that wrote `rate` of them a second; a large one keeps its dates."""
     entries: list[str] = []
     size = 0
     for parent, folders, names in os.walk(folder):
@@ -107,9 +101,8 @@ def _stamp(folder: str, checkout: float, rate: float) -> None:
 def _clocks(uptime: float) -> None:
     """Processes forked from now on count time since a boot that was `uptime` seconds ago: see time_namespaces(7)."""
     linux.unshare(linux.NEWTIME)
-    lines = []
-    for name, clock in (("monotonic", time.CLOCK_MONOTONIC), ("boottime", time.CLOCK_BOOTTIME)):
-        lines.append(f"{name} {int(uptime - time.clock_gettime(clock))} 0\n")
+    clocks = {"monotonic": time.CLOCK_MONOTONIC, "boottime": time.CLOCK_BOOTTIME}
+    lines = [f"{name} {int(uptime - time.clock_gettime(clock))} 0\n" for name, clock in clocks.items()]
     with open("/proc/self/timens_offsets", "w") as file:
         file.write("".join(lines))
 

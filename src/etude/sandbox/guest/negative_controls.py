@@ -56,10 +56,7 @@ def _calls(node: ast.expr) -> bool:
 
 
 def _falsified(control: ast.FunctionDef, expected: ast.expr) -> ast.expr:
-    """An expression with another value than `expected`, so that no right one is left in the control's frame.
-
-    Code that takes what it returns from its caller's variables or constants passes the control, too.
-    """
+    """An expression with another value than `expected`, so that no right one is left in the control's frame."""
     if isinstance(expected, ast.Name):
         uses = sum(isinstance(part, ast.Name) and part.id == expected.id for part in ast.walk(control))
         if uses == 1 and any(parameter.arg == expected.id for parameter in control.args.args):

@@ -27,10 +27,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
 def build(prefix: str, runner: dict[str, str]) -> None:
-    """Make and enter the root in this process's own mount namespace.
-
-    `prefix` is the Python installation, at the same path inside; `runner` maps names below RUNNER to host paths.
-    """
+    """Make and enter the root in this mount namespace, with the Python at `prefix` and host paths by name in RUNNER."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     new = "/tmp"  # any folder will do: it is covered in this namespace only, and only until pivot_root
     binds = [(path, path) for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
@@ -40,20 +37,8 @@ def build(prefix: str, runner: dict[str, str]) -> None:
     binds += [(source, f"{RUNNER}/{name}") for name, source in runner.items()]
     etc = {name: f"/etc/{name}" for name in _ETC if os.path.isfile(f"/etc/{name}")}
     linux.mount("tmpfs", new, "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    for folder in (
-        HOST,
-        WORKSPACE,
-        SITE,
-        LAYER,
-        SHARED,
-        "/proc",
-        "/dev/shm",
-        "/dev/pts",
-        "/etc",
-        "/home/user",
-        "/tmp",
-        "/var/tmp",
-    ):
+    folders = ("/proc", "/dev/shm", "/dev/pts", "/etc", "/home/user", "/tmp", "/var/tmp")
+    for folder in (HOST, WORKSPACE, SITE, LAYER, SHARED, *folders):
         os.makedirs(new + folder, 0o755)
     for name, source in etc.items():
         # Resolved below the old root: /tmp there is covered by now.
@@ -144,10 +129,7 @@ def _dev() -> None:
 
 
 def enter(repository: str, site: str | None, host_id: int | None, extra: dict[str, str]) -> None:
-    """In a handler: own mount namespace with the image bound, the host gone, and fresh namespaces to fork into.
-
-    `extra` maps targets to host folders. The next fork is pid 1 of a new pid namespace.
-    """
+    """In a handler: bind image and `extra` (target -> host folder), leave the host; the next fork is a box's pid 1."""
     linux.unshare(linux.NEWNS)
     folders = {WORKSPACE: repository} | ({SITE: site} if site is not None else {}) | extra
     for target, source in folders.items():

@@ -33,6 +33,7 @@ from . import answers, box, code, linux, root, suite, swap
 
 MAX_REPORT = 1 << 20  # bytes that a run may report
 WATCH_SECONDS = 0.25  # between looks at the memory of a run
+LEARNING = {"memory": 4 << 30, "addresses": 4 << 30, "processes": 64, "disk": 64 << 20, "seconds": 60}  # limits
 _LIBRARY_SKIP = frozenset({"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "__main__"})
 
 
@@ -187,14 +188,7 @@ class RunTemplate:
 
     def _fork(self) -> int:
         """Fork pid 1 of a new pid namespace."""
-        linux.unshare(linux.NEWPID)
-        pid = -1
-        try:
-            pid = os.fork()
-        finally:
-            if pid != 0:
-                linux.setns(self.own_pids, linux.NEWPID)
-        return pid
+        return linux.fork_first(self.own_pids)
 
     def _finish(self, run: ForkedRun) -> None:
         """Pid 1 of a box has ended, and with it everything in the box."""
@@ -219,8 +213,7 @@ class RunTemplate:
         pid = self._fork()
         if pid == 0:
             os.close(reader)
-            limits = {"memory": 4 << 30, "addresses": 4 << 30, "processes": 64, "disk": 64 << 20, "seconds": 60}
-            self._child(-1, writer, limits, list(files))
+            self._child(-1, writer, LEARNING, list(files))
         os.close(writer)
         with open(reader, "rb") as pipe:
             ready, _, _ = select.select([pipe], [], [], 60)
@@ -246,8 +239,8 @@ class RunTemplate:
                 for path in learned.get("loaded", ()):
                     with contextlib.suppress(Exception):
                         self._import(path)
-            files = ((getattr(module, "__file__", None), module) for module in list(sys.modules.values()))
-            self.modules = {path: module for path, module in files if path in self.cache.sources}
+            imported = ((getattr(module, "__file__", None), module) for module in list(sys.modules.values()))
+            self.modules = {path: module for path, module in imported if path and path in self.cache.sources}
         gc.collect()
         gc.freeze()
 
@@ -258,7 +251,8 @@ class RunTemplate:
         try:
             linux.join(groups)
             request, changes = ({}, {}) if payload < 0 else box.decode(box.read_all(payload))
-            _close_all(keep=writer)
+            os.closerange(3, writer)
+            os.closerange(writer + 1, 65536)
             self.cache.changed = {f"{root.WORKSPACE}/{path}": data for path, data in changes.items()}
             self._enter(limits, changes)
             if warm is not None:
@@ -351,11 +345,6 @@ def memory_of_processes() -> tuple[dict[int, int], dict[int, int]]:
                     _, resident, shared, *_ = file.read().split()
                 held[int(name)] = (int(resident) - int(shared)) * page
     return parents, held
-
-
-def _close_all(keep: int) -> None:
-    os.closerange(3, keep)
-    os.closerange(keep + 1, 65536)
 
 
 def _write(fd: int, record: dict[str, Any]) -> None:

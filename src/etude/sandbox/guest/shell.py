@@ -70,7 +70,7 @@ class BashSession:
         os.close(writer)
         self.pid = os.fork()
         if self.pid == 0:
-            _exec(slave, command, status, script, settings, groups, user)
+            _exec((script, slave, slave, command, status), settings, groups, user)
         os.close(script)
         os.close(command)
         os.close(status)
@@ -114,16 +114,8 @@ class BashSession:
             os.close(fd)
 
 
-def _exec(
-    slave: int,
-    command: int,
-    status: int,
-    script: int,
-    settings: Callable[[], Settings],
-    groups: Sequence[int],
-    user: int | None,
-) -> NoReturn:
-    """In the fork."""
+def _exec(ends: Sequence[int], settings: Callable[[], Settings], groups: Sequence[int], user: int | None) -> NoReturn:
+    """In the fork; `ends` are the script, the terminal twice, and the pipes of commands and of statuses."""
     try:
         limits, environment = settings()
         linux.join(groups)
@@ -131,8 +123,8 @@ def _exec(
         if user is None:
             linux.become(None, root.BOX_ID, linux.NEWCGROUP)
         os.setsid()
-        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in (script, slave, slave, command, status)]
+        fcntl.ioctl(ends[1], termios.TIOCSCTTY, 0)
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in ends]
         for source, target in zip(high, (0, 1, 2, 8, 9), strict=True):
             os.dup2(source, target, inheritable=True)
         os.closerange(3, 8)
@@ -170,6 +162,8 @@ class Output:
 class ShellServer(ABC):
     """Serves one live box until the owner hangs up. Its shells join `groups`; it stays out, and so outlives them."""
 
+    tree: int  # descriptor of the work tree
+
     def __init__(
         self, connection: socket.socket, groups: Sequence[int], size: tuple[int, int] = SIZE, user: int | None = None
     ) -> None:
@@ -184,11 +178,6 @@ class ShellServer(ABC):
     @abstractmethod
     def settings(self) -> Settings:
         """Limits and environment of shells."""
-
-    @property
-    @abstractmethod
-    def tree(self) -> int:
-        """Descriptor of the work tree."""
 
     @abstractmethod
     def _changed(self) -> Iterator[tuple[str, bytes | None]]: ...

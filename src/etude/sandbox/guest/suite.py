@@ -47,17 +47,13 @@ class _Reporter:
         error = caught.pop(0) if caught else call.excinfo
         outcome, message = "passed", ""
         if error is not None:
-            skipped = isinstance(error.value, (pytest.skip.Exception, _skip_test()))
+            import unittest  # which few suites need
+
+            skipped = isinstance(error.value, (pytest.skip.Exception, unittest.SkipTest))
             outcome = "skipped" if skipped else "failed"
             message = describe(error.value)
         self.reports.append((call.when, outcome, message))
         return TestReport(item.nodeid, item.location, {}, outcome, None, call.when)  # type: ignore[arg-type]
-
-
-def _skip_test() -> type[BaseException]:
-    import unittest
-
-    return unittest.SkipTest
 
 
 def describe(error: BaseException) -> str:
@@ -136,19 +132,16 @@ class Suite:
     def load(self, path: str) -> ModuleType:
         """Import a test module, with the packages and conftest files above it."""
         if path in self.virtual:
-            return self._virtual(path)
+            assert self.cache.rewrite is not None
+            module = ModuleType(path.removesuffix(".py").replace("/", "."))
+            exec(self.cache.rewrite(path, self.virtual[path]), vars(module))
+            return module
         file = self.locate(path)
         if file is None:
             raise FileNotFoundError(f"no test file {path}")
         name = self._package(path, file)
         self.cache.tests.add(file)
         return code.from_file(self.cache, name, file)
-
-    def _virtual(self, path: str) -> ModuleType:
-        assert self.cache.rewrite is not None
-        module = ModuleType(path.removesuffix(".py").replace("/", "."))
-        exec(self.cache.rewrite(path, self.virtual[path]), vars(module))
-        return module
 
     def warm(self, entry: str) -> None:
         """Import and collect a test file, or (`path::doctest:`) import a source file."""
@@ -180,7 +173,7 @@ class Suite:
         if path in self.folders:
             return self.folders[path]
         parent = self._folder(path.rpartition("/")[0]) if path else self.session
-        node = parent
+        node: Any = parent
         if path:
             node = pytest.Dir.from_parent(parent, path=Path(self.trees[0], path))
             node._nodeid = path
@@ -199,7 +192,10 @@ class Suite:
         """Run and report every test, in order; tests of one file that follow each other share its fixtures."""
         items: list[Any] = []
         entries: dict[str, Any] = {}
-        for path, ids in _by_path(tests).items():
+        by_path: dict[str, list[str]] = {}
+        for test in tests:
+            by_path.setdefault(test.partition("::")[0], []).append(test)
+        for path, ids in by_path.items():
             try:
                 entries |= self._collect(path, ids)
             except BaseException as e:
@@ -240,7 +236,7 @@ class Suite:
         """The collector of a test file; of `wanted` functions and classes only, if given."""
         folder = self._folder(path.rpartition("/")[0])
         module = self.load(path)
-        node: _Module = _Module.from_parent(folder, path=Path(self.trees[0], path))
+        node: Any = _Module.from_parent(folder, path=Path(self.trees[0], path))
         node._nodeid = path
         node.wanted, node.imported = wanted, module
         return node
@@ -316,13 +312,6 @@ def _items(node: Any) -> Iterator[pytest.Item]:
             yield child
         else:
             yield from _items(child)
-
-
-def _by_path(tests: Sequence[str]) -> dict[str, list[str]]:
-    paths: dict[str, list[str]] = {}
-    for test in tests:
-        paths.setdefault(test.partition("::")[0], []).append(test)
-    return paths
 
 
 def rewriter(config: Config, token: str | None) -> Callable[[str, str], CodeType]:

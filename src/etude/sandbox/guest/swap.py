@@ -76,25 +76,22 @@ def _differing(
     for before, after in zip(old, new, strict=True):
         if type(before) is not type(after):
             return False
-        if isinstance(before, ast.FunctionDef) and isinstance(after, ast.FunctionDef):
+        kinds = ast.FunctionDef, ast.ClassDef
+        if isinstance(before, kinds) and isinstance(after, kinds):
             bodies = before.body, after.body
             before.body, after.body = [], []
             same = ast.dump(before) == ast.dump(after)
             before.body, after.body = bodies
             if not same:
                 return False
-            if list(map(ast.dump, before.body)) != list(map(ast.dump, after.body)):
+            if isinstance(before, ast.ClassDef):
+                if not _differing(before.body, after.body, f"{prefix}{before.name}.", changed):
+                    return False
+            elif isinstance(after, ast.FunctionDef) and [*map(ast.dump, before.body)] != [*map(ast.dump, after.body)]:
                 if not all(isinstance(d, ast.Name) and d.id in _PLAIN for d in before.decorator_list):
                     return False
                 line = min([before.lineno, *(d.lineno for d in before.decorator_list)])
                 changed.append((prefix + before.name, after, line))
-        elif isinstance(before, ast.ClassDef) and isinstance(after, ast.ClassDef):
-            bodies = before.body, after.body
-            before.body, after.body = [], []
-            same = ast.dump(before) == ast.dump(after)
-            before.body, after.body = bodies
-            if not same or not _differing(before.body, after.body, f"{prefix}{before.name}.", changed):
-                return False
         elif ast.dump(before) != ast.dump(after):
             return False
     return True
@@ -120,11 +117,9 @@ def _find(compiled: CodeType | None, name: str, line: int) -> CodeType | None:
         return None
     for constant in compiled.co_consts:
         if isinstance(constant, CodeType):
-            if constant.co_qualname == name and constant.co_firstlineno <= line:
-                candidate = constant
-                if line - constant.co_firstlineno < 3:
-                    return candidate
-            elif name.startswith(constant.co_qualname + ".") and (inner := _find(constant, name, line)) is not None:
+            if constant.co_qualname == name and 0 <= line - constant.co_firstlineno < 3:
+                return constant
+            if name.startswith(constant.co_qualname + ".") and (inner := _find(constant, name, line)) is not None:
                 return inner
     return None
 

@@ -38,7 +38,7 @@ def main() -> None:
         control.send(json.dumps({"error": str(e)}).encode())
         os._exit(1)
     sys.path[:] = [path for path in sys.path if path.startswith(config["prefix"])] + [root.RUNNER]
-    sys.modules[__package__].__path__ = [f"{root.RUNNER}/guest"]
+    sys.modules[str(__package__)].__path__ = [f"{root.RUNNER}/guest"]
     templates = _templates(control)
     from . import live
 
@@ -139,15 +139,11 @@ def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int
         if hello["live"]:
             image_template.start(connection, hello, payloads[0])
         else:
-            _serve_template(connection, hello)
+            from . import runs
+
+            template = runs.RunTemplate(connection, hello["hot"], hello["hidden"], hello["controls"])
+            box.send(connection, {"ready": True})
+            template.serve()
     except BaseException as e:
         box.send(connection, {"error": f"{type(e).__name__}: {e}"})
     os._exit(0)
-
-
-def _serve_template(connection: socket.socket, hello: dict[str, Any]) -> None:
-    from . import box, runs
-
-    template = runs.RunTemplate(connection, hello["hot"], hello["hidden"], hello["controls"])
-    box.send(connection, {"ready": True})
-    template.serve()

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import blake3
 
 from etude.sandbox import cgroups, machine_profile
 from etude.sandbox.backend import Backend, BackendOptions, ForkRequest, ForkResult, PristineImage
-from etude.sandbox.base import HOST_SOCKET_PORT, TOOLS, Capabilities, Image, Limits
+from etude.sandbox.base import HOST_SOCKET_PORT, TOOLS, Capabilities, Changes, Image, Limits
 from etude.sandbox.cgroups import Groups
 from etude.sandbox.connection import Connection, encode, limits_of, memory
 from etude.sandbox.egress.gate import Gate, Network
@@ -78,17 +79,12 @@ class NamespaceBackend(Backend):
         return await self._runs.test_names(image, path)
 
     async def shell(
-        self,
-        image: Image,
-        layers: Mapping[str, bytes | None],
-        limits: Limits,
-        *,
-        bare: bool = False,
-        below: Sequence[Layer] = (),
+        self, image: Image, layers: Changes, limits: Limits, *, bare: bool = False, below: Sequence[Layer] = ()
     ) -> Shell:
         """A live box: a fork of its image's template."""
         texts = image.changes if bare else {**image.decoys, **image.changes}
-        shared = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()} | image.history
+        shared = {path: text.encode("utf-8", "surrogateescape") for path, text in texts.items()}
+        shared |= image.history
         if not below and not shared.keys() <= layers.keys():  # not even the task's files are wanted
             shared = {}
         own = {path: data for path, data in layers.items() if path not in shared or data != shared[path]}
@@ -113,11 +109,12 @@ class NamespaceBackend(Backend):
                 template.fork(theirs.fileno(), descriptors)
             shell = Shell(connection, template, gate, ends.pop_all())
             self._shells.add(shell)
+            way, variables = image.host_socket, {} if network is None else dict(network.environment)
+            host_socket = None if way is None else (f"{_socket_folder(way)}/{way.name}", HOST_SOCKET_PORT)
+            if self._repeatable or template.machine_profile is None:
+                variables["PYTHONHASHSEED"] = "0"
             try:
-                variables = {} if network is None else dict(network.environment)
-                if self._repeatable or template.machine_profile is None:
-                    variables["PYTHONHASHSEED"] = "0"
-                await shell.start(limits_of(limits), own, sys.base_prefix, variables, _host_socket(image), below)
+                await shell.start(limits_of(limits), own, sys.base_prefix, variables, host_socket, below)
             except BaseException:
                 await shell.close()
                 raise
@@ -135,7 +132,8 @@ class NamespaceBackend(Backend):
     def _make_template(self, image: Image, shared: Mapping[str, bytes], bare: bool) -> ImageTemplate:
         profile = None
         if self._machine_profiles is not None and not bare:
-            profile = machine_profile.draw(_digest(image.changes), self._machine_profiles)
+            task = repr(sorted(image.changes.items())).encode("utf-8", "surrogatepass")  # wherever its repository lies
+            profile = machine_profile.draw(blake3.blake3(task).digest(), self._machine_profiles)
         hello: dict[str, Any] = {
             "live": True,
             "repository": folder_of(image.repository),
@@ -145,7 +143,7 @@ class NamespaceBackend(Backend):
         }
         if image.host_socket is not None:
             hello["mounts"] |= {_socket_folder(image.host_socket): folder_of(image.host_socket.parent)}
-        with memory(encode({"machine_profile": profile and profile.plain()}, shared)) as fd:
+        with memory(encode({"machine_profile": profile and asdict(profile)}, shared)) as fd:
             return ImageTemplate(self.zygote.handler(hello, [fd], socket.SOCK_SEQPACKET), profile)
 
     async def watch(self) -> None:
@@ -169,21 +167,9 @@ class NamespaceBackend(Backend):
             await shell.close()
 
 
-def _host_socket(image: Image) -> tuple[str, int] | None:
-    """Path in the box of the image's host socket, and the port that leads to it."""
-    if image.host_socket is None:
-        return None
-    return f"{_socket_folder(image.host_socket)}/{image.host_socket.name}", HOST_SOCKET_PORT
-
-
 def _socket_folder(path: Path) -> str:
     """Where a box has the folder of a host socket."""
     return f"{RUN}/{blake3.blake3(os.fsencode(path)).hexdigest()[:24]}"
-
-
-def _digest(changes: Mapping[str, str]) -> bytes:
-    """Of what makes one task differ from others, wherever its repository lies."""
-    return blake3.blake3(repr(sorted(changes.items())).encode("utf-8", "surrogatepass")).digest()
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,7 @@ class _TemplateConnection:
 
 
 class RunTemplates:
-    """The templates of a sandbox: for each image a hot one, which has imported the library, and a cold one.
-
-    Questions have templates of their own, which see no hidden tests.
-    """
+    """For each image a hot template, which has imported the library, and a cold one; for questions, without tests."""
 
     def __init__(self, zygote: Zygote) -> None:
         self._zygote = zygote
@@ -84,7 +82,7 @@ class RunTemplates:
                 "site": None if image.site is None else folder_of(image.site),
                 "mounts": {} if hidden is None else {target: folder_of(hidden)},
                 "hidden": None if hidden is None else target,
-                "controls": None if controls is None else controls.plain(),
+                "controls": None if controls is None else asdict(controls),
             }
             template = self._templates[place] = _TemplateConnection(self._zygote.handler(hello))
         await template.connection.started()

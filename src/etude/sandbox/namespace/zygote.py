@@ -98,18 +98,9 @@ async def _start_process(theirs: socket.socket, groups: Sequence[int]) -> asynci
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",
     }
-    flags = ["-S", "-s", "-P", "-B"]
+    argv = [start, str(theirs.fileno()), str(os.getpid()), config]
+    command = [sys._base_executable, "-S", "-s", "-P", "-B", "-c", *argv]  # type: ignore[attr-defined]
+    null, passed = asyncio.subprocess.DEVNULL, [theirs.fileno(), *groups]
     return await asyncio.create_subprocess_exec(
-        sys._base_executable,
-        *flags,
-        "-c",
-        start,
-        str(theirs.fileno()),
-        str(os.getpid()),
-        config,
-        pass_fds=[theirs.fileno(), *groups],
-        env=environment,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        cwd="/",
+        *command, pass_fds=passed, env=environment, stdin=null, stdout=null, cwd="/"
     )

@@ -35,10 +35,8 @@ log = logging.getLogger(__name__)
 
 
 def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
-    """Fine-tunes a model on applied edits; returns its Hugging Face folder. Raises UserError for bad input.
-
-    `resume` continues from the saved state; `stop_after` ends after that many steps in all.
-    """
+    """Fine-tunes a model on applied edits; returns its Hugging Face folder. Raises UserError for bad input. `resume`
+    continues from the saved state; `stop_after` ends after that many steps in all."""
     output, optim, form = config.output, config.optim, config.format
     folder = distillation.tokenizer_folder(config)
     train, held_out = tables.load(config.data), tables.load(config.held_out)
@@ -87,19 +85,16 @@ def encode(examples: Sequence[Example], tokenizer: Tokenizer, form: str = "rewri
 def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, config: ApplyConfig) -> packing.Rows:
     """Packed rows, phase after phase. In each phase examples come by weight, those not seen yet before the others, and
     a share of them under other names. An edit is as long as its whole-file answer, if not longer, so that every format
-    is taught the same edits in the same order, for as long as the tokens last.
-
-    Raises UserError if a phase has no example short enough.
-    """
+    is taught the same edits in the same order, for as long as the tokens last. Raises UserError if a phase has no
+    example short enough."""
     rng = random.Random(config.seed)
-    examples = [example for example in examples if _means_result(example, config.format)]
+    # An answer is not read as the result if the file itself holds lines of the format.
+    answers = [formats.answer(e.file, e.result, config.format) for e in examples]
+    pairs = zip(examples, answers, strict=True)
+    examples = [e for e, answer in pairs if formats.read_answer(e.file, answer, config.format) == e.result]
     words = rename_augmentation.rare(examples)
-    lengths = [
-        max(len(whole), len(ids))
-        for (whole, _), (ids, _) in zip(
-            encode(examples, tokenizer), encode(examples, tokenizer, config.format), strict=True
-        )
-    ]
+    encoded = zip(encode(examples, tokenizer), encode(examples, tokenizer, config.format), strict=True)
+    lengths = [max(len(whole), len(ids)) for (whole, _), (ids, _) in encoded]
     used = [0] * len(examples)
     parts: list[packing.Rows] = []
     for number, phase in enumerate(config.phases):
@@ -127,11 +122,6 @@ def rows_of(examples: Sequence[Example], tokenizer: Tokenizer, config: ApplyConf
         )
         parts.append(packing.shuffled(rows, config.seed + number))
     return packing.Rows(np.concatenate([p.ids for p in parts]), np.concatenate([p.mask for p in parts]))
-
-
-def _means_result(example: Example, form: str) -> bool:
-    """Whether the answer in that format is read as the result: not if the file itself holds lines of the format."""
-    return formats.read_answer(example.file, formats.answer(example.file, example.result, form), form) == example.result
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class CorpusConfig(Section):
     evaluation: tuple[str, ...] = ()
     standard_library: bool = True
     allow_tests: bool = False
-    per_package: int = Field(4000, gt=0)
+    per_package: int = Field(default=4000, gt=0)
     cache: Path = Path("outputs/corpus")
 
 
@@ -76,21 +76,19 @@ class ShapesConfig(Section):
 
 class DocumentsConfig(Section):
     """Prompts with documents instead of repair episodes, for a `share` of the tokens: cross-file retrieval, with from
-    `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them.
+    `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them. In a share
+    `own` of the samples each document sees itself only, as the engine's documents do; there the loss has, by weight
+    `kl`, the divergence from the same weights with all documents visible to each other."""
 
-    In a share `own` of the samples each document sees itself only, as the engine's documents do; there the loss has, by
-    weight `kl`, the divergence from the same weights with all documents visible to each other.
-    """
-
-    least: int = Field(4, ge=2)
-    most: int = Field(10, le=30)
-    chars: int = Field(320, ge=80)
-    questions: int = Field(4, gt=0)
+    least: int = Field(default=4, ge=2)
+    most: int = Field(default=10, le=30)
+    chars: int = Field(default=320, ge=80)
+    questions: int = Field(default=4, gt=0)
     kinds: dict[str, float] = Field(dict(KINDS), description="weights of the kinds of questions")
-    own: float = Field(0.5, ge=0, le=1)
-    kl: float = Field(1.0, ge=0)
-    share: float = Field(1.0, gt=0, le=1)
-    seed: int = Field(0, ge=0)
+    own: float = Field(default=0.5, ge=0, le=1)
+    kl: float = Field(default=1.0, ge=0)
+    share: float = Field(default=1.0, gt=0, le=1)
+    seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _possible(self) -> DocumentsConfig:
@@ -108,27 +106,25 @@ class DocumentsConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW with decoupled weight decay; the schedule is linear warm-up, a plateau, and a decay to zero.
+    """AdamW with decoupled weight decay; the schedule is linear warm-up, a plateau, and a decay to zero. The schedule
+    runs on max(tokens / `tokens`, elapsed / `max_minutes`), so a run ends on time with a decayed learning rate however
+    busy the machine is. Without `max_minutes` it depends on tokens alone and the run is reproducible."""
 
-    The schedule runs on max(tokens / `tokens`, elapsed / `max_minutes`), so a run ends on time with a decayed learning
-    rate however busy the machine is. Without `max_minutes` it depends on tokens alone and the run is reproducible.
-    """
-
-    tokens: int = Field(10_000_000, gt=0)
-    max_minutes: float | None = Field(None, gt=0)
-    batch: int = Field(12, gt=0)
-    length: int = Field(512, gt=8)
-    lr: float = Field(2e-3, gt=0)
-    warmup: float = Field(0.02, ge=0, lt=1)
-    decay: float = Field(0.5, gt=0, le=1)
+    tokens: int = Field(default=10_000_000, gt=0)
+    max_minutes: float | None = Field(default=None, gt=0)
+    batch: int = Field(default=12, gt=0)
+    length: int = Field(default=512, gt=8)
+    lr: float = Field(default=2e-3, gt=0)
+    warmup: float = Field(default=0.02, ge=0, lt=1)
+    decay: float = Field(default=0.5, gt=0, le=1)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
-    clip: float = Field(1.0, gt=0)
-    router_aux: float = Field(0.01, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+    router_aux: float = Field(default=0.01, ge=0)
     compile: bool = True
-    threads: int = Field(2, gt=0)
-    checkpoint_minutes: float = Field(10.0, gt=0)
-    log_every: int = Field(10, gt=0)
+    threads: int = Field(default=2, gt=0)
+    checkpoint_minutes: float = Field(default=10.0, gt=0)
+    log_every: int = Field(default=10, gt=0)
 
 
 class _Stage(Section):
@@ -156,7 +152,7 @@ class SftConfig(_Stage):
     operators: dict[str, float] = Field(
         WEIGHTS, description="weights of the mutation operators; absent ones are unused"
     )
-    max_lines: int = Field(30, ge=3)
+    max_lines: int = Field(default=30, ge=3)
     documents: DocumentsConfig | None = None
 
     @field_validator("operators")
@@ -180,14 +176,14 @@ class PhaseConfig(Section):
 
     share: float = Field(gt=0, le=1)
     longest: int = Field(gt=0)
-    renamed: float = Field(0.0, ge=0, le=1)
+    renamed: float = Field(default=0.0, ge=0, le=1)
 
 
 class DistillConfig(Section):
     """`teacher` is a model folder of the same vocabulary; `share` of the loss is the divergence from it."""
 
     teacher: Path
-    share: float = Field(0.5, gt=0, le=1)
+    share: float = Field(default=0.5, gt=0, le=1)
 
 
 class ApplyConfig(Section):
@@ -203,7 +199,7 @@ class ApplyConfig(Section):
     held_out: Path
     format: Literal["rewrite", "search-replace", "udiff"] = "rewrite"
     distill: DistillConfig | None = None
-    measured: int = Field(64, gt=0, description="held-out edits that are measured with every checkpoint")
+    measured: int = Field(default=64, gt=0, description="held-out edits that are measured with every checkpoint")
     phases: tuple[PhaseConfig, ...]
     optim: OptimConfig = OptimConfig()
 

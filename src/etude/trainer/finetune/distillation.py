@@ -51,14 +51,11 @@ def teacher(config: ApplyConfig) -> PreTrainedModel:
     assert config.distill is not None
     folder = config.distill.teacher
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().requires_grad_(False)
-    if isinstance(config.model, NewModelConfig) and config.model.vocab_size != model.config.vocab_size:
-        raise UserError(
-            f"model.vocab_size = {config.model.vocab_size}, and {folder} has {model.config.vocab_size}: use the latter"
-        )
-    if model.config.max_position_embeddings < config.optim.length:
-        raise UserError(
-            f"{folder} has a context of {model.config.max_position_embeddings} tokens: lower optim.length to it"
-        )
+    size, context = model.config.vocab_size, model.config.max_position_embeddings
+    if isinstance(config.model, NewModelConfig) and config.model.vocab_size != size:
+        raise UserError(f"model.vocab_size = {config.model.vocab_size}, and {folder} has {size}: use the latter")
+    if context < config.optim.length:
+        raise UserError(f"{folder} has a context of {context} tokens: lower optim.length to it")
     if config.optim.compile:
         model.set_experts_implementation("grouped_mm")
     return model

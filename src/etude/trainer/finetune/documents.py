@@ -34,6 +34,7 @@ from etude.models.attention import SegmentLayout
 from etude.models.experts import few_shapes
 from etude.models.segments import Graph, Node
 from etude.renderers.text import document_text
+from etude.trainer.finetune.loop import Loss
 from etude.trainer.finetune.routers import Routers
 
 _WIDTH = 64  # labelled positions are padded to a multiple of it: oneDNN compiles for each shape
@@ -62,19 +63,14 @@ def encode(tokenizer: Tokenizer, retrieved: Sequence[Questions]) -> list[Documen
             parts.append(message("user", question.text) + answer)
     encoded = iter(dialect.encode(tokenizer, parts))
     return [
-        DocumentSample(
-            tuple(next(encoded)[0] for _ in sample.documents),
-            tuple(next(encoded) for _ in sample.questions),
-        )
-        for sample in retrieved
+        DocumentSample(tuple(next(encoded)[0] for _ in s.documents), tuple(next(encoded) for _ in s.questions))
+        for s in retrieved
     ]
 
 
 def take(retrieved: Iterator[Questions], tokenizer: Tokenizer, tokens: int, longest: int) -> list[DocumentSample]:
-    """Encoded samples until their tokens reach `tokens`; longer ones than `longest` are left out.
-
-    Raises ValueError if hundreds on end are longer.
-    """
+    """Encoded samples until their tokens reach `tokens`; longer ones than `longest` are left out. Raises ValueError if
+    hundreds on end are longer."""
     taken: list[DocumentSample] = []
     total = 0
     while total < tokens:
@@ -171,7 +167,7 @@ class DocumentBatches(Sequence[tuple[DocumentBatch]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> tuple[DocumentBatch]:
+    def __getitem__(self, index: int) -> tuple[DocumentBatch]:  # pyright: ignore[reportIncompatibleMethodOverride]
         members = [self.samples[i] for i in self.rows[index]]
         own = np.random.default_rng([self.seed, index]).random(len(members)) < self.own
         return (DocumentBatch.of(members, own.tolist(), self.length),)
@@ -191,13 +187,11 @@ def logits_of(model: PreTrainedModel, graph: Graph, index_K: Tensor) -> Tensor:
     return model.lm_head(hidden_1TD[0].index_select(0, padded_K))[: len(index_K)].float()
 
 
-def loss_function(
-    model: PreTrainedModel, kl: float
-) -> Callable[[DocumentBatch], tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]]:
+def loss_function(model: PreTrainedModel, kl: float) -> Callable[[DocumentBatch], Loss]:
     """A function batch -> (loss, router balance, expert load [L, E], parts of the loss)."""
     routers = Routers.of(model)
 
-    def compute(batch: DocumentBatch) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    def compute(batch: DocumentBatch) -> Loss:
         teacher_MV = None
         if batch.teacher is not None:
             with torch.no_grad():
@@ -219,11 +213,10 @@ def loss_function(
 @torch.no_grad()
 def measure(model: PreTrainedModel, samples: Sequence[DocumentSample], own: bool, length: int) -> dict[str, float]:
     """Of all answers under one mask: `nll`, nats per labelled token, and `exact`, the share that greedy decoding gives.
-
-    Greedy decoding gives an answer exactly if each of its tokens is the likeliest after those before it.
-    """
+    Greedy decoding gives an answer exactly if each of its tokens is the likeliest after those before it."""
     nll, tokens, right, answers = 0.0, 0, 0, 0
-    for members in _rows(samples, length):
+    for row in packing.best_fit([len(sample) for sample in samples], length):
+        members = [samples[i] for i in row]
         index_K, targets_K, _ = (torch.from_numpy(x) for x in predicting(members))
         logits_KV = logits_of(model, graph_of(members, [own] * len(members), length), index_K)
         nll += float(F.cross_entropy(logits_KV, targets_K, reduction="sum"))
@@ -232,8 +225,3 @@ def measure(model: PreTrainedModel, samples: Sequence[DocumentSample], own: bool
         right += sum(bool(answer.all()) for answer in correct)
         answers += len(correct)
     return {"nll": nll / tokens, "exact": right / answers}
-
-
-def _rows(samples: Sequence[DocumentSample], length: int) -> Iterator[list[DocumentSample]]:
-    for row in packing.best_fit([len(sample) for sample in samples], length):
-        yield [samples[i] for i in row]

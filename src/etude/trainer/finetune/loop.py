@@ -44,11 +44,9 @@ class TrainingWork:
 
 @dataclass(frozen=True)
 class StageRun:
-    """Where a stage writes, the folder of its tokenizer, and which part of it runs.
-
-    `resume` continues from the saved state; `stop_after` ends after that many steps in all, with the state saved and
-    the schedule unfinished, as a preempted run would.
-    """
+    """Where a stage writes, the folder of its tokenizer, and which part of it runs. `resume` continues from the saved
+    state; `stop_after` ends after that many steps in all, with the state saved and the schedule unfinished, as a
+    preempted run would."""
 
     output: Path
     tokenizer: Path
@@ -59,9 +57,8 @@ class StageRun:
 def optimizer_of(model: PreTrainedModel, config: OptimConfig) -> MasterAdamW:
     """AdamW over float32 masters of the trained parameters. Matrices decay, vectors (norms) do not."""
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return MasterAdamW(
-        live, AdamWSettings(config.betas, config.weight_decay, config.clip, "paper", decay_vectors=False)
-    )
+    settings = AdamWSettings(config.betas, config.weight_decay, config.clip, "paper", decay_vectors=False)
+    return MasterAdamW(live, settings)
 
 
 def learning_rate(config: OptimConfig, progress: float) -> float:
@@ -73,17 +70,16 @@ def learning_rate(config: OptimConfig, progress: float) -> float:
 
 
 def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: StageRun) -> PreTrainedModel:
-    """Trains on all batches once, in order, or until the token target or the time budget is reached.
-
-    Writes output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/state.safetensors (for resuming).
-    Returns the model in evaluation mode. Raises UserError if a gradient is not finite.
-    """
+    """Trains on all batches once, in order, or until the token target or the time budget is reached. Writes
+    output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/state.safetensors (for resuming). Returns
+    the model in evaluation mode. Raises UserError if a gradient is not finite."""
     output = run.output
     torch.set_num_threads(config.threads)
     model.train()
     optimizer = optimizer_of(model, config)
     steps, elapsed = _load_state(output, optimizer) if run.resume else (0, 0.0)
     record = _TrainingRecord(output / "metrics.jsonl", work.tokens, steps, elapsed)
+    wanted, minutes = min(config.tokens, len(work.batches) * work.tokens), config.max_minutes or math.inf
 
     def checkpoint() -> None:
         elapsed = record.elapsed()
@@ -91,10 +87,12 @@ def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: St
         record.write({"step": steps, "time": elapsed} | work.evaluate())
         model.train()
         _save_checkpoint(output, model, run.tokenizer)
-        _save_state(output, optimizer, steps, elapsed)
+        metadata = {"steps": str(steps), "elapsed": str(elapsed)}
+        save_file(optimizer.state(), output / "state.incomplete", metadata=metadata)
+        (output / "state.incomplete").rename(output / "state.safetensors")
 
     while steps < len(work.batches) and steps != run.stop_after:
-        progress = _progress(config, work, steps, record.elapsed())
+        progress = max(steps * work.tokens / wanted, record.elapsed() / 60 / minutes)
         if progress >= 1:
             break
         lr = learning_rate(config, progress)
@@ -108,14 +106,6 @@ def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: St
             checkpoint()
     checkpoint()
     return model.eval()
-
-
-def _progress(config: OptimConfig, work: TrainingWork, steps: int, elapsed: float) -> float:
-    """The share of the run that lies behind: of the tokens, or of the minutes if they are limited and more is spent."""
-    progress = steps * work.tokens / min(config.tokens, len(work.batches) * work.tokens)
-    if config.max_minutes is not None:
-        progress = max(progress, elapsed / 60 / config.max_minutes)
-    return progress
 
 
 def _step(result: Loss, optimizer: MasterAdamW, lr: float, router_aux: float) -> dict[str, Any]:
@@ -181,12 +171,6 @@ def _save_checkpoint(output: Path, model: PreTrainedModel, tokenizer_dir: Path) 
             shutil.copy(file, partial / file.name)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-
-
-def _save_state(output: Path, optimizer: MasterAdamW, steps: int, elapsed: float) -> None:
-    metadata = {"steps": str(steps), "elapsed": str(elapsed)}
-    save_file(optimizer.state(), output / "state.incomplete", metadata=metadata)
-    (output / "state.incomplete").rename(output / "state.safetensors")
 
 
 def _load_state(output: Path, optimizer: MasterAdamW) -> tuple[int, float]:

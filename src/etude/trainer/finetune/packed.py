@@ -20,10 +20,8 @@ from etude.trainer.finetune.routers import Routers
 
 @dataclass(frozen=True)
 class PackedBatches(Sequence[tuple[Tensor, ...]]):
-    """Fixed-shape batches of rows: labelled positions are gathered and padded to the same `width` in every batch.
-
-    Batch i is (ids_BT, index_K, targets_K, weights_K), the arguments of `loss_function`'s result.
-    """
+    """Fixed-shape batches of rows: labelled positions are gathered and padded to the same `width` in every batch. Batch
+    i is (ids_BT, index_K, targets_K, weights_K), the arguments of `loss_function`'s result."""
 
     rows: packing.Rows
     batch: int
@@ -41,7 +39,7 @@ class PackedBatches(Sequence[tuple[Tensor, ...]]):
     def __len__(self) -> int:
         return len(self.rows.ids) // self.batch
 
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         at = slice(index * self.batch, (index + 1) * self.batch)
         ids_BT, mask_BT = self.rows.ids[at].astype(np.int64), self.rows.mask[at].astype(bool)
         ahead = np.zeros_like(mask_BT)
@@ -55,10 +53,8 @@ class PackedBatches(Sequence[tuple[Tensor, ...]]):
 
 def loss_function(model: PreTrainedModel) -> Callable[..., Loss]:
     """A function (ids_BT, index_K, targets_K, weights_K) -> (token loss, router balance, expert load [L, E], {}).
-
     Logits are computed only at the flat positions `index_K`, which are those that predict a labelled token; `weights_K`
-    is 0 on padding.
-    """
+    is 0 on padding."""
     routers = Routers.of(model)
 
     def compute(ids_BT: Tensor, index_K: Tensor, targets_K: Tensor, weights_K: Tensor) -> Loss:
@@ -94,10 +90,8 @@ def train(
     measure: Callable[[PreTrainedModel], dict[str, float]] | None = None,
     compute: Callable[..., Loss] | None = None,
 ) -> PreTrainedModel:
-    """Trains on all rows once, in order, by `compute` if it is given, else by `loss_function`. See `loop.fit`.
-
-    With every checkpoint the loss on the rows `held_out` is measured, and `measure` adds its figures.
-    """
+    """Trains on all rows once, in order, by `compute` if it is given, else by `loss_function`. See `loop.fit`. With
+    every checkpoint the loss on the rows `held_out` is measured, and `measure` adds its figures."""
     torch.set_num_threads(config.threads)
     tests = PackedBatches.of(held_out, config.batch) if held_out is not None else None
     eager = loss_function(model) if compute is None else compute

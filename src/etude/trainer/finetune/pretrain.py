@@ -13,11 +13,17 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from etude.corpus import build, packing, retrieval
 from etude.corpus import tokenizer as bpe
-from etude.corpus.dialect import IDS
+from etude.corpus.dialect import IDS, SPECIALS
 from etude.corpus.episodes import WEIGHTS
 from etude.errors import UserError
 from etude.models.loading import load_model
@@ -28,7 +34,6 @@ from etude.trainer.finetune.config import (
     DocumentsConfig,
     MidtrainConfig,
     NewModelConfig,
-    OptimConfig,
     SftConfig,
 )
 from etude.trainer.finetune.loop import StageRun, TrainingWork, fit
@@ -50,7 +55,7 @@ def new_model(config: NewModelConfig, seed: int) -> PreTrainedModel:
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
             num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim,
+            head_dim=config.head_dim,  # pyright: ignore[reportCallIssue]
             moe_intermediate_size=config.expert_size,
             num_experts=config.experts,
             num_experts_per_tok=config.experts_per_token,
@@ -63,7 +68,7 @@ def new_model(config: NewModelConfig, seed: int) -> PreTrainedModel:
             pad_token_id=IDS["<|pad|>"],
         )
     )
-    return model.to(torch.bfloat16)
+    return model.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
 
 
 def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
@@ -80,10 +85,8 @@ def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
 
 
 def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
-    """Makes the run folder and records its configuration; an existing run is continued only with `resume`.
-
-    Raises UserError if the folder holds a run and `resume` is off, or no saved state and `resume` is on.
-    """
+    """Makes the run folder and records its configuration; an existing run is continued only with `resume`. Raises
+    UserError if the folder holds a run and `resume` is off, or no saved state and `resume` is on."""
     if (output / "config.json").exists() and not resume:
         raise UserError(f"{output} already holds a run; choose another output, or continue the run with --resume")
     if resume and not (output / "state.safetensors").is_file():
@@ -93,23 +96,17 @@ def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resu
 
 
 def _held_out_rows(
-    corpus: build.Corpus,
-    tokenizer: Tokenizer,
-    config: OptimConfig,
-    shapes: dict[str, float],
-    operators: dict[str, float],
+    corpus: build.Corpus, tokenizer: Tokenizer, length: int, shapes: dict[str, float], operators: dict[str, float]
 ) -> packing.Rows | None:
     if not corpus.evaluation:
         return None
     # The same rows whatever the batch, so that losses of different runs can be compared.
-    return build.sft_rows(corpus.evaluation, tokenizer, shapes, operators, HELD_OUT_TOKENS, config.length, seed=7)
+    return build.sft_rows(corpus.evaluation, tokenizer, shapes, operators, HELD_OUT_TOKENS, length, seed=7)
 
 
 def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
-    """Trains a new model on code, fill-in-the-middle and repair episodes; returns its Hugging Face folder.
-
-    `resume` continues from the saved state; `stop_after` ends after that many steps in all. Raises UserError.
-    """
+    """Trains a new model on code, fill-in-the-middle and repair episodes; returns its Hugging Face folder. `resume`
+    continues from the saved state; `stop_after` ends after that many steps in all. Raises UserError."""
     output = config.output
     prepare(output, config, resume)
     corpus = _corpus(config.corpus, config.seed)
@@ -118,7 +115,7 @@ def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | 
     if not (folder / "tokenizer.json").is_file():
         texts = build.tokenizer_texts(corpus.train, random.Random(config.seed))
         tokenizer = bpe.train(texts, config.model.vocab_size)
-        bpe.save(tokenizer, folder, config.model.max_positions)
+        save_tokenizer(tokenizer, folder, config.model.max_positions)
     tokenizer = bpe.load(folder)
     optim = config.optim
     if not (output / "rows.safetensors").is_file():
@@ -132,17 +129,15 @@ def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | 
     model = new_model(config.model, config.seed)
     if optim.compile:
         model.set_experts_implementation("grouped_mm")
-    held_out = _held_out_rows(corpus, tokenizer, optim, {"blind": 0.5, "tested": 0.5}, WEIGHTS)
+    held_out = _held_out_rows(corpus, tokenizer, optim.length, {"blind": 0.5, "tested": 0.5}, WEIGHTS)
     train(model, rows, held_out, optim, StageRun(output, folder, resume, stop_after))
     return output / "checkpoint"
 
 
 def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
-    """Fine-tunes a mid-trained model on repair episodes in its tool dialect, or on prompts with documents.
-
-    Returns its Hugging Face folder. `resume` continues from the saved state; `stop_after` ends after that many steps in
-    all. Raises UserError.
-    """
+    """Fine-tunes a mid-trained model on repair episodes in its tool dialect, or on prompts with documents. Returns its
+    Hugging Face folder. `resume` continues from the saved state; `stop_after` ends after that many steps in all. Raises
+    UserError."""
     output = config.output
     if not (config.model / "tokenizer.json").is_file():
         raise UserError(f"{config.model} is not a model folder; run mid-training first")
@@ -166,7 +161,7 @@ def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = Non
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.bfloat16)
     if optim.compile:
         model.set_experts_implementation("grouped_mm")
-    held_out = _held_out_rows(corpus, tokenizer, optim, shapes, config.operators)
+    held_out = _held_out_rows(corpus, tokenizer, optim.length, shapes, config.operators)
     train(model, rows, held_out, optim, run)
     return output / "checkpoint"
 
@@ -194,3 +189,15 @@ def _document_work(
         return {f"eval/{own}/{name}": value for own, row in figures.items() for name, value in row.items()}
 
     return TrainingWork(batches, length, documents.loss_function(model, chosen.kl), evaluate)
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
+    """Write the tokenizer files of a Hugging Face model folder, with the chat template in chat_template.jinja."""
+    # Texts given to the saved tokenizer (a rendered chat template) do hold special tokens.
+    tokenizer.encode_special_tokens = False
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=None, eos_token="<|end|>", pad_token="<|pad|>",
+        extra_special_tokens=list(SPECIALS), model_max_length=max_length, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    fast.chat_template = bpe.CHAT_TEMPLATE
+    fast.save_pretrained(directory)

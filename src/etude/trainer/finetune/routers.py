@@ -32,11 +32,9 @@ class Routers:
         self.logits.clear()
 
     def balance(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(balance loss, expert load [L, E]); 0 and empty for a dense model.
-
-        The loss is Switch Transformers' (Fedus et al. 2021): E times the dot product of the share of tokens an expert
-        gets and its mean router probability, averaged over sparse layers.
-        """
+        """(balance loss, expert load [L, E]); 0 and empty for a dense model. The loss is Switch Transformers' (Fedus et
+        al. 2021): E times the dot product of the share of tokens an expert gets and its mean router probability,
+        averaged over sparse layers."""
         if not self.logits:
             return like.new_zeros(()), like.new_zeros((0, 0))
         balances, loads = [], []

@@ -86,13 +86,11 @@ def advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def turn_advantages(rewards: Sequence[float], turns: Sequence[int]) -> list[np.ndarray]:
-    """Per member its advantage in every turn: reward minus the mean of the members that came as far.
-
-    With one baseline for all turns, whatever is done after a failed try is punished because the try had failed: those
-    turns are seen in bad episodes more often than in good ones. That a turn was reached is decided before it is
-    sampled, so the expected gradient keeps its direction in every turn; a mean that includes the member itself scales
-    it by (n - 1) / n, as in any group. GiGPO (arXiv:2505.10978) compares equal states; here turns stand for them.
-    """
+    """Per member its advantage in every turn: reward minus the mean of the members that came as far. With one baseline
+    for all turns, whatever is done after a failed try is punished because the try had failed: those turns are seen in
+    bad episodes more often than in good ones. That a turn was reached is decided before it is sampled, so the expected
+    gradient keeps its direction in every turn; a mean that includes the member itself scales it by (n - 1) / n, as in
+    any group. GiGPO (arXiv:2505.10978) compares equal states; here turns stand for them."""
     means = [
         sum(r for r, n in zip(rewards, turns, strict=True) if n > turn) / sum(n > turn for n in turns)
         for turn in range(max(turns, default=0))
@@ -188,10 +186,8 @@ def _rows(
     members: Sequence[Episode], advantages_G: Sequence[np.ndarray], group: int, first: int,
     routes: tuple[int, int] | None,
 ) -> Iterator[PromptRow]:  # fmt: skip
-    """Segments of one group, merged by equal prompt; a member's advantages are given per turn of its episode.
-
-    `first` is the index in the batch of the group's first episode.
-    """
+    """Segments of one group, merged by equal prompt; a member's advantages are given per turn of its episode. `first`
+    is the index in the batch of the group's first episode."""
     by_prompt: dict[tuple[tuple[int, ...], bytes], tuple[np.ndarray, list[Completion]]] = {}
     for number, (episode, advantage_of_turn) in enumerate(zip(members, advantages_G, strict=True), first):
         turns_before, sampled_before = 0, 0
@@ -229,9 +225,7 @@ def _rows(
 
 def recorded_documents(segment: Segment) -> tuple[int, ...]:
     """Lengths of the documents that a segment begins with, so that the graph the engine computed can be made again.
-
-    Raises RunFailed if it cannot be.
-    """
+    Raises RunFailed if it cannot be."""
     if wrong := document_fault(segment):
         raise RunFailed(f"an episode has {wrong}: were its engines of another etude, or its blob damaged?")
     return tuple(document.length for document in segment.documents)
@@ -253,9 +247,7 @@ def document_fault(segment: Segment) -> str:
 
 def recorded_routes(segment: Segment, end: int, shape: tuple[int, int]) -> np.ndarray:
     """int16 [end, MoE layers, K]: the experts that the engine recorded of the first `end` tokens; see `models.replay`.
-
-    Raises RunFailed if they are of another shape.
-    """
+    Raises RunFailed if they are of another shape."""
     out = np.full((end, *shape), MISSING, np.int16)
     stored = segment.routes
     if stored is not None:

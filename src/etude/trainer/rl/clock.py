@@ -10,11 +10,9 @@ from etude import runfolder
 
 
 class TrainingClock:
-    """Counts the seconds of training over all attempts of a run; `minutes` is their limit, None: there is none.
-
-    A step goes `begin` (its groups are there), `loaded`, `trained`, `end`; between steps the trainer waits. Before an
-    attempt's first groups are ready, tasks are built and the model is measured: that is no training.
-    """
+    """Counts the seconds of training over all attempts of a run; `minutes` is their limit, None: there is none. A step
+    goes `begin` (its groups are there), `loaded`, `trained`, `end`; between steps the trainer waits. Before an
+    attempt's first groups are ready, tasks are built and the model is measured: that is no training."""
 
     def __init__(self, run: Path, minutes: float | None):
         self._run = run

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from etude.errors import RunFailed, UserError
 from etude.models import batch_invariant
@@ -43,11 +44,9 @@ class ValueHead:
 @dataclass
 class BatchResult:
     """What a batch gave: value of the loss, log-probabilities [N] without gradient, entropies of some positions.
-
     `values_N` are the value head's, 0 without one. `counts_LE` are the tokens that went to each expert, over all rows;
     empty for a dense model. `aux` is the router's balance loss, 0 where it is off; `replayed` is what became of
-    recorded experts.
-    """
+    recorded experts."""
 
     logprobs_N: Tensor
     values_N: Tensor
@@ -58,17 +57,12 @@ class BatchResult:
     counts_LE: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.float64))
     replayed: ReplayStatistics = field(default_factory=ReplayStatistics)
 
-    @property
-    def entropy(self) -> float:
-        """Mean over the positions."""
-        return self.entropy_sum / max(self.entropies, 1)
-
 
 @dataclass(frozen=True)
 class _Pass:
     """The state of one walk over the parts. `loss` is None when only log-probabilities and counts are wanted."""
 
-    model: torch.nn.Module
+    model: PreTrainedModel
     out: BatchResult
     temperature: float
     value: ValueHead | None
@@ -80,7 +74,7 @@ class _Pass:
 
 
 def evaluate(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     parts: Sequence[ForwardPass],
     count: int,
     *,
@@ -89,9 +83,7 @@ def evaluate(
     replays: bool = True,
 ) -> BatchResult:
     """Log-probabilities of the `count` sampled tokens, and values if there is a head for them, without gradients.
-
-    `replays` off: the model takes its own experts, whatever the parts carry.
-    """
+    `replays` off: the model takes its own experts, whatever the parts carry."""
     out = _blank(model, count)
     walk = _Pass(model, out, temperature, value, None, 0.0, None, _weight(parts), replays)
     with torch.no_grad():
@@ -101,7 +93,7 @@ def evaluate(
 
 
 def run(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     parts: Sequence[ForwardPass],
     count: int,
     loss: Loss,
@@ -111,12 +103,10 @@ def run(
     separable: bool = True,
     aux: float = 0.0,
 ) -> BatchResult:
-    """Adds the gradients of `loss + value.loss + aux * balance` to the model's parameters.
-
-    The loss sees log-probabilities at `temperature`: of the distribution that the tokens were drawn from. A loss that
-    is not a sum over tokens, and a balance loss, need to know the whole batch before the first backward: then a pass
-    over all parts without gradients comes first. Raises UserError for `aux` on a dense model.
-    """
+    """Adds the gradients of `loss + value.loss + aux * balance` to the model's parameters. The loss sees
+    log-probabilities at `temperature`: of the distribution that the tokens were drawn from. A loss that is not a sum
+    over tokens, and a balance loss, need to know the whole batch before the first backward: then a pass over all parts
+    without gradients comes first. Raises UserError for `aux` on a dense model."""
     share_LE, whole = None, None
     if aux or not separable:
         first = evaluate(model, parts, count, temperature=temperature)
@@ -135,8 +125,8 @@ def run(
     return out
 
 
-def _blank(model: torch.nn.Module, count: int) -> BatchResult:
-    return BatchResult(*(torch.zeros(count, device=_device(model)) for _ in range(2)))
+def _blank(model: PreTrainedModel, count: int) -> BatchResult:
+    return BatchResult(torch.zeros(count, device=_device(model)), torch.zeros(count, device=_device(model)))
 
 
 def _linear(loss: Loss, logprobs_N: Tensor) -> tuple[Loss, float]:
@@ -153,7 +143,11 @@ def _run_part(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> N
     again = learns and part.recompute
     with torch.set_grad_enabled(learns and not again):
         scalar, kept, choices = _forward(walk, part, above)
-    leaves = _detached(kept, learns)
+
+    def leaf(x: Tensor) -> Tensor:  # in float32, where gradients from many passes below are summed without rounding
+        return x.detach().float().requires_grad_(learns)
+
+    leaves = {layer: (leaf(key), leaf(value)) for layer, (key, value) in kept.items()}
     for child in part.children:
         _run_part(walk, child, (*above, leaves))
     if again:
@@ -169,21 +163,11 @@ def _run_part(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> N
         torch.autograd.backward(tensors, [torch.ones_like(scalar), *(grad for _, grad in wanted)])
 
 
-def _detached(kept: KeyValues, learns: bool) -> KeyValues:
-    """Float32 leaves: gradients from many passes below are summed there without rounding to a narrower type."""
-    return {
-        layer: (key.detach().float().requires_grad_(learns), value.detach().float().requires_grad_(learns))
-        for layer, (key, value) in kept.items()
-    }
-
-
 def _forward(
     walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...], first: bool = True
 ) -> tuple[Tensor | None, KeyValues, Choices]:
-    """The part's term of the loss, its keys and values if a pass below needs them, and the experts it went through.
-
-    The loss is computed in the pass that has a backward, everything else is noted in the first one.
-    """
+    """The part's term of the loss, its keys and values if a pass below needs them, and the experts it went through. The
+    loss is computed in the pass that has a backward, everything else is noted in the first one."""
     device = _device(walk.model)
     layout, positions_T = None, part.positions_T
     if part.graph is not None and batch_invariant.is_on():
@@ -232,15 +216,14 @@ def _forward(
 
 
 def _predict(walk: _Pass, hidden_TD: Tensor, part: ForwardPass) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probability and value [M] of the sampled tokens, and entropy of every 16th source.
-
-    Head and log-softmax in float32, after the division by the temperature, as in the engine.
-    """
+    """Log-probability and value [M] of the sampled tokens, and entropy of every 16th source. Head and log-softmax in
+    float32, after the division by the temperature, as in the engine."""
     source_S, of_M, target_M = (
         torch.from_numpy(x).to(hidden_TD.device) for x in (part.source_S, part.of_M, part.target_M)
     )
     hidden_SD = hidden_TD.index_select(0, source_S)
-    logits_SV = batch_invariant.head(hidden_SD, walk.model.get_output_embeddings().weight)
+    weight_VD = walk.model.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
+    logits_SV = batch_invariant.head(hidden_SD, weight_VD)
     if walk.temperature != 1.0:
         logits_SV = logits_SV / walk.temperature
     logprobs_SV = batch_invariant.log_probs(logits_SV)
@@ -253,11 +236,10 @@ def _predict(walk: _Pass, hidden_TD: Tensor, part: ForwardPass) -> tuple[Tensor,
 
 
 def _balance(router_logits: Sequence[Tensor], weight_T: Tensor, walk: _Pass) -> Tensor:
-    """This pass's share of the balance loss: E * sum over experts of (share of tokens) * (mean probability).
-
-    Switch Transformer (arXiv:2101.03961, equation 4) over the tokens of all rows, mean over layers: a token that stands
-    for w rows weighs w, as if each row had computed it.
-    """
+    """This pass's share of the balance loss: E * sum over experts of (share of tokens) * (mean probability). Switch
+    Transformer (arXiv:2101.03961, equation 4) over the tokens of all rows, mean over layers: a token that stands for w
+    rows weighs w, as if each row had computed it."""
+    assert walk.share_LE is not None
     terms = []
     for layer, logits_TE in enumerate(router_logits):
         probability_TE = torch.softmax(logits_TE.float(), dim=-1)
@@ -271,5 +253,5 @@ def _weight(parts: Sequence[ForwardPass]) -> float:
     return sum(float(part.weight_T.sum()) + _weight(part.children) for part in parts)
 
 
-def _device(model: torch.nn.Module) -> torch.device:
+def _device(model: PreTrainedModel) -> torch.device:
     return next(model.parameters()).device

@@ -107,10 +107,8 @@ class GuardVerdict:
 
 
 class Guards:
-    """Judges the steps of a run. `history` holds the record of every step that was published, oldest first.
-
-    `exact`: trainer and engine promise equal bits.
-    """
+    """Judges the steps of a run. `history` holds the record of every step that was published, oldest first. `exact`:
+    trainer and engine promise equal bits."""
 
     def __init__(
         self, config: GuardsConfig, staleness: int, history: Sequence[StepRecord] = (), *, exact: bool = False
@@ -127,14 +125,12 @@ class Guards:
             self.remember(record)
 
     def judge(self, figures: StepFigures, probes: Sequence[ProbeComparison] = ()) -> GuardVerdict:
-        """What to do with a step that measured `figures`.
-
-        `probes` are those that have arrived since the step before: of versions that may be older than the step's.
-        """
+        """What to do with a step that measured `figures`. `probes` are those that have arrived since the step before:
+        of versions that may be older than the step's."""
         events = [event for name, value in self._values(figures).items() for event in self._crossed(name, value)]
         usual = max(median(self._probes), _FLOOR) if len(self._probes) >= 5 else _UNKNOWN
         events += [e for p in probes for e in self._crossed("probe_growth", p.k2 / usual, **vars(p))]
-        action = max((event.action for event in events), key=_ORDER.index, default="go")
+        action: StepAction = _ORDER[max((_ORDER.index(event.action) for event in events), default=0)]
         if not self._config.act:
             action = "go"
         if action == "skip" and self._skips + 1 >= self._config.rollback_after:

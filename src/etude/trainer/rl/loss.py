@@ -20,9 +20,7 @@ from etude.trainer.rl.presets import LossPreset
 @dataclass(frozen=True)
 class LossTokens:
     """What the loss needs of the sampled tokens of a forward pass, [N] each; only `current` carries a gradient.
-
-    `current`, `proximal`, `rollout` and `reference` are log-probabilities of the tokens under the four policies.
-    """
+    `current`, `proximal`, `rollout` and `reference` are log-probabilities of the tokens under the four policies."""
 
     current: Tensor
     proximal: Tensor
@@ -83,9 +81,11 @@ def policy_loss(t: LossTokens, preset: LossPreset, divisor: float, stats: LossSt
         weight = _weight(t, preset)
     if weight is not None:
         terms = terms * weight
-    penalty = _penalty(t, preset)
-    if penalty is not None:
-        terms = terms - preset.kl_beta * penalty
+    if t.reference is not None and preset.kl == "k2":
+        terms = terms - preset.kl_beta * (_log_ratio(t.current, t.reference).square() / 2)
+    elif t.reference is not None and preset.kl == "k3":
+        back = _log_ratio(t.reference, t.current)
+        terms = terms - preset.kl_beta * (torch.expm1(back) - back)
     if preset.divisor == "episodes":
         terms = terms / t.length
     if t.keep is not None:
@@ -145,15 +145,6 @@ def _weight(t: LossTokens, preset: LossPreset) -> Tensor | None:
     if preset.correction == "truncate":
         return q.clamp(low, high)
     return torch.where((q >= low) & (q <= high), q, torch.zeros_like(q))
-
-
-def _penalty(t: LossTokens, preset: LossPreset) -> Tensor | None:
-    if t.reference is None or preset.kl not in ("k2", "k3"):
-        return None
-    if preset.kl == "k2":
-        return _log_ratio(t.current, t.reference).square() / 2
-    back = _log_ratio(t.reference, t.current)
-    return torch.expm1(back) - back
 
 
 def _kept(values: Tensor, t: LossTokens) -> Tensor:

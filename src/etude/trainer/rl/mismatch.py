@@ -14,13 +14,11 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True)
 class MismatchMeans:
-    """Means over `tokens` tokens of d = l - mu, with l from the trainer and mu from the engine.
-
-    k1 = -d, k2 = d^2 / 2 and k3 = e^d - 1 - d are Schulman's estimators ("Approximating KL divergence"); `k3_clip`
-    clips d to [-1, 1]. `p_ln2` is the share with |d| > ln 2, `p_dp` the share with |e^l - e^mu| > 0.1, `corr` Pearson's
-    correlation of e^l and e^mu. `ess` is the effective share of tokens under the weights e^d, `chi2` the variance of
-    these weights, `k2_lowp` is k2 over tokens with e^mu < 0.1. None: too few tokens.
-    """
+    """Means over `tokens` tokens of d = l - mu, with l from the trainer and mu from the engine. k1 = -d, k2 = d^2 / 2
+    and k3 = e^d - 1 - d are Schulman's estimators ("Approximating KL divergence"); `k3_clip` clips d to [-1, 1].
+    `p_ln2` is the share with |d| > ln 2, `p_dp` the share with |e^l - e^mu| > 0.1, `corr` Pearson's correlation of e^l
+    and e^mu. `ess` is the effective share of tokens under the weights e^d, `chi2` the variance of these weights,
+    `k2_lowp` is k2 over tokens with e^mu < 0.1. None: too few tokens."""
 
     tokens: float
     k1: float

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
+from transformers import PreTrainedModel
 
 from etude.models.segments import Graph, Trie, row_graph, trie
 
@@ -27,11 +27,9 @@ PASS_TOKENS = 48  # what a pass costs besides its tokens, in tokens: launching k
 @dataclass(frozen=True)
 class TokenRows:
     """The rows of a batch, and in each the offsets (>= 1) of its sampled tokens, increasing; the last token is one.
-
     `routes` are experts to replay, int16 [tokens, MoE layers, K] per row (`etude.models.router_replay`), `documents`
     the lengths of those that each row begins with. Raises ValueError for rows of another kind: what follows the last
-    sampled token would be computed for nothing.
-    """
+    sampled token would be computed for nothing."""
 
     rows: tuple[np.ndarray, ...]
     sampled: tuple[np.ndarray, ...]
@@ -57,17 +55,17 @@ class TokenRows:
 
     def some(self, chosen: Sequence[int]) -> TokenRows:
         """The chosen rows, in this order."""
-        of = [None if x is None else tuple(x[i] for i in chosen) for x in (self.routes, self.documents)]
-        return TokenRows(tuple(self.rows[i] for i in chosen), tuple(self.sampled[i] for i in chosen), *of)
+        routes = None if self.routes is None else tuple(self.routes[i] for i in chosen)
+        documents = None if self.documents is None else tuple(self.documents[i] for i in chosen)
+        sampled = tuple(self.sampled[i] for i in chosen)
+        return TokenRows(tuple(self.rows[i] for i in chosen), sampled, routes, documents)
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """One forward pass, the passes that need its keys and values, and what is predicted from its hidden states.
-
-    `graph` is None for a plain causal row. Sampled token `item_M[m]` is predicted from `source_S[of_M[m]]`.
-    `routes_TLK` are experts to replay, or None.
-    """
+    """One forward pass, the passes that need its keys and values, and what is predicted from its hidden states. `graph`
+    is None for a plain causal row. Sampled token `item_M[m]` is predicted from `source_S[of_M[m]]`. `routes_TLK` are
+    experts to replay, or None."""
 
     graph: Graph | None
     ids_T: np.ndarray
@@ -99,11 +97,11 @@ class Cost:
     tokens: int
 
 
-def shape_of(model: torch.nn.Module) -> Shape:
+def shape_of(model: PreTrainedModel) -> Shape:
     """From the sizes of the model's parameters; of a layer's experts only those that a token goes through count."""
     config = model.config
     active = 0.0
-    for name, p in model.get_decoder().layers.named_parameters():
+    for name, p in model.get_decoder().layers.named_parameters():  # pyright: ignore[reportAttributeAccessIssue]
         expert = p.ndim == 3 and "experts" in name
         active += p.numel() * (config.num_experts_per_tok / p.shape[0] if expert else 1.0)
     heads = config.num_attention_heads
@@ -122,10 +120,8 @@ class ExecutionPlan:
 
 
 def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int, shape: Shape) -> ExecutionPlan:
-    """The passes of a batch. `auto` takes the cheapest execution that holds at most `budget` tokens at a time.
-
-    Where none does, the one that holds the fewest. Any other execution is obeyed whatever it holds.
-    """
+    """The passes of a batch. `auto` takes the cheapest execution that holds at most `budget` tokens at a time. Where
+    none does, the one that holds the fewest. Any other execution is obeyed whatever it holds."""
     tree = tokens.tree()
     build: dict[Execution, Callable[[], tuple[ForwardPass, ...]]] = {
         "packed": lambda: packed(tokens, tree, budget),
@@ -133,17 +129,13 @@ def plan(tokens: TokenRows, execution: Execution | Literal["auto"], budget: int,
         "recompute": lambda: streaming(tokens, tree, budget, recompute=True),
         "rows": lambda: rows(tokens),
     }
-    names = list(build) if execution == "auto" else [execution]
+    names: list[Execution] = list(build) if execution == "auto" else [execution]
     split = 0
     if tokens.routes is not None:
         split = tree.graph.length - trie(tokens.rows, documents=tokens.documents).graph.length
-    candidates = [
-        ExecutionPlan(name, parts, cost(parts, shape), split) for name, parts in ((n, build[n]()) for n in names)
-    ]
-    fitting = [c for c in candidates if c.cost.held <= budget]
-    if fitting:
-        return min(fitting, key=lambda c: c.cost.work)
-    return min(candidates, key=lambda c: (c.cost.held, c.cost.work))
+    built: list[tuple[Execution, tuple[ForwardPass, ...]]] = [(name, build[name]()) for name in names]
+    candidates = [ExecutionPlan(name, parts, cost(parts, shape), split) for name, parts in built]
+    return min(candidates, key=lambda c: (max(c.cost.held, budget), c.cost.work))
 
 
 def cost(parts: Sequence[ForwardPass], shape: Shape) -> Cost:
@@ -168,22 +160,17 @@ def cost(parts: Sequence[ForwardPass], shape: Shape) -> Cost:
 
 def rows(tokens: TokenRows) -> tuple[ForwardPass, ...]:
     """One pass per row."""
-    parts = []
+    parts: list[ForwardPass] = []
     before = 0
     none = [None] * len(tokens.rows)
-    for ids, sampled, routes, lengths in zip(
-        tokens.rows, tokens.sampled, tokens.routes or none, tokens.documents or none, strict=True
-    ):
-        row = ids.astype(np.int64)
+    every = zip(tokens.rows, tokens.sampled, tokens.routes or none, tokens.documents or none, strict=True)
+    for ids, sampled, routes, lengths in every:
+        row, n = ids.astype(np.int64), len(sampled)
         graph = row_graph(row, lengths) if lengths else None
-        items = np.arange(before, before + len(sampled))
-        every, once = np.arange(len(sampled)), np.ones(len(row))
-        parts.append(
-            ForwardPass(
-                graph, row, np.arange(len(row)), once, items, sampled - 1, every, row[sampled], routes_TLK=routes
-            )
-        )
-        before += len(sampled)
+        of_row = graph, row, np.arange(len(row)), np.ones(len(row))
+        items = np.arange(before, before + n)
+        parts.append(ForwardPass(*of_row, items, sampled - 1, np.arange(n), row[sampled], routes_TLK=routes))
+        before += n
     return tuple(parts)
 
 
@@ -195,9 +182,7 @@ def packed(tokens: TokenRows, tree: Trie, budget: int) -> tuple[ForwardPass, ...
 
 def streaming(tokens: TokenRows, tree: Trie, budget: int, *, recompute: bool = False) -> tuple[ForwardPass, ...]:
     """Trees that branch: the shared prefix, then the passes below it. A branch that fits no pass is streamed in turn.
-
-    Documents are part of the prefix of the one tree that sees them, or a prefix of their own over several trees.
-    """
+    Documents are part of the prefix of the one tree that sees them, or a prefix of their own over several trees."""
     make = _PassBuilder(tokens, tree)
     siblings: dict[tuple[int, ...], list[int]] = {}
     for root in make.roots:
@@ -223,7 +208,12 @@ class _PassBuilder:
         self.tree = tree
         self.roots = [i for i, n in enumerate(tree.graph.nodes) if i >= tree.documents > max(n.sees, default=-1)]
         where = [tree.where(i) for i in range(len(tokens.rows))]
-        self.routes_TLK = None if tokens.routes is None else _laid_out(tree.graph.length, where, tokens.routes)
+        self.routes_TLK = None
+        if tokens.routes is not None:  # by place in the layout; rows that share a place agree there
+            of_token = tokens.routes[0].shape[1:] if tokens.routes else (0, 0)
+            self.routes_TLK = np.zeros((tree.graph.length, *of_token), np.int16)
+            for at, row in zip(where, tokens.routes, strict=True):
+                self.routes_TLK[at] = row
         pairs = list(zip(where, tokens.sampled, strict=True))
         self.source_N = _join([at[sampled - 1] for at, sampled in pairs])
         self.target_N = _join([ids[s] for ids, s in zip(tokens.rows, tokens.sampled, strict=True)])
@@ -282,11 +272,7 @@ class _PassBuilder:
         return self.part(sorted(chosen), heads)
 
     def part(
-        self,
-        chosen: Sequence[int],
-        heads: Sequence[int],
-        children: tuple[ForwardPass, ...] = (),
-        recompute: bool = False,
+        self, chosen: Sequence[int], heads: Sequence[int], below: tuple[ForwardPass, ...] = (), recompute: bool = False
     ) -> ForwardPass:
         """`chosen` in one pass; a document among them stands for the rows of those `heads` that see it."""
         tree = self.tree
@@ -304,17 +290,9 @@ class _PassBuilder:
         if routes is not None:
             routes = routes[_join([np.arange(tree.graph.offsets[n], tree.graph.offsets[n + 1]) for n in chosen])]
         return ForwardPass(
-            graph, graph.ids_T, graph.positions_T, weight, items, source, of, self.target_N[items], children, recompute,
+            graph, graph.ids_T, graph.positions_T, weight, items, source, of, self.target_N[items], below, recompute,
             routes,
         )  # fmt: skip
-
-
-def _laid_out(length: int, where: Sequence[np.ndarray], routes: Sequence[np.ndarray]) -> np.ndarray:
-    """[length, L, K]: the rows' routes by place in the layout; rows that share a place agree there."""
-    out = np.zeros((length, *routes[0].shape[1:]) if routes else (0, 0, 0), np.int16)
-    for at, row in zip(where, routes, strict=True):
-        out[at] = row
-    return out
 
 
 def _join(arrays: Sequence[np.ndarray]) -> np.ndarray:

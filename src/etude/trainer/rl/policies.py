@@ -58,9 +58,7 @@ def keep(
     samples: Samples, proximal_N: Tensor, of_episode: PolicyDrift | None, masks: Sequence[Mask], dropped: Counter[str]
 ) -> Tensor | None:
     """bool [N]: the tokens that no mask leaves out; None without masks. Counts what each mask drops, each by itself.
-
-    `of_episode` is the drift of the proximal from the rollout policy; the masks of whole episodes need it.
-    """
+    `of_episode` is the drift of the proximal from the rollout policy; the masks of whole episodes need it."""
     if not masks:
         return None
     keep_N = torch.ones_like(proximal_N, dtype=torch.bool)

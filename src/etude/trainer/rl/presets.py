@@ -64,10 +64,8 @@ PRESETS = {
 
 
 def loss_preset(config: LossConfig) -> LossPreset:
-    """The preset with what the configuration replaces in it.
-
-    Raises UserError for what cannot be combined, and for a custom loss that cannot be imported or called.
-    """
+    """The preset with what the configuration replaces in it. Raises UserError for what cannot be combined, and for a
+    custom loss that cannot be imported or called."""
     preset = PRESETS[config.preset]
     preset = replace(
         preset,
@@ -77,8 +75,10 @@ def loss_preset(config: LossConfig) -> LossPreset:
         correction=config.correction or preset.correction,
         clip=_band(preset.clip, config.clip_low, config.clip_high),
         cap=_band(preset.cap, config.cap_low, config.cap_high),
-        custom=None if config.custom is None else _custom(config.custom),
+        custom=None if config.custom is None else import_object(config.custom, "loss.custom"),
     )
+    if preset.custom is not None and not callable(preset.custom):
+        raise UserError(f"loss.custom = {config.custom!r} is not callable; give a function of a forward pass's tokens")
     if not preset.clip[0] <= 1 <= preset.clip[1] or not preset.cap[0] <= 1 <= preset.cap[1]:
         raise UserError("loss: a ratio of 1 must lie between clip_low and clip_high, and between cap_low and cap_high")
     if preset.kl_beta and preset.kl == "none":
@@ -86,22 +86,13 @@ def loss_preset(config: LossConfig) -> LossPreset:
     return preset
 
 
-def _custom(path: str) -> Callable[[Any], Any]:
-    function = import_object(path, "loss.custom")
-    if not callable(function):
-        raise UserError(f"loss.custom = {path!r} is not callable; give a function of the tokens of a forward pass")
-    return function
-
-
 def _band(preset: tuple[float, float], low: float | None, high: float | None) -> tuple[float, float]:
     return preset[0] if low is None else low, preset[1] if high is None else high
 
 
 def divisor(preset: LossPreset, rollout: RolloutConfig, tokens: int, share: float) -> float:
-    """N of the loss, for an update on `tokens` sampled tokens that are a `share` of the batch's groups.
-
-    A constant of the run except under "tokens": a batch's own lengths would otherwise change the meaning of a step.
-    """
+    """N of the loss, for an update on `tokens` sampled tokens that are a `share` of the batch's groups. A constant of
+    the run except under "tokens": a batch's own lengths would otherwise change the meaning of a step."""
     episodes = rollout.prompts * rollout.group * share
     choices = {"budget": episodes * rollout.tokens, "episodes": episodes, "one": 1.0, "tokens": max(tokens, 1)}
     return float(choices[preset.divisor])

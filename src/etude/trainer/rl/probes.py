@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import torch
+from transformers import PreTrainedModel
 
 from etude.models.batch_invariant import batch_invariant
 from etude.rollout.probes import KEPT, read_sequences, take_results
@@ -17,12 +17,10 @@ from etude.trainer.rl.plan import TokenRows, rows
 
 
 class TrainerProbes:
-    """Scores of the probe sequences under the trainer's versions; nothing is ever scored without sequences.
+    """Scores of the probe sequences under the trainer's versions; nothing is ever scored without sequences. `exactly`:
+    in the engine's bits, where both sides promise that."""
 
-    `exactly`: in the engine's bits, where both sides promise that.
-    """
-
-    def __init__(self, store: Store, model: torch.nn.Module, *, exactly: bool) -> None:
+    def __init__(self, store: Store, model: PreTrainedModel, *, exactly: bool) -> None:
         self._store, self._model, self._exactly = store, model, exactly
         sequences = tuple(np.array(ids) for ids in read_sequences(store))
         self._tokens = TokenRows(sequences, tuple(np.arange(1, len(ids)) for ids in sequences))

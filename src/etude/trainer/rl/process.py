@@ -81,12 +81,9 @@ def main() -> None:
     processes.die_with_parent()
     try:
         run(Path(sys.argv[1]))
-    except UserError as e:
+    except (UserError, RunFailed) as e:
         print(f"etude: {e}", file=sys.stderr)
-        sys.exit(2)
-    except RunFailed as e:
-        print(f"etude: {e}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(e, UserError) else 1)
 
 
 def run(folder: Path) -> None:
@@ -99,7 +96,7 @@ def run(folder: Path) -> None:
             loaded.batch,
             trainer.config,
             trainer.version,
-            trainer.progress,
+            trainer.clock.progress(trainer.version, trainer.config.trainer.steps),
             judge=partial(trainer.guards.judge, probes=loaded.probes),
             checked=trainer.checked,
         )
@@ -108,10 +105,8 @@ def run(folder: Path) -> None:
 
 
 class Trainer:
-    """State of the trainer process: the model, its optimizer, and the version they stand at.
-
-    Raises UserError if the run folder's newest version cannot be continued.
-    """
+    """State of the trainer process: the model, its optimizer, and the version they stand at. Raises UserError if the
+    run folder's newest version cannot be continued."""
 
     def __init__(self, run: Path):
         self.run = run
@@ -142,22 +137,20 @@ class Trainer:
         if not float32_head(model):
             print("guard head, warn: the trainer's head is narrower than float32", file=sys.stderr, flush=True)
         last = newest(weights)
-        self.version = self._begin() if last is None else self._resume(last)
+        self.version = 0 if last is None else last.version
+        if last is not None:
+            self._resume(last)
+        else:
+            self._publish(0, (), {}, {})
+            self.settle(wait=True)
 
-    def _begin(self) -> int:
-        """Publishes the base model as version 0."""
-        self._publish(0, (), {}, {})
-        self.settle(wait=True)
-        return 0
-
-    def _resume(self, last: PolicyVersion) -> int:
+    def _resume(self, last: PolicyVersion) -> None:
         """Loads the checkpoint of the newest manifest and proves that it is that version."""
         self._load(last.version)
         tensors = self.learner.optimizer.published()
         if digest(tensors) != last.digest:
             raise UserError(f"checkpoint {last.version} does not have the digest that was published; start a new run")
         self.publisher.resume(last, tensors)
-        return last.version
 
     def _load(self, version: int) -> None:
         """Weights, optimizer and value head as they were at `version`."""
@@ -165,11 +158,6 @@ class Trainer:
         self.learner.optimizer.load(tensors)
         if self.learner.critic is not None:
             self.learner.critic.load(tensors)
-
-    @property
-    def progress(self) -> float:
-        """The share of the run that lies behind, in [0, 1]."""
-        return self.clock.progress(self.version, self.config.trainer.steps)
 
     @property
     def in_publication(self) -> tuple[int, ...]:
@@ -227,10 +215,8 @@ class Trainer:
     # --- after the step ---------------------------------------------------------------------------------------------
 
     def commit(self, loaded: LoadedStep, result: StepResult) -> None:
-        """Acts on the guards' verdict, publishes the next version, and writes one line of metrics.
-
-        Raises RunFailed if the guards halt the run; nothing is consumed or published then.
-        """
+        """Acts on the guards' verdict, publishes the next version, and writes one line of metrics. Raises RunFailed if
+        the guards halt the run; nothing is consumed or published then."""
         verdict, probes = result.verdict, loaded.probes
         self._obey(verdict)
         record = self.guards.record(self.version, verdict, result.figures, probes)
@@ -246,7 +232,11 @@ class Trainer:
         if probes:
             line["probe/answers"] = [asdict(probe) for probe in probes]
         line |= {"time/probes": self.probes.seconds(), **self.clock.until_trained()}
-        line |= self._shifts(line)
+        shifts = self.drift.observe(line)
+        for shift in shifts:
+            print(f"drift, step {shift.step}: {shift.sentence}", file=sys.stderr)
+        if shifts:
+            line["drift/events"] = [msgspec.structs.asdict(shift) for shift in shifts]
         groups = tuple(group.id for group in loaded.batch.groups)
         self._publish(self.version + 1, groups, metrics, line, lr=result.lr, step=record)
         self.guards.remember(record)
@@ -268,13 +258,6 @@ class Trainer:
         if verdict.action != "go":
             what = f"is that of {self.guards.good} again" if verdict.action == "rollback" else "has the same weights"
             print(f"guards: version {self.version + 1} {what}", file=sys.stderr, flush=True)
-
-    def _shifts(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Reports what has shifted in the agents' behaviour, and returns the shifts for the line of metrics."""
-        shifts = self.drift.observe(line)
-        for shift in shifts:
-            print(f"drift, step {shift.step}: {shift.sentence}", file=sys.stderr)
-        return {"drift/events": [msgspec.structs.asdict(shift) for shift in shifts]} if shifts else {}
 
     def _publish(
         self,
@@ -298,12 +281,8 @@ class Trainer:
         self._unsettled = Unsettled(publication, groups, line)
 
     def settle(self, *, wait: bool) -> None:
-        """Notes the version on its way in the ledger, then in metrics.jsonl, once its manifest is durable.
-
-        Without `wait`, nothing happens before that.
-
-        Raises the error of a publication that failed.
-        """
+        """Notes the version on its way in the ledger, then in metrics.jsonl, once its manifest is durable. Without
+        `wait`, nothing happens before that. Raises the error of a publication that failed."""
         unsettled = self._unsettled
         if unsettled is None or not (wait or unsettled.publication.done()):
             return

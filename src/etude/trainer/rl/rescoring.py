@@ -82,22 +82,18 @@ def logits(
     replays: bool = False,
     plausible: float = PLAUSIBLE,
 ) -> Tensor:
-    """Logits of the sampled tokens' distributions, float32 [N, V].
-
-    `head` is the precision of the last product; with `replays` tokens go through the experts that the piece carries.
-    """
+    """Logits of the sampled tokens' distributions, float32 [N, V]. `head` is the precision of the last product; with
+    `replays` tokens go through the experts that the piece carries."""
     device = next(model.parameters()).device
     ids_1T = torch.from_numpy(piece.ids_T.astype(np.int64)).to(device)[None]
     positions_1T = torch.arange(ids_1T.shape[1], device=device)[None]
     decoder, once_T = model.get_decoder(), torch.ones(ids_1T.shape[1], device=device)
     seen = layout if layout is not None or piece.graph is None else SegmentLayout(piece.graph)
     with replay(decoder, piece.routes_TLK if replays else None, once_T, plausible=plausible):
-        hidden_1TD = decoder(
-            input_ids=ids_1T, position_ids=positions_1T, layout=seen, use_cache=False
-        ).last_hidden_state
-    hidden_ND = hidden_1TD[0].index_select(0, torch.from_numpy(piece.at_N - 1).to(device))
-    dtype = getattr(torch, head)
-    return F.linear(hidden_ND.to(dtype), model.get_output_embeddings().weight.to(dtype)).float()
+        output = decoder(input_ids=ids_1T, position_ids=positions_1T, layout=seen, use_cache=False)
+    hidden_ND = output.last_hidden_state[0].index_select(0, torch.from_numpy(piece.at_N - 1).to(device))
+    dtype, weight = getattr(torch, head), model.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
+    return F.linear(hidden_ND.to(dtype), weight.to(dtype)).float()
 
 
 def chosen(logits_NV: Tensor, piece: VersionPiece, *, temperature: float = 1.0, top_p: float = 1.0) -> np.ndarray:
@@ -115,11 +111,9 @@ def chosen(logits_NV: Tensor, piece: VersionPiece, *, temperature: float = 1.0, 
 
 @dataclass(frozen=True)
 class Flips:
-    """How easily the choice of experts changes under bfloat16 products.
-
-    `share` of the tokens go through other experts in some layer; `difference_N` is by how much that alone changes the
-    log-probability of the sampled tokens, float64 [N].
-    """
+    """How easily the choice of experts changes under bfloat16 products. `share` of the tokens go through other experts
+    in some layer; `difference_N` is by how much that alone changes the log-probability of the sampled tokens, float64
+    [N]."""
 
     share: float
     difference_N: np.ndarray

@@ -7,6 +7,7 @@ from collections import Counter
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from etude.errors import RunFailed
 from etude.trainer.rl.execution import run
@@ -17,12 +18,10 @@ FLOAT32_LIMIT = 1e-5  # relative L2; measured up to 1.9e-6 (models/nano), and 2e
 NARROW_LIMIT = 1.5  # times the rows' own distance from the float32 gradient; measured 0.89 to 1.14 (11 models, seeds)
 
 
-def check(model: torch.nn.Module, tokens: TokenRows, execution: Execution) -> float:
-    """Relative L2 distance of the two gradients, on a few rows. Raises RunFailed beyond the limit.
-
-    Under float32 the execution is compared with rows. Narrower types round either of them by more than they differ, so
-    there both are compared with rows in float32, on a copy of the model. Leaves the model without gradients.
-    """
+def check(model: PreTrainedModel, tokens: TokenRows, execution: Execution) -> float:
+    """Relative L2 distance of the two gradients, on a few rows. Raises RunFailed beyond the limit. Under float32 the
+    execution is compared with rows. Narrower types round either of them by more than they differ, so there both are
+    compared with rows in float32, on a copy of the model. Leaves the model without gradients."""
     sample = _sample(tokens)
     # A budget below the sample, so that a streamed prefix has several passes below it.
     budget = max(1, sum(map(len, sample.rows)) // 3)
@@ -53,7 +52,7 @@ def _sample(tokens: TokenRows) -> TokenRows:
     return tokens.some(sorted(alike, key=lambda i: len(tokens.rows[i]))[:SAMPLE_ROWS])
 
 
-def _gradients(model: torch.nn.Module, parts: tuple[ForwardPass, ...], count: int) -> list[Tensor]:
+def _gradients(model: PreTrainedModel, parts: tuple[ForwardPass, ...], count: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     weight_N = torch.randn(count, generator=generator).to(next(model.parameters()).device)
     model.zero_grad(set_to_none=True)
@@ -65,4 +64,5 @@ def _gradients(model: torch.nn.Module, parts: tuple[ForwardPass, ...], count: in
 
 def _distance(ours: list[Tensor], truth: list[Tensor]) -> float:
     apart = sum((a - b).double().square().sum() for a, b in zip(ours, truth, strict=True))
-    return float((apart / sum(b.double().square().sum() for b in truth)).sqrt())
+    share = apart / sum(b.double().square().sum() for b in truth)
+    return float(share.sqrt())  # pyright: ignore[reportAttributeAccessIssue]

@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from etude.config import RLConfig
 from etude.models.batch_invariant import batch_invariant, possible
 from etude.trainer.optimizer import MasterAdamW, learning_rate
 from etude.trainer.rl.batch import Batch, PromptRow, Samples, collate, token_rows
-from etude.trainer.rl.execution import BatchResult, Loss, ValueHead, evaluate, run
+from etude.trainer.rl.execution import BatchResult, ValueHead, evaluate, run
 from etude.trainer.rl.figures import StepSums, batch_figures
 from etude.trainer.rl.guards import GuardVerdict, StepFigures
 from etude.trainer.rl.loss import LossTokens, policy_loss
@@ -33,9 +33,9 @@ from etude.trainer.rl.value import Critic, estimate
 class Learner:
     """The networks of a step and their optimizers."""
 
-    model: torch.nn.Module
+    model: PreTrainedModel
     optimizer: MasterAdamW
-    reference: torch.nn.Module | None = None  # scores the KL term; None: the loss has none
+    reference: PreTrainedModel | None = None  # scores the KL term; None: the loss has none
     critic: Critic | None = None  # the value head of the ppo preset
 
     def drop(self) -> None:
@@ -48,9 +48,7 @@ class Learner:
 @dataclass(frozen=True)
 class StepResult:
     """What a step did: its metrics (docs/metrics.md, for display), the guards' verdict, and the figures they judged.
-
-    `lr` is the learning rate of its updates; None if the batch held nothing to train on.
-    """
+    `lr` is the learning rate of its updates; None if the batch held nothing to train on."""
 
     metrics: dict[str, float]
     verdict: GuardVerdict
@@ -83,12 +81,10 @@ def train_step(
     checked: set[str] | None = None,
 ) -> StepResult:
     """Trains on `batch` with the weights of `version`. `progress` in [0, 1] is the share of the run behind the step.
-
     `judge` gets the figures before every update; without its "go" the gradients are dropped and the step ends.
     `checked` are the executions that the self-check has passed, and grows; None: no self-check. In deterministic mode
     each row is its own forward pass, so gradients do not depend on how episodes were packed, and batch-invariant where
-    the model can be, so log-probabilities have the engine's bits. Raises RunFailed if the self-check fails.
-    """
+    the model can be, so log-probabilities have the engine's bits. Raises RunFailed if the self-check fails."""
     preset, of_batch = loss_preset(config.loss), batch_figures(batch, version)
     with batch_invariant(config.deterministic and possible(learner.model)):
         reset_peak(config.trainer.device)
@@ -96,7 +92,11 @@ def train_step(
         updates = [_update(learner.model, rows, share, batch, config, sums) for rows, share in parts]
         metrics = {} if checked is None else _self_check(learner.model, updates, checked)
         updates = _prepare(learner, updates, batch, config, sums, version)
-        updates = _with_drift(updates, config)
+        if OF_EPISODES & set(config.loss.masks):
+            samples = [u.samples for u in updates]
+            proximal = [u.proximal_N for u in updates if u.proximal_N is not None]
+            of_episode = drift(samples, proximal, [some.logprobs_N for some in samples], updates[0].episodes)
+            updates = [replace(u, of_episode=of_episode) for u in updates]
         lr, applied, verdict = learning_rate(config.trainer, version + 1, progress), 0, None
         figures = sums.judged(of_batch, None)
         for update in updates:
@@ -125,7 +125,7 @@ def train_step(
 
 
 def _update(
-    model: torch.nn.Module, rows: list[PromptRow], share: float, batch: Batch, config: RLConfig, sums: StepSums
+    model: PreTrainedModel, rows: list[PromptRow], share: float, batch: Batch, config: RLConfig, sums: StepSums
 ) -> OptimizerUpdate:
     """The rows of an update, and the passes that they are computed in."""
     options = config.trainer
@@ -136,7 +136,7 @@ def _update(
     return OptimizerUpdate(tokens, collate(rows, options.device), passes, share, len(batch.rewards))
 
 
-def _self_check(model: torch.nn.Module, updates: list[OptimizerUpdate], checked: set[str]) -> dict[str, float]:
+def _self_check(model: PreTrainedModel, updates: list[OptimizerUpdate], checked: set[str]) -> dict[str, float]:
     """Compares the gradients of new executions with those of separate rows; raises RunFailed if they differ."""
     distances = []
     for update in updates:
@@ -147,12 +147,7 @@ def _self_check(model: torch.nn.Module, updates: list[OptimizerUpdate], checked:
 
 
 def _prepare(
-    learner: Learner,
-    updates: list[OptimizerUpdate],
-    batch: Batch,
-    config: RLConfig,
-    sums: StepSums,
-    version: int,
+    learner: Learner, updates: list[OptimizerUpdate], batch: Batch, config: RLConfig, sums: StepSums, version: int
 ) -> list[OptimizerUpdate]:
     """The updates with what the step needs of the proximal policy, in a pass of its own only if it must be."""
     if not needs_proximal(config.loss, loss_preset(config.loss)):
@@ -174,16 +169,6 @@ def _prepare(
         replace(u, samples=replace(u.samples, advantages_N=advantage_N), target_N=target_N)
         for u, (advantage_N, target_N) in zip(updates, estimates, strict=True)
     ]
-
-
-def _with_drift(updates: list[OptimizerUpdate], config: RLConfig) -> list[OptimizerUpdate]:
-    """The updates with the drift of whole episodes from the policy that sampled them, where a mask asks for it."""
-    if not OF_EPISODES & set(config.loss.masks):
-        return updates
-    proximal = [u.proximal_N for u in updates if u.proximal_N is not None]
-    samples = [u.samples for u in updates]
-    of_episode = drift(samples, proximal, [some.logprobs_N for some in samples], updates[0].episodes)
-    return [replace(u, of_episode=of_episode) for u in updates]
 
 
 def _backward(
@@ -217,19 +202,14 @@ def _backward(
         )
         return policy_loss(tokens, preset, n, sums.stats)
 
-    value = None
-    if learner.critic is not None and update.target_N is not None:
-        value = ValueHead(
-            learner.critic.values, _value_loss(learner.critic, update.target_N, n, config.loss.value_weight, sums)
-        )
+    value, critic, target_N = None, learner.critic, update.target_N
+    if critic is not None and target_N is not None:
+
+        def value_loss(values_M: Tensor, item_M: Tensor) -> Tensor:
+            error = critic.loss(values_M, target_N[item_M], n)
+            sums.value_loss = (sums.value_loss or 0.0) + error.item()
+            return config.loss.value_weight * error
+
+        value = ValueHead(critic.values, value_loss)
     aux, separable = config.trainer.router_aux, not by_episode
     return run(learner.model, parts, count, loss, temperature=temperature, value=value, separable=separable, aux=aux)
-
-
-def _value_loss(critic: Critic, target_N: Tensor, n: float, weight: float, sums: StepSums) -> Loss:
-    def loss(values_M: Tensor, item_M: Tensor) -> Tensor:
-        error = critic.loss(values_M, target_N[item_M], n)
-        sums.value_loss = (sums.value_loss or 0.0) + error.item()
-        return weight * error
-
-    return loss

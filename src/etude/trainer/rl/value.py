@@ -20,11 +20,9 @@ PREFIX = "value/"
 
 
 def gae(values_T: Sequence[float], reward: float, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and value targets of an episode whose reward comes with its last token; float64 [T] both.
-
-    delta_t = r_t + gamma * V_(t+1) - V_t with V = 0 after the end; A_t = delta_t + gamma * lam * A_(t+1); the target is
-    A_t + V_t.
-    """
+    """Advantages and value targets of an episode whose reward comes with its last token; float64 [T] both. delta_t =
+    r_t + gamma * V_(t+1) - V_t with V = 0 after the end; A_t = delta_t + gamma * lam * A_(t+1); the target is A_t +
+    V_t."""
     values = np.asarray(values_T, dtype=np.float64)
     advantages = np.zeros_like(values)
     ahead, following = 0.0, 0.0
@@ -40,7 +38,7 @@ class Critic:
     """The head and its optimizer."""
 
     def __init__(self, model: PreTrainedModel, lr: float):
-        weight = model.get_output_embeddings().weight
+        weight = model.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
         self.head = torch.nn.Linear(weight.shape[1], 1).to(weight.device)
         torch.nn.init.zeros_(self.head.weight)  # a value of 0 everywhere: the first advantages are the returns
         torch.nn.init.zeros_(self.head.bias)

@@ -20,10 +20,8 @@ kernels = cast(Any, _typed_kernels)  # compiled functions have no signatures
 
 @dataclass(frozen=True)
 class Moves:
-    """The changes of one chunk: `positions` (int32, ascending) inside the chunk, and the step of each element.
-
-    `values` are unsigned integers of the type's width: the steps d modulo 2^w between ordered codes.
-    """
+    """The changes of one chunk: `positions` (int32, ascending) inside the chunk, and the step of each element. `values`
+    are unsigned integers of the type's width: the steps d modulo 2^w between ordered codes."""
 
     positions: npt.NDArray[np.int32]
     values: Bits

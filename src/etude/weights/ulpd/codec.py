@@ -40,6 +40,7 @@ _SPAN = 16  # chunks: a call from Python costs as much as a few thousand element
 
 KINDS = {"delta": 0, "anchor": 1, "skip": 2}
 Digests = npt.NDArray[np.uint64]
+Contents = Mapping[str, Bits]
 
 
 class Damaged(ValueError):
@@ -84,9 +85,7 @@ def chunk_bits(schema: Schema, tensors: Mapping[str, Bits], chunk: Chunk) -> Bit
     return tensors[schema.tensors[chunk.tensor].name][chunk.start : chunk.stop]
 
 
-def digests(
-    schema: Schema, tensors: Mapping[str, Bits], threads: int | None = None, chunks: range | None = None
-) -> Digests:
+def digests(schema: Schema, tensors: Contents, threads: int | None = None, chunks: range | None = None) -> Digests:
     """The digest of every chunk, from the bytes; with `chunks` of those alone, and 0 for the others."""
 
     def one(index: int) -> int:
@@ -105,28 +104,17 @@ def model_digest(chunk_digests: Digests) -> int:
     return int(chunk_digests.sum(dtype=np.uint64))
 
 
-def encode(
-    schema: Schema,
-    old: Mapping[str, Bits],
-    new: Mapping[str, Bits],
-    base: Digests,
-    codec: Codec,
-    threads: int | None = None,
-) -> list[ChunkRecord]:
-    """Records for the chunks that differ, in order. `base` holds the digests of `old`."""
-    return encode_changes(schema, old, new, base, codec, threads)[0]
-
-
 def encode_changes(
     schema: Schema,
-    old: Mapping[str, Bits],
-    new: Mapping[str, Bits],
+    old: Contents,
+    new: Contents,
     base: Digests,
     codec: Codec,
     threads: int | None = None,
     chunks: range | None = None,
 ) -> tuple[list[ChunkRecord], Changes]:
-    """The same records, and the changes that they hold, for folds and for taking them back; of `chunks` or of all."""
+    """Records for the chunks that differ, of `chunks` or of all, in order, and the changes that they hold, for folds
+    and for taking them back. `base` holds the digests of `old`."""
 
     def one(span: range) -> list[tuple[ChunkRecord, Moves]]:
         name, part = _extent(schema, span)
@@ -137,17 +125,10 @@ def encode_changes(
 
 
 def encode_fold(
-    schema: Schema,
-    now: Mapping[str, Bits],
-    target: Digests,
-    steps: Sequence[Changes],
-    codec: Codec,
-    threads: int | None = None,
+    schema: Schema, now: Contents, target: Digests, steps: Sequence[Changes], codec: Codec, threads: int | None = None
 ) -> list[ChunkRecord]:
     """Records of one delta over several versions: from what `now` was before `steps`, the last of which led to `now`.
-
-    `target` holds the digests of `now`. The bytes are those of `encode` between the two contents.
-    """
+    `target` holds the digests of `now`. The bytes are those of `encode_changes` between the two contents."""
     back = inverse(fold(schema, steps))
 
     def one(span: range) -> list[tuple[ChunkRecord, Moves]]:
@@ -215,27 +196,20 @@ def encode_anchor(
 
 
 def apply(
-    schema: Schema,
-    tensors: Mapping[str, Bits],
-    held: Digests,
-    records: Sequence[ChunkRecord],
-    threads: int | None = None,
+    schema: Schema, tensors: Contents, held: Digests, records: Sequence[ChunkRecord], threads: int | None = None
 ) -> Digests:
-    """Bring `tensors` forward in place; the digests they have then. Raises Damaged if a record does not fit.
-
-    `held` are the digests of `tensors`. A record whose target is held already is skipped, so a replay is harmless; one
-    that builds on another content is refused. Every record is read before the first element is written.
-    """
+    """Bring `tensors` forward in place; the digests they have then. Raises Damaged if a record does not fit. `held` are
+    the digests of `tensors`. A record whose target is held already is skipped, so a replay is harmless; one that builds
+    on another content is refused. Every record is read before the first element is written."""
     after = held.copy()
     fresh = [record for record in records if int(held[record.chunk]) != record.target]
     for record in fresh:
         if record.code in (A, B) and int(held[record.chunk]) != record.base:
             raise Damaged(f"chunk {record.chunk} does not hold the content that the delta builds on")
     whole = [record for record in fresh if record.code in (RAW, PLANES)]
-    contents = _map(lambda record: _content(schema, record), whole, threads)
+    contents = _map(partial(_content, schema), whole, threads)
     sparse = [record for record in fresh if record.code not in (RAW, PLANES)]
-    read = partial(_read_records, schema, tensors)
-    spans = _map(read, _by_tensor(schema, sparse), threads)
+    spans = _map(partial(_read_records, schema, tensors), _by_tensor(schema, sparse), threads)
 
     def replace(pair: tuple[ChunkRecord, Bits]) -> None:
         record, content = pair
@@ -273,15 +247,10 @@ class _TensorRecords:
 
 
 def _read_records(schema: Schema, tensors: Mapping[str, Bits], records: Sequence[ChunkRecord]) -> _TensorRecords:
-    name = schema.tensors[schema.chunks[records[0].chunk].tensor].name
-    return _read_span(schema, tensors[name], records)
-
-
-def _read_span(schema: Schema, content: Bits, records: Sequence[ChunkRecord], first: int = 0) -> _TensorRecords:
-    """Records in A, B or ABS of one tensor, whose elements from `first` on are `content`. Raises Damaged."""
+    """Records in A, B or ABS of one tensor. Raises Damaged."""
     chunks = [schema.chunks[record.chunk] for record in records]
     spec = schema.tensors[chunks[0].tensor]
-    form = spec.format
+    form, content = spec.format, tensors[spec.name]
     for record, chunk in zip(records, chunks, strict=True):
         odd = len(record.payload) < 4 or len(record.payload) % 4
         if record.code not in (A, B, ABS) or odd or not 1 <= record.changes <= chunk.stop - chunk.start:
@@ -289,7 +258,7 @@ def _read_span(schema: Schema, content: Bits, records: Sequence[ChunkRecord], fi
     codes = np.array([record.code for record in records], np.int64)
     words = np.frombuffer(b"".join(record.payload for record in records), np.uint32)
     ends = np.cumsum([len(record.payload) // 4 for record in records])
-    starts, stops = np.array([[chunk.start - first, chunk.stop - first] for chunk in chunks], np.int64).T.copy()
+    starts, stops = np.array([[chunk.start, chunk.stop] for chunk in chunks], np.int64).T.copy()
     bounds = np.cumsum([0] + [record.changes for record in records])
     positions, steps = np.empty(bounds[-1], np.int32), np.empty(bounds[-1], form.integer)
     stored = Form(form.width, form.signed, form.mantissa, form.exponent_mask)
@@ -301,13 +270,9 @@ def _read_span(schema: Schema, content: Bits, records: Sequence[ChunkRecord], fi
 
 def _content(schema: Schema, record: ChunkRecord) -> Bits:
     chunk = schema.chunks[record.chunk]
-    return _whole(record, chunk.stop - chunk.start, schema.tensors[chunk.tensor].format)
-
-
-def _whole(record: ChunkRecord, elements: int, form: Format) -> Bits:
-    nbytes = elements * form.width // 8
+    elements, form = chunk.stop - chunk.start, schema.tensors[chunk.tensor].format
     if record.code == RAW:
-        if len(record.payload) != -(-nbytes // 4) * 4:
+        if len(record.payload) != -(-(elements * form.width // 8) // 4) * 4:
             raise Damaged(f"the record of chunk {record.chunk} has {len(record.payload)} bytes")
         return np.frombuffer(record.payload, form.unsigned, elements)
     try:
@@ -358,9 +323,8 @@ def pack(kind: str, version: int, records: Iterable[ChunkRecord]) -> bytes:
 
 
 def _record_head(record: ChunkRecord, check: int) -> bytes:
-    return _RECORD.pack(
-        record.chunk, len(record.payload), record.changes | record.code << 24, check, record.base, record.target
-    )
+    packed = record.changes | record.code << 24
+    return _RECORD.pack(record.chunk, len(record.payload), packed, check, record.base, record.target)
 
 
 def unpack(data: bytes, chunks: int) -> tuple[str, int, list[ChunkRecord]]:

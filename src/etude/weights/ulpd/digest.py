@@ -16,17 +16,11 @@ from etude.weights.ulpd.schema import schema_of
 
 
 def digest(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> str:
-    """16 hexadecimal digits. Each tensor is digested where it is.
-
-    Tensors of a wider type are digested as `dtype`, after proving that they hold exactly such values: an engine that
-    computes in float32 has the digest of the bfloat16 weights it was given. Raises ValueError, naming the tensor, if
-    one does not.
-    """
+    """16 hexadecimal digits. Each tensor is digested where it is. Tensors of a wider type are digested as `dtype`,
+    after proving that they hold exactly such values: an engine that computes in float32 has the digest of the bfloat16
+    weights it was given. Raises ValueError, naming the tensor, if one does not."""
     narrowed = {name: narrow(name, tensor, dtype) for name, tensor in tensors.items()}
-    total = 0
-    for spec in schema_of(narrowed).tensors:
-        total += device.digest(spec, narrowed[spec.name])
-    return written(total)
+    return written(sum(device.digest(spec, narrowed[spec.name]) for spec in schema_of(narrowed).tensors))
 
 
 def written(total: int) -> str:

@@ -186,10 +186,8 @@ def _difference(old, new, w, signed):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def scan(old, new, seed, first, w, signed, positions, differences):  # type: ignore[no-untyped-def]
-    """Where the bits differ and by how many steps; (changes, what the digest grows by).
-
-    `positions` has room for two more than there are elements.
-    """
+    """Where the bits differ and by how many steps; (changes, what the digest grows by). `positions` has room for two
+    more than there are elements."""
     n = old.size
     count, done, grown = 0, 0, _ZERO
     for block in range(0, n, BLOCK):
@@ -264,10 +262,8 @@ def ranks(class_N, positions, count, classes, out, populations):  # type: ignore
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def places(class_N, classes, starts, ends, rank_R, out):  # type: ignore[no-untyped-def]
-    """Positions of elements given by rank: those of class c are rank_R[starts[c]:ends[c]], ascending.
-
-    False if a class does not have as many elements.
-    """
+    """Positions of elements given by rank: those of class c are rank_R[starts[c]:ends[c]], ascending. False if a class
+    does not have as many elements."""
     seen = np.zeros(MAX_CLASSES, np.int64)
     following = starts.copy()
     wanted = np.empty(MAX_CLASSES, np.int64)  # the next rank of each class
@@ -296,10 +292,8 @@ def places(class_N, classes, starts, ends, rank_R, out):  # type: ignore[no-unty
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def add(bits, positions, steps, seed, first, w, signed):  # type: ignore[no-untyped-def]
-    """Move elements by so many steps, in place; what the digest grows by. Adding -d takes it back.
-
-    `first` is the tensor's index of bits[0].
-    """
+    """Move elements by so many steps, in place; what the digest grows by. Adding -d takes it back. `first` is the
+    tensor's index of bits[0]."""
     count = positions.size
     for j in range(min(count, AHEAD)):
         _prefetch(bits, positions[j])

@@ -90,13 +90,9 @@ def _sizes(differences):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def encode(old, new, seed, first, form, positions, differences, out):  # type: ignore[no-untyped-def]
-    """Write the smallest payload into `out` (uint32); (code, words, changes, what the digest grows by).
-
-    The changes themselves are left in `positions` and `differences`.
-
-    Code 0: nothing changed. RAW is chosen but not written. Among equal sizes the lower code wins, so equal input gives
-    equal bytes everywhere.
-    """
+    """Write the smallest payload into `out` (uint32); (code, words, changes, what the digest grows by). The changes
+    themselves are left in `positions` and `differences`. Code 0: nothing changed. RAW is chosen but not written. Among
+    equal sizes the lower code wins, so equal input gives equal bytes everywhere."""
     n, w, classes = old.size, form.width, form.classes
     count, grown = scan(old, new, seed, first, w, form.signed, positions, differences)
     raw_words = (n * w + 31) // 32
@@ -269,10 +265,8 @@ def _to_positions(gaps, count, limit):  # type: ignore[no-untyped-def]
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def decode(code, words, count, old, form, positions, steps):  # type: ignore[no-untyped-def]
-    """Positions and steps of a payload; false if it is not one. Writes nothing else.
-
-    `old` is what the payload builds on; A does not look at it. Positions of B are not ascending.
-    """
+    """Positions and steps of a payload; false if it is not one. Writes nothing else. `old` is what the payload builds
+    on; A does not look at it. Positions of B are not ascending."""
     if count < 1 or count > old.size or words.size < 1:
         return False
     w = form.width
@@ -356,10 +350,8 @@ def _decode_classes(words, head, count, old, form, positions, steps):  # type: i
 def encode_chunks(  # type: ignore[no-untyped-def]
     old, new, seed, first, starts, form, positions, differences, out, result_C4
 ):
-    """`encode` for the chunks old[starts[c]:starts[c + 1]], one behind the other in the outputs.
-
-    `result_C4` (uint64): code, words, changes, what the digest grows by.
-    """
+    """`encode` for the chunks old[starts[c]:starts[c + 1]], one behind the other in the outputs. `result_C4` (uint64):
+    code, words, changes, what the digest grows by."""
     at, done = 0, 0
     for c in range(starts.size - 1):
         start, end = starts[c], starts[c + 1]
@@ -375,11 +367,9 @@ def encode_chunks(  # type: ignore[no-untyped-def]
 def decode_chunks(  # type: ignore[no-untyped-def]
     codes_R, words, ends_R, old, starts_R, stops_R, form, bounds, positions, steps
 ):
-    """`decode` for records of one tensor; the number of the first that is not a payload, or -1.
-
-    Record r has words[ends_R[r - 1]:ends_R[r]], builds on old[starts_R[r]:stops_R[r]], and its changes go to
-    bounds[r]:bounds[r + 1].
-    """
+    """`decode` for records of one tensor; the number of the first that is not a payload, or -1. Record r has
+    words[ends_R[r - 1]:ends_R[r]], builds on old[starts_R[r]:stops_R[r]], and its changes go to bounds[r]:bounds[r +
+    1]."""
     begin = np.int64(0)
     for r in range(codes_R.size):
         own = slice(bounds[r], bounds[r + 1])

@@ -93,9 +93,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors of a model in name order."""
+    """The tensors of a model in name order. Raises ValueError for a type that no format stands for."""
 
     tensors: tuple[Spec, ...]
+
+    def __post_init__(self) -> None:
+        for spec in self.tensors:
+            if spec.dtype not in FORMATS:
+                raise ValueError(f"{spec.name} is {spec.dtype}; weights are published as {', '.join(FORMATS)}")
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -123,14 +128,13 @@ def decode(data: bytes) -> Schema:
         specs = tuple(Spec(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in json.loads(data))
     except (ValueError, TypeError) as e:
         raise ValueError(f"the schema is damaged: {e}") from None
-    _check(specs)
     return Schema(specs)
 
 
 def schema_of(tensors: Mapping[str, torch.Tensor]) -> Schema:
     """The schema of named tensors. Raises ValueError for a type that no format stands for."""
-    specs = tuple(Spec(name, type_name(tensors[name]), tuple(tensors[name].shape)) for name in sorted(tensors))
-    _check(specs)
+    types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    specs = tuple(Spec(name, types[name], tuple(tensors[name].shape)) for name in sorted(tensors))
     return Schema(specs)
 
 
@@ -143,17 +147,6 @@ def unsigned(tensor: torch.Tensor) -> torch.Tensor:
 def bits(tensor: torch.Tensor) -> Bits:
     """The same on the host."""
     return unsigned(tensor).cpu().numpy()
-
-
-def type_name(tensor: torch.Tensor) -> str:
-    """E.g. "bfloat16"."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _check(specs: tuple[Spec, ...]) -> None:
-    for spec in specs:
-        if spec.dtype not in FORMATS:
-            raise ValueError(f"{spec.name} is {spec.dtype}; weights are published as {', '.join(FORMATS)}")
 
 
 def _pieces(spec: Spec) -> Iterator[tuple[int, int]]:

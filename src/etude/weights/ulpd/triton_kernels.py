@@ -114,10 +114,8 @@ def digest(bits: torch.Tensor, seed: int, first: int, w: int) -> int:
 def scan(
     old: torch.Tensor, new: torch.Tensor, seed: int, first: int, w: int, signed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(positions, ascending; steps; what the digest grows by) of the changes, and `old` becomes `new`.
-
-    At most LARGEST elements. `new` is read at two moments: nothing may write to it in between on another stream.
-    """
+    """(positions, ascending; steps; what the digest grows by) of the changes, and `old` becomes `new`. At most LARGEST
+    elements. `new` is read at two moments: nothing may write to it in between on another stream."""
     n = new.numel()
     assert old.numel() == n <= LARGEST
     integer = {8: torch.int8, 16: torch.int16, 32: torch.int32}[w]
@@ -138,9 +136,7 @@ def add(
     bits: torch.Tensor, positions: torch.Tensor, steps: torch.Tensor, seed: int, first: int, w: int, signed: bool
 ) -> int:
     """Moves elements by so many steps, in place; what the digest grows by, modulo 2^64. Adding -steps takes it back.
-
-    Positions are distinct and below LARGEST, `first` is the tensor's index of bits[0].
-    """
+    Positions are distinct and below LARGEST, `first` is the tensor's index of bits[0]."""
     n = positions.numel()
     assert steps.numel() == n <= LARGEST
     if not n:
