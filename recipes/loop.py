@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from transformers import PreTrainedModel
 
 from etude.cli.overlays import read_toml
 from etude.config import RLConfig, validate
@@ -180,7 +181,7 @@ class EnginePolicy:
 
 
 @torch.no_grad()
-def write(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def write(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes published tensors into the engine's model, between two of its steps."""
     live = named_tensors(model)
     for name, tensor in tensors.items():

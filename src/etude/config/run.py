@@ -218,9 +218,8 @@ class GuardsConfig(Section):
         if not isinstance(data, dict):
             return data
         tables = cast(dict[str, Any], data)
-        given = {n: v for n, v in tables.items() if isinstance(v, dict) and n in cls.model_fields}
-        guards = {n: v for n, v in given.items() if cls.model_fields[n].annotation is Guard}
-        return tables | {n: cls.model_fields[n].default.model_dump() | value for n, value in guards.items()}
+        fields = {n: f.default for n, f in cls.model_fields.items() if f.annotation is Guard and n in tables}
+        return tables | {n: d.model_dump() | tables[n] for n, d in fields.items() if isinstance(tables[n], dict)}
 
 
 class TrainerConfig(Section):

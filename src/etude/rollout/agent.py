@@ -2,7 +2,7 @@
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ class Agent:
 
 
 @asynccontextmanager
-async def open_agent(config: AgentConfig | None) -> AsyncIterator[Agent | None]:
+async def open_agent(config: AgentConfig | None) -> AsyncGenerator[Agent | None]:
     """The configured agent with an endpoint of its own; None without one. Raises UserError."""
     if config is None:
         yield None
