@@ -22,7 +22,7 @@ from etude.errors import UserError
 from etude.grading.cheats import commands
 from etude.grading.grade import Grade
 from etude.grading.runner import open_sandbox
-from etude.harness import full_tools as tools
+from etude.harness import compact_tools, tools
 from etude.renderers import base
 from etude.renderers.schemas import SCHEMAS
 from etude.sandbox.base import Sandbox
@@ -106,7 +106,8 @@ def test_an_encoder_that_makes_tokens_of_text_is_found_out(library: Library, mon
 
 def test_a_harness_that_leaves_markers_out_is_found_out(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was printed is not what is trained on, then."""
-    monkeypatch.setattr(tools, "printable", lambda text: text.replace("<|end|>", ""))
+    for module in (tools, compact_tools):
+        monkeypatch.setattr(module, "printable", lambda text: text.replace("<|end|>", ""))
     assert problem(forgeries.forgeries, library).startswith("compact: not shown as it is")
 
 

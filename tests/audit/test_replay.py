@@ -16,7 +16,7 @@ from etude.errors import UserError
 
 def test_a_replay_uses_the_backend_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The configured backend is not installed here: nothing is played on another one."""
-    table = {"tasks": {"dataset": "unused"}, "sandbox": {"backend": "podman", "image": "unused"}}
+    table = {"tasks": {"dataset": "unused"}, "sandbox": {"type": "podman", "image": "unused"}}
     episodes: Any = SimpleNamespace(config=validate(RLConfig, table, "test"), keys=[])
     dataset: Any = None
     monkeypatch.setenv("PATH", str(tmp_path))

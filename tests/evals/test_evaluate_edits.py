@@ -19,6 +19,7 @@ from etude.edits.sketch import draw
 from etude.evals.fast_apply import SUITE, merged, run, summary
 from etude.trainer.finetune import pretrain
 from etude.trainer.finetune.config import NewModelConfig
+from etude.trainer.finetune.pretrain import save_tokenizer
 
 FILE = "import os\n\n\ndef pop(items):\n    value = items[-1]\n    del items[-1]\n    return value\n"
 MODEL = NewModelConfig(
@@ -41,7 +42,7 @@ def example(number: int, file: str = FILE) -> Example:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model that knows nothing and a table of three edits, one too long for it and one that misleads the merge."""
-    bpe.save(bpe.train([FILE] * 3, 320), tmp_path / "model", 512)
+    save_tokenizer(bpe.train([FILE] * 3, 320), tmp_path / "model", 512)
     pretrain.new_model(MODEL, 0).save_pretrained(tmp_path / "model")
     long = FILE + "".join(f"\n\ndef f{i}(a):\n    return a + {i}\n" for i in range(40))
     wrong = replace(example(2), result=FILE.replace("import os", "import sys"))

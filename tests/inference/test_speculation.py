@@ -36,7 +36,7 @@ def model():
 def engine_of(model, curve=FLAT, routes=False, **options):
     engine = Engine(model, EngineConfig(**options), routes=routes)
     assert engine.runner.speculation is not None
-    engine.runner.speculation._curve = curve
+    engine.runner.speculation.curve = curve
     return engine
 
 
@@ -151,7 +151,7 @@ def test_a_swap_between_passes_leaves_drafts_valid():
         model = model_of()
         engine = Engine(model, kind)
         if engine.runner.speculation is not None:
-            engine.runner.speculation._curve = FLAT
+            engine.runner.speculation.curve = FLAT
 
         @torch.no_grad()
         def scale(model=model):

@@ -42,7 +42,7 @@ for line in range(3):
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
     with urllib.request.urlopen(request) as answer:
         message = json.load(answer)["choices"][0]["message"]
-    done = subprocess.run(message["content"] or "", shell=True, capture_output=True, text=True)
+    done = subprocess.run((message["content"] or "").replace(chr(0), ""), shell=True, capture_output=True, text=True)
     messages += [message, {"role": "user", "content": done.stdout + done.stderr}]
 """
 TALK = f"python3 -c {shlex.quote(TALKER)}"

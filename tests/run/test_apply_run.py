@@ -18,6 +18,7 @@ from etude.records import Episode, decode
 from etude.store import open_store
 from etude.trainer.finetune import apply, pretrain
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
+from etude.trainer.finetune.pretrain import save_tokenizer
 from etude.weights.manifest import manifests
 
 SHAPE = NewModelConfig(
@@ -76,7 +77,7 @@ def prepare(folder: Path) -> None:
     tables.write(train, folder / "edits/train.parquet")
     tables.write([edit(letter, "other-1.0") for letter in "abcd"], folder / "edits/heldout.parquet")
     texts = [question(e.file, e.sketch).content + "<updated-code>\n" + e.result + "</updated-code>" for e in train]
-    bpe.save(bpe.train(texts, 360), folder / "model", 128)
+    save_tokenizer(bpe.train(texts, 360), folder / "model", 128)
     pretrain.new_model(SHAPE, 0).save_pretrained(folder / "model")
     optim = {"tokens": 110_000, "batch": 4, "length": 128, "lr": 5e-3, "compile": False, "threads": 1}
     values = {"output": folder / "sft", "model": folder / "model", "data": folder / "edits/train.parquet",

@@ -30,7 +30,7 @@ def test_what_follows_from_other_tables() -> None:
     server = server_config(FOLDER, run, 0)
     assert (server.port, server.routes) == (0, True)
     assert server.source == WeightSource(
-        weights="s3://bucket/run/weights", relay="http://127.0.0.1:1", public_key=Path("key.pub"),
+        weights="s3://bucket/run/weights", relay="http://127.0.0.1:1", public_key=Path("key.pub").absolute(),
         accepted=FOLDER / "accepted-0.json",
     )  # fmt: skip
 

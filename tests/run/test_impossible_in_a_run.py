@@ -31,7 +31,7 @@ class Finishes:
         tokenizer = Tokenizer.from_file(str(ROOT / "models/nano/tokenizer.json"))
         self.ids = tokenizer.encode("<|call|>finish<|end|>", add_special_tokens=False).ids
 
-    async def generate(self, ids: list[int], **_: Any) -> Generation:
+    async def generate(self, *_: Any) -> Generation:
         n = len(self.ids)
         return Generation(ids=self.ids, logprobs=[-0.1] * n, versions=[3] * n, finish_reason="stop")
 

@@ -19,14 +19,15 @@ from tests.helpers.http_apps import answering
 from tests.helpers.small_tensors import nudged, tensors
 
 SECONDS = 60.0
-SCRIPT = Path(__file__).parents[1] / "helpers" / "replica_member.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def zygote(tmp_path_factory):
     """The path of a socket: who connects talks to a new process."""
     path = str(tmp_path_factory.mktemp("members") / "socket")
-    with subprocess.Popen([sys.executable, str(SCRIPT), path], stdout=subprocess.PIPE, text=True) as parent:
+    command = [sys.executable, "-m", "tests.helpers.replica_member", path]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert select.select([parent.stdout], [], [], SECONDS)[0], "the members' parent is silent"
         assert parent.stdout.readline() == "listening\n"
         yield path
