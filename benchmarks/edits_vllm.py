@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.edit_cases import CONTEXT, MODEL, MODULES, Case, case, large_cases, random_model, source, suite_cases
-from benchmarks.vllm_process import Vllm, missing
 from tokenizers import Tokenizer
 
+from benchmarks.edit_cases import CONTEXT, MODEL, MODULES, Case, case, large_cases, random_model, source, suite_cases
+from benchmarks.vllm_process import Vllm, missing
 from etude.inference.server.apply import Applier
 from etude.renderers import renderer_for
 

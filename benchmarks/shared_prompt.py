@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.table import Table
-from benchmarks.threads import one_thread
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.table import Table
+from benchmarks.threads import one_thread
 from etude.models import attention, experts
 from etude.trainer.rl.execution import run as execute
 from etude.trainer.rl.memory import peak_bytes, reset_peak, resident_bytes

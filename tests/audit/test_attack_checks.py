@@ -22,7 +22,7 @@ from etude.errors import UserError
 from etude.grading.cheats import commands
 from etude.grading.grade import Grade
 from etude.grading.runner import open_sandbox
-from etude.harness import compact_tools, tools
+from etude.harness import compact_tools, full_tools, tools
 from etude.renderers import base
 from etude.renderers.schemas import SCHEMAS
 from etude.sandbox.base import Sandbox
@@ -49,12 +49,12 @@ def problem(check: suite.LibraryCheck, library: Library) -> str:
 def test_an_index_older_than_the_mutation_is_found_out(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem(lookups.look_ups, library) == ""
     seen: dict[str, str] = {}
-    real = tools.search
+    real = full_tools.search
 
-    def stale(question: str, files: list[tuple[str, str]], scorer: tools.Scorer) -> str:
+    def stale(question: str, files: list[tuple[str, str]], scorer: full_tools.Scorer) -> str:
         return real(question, [(path, seen.setdefault(path, text)) for path, text in files], scorer)
 
-    monkeypatch.setattr(tools, "search", stale)
+    monkeypatch.setattr(full_tools, "search", stale)
     found = problem(lookups.look_ups, library)
     assert found.startswith("search")
     assert "quartz" in found
@@ -62,14 +62,14 @@ def test_an_index_older_than_the_mutation_is_found_out(library: Library, monkeyp
 
 def test_a_ranking_by_other_trees_is_found_out(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its results hold this tree's text alone, but the scores of one that has read others differ."""
-    real = tools.search
-    known: list[tools.Scorer] = []
+    real = full_tools.search
+    known: list[full_tools.Scorer] = []
 
-    def telling(question: str, files: list[tuple[str, str]], scorer: tools.Scorer) -> str:
+    def telling(question: str, files: list[tuple[str, str]], scorer: full_tools.Scorer) -> str:
         known.append(scorer)
         return real(question, files, scorer) + ("." if scorer is known[0] else "")
 
-    monkeypatch.setattr(tools, "search", telling)
+    monkeypatch.setattr(full_tools, "search", telling)
     assert problem(lookups.look_ups, library) == "the ranking tells what other trees hold"
 
 
