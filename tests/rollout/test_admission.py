@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.ledger.staleness import leaves_in_time
+from etude.ledger.leaving_behind import leaves_in_time
 from etude.rollout.admission import capacity, groups_to_admit
 
 

@@ -29,8 +29,8 @@ from etude.ledger import flagged as flagged_rows
 from etude.ledger import representation
 from etude.ledger.conservation import Conservation, check, count_outcomes
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
+from etude.ledger.leaving_behind import leaves_in_time
 from etude.ledger.schema import connect, counters, episodes, groups, meta, reason
-from etude.ledger.staleness import leaves_in_time
 from etude.records import Episode, Group, Outcome, PolicyVersion, Population
 
 MAX_RETRIES = 2
