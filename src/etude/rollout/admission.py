@@ -7,8 +7,8 @@ belong to finished groups (trained on or not yet), reserved ones to groups still
 at a time, so group i (counted from 0) starts only once i < (version + O + 1) * P. If the trainer takes groups in that
 order, group i is trained on by the step that starts from version i // P <= version + O: the bound holds because of what
 was admitted, and nothing has to be dropped. It also holds where younger groups overtake stragglers, if every batch
-leaves behind only what later batches can still take in time (`ledger.leaving_behind`). O = 0 is on-policy: each batch waits
-for its version.
+leaves behind only what later batches can still take in time (`ledger.leaving_behind`). O = 0 is on-policy: each batch
+waits for its version.
 """
 
 
