@@ -154,7 +154,7 @@ def returns(rows: Iterable[Sequence], file: str) -> int:
     for row in rows:
         if row[0] == "visit" and row[1] == "episode":
             walks.setdefault(row[2], []).append(row[3])
-    return max((visits.count(file) - 1 for visits in walks.values()), default=0)
+    return max((max(0, visits.count(file) - (visits[0] == file)) for visits in walks.values()), default=0)
 
 
 def measures(rows: Sequence[Sequence]) -> Mapping[str, list[str]]:
