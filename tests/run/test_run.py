@@ -210,11 +210,11 @@ def test_three_versions_at_a_learning_rate_of_zero_are_one(tmp_path):
     report = json.loads((tmp_path / "outputs/run/report.json").read_text())
     assert all(report["checks"].values()), report["checks"]
     lines = [json.loads(line) for line in (tmp_path / "outputs/run/metrics.jsonl").read_text().splitlines()]
-    answers = [a for line in lines for a in line.get("canary/answers", [])]
+    answers = [a for line in lines for a in line.get("probe/answers", [])]
     assert len({a["engine"] for a in answers}) == 2
     assert len({a["version"] for a in answers}) >= 3, "too few versions were measured: the comparison is void"
     # One pass of the same sequences with the same weights: at most rounding of float32 between two ways to compute it,
-    # and where both take PyTorch's kernel for long runs of tokens not even that. Other weights are seen in test_canary.
+    # and where both take PyTorch's kernel for long runs of tokens not even that. Other weights are seen in test_probes.
     assert max(a["k2"] for a in answers) < 1e-9
     assert max(a["k2"] for a in answers) <= 1.1 * min(a["k2"] for a in answers)
 
