@@ -243,11 +243,11 @@ def test_the_page_is_the_same_every_time(tmp_path, run_dir, report, view):
 
 def test_what_the_detectors_found_is_shown_and_inert(tmp_path, report):
     flagged = FlaggedEpisode(
-        group=3, member=1, task="<b>t</b>", flags=("canary", "gap"), reward=-0.2, passed=False, blob="3/1.msgpack"
+        group=3, member=1, task="<b>t</b>", flags=("decoy", "gap"), reward=-0.2, passed=False, blob="3/1.msgpack"
     )
     shift = Shift(metric="rollout/edits", step=40, window=10, before=1.25, after=2.5, t=9.1)
     figures = CheatingFigures(
-        flags={"canary": 1, "gap": 1234}, violations=1, rewarded=0, flagged=(flagged,),
+        flags={"decoy": 1, "gap": 1234}, violations=1, rewarded=0, flagged=(flagged,),
         impossible=ImpossibleCounts(played=60, passed=0, tampered=0), impossible_bound=0.0487, shifts=(shift,),
     )  # fmt: skip
     page = write_report(tmp_path, msgspec.structs.replace(report, cheating=figures)).read_text()
