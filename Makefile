@@ -35,16 +35,18 @@ check: lint test
 test: .venv/installed-dev
 	$(PYTEST) $(PARALLEL) -m "not slow and not gpu and not release"
 
-test-slow: .venv/installed-dev
-	$(PYTEST) $(PARALLEL) -m "slow and not gpu and not release"
+test-slow: .venv/installed-dev .venv/agents/installed
+	ETUDE_MINI_SWE_AGENT=$(CURDIR)/.venv/agents $(PYTEST) $(PARALLEL) -m "slow and not gpu and not release"
 
-# What waits for a GPU, step by step; results as JSON in outputs/gpu.
-gpu: .venv/installed-dev
-	$(BIN)/python -m benchmarks.gpu
+# What waits for a GPU, step by step; results as JSON in outputs/gpu. Installs nothing, since the machine may have no
+# network: with .venv if it is there, else with what PYTHON has.
+gpu:
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu
 
-# Trainer and weights on a stand-in for a GPU, and whether it finds planted device mistakes.
+# Trainer, engine and weights on a stand-in for a GPU, and whether it finds planted device mistakes.
 device: .venv/installed-dev
-	$(PYTEST) $(PARALLEL) tests/device
+	$(PYTEST) $(PARALLEL) tests/device --ignore tests/device/test_planted.py
+	$(PYTEST) -n 2 --dist load tests/device/test_planted.py
 
 # Each server under wrong requests for ten minutes; prints a table.
 fuzz: .venv/installed-dev

@@ -3,30 +3,35 @@
     python -m benchmarks.gpu [--out DIR] [--steps NAME,...] [--device DEVICE] [--small] [--dry-run]
 
 Every step writes DIR/NAME.json: {"step", "status", "seconds", "figures", "why"}. A step first asks what is there; what
-is missing (a GPU, Triton, vLLM) makes its status "absent", which is no failure. Steps do not need the network.
-`--dry-run` prints the steps and what is missing for each. `--device cpu --small` runs them on any machine.
+is missing (a GPU, a package, a C compiler, vLLM) makes its status "absent", which is no failure. Nothing needs the
+network, and this file itself no package. `--dry-run` prints the steps and what is missing for each.
+`--device cpu --small` runs them on any machine. vLLM is that of ETUDE_VLLM_PYTHON, or the one beside this Python.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib.metadata
 import json
 import os
+import platform
+import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 SECONDS = 460.0  # of a step, at most
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,6 +57,7 @@ device = {device!r}
 [inference]
 device = {device!r}
 dtype = "bfloat16"
+{inference}
 [guards]
 act = false
 [eval]
@@ -70,6 +76,8 @@ class Setting:
     @property
     def shape(self) -> PretrainedConfig:
         """Qwen3-0.6B's, or a small one of the same class."""
+        from transformers import Qwen3Config
+
         if self.small:
             sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
                      "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 72_000}  # fmt: skip
@@ -84,17 +92,25 @@ class Absent(Exception):
 
 
 def machine(setting: Setting) -> dict[str, Any]:
-    """What is there."""
-    figures: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
-    figures |= {"vllm": vllm(), "triton": _version("triton")}
-    if setting.device.startswith("cuda"):
-        properties = torch.cuda.get_device_properties(setting.device)
-        figures |= {"gpu": properties.name, "gpu_gib": round(properties.total_memory / 2**30, 1)}
+    """What is there; "" for what is not."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    figures: dict[str, Any] = {
+        "python": platform.python_version(), "cores": len(os.sched_getaffinity(0)), "gib": round(pages / 2**30, 1),
+        "compiler": compiler(), "torch": _version("torch"), "triton": _version("triton"), "vllm": vllm(),
+        "packages_missing": packages_missing(),
+    }  # fmt: skip
+    if figures["torch"] and setting.device.startswith("cuda"):
+        import torch
+
+        figures["cuda"] = torch.version.cuda or ""
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(setting.device)
+            figures |= {"gpu": properties.name, "gpu_gib": round(properties.total_memory / 2**30, 1)}
     return figures
 
 
 def device_tests(setting: Setting) -> dict[str, Any]:
-    """Trainer and weights on the device against the host."""
+    """Trainer, engine and weights on the device against the host."""
     return _pytest("tests/device", "--device", "fakegpu" if setting.device == "cpu" else setting.device)
 
 
@@ -105,21 +121,22 @@ def flex(setting: Setting) -> dict[str, Any]:
 
 def triton_kernels(setting: Setting) -> dict[str, Any]:
     """The codec's kernels, compiled."""
-    if not _version("triton"):
-        raise Absent("Triton is not installed")
     return _pytest("tests/weights/test_triton_kernels.py")
 
 
 def deterministic(setting: Setting) -> dict[str, Any]:
-    """Whether two runs of deterministic mode publish the same bits: `make gpu` sets CUBLAS_WORKSPACE_CONFIG, as runs
-    do."""
-    digests = [_published(setting, f"deterministic-{number}", deterministic=True) for number in (1, 2)]
-    return {"versions": len(digests[0]), "equal": digests[0] == digests[1]}
+    """Whether two runs of deterministic mode publish the same bits."""
+    digests = [_published(setting, f"deterministic-{number}", "--deterministic") for number in (1, 2)]
+    if digests[0] != digests[1]:
+        raise RuntimeError(f"two runs published different bits: {digests}")
+    return {"versions": len(digests[0])}
 
 
 def trainer(setting: Setting) -> dict[str, Any]:
     """Tokens per second and peak memory of forward and backward passes, against transformers with the same attention
     and checkpointing; medians of five."""
+    import torch
+
     from benchmarks.models import pass_of, tokens_of
     from etude.models.activations import checkpoint_activations
 
@@ -150,45 +167,82 @@ def trainer(setting: Setting) -> dict[str, Any]:
 
 
 def engine(setting: Setting) -> dict[str, Any]:
-    """Tokens per second of answers, against transformers' generate and, where it is installed, vLLM."""
-    from etude.config import EngineConfig
-    from etude.inference.engine.engine import Engine
-    from etude.inference.engine.requests import Request
+    """Tokens per second of answers, with peak memory, against transformers' generate."""
+    import torch
 
-    prompt, answer = (16, 8) if setting.small else (512, 128)
+    prompt, answer, batches = _sizes(setting)
     figures: dict[str, Any] = {}
     model = random_model(setting)
-    vocabulary = setting.shape.vocab_size
-    for batch in (1, 4) if setting.small else (1, 32):
-        ours = Engine(
-            model, EngineConfig(device=setting.device, dtype="bfloat16", cache_mb=64 if setting.small else 8192)
-        )
-        ours.start()
+    for batch in batches:
+        ours = _engine(setting, model)
+        _reset_peak(setting)
         for _ in range(2):  # the first round compiles
-            prompts = torch.randint(1, vocabulary, (batch, prompt)).tolist()
+            prompts = torch.randint(1, setting.shape.vocab_size, (batch, prompt)).tolist()
             begun = time.perf_counter()
-            requests = [Request(ids=ids, max_tokens=answer, seed=i, stop=()) for i, ids in enumerate(prompts)]
-            for future in [ours.submit(request).future for request in requests]:
+            for future in _submitted(ours, prompts, answer):
                 future.result(SECONDS)
             figures[f"etude/b{batch}"] = batch * answer / (time.perf_counter() - begun)
+        figures[f"etude/b{batch}/peak_gib"] = _peak(setting)
         ours.close()
-        plain = random_model(setting, "sdpa")
+        plain = random_model(setting, "sdpa").eval()
         generate = partial(plain.generate, torch.tensor(prompts, device=setting.device))
         seconds = _timed(setting, partial(generate, max_new_tokens=answer, min_new_tokens=answer), 1)
         figures[f"transformers/b{batch}"] = batch * answer / seconds
-    figures["vllm"] = vllm() or "absent"
     return figures
+
+
+def vllm_engine(setting: Setting) -> dict[str, Any]:
+    """Tokens per second of vLLM, as `engine` measures its own."""
+    prompt, answer, batches = _sizes(setting)
+    words = [ROOT / "benchmarks" / "gpu_vllm.py", _model_folder(setting), setting.shape.vocab_size, prompt, answer]
+    command = [_environment()["ETUDE_VLLM_PYTHON"], *map(str, words), *map(str, batches)]
+    return json.loads(_output(setting, command).strip().splitlines()[-1])
+
+
+def swap(setting: Setting) -> dict[str, Any]:
+    """How long a version takes from the trainer's tensors to an engine's, 1 % of the weights changed, and for how long
+    of that its running requests stand still."""
+    import torch
+
+    from etude.models.loading import named_tensors
+    from etude.store import open_store
+    from etude.weights.publisher import Publisher
+    from etude.weights.receiver import Receiver
+
+    model, store = random_model(setting).eval(), open_store(str(_emptied(setting.out / "swap")))
+    live = named_tensors(model)
+    tensors = {name: tensor.clone() for name, tensor in live.items()}
+    publisher = Publisher(store, 16)
+    publisher.publish(0, tensors, (), {})
+    receiver = Receiver(store, live)
+    receiver.apply(receiver.poll(0))
+    for tensor in tensors.values():
+        tensor += (torch.rand_like(tensor) < 0.01) * tensor / 64
+    begun = time.perf_counter()
+    publisher.publish(1, tensors, (), {})
+    published = time.perf_counter()
+    update = receiver.poll(1)
+    fetched = time.perf_counter()
+    ours = _engine(setting, model)
+    prompt, answer, batches = _sizes(setting)
+    prompts = torch.randint(1, setting.shape.vocab_size, (batches[-1], prompt)).tolist()
+    answers = _submitted(ours, prompts, answer)
+    pause = ours.swap(1, partial(receiver.apply, update)).result(SECONDS)
+    for future in answers:
+        future.result(SECONDS)
+    ours.close()
+    return {"publish_s": published - begun, "fetch_s": fetched - published, "pause_s": pause}
 
 
 def sft(setting: Setting) -> dict[str, Any]:
     """A model of random weights is fine-tuned on conversations, and its folder loads with plain transformers."""
-    folder = setting.out / "model"
-    save_model(setting, folder)
+    from transformers import AutoModelForCausalLM
+
+    folder, output = _model_folder(setting), _emptied(setting.out / "sft")
     words = [{"role": "user", "content": "Reverse: abc"}, {"role": "assistant", "content": "cba"}]
     data = setting.out / "chat.jsonl"
     data.write_text("".join(json.dumps({"messages": words}) + "\n" for _ in range(64)))
     config = setting.out / "sft.toml"
-    output = setting.out / "sft"
     config.write_text(SFT.format(model=str(folder), output=str(output), data=str(data), device=setting.device))
     _etude(setting, "train", str(config))
     AutoModelForCausalLM.from_pretrained(output / "checkpoint")
@@ -197,19 +251,24 @@ def sft(setting: Setting) -> dict[str, Any]:
 
 def rl(setting: Setting) -> dict[str, Any]:
     """A run of etude's engine and trainer on the device."""
-    return {"versions": len(_published(setting, "rl"))}
+    return _versions(_published(setting, "rl"), STEPS_OF_A_RUN)
 
 
 def rl_on_vllm(setting: Setting) -> dict[str, Any]:
-    """The same with vLLM as the engine."""
-    if not vllm():
-        raise Absent("vLLM is not installed")
-    return {"versions": len(_published(setting, "rl-vllm", engine="vllm"))}
+    """The same with vLLM as the engine, on the trainer's GPU."""
+    lines = f'engine = "vllm"\nargs = {json.dumps(["--gpu-memory-utilization", "0.3", "--enforce-eager"])}'
+    return _versions(_published(setting, "rl-vllm", inference=lines), STEPS_OF_A_RUN)
 
 
 def resume(setting: Setting) -> dict[str, Any]:
-    """A run that is killed after its first version goes on."""
-    return {"versions": len(_published(setting, "resume", killed=True))}
+    """A run that is killed after its first optimizer step goes on."""
+    return _versions(_published(setting, "resume", steps=8, killed=True), 8)
+
+
+def _versions(digests: list[str], steps: int) -> dict[str, Any]:
+    if len(digests) != steps + 1:
+        raise RuntimeError(f"{len(digests)} versions after {steps} steps")
+    return {"versions": len(digests)}
 
 
 @dataclass(frozen=True)
@@ -218,13 +277,18 @@ class Step:
 
     work: Callable[[Setting], dict[str, Any]]
     real_gpu: bool = False  # no device but a GPU will do
+    compiles: bool = True  # on a GPU with Triton, which needs a C compiler
+    vllm: bool = False
 
 
 STEPS = {
     "machine": Step(machine), "device-tests": Step(device_tests), "flex": Step(flex, real_gpu=True),
     "triton": Step(triton_kernels, real_gpu=True), "deterministic": Step(deterministic), "trainer": Step(trainer),
-    "engine": Step(engine), "sft": Step(sft), "rl": Step(rl), "resume": Step(resume), "rl-vllm": Step(rl_on_vllm),
+    "engine": Step(engine, compiles=False), "swap": Step(swap), "sft": Step(sft), "rl": Step(rl),
+    "resume": Step(resume), "vllm": Step(vllm_engine, real_gpu=True, vllm=True),
+    "rl-vllm": Step(rl_on_vllm, real_gpu=True, vllm=True),
 }  # fmt: skip
+STEPS_OF_A_RUN = 3
 SFT = """
 stage = "sft"
 model = {model!r}
@@ -241,26 +305,92 @@ batch = 8
 
 def missing(name: str, setting: Setting) -> str:
     """Why a step cannot run here; empty if it can, as far as is known before it starts."""
-    if setting.device.startswith("cuda") and not torch.cuda.is_available():
+    step, on_gpu = STEPS[name], setting.device.startswith("cuda")
+    if name == "machine":
+        return ""
+    if packages := packages_missing():
+        return f"{len(packages)} packages are not installed: {', '.join(packages[:3])}{', ...' * (len(packages) > 3)}"
+    if on_gpu and not _cuda_is_available():
         return "no GPU that PyTorch can use"
-    if STEPS[name].real_gpu and not setting.device.startswith("cuda"):
+    if step.real_gpu and not on_gpu:
         return f"{setting.device} is no GPU"
-    if name == "triton" and not _version("triton"):
+    if on_gpu and step.compiles and not _version("triton"):
         return "Triton is not installed"
-    return "vLLM is not installed" if name == "rl-vllm" and not vllm() else ""
+    if on_gpu and step.compiles and not compiler():
+        return "no C compiler, which Triton needs"
+    return "vLLM is not installed" if step.vllm and not vllm() else ""
+
+
+@cache
+def packages_missing() -> list[str]:
+    """What etude[train] needs and is not installed beside this Python."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted, absent = [*project["dependencies"], "etude[train]"], []
+    for line in wanted:
+        if more := re.match(r"etude\[(\w+)\]", line):
+            wanted += project["optional-dependencies"][more[1]]
+            continue
+        name = re.split(r"[^\w.-]", line)[0]
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            absent.append(name)
+    return absent
+
+
+def _cuda_is_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def compiler() -> str:
+    """The C compiler that Triton finds; empty without one."""
+    return os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc") or ""
 
 
 def vllm() -> str:
-    """The version of vLLM beside this Python, or that ETUDE_VLLM_PYTHON names; empty without one."""
+    """The version of the vLLM that ETUDE_VLLM_PYTHON names, or of the one beside this Python; empty without one."""
     if python := os.environ.get("ETUDE_VLLM_PYTHON"):
         code = "import importlib.metadata as m; print(m.version('vllm'))"
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-        return done.stdout.strip()
+        try:
+            return subprocess.run(
+                [python, "-c", code], capture_output=True, text=True, timeout=60, check=True
+            ).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return ""
     return _version("vllm")
+
+
+def _sizes(setting: Setting) -> tuple[int, int, tuple[int, int]]:
+    """Tokens of prompts and answers, and how many requests there are at a time."""
+    return (16, 8, (1, 4)) if setting.small else (512, 128, (1, 32))
+
+
+def _engine(setting: Setting, model: PreTrainedModel) -> Any:
+    """An engine that runs."""
+    from etude.config import EngineConfig
+    from etude.inference.engine.engine import Engine
+
+    cache_mb = 64 if setting.small else 8192
+    ours = Engine(model.eval(), EngineConfig(device=setting.device, dtype="bfloat16", cache_mb=cache_mb))
+    ours.start()
+    return ours
+
+
+def _submitted(engine: Any, prompts: list[list[int]], answer: int) -> list[Any]:
+    """Futures of answers of just so many tokens."""
+    from etude.inference.engine.requests import Request
+
+    requests = [Request(ids=ids, max_tokens=answer, seed=i, stop=()) for i, ids in enumerate(prompts)]
+    return [engine.submit(request).future for request in requests]
 
 
 def random_model(setting: Setting, attention: str = "") -> PreTrainedModel:
     """Random bfloat16 weights on the device, with etude's attention unless another is named."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     from etude.models import attention as own
     from etude.models import experts
 
@@ -272,50 +402,67 @@ def random_model(setting: Setting, attention: str = "") -> PreTrainedModel:
     return model.to(setting.device).train()
 
 
-def save_model(setting: Setting, folder: Path) -> None:
-    """A model and a tokenizer that a run can start from, without the network."""
-    from tests.helpers.folders import big_tokenizer
-    from tests.helpers.speakers import TEMPLATE, write_model
+def _model_folder(setting: Setting) -> Path:
+    """A model and a tokenizer that a run can start from, made without the network; whole, or not there."""
+    folder = setting.out / ("model-small" if setting.small else "model")
+    if not folder.exists():
+        import torch
+        from tests.helpers.folders import big_tokenizer
+        from tests.helpers.speakers import TEMPLATE, write_model
+        from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(setting.shape, dtype=torch.bfloat16).save_pretrained(folder)
-    write_model(folder, big_tokenizer(setting.shape.vocab_size), TEMPLATE)
+        torch.manual_seed(0)
+        part = _emptied(folder.with_suffix(".part"))
+        AutoModelForCausalLM.from_config(setting.shape, dtype=torch.bfloat16).save_pretrained(part)
+        write_model(part, big_tokenizer(setting.shape.vocab_size), TEMPLATE)
+        part.rename(folder)
+    return folder
+
+
+def _emptied(folder: Path) -> Path:
+    """The folder without what an earlier try left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
 
 
 def _published(
-    setting: Setting, name: str, *, deterministic: bool = False, engine: str = "etude", killed: bool = False
+    setting: Setting, name: str, *flags: str, inference: str = "", steps: int = STEPS_OF_A_RUN, killed: bool = False
 ) -> list[str]:
-    """Digests of the versions of a short run."""
-    folder, config = setting.out / "model", setting.out / f"{name}.toml"
-    if not folder.exists():
-        save_model(setting, folder)
-    config.write_text(RUN.format(model=str(folder), steps=3, device=setting.device))
-    words = ["train", str(config), "--name", name, "--inference.engine", engine]
-    words += ["--deterministic", "--rollout.staleness", "0"] if deterministic else []
-    run = setting.out / "outputs" / name
+    """Digests of the versions of a short run; `inference` are further lines of that table."""
+    from etude.store import open_store
+    from etude.weights.manifest import manifests, versions
+
+    folder, config, run = _model_folder(setting), setting.out / f"{name}.toml", setting.out / "outputs" / name
+    shutil.rmtree(run, ignore_errors=True)
+    config.write_text(RUN.format(model=str(folder), steps=steps, device=setting.device, inference=inference))
+    words = ["train", str(config), "--name", name, "--rollout.staleness", "0", *flags]
     if killed:
-        process = subprocess.Popen(_command(words), cwd=setting.out, env=_environment(), start_new_session=True)
+        with (setting.out / f"{name}.log").open("w") as log:
+            process = subprocess.Popen(
+                _command(words), cwd=setting.out, env=_environment(), start_new_session=True, stdout=log, stderr=log
+            )
         end = time.monotonic() + SECONDS / 2
-        while not (run / "weights").exists() or len(list((run / "weights").rglob("*"))) < 4:
+        while not (run / "weights").exists() or len(versions(open_store(str(run / "weights")))) < 2:
             if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the run ended with {process.poll()} before its first version")
-            time.sleep(0.5)
+                raise RuntimeError(f"the run ended with {process.poll()} before its first step: {log.name}")
+            time.sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         words = ["train", "--resume", str(run)]
     _etude(setting, *words)
-    from etude.store import open_store
-    from etude.weights.manifest import manifests
-
     return [manifest.digest for manifest in manifests(open_store(str(run / "weights")))]
 
 
 def _etude(setting: Setting, *words: str) -> None:
-    done = subprocess.run(
-        _command(list(words)), cwd=setting.out, env=_environment(), capture_output=True, text=True, check=False
-    )
+    _output(setting, _command(list(words)))
+
+
+def _output(setting: Setting, command: list[str]) -> str:
+    done = subprocess.run(command, cwd=setting.out, env=_environment(), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError((done.stderr or done.stdout)[-800:])
+        raise RuntimeError((done.stderr or done.stdout)[-1500:])
+    return done.stdout
 
 
 def _command(words: list[str]) -> list[str]:
@@ -323,8 +470,9 @@ def _command(words: list[str]) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # fmt: skip
+    """Without the network, and with the vLLM beside this Python unless another is named."""
+    return {"ETUDE_VLLM_PYTHON": sys.executable, **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}  # fmt: skip
 
 
 def _pytest(*words: str) -> dict[str, Any]:
@@ -332,13 +480,18 @@ def _pytest(*words: str) -> dict[str, Any]:
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words], cwd=ROOT, env=_environment(),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(done.stdout[-1500:])
-    return {"tests": done.stdout.strip().splitlines()[-1]}
+    if package := re.search(r"ModuleNotFoundError: No module named '([^']+)'", done.stdout):
+        raise Absent(f"the tests need {package[1]}, which is not installed")
+    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+    if done.returncode or " passed" not in last:
+        raise RuntimeError((done.stdout + done.stderr)[-1500:])
+    return {"tests": last}
 
 
 def _timed(setting: Setting, work: Callable[[], Any], rounds: int = 5) -> float:
     """Seconds of `work`, the median after one try."""
+    import torch
+
     seconds: list[float] = []
     for _ in range(rounds + 1):
         begun = time.perf_counter()
@@ -350,18 +503,24 @@ def _timed(setting: Setting, work: Callable[[], Any], rounds: int = 5) -> float:
 
 
 def _reset_peak(setting: Setting) -> None:
+    import torch
+
     if setting.device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
 
 
 def _peak(setting: Setting) -> float:
+    import torch
+
     return torch.cuda.max_memory_allocated() / 2**30 if setting.device.startswith("cuda") else 0.0
 
 
 def _version(package: str) -> str:
-    if importlib.util.find_spec(package) is None:
+    """Of an installed package; empty without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return ""
-    return str(getattr(importlib.import_module(package), "__version__", "installed"))
 
 
 def _run_step(name: str, setting: Setting) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 head-peak/share      peak of the head, forward and backward, over 8,192 positions of Qwen3-0.6B / of the whole softmax
 activations/share    bytes that the layers keep for the backward pass with activation checkpointing / without
+lora/states-share    master weights and moments of adapters of rank 32 in all layers of Qwen3-0.6B / of all parameters
 grad/...             relative L2 distance of the gradients from plain rows in float32; the worse of a dense and a
                      mixture-of-experts model
 world-1/overhead     processor time of a pass with the head in chunks and float32 gradients / with the whole softmax and
@@ -17,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,18 +39,20 @@ from transformers import (
 from benchmarks import asynchrony
 from benchmarks.table import Table
 from benchmarks.threads import one_thread
-from etude.config import RLConfig
+from etude.config import LoraConfig, RLConfig
 from etude.models import attention, experts
 from etude.models.activations import checkpoint_activations
 from etude.models.head import Head
 from etude.run import launch
 from etude.trainer import head
+from etude.trainer.lora import Adapters
+from etude.trainer.optimizer import AdamWSettings, MasterAdamW
 from etude.trainer.rl import execution
 from etude.trainer.rl.memory import LiveBytes
 from etude.trainer.rl.memory_table import activation_bytes, on_meta
 from etude.trainer.rl.plan import TokenRows, rows
 
-POSITIONS, SHARE, KEPT, LIMIT, OVERHEAD = 8192, 1.2, 0.2, 1e-6, 0.02
+POSITIONS, SHARE, KEPT, STATES, LIMIT, OVERHEAD = 8192, 1.2, 0.2, 0.05, 1e-6, 0.02
 SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4096, "initializer_range": 0.05}  # fmt: skip
 
@@ -93,6 +96,14 @@ def _memory(table: Table) -> None:
     after, _ = activation_bytes(model, POSITIONS)
     table.add("activations/share", after / before, "x", f"all kept, {before / 2**30:.1f} GiB of {POSITIONS} tokens")
     table.checks[f"checkpointing keeps at most {KEPT} of the activations"] = after <= KEPT * before
+    whole, parts = _states(model.named_parameters()), _states(Adapters(model, LoraConfig(rank=32)).tensors.items())
+    table.add("lora/states-share", parts / whole, "x", f"of all parameters, {whole / 2**30:.1f} GiB")
+    table.checks[f"states of adapters are at most {STATES} of all"] = parts <= STATES * whole
+
+
+def _states(trained: Iterable[tuple[str, Tensor]]) -> int:
+    optimizer = MasterAdamW(dict(trained), AdamWSettings((0.9, 0.95), 0.0, 1.0))
+    return sum(t.nbytes for t in optimizer.state().values() if t.ndim)
 
 
 def _head_peak(config: PretrainedConfig, whole: bool) -> int:

@@ -1,11 +1,29 @@
 import os
+import sys
 import threading
+
+# Read by torch when it is loaded, here and in the processes that tests start. The suite runs one worker per core: more
+# threads in a worker, or threads that spin while they wait, take the time of the others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="fakegpu", help="device of tests/device: fakegpu, a stand-in, or cuda")
+
+
+@pytest.fixture(autouse=True)
+def process_settings():
+    """Undoes what a server or a stage of training sets for its process, for the tests after it: torch's threads, and
+    how long a thread of Python runs at a time."""
+    interval = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(interval)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != (threads := int(os.environ["OMP_NUM_THREADS"])):
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

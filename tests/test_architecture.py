@@ -20,15 +20,15 @@ from etude.cli.main import COMMANDS
 ROOT = Path(etude.__file__).parent
 # From top to bottom. A file imports its own room and rooms further to the right, never one to the left.
 ROOMS = (
-    "cli", "audit", "run", "dashboard", "evals", "trainer", "inference", "rollout", "harness", "tasks", "grading",
-    "sandbox", "corpus", "edits", "ledger", "weights", "protocol", "renderers", "models", "code",
+    "cli", "audit", "live", "run", "dashboard", "evals", "trainer", "inference", "rollout", "harness", "tasks",
+    "grading", "sandbox", "corpus", "edits", "ledger", "weights", "protocol", "renderers", "models", "code",
 )  # fmt: skip
 FOUNDATIONS = ("runfolder", "config", "records", "processes", "store", "failpoints", "errors")
 ORDER = (*ROOMS, *FOUNDATIONS)
 # Rooms and foundations that never name torch, not even inside a function: what `pip install etude` brings.
 LIGHT = (
-    "dashboard", "evals", "rollout", "harness", "tasks", "grading", "sandbox", "corpus", "edits", "protocol", "ledger",
-    "renderers", "code", *FOUNDATIONS,
+    "live", "dashboard", "evals", "rollout", "harness", "tasks", "grading", "sandbox", "corpus", "edits", "protocol",
+    "ledger", "renderers", "code", *FOUNDATIONS,
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "numba"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -253,6 +253,7 @@ def loaded_by(names: Sequence[str]) -> set[str]:
 def test_importing_the_torch_free_rooms_loads_no_torch():
     light = [n for n in FILES if n.partition(".")[0] in LIGHT and not n.startswith("sandbox.guest.")]
     light += [f"cli.{name}" for name in ("main", *COMMANDS)]
+    light += ["run.evaluate", "run.launch"]  # most mistakes of a user are said before torch is loaded
     assert loaded_by([f"etude.{name}" for name in light]) == set()
 
 

@@ -64,7 +64,7 @@ def test_the_lock_holds_every_direct_dependency_with_digests_and_no_address():
     groups = project["optional-dependencies"]
     named = [
         *project["dependencies"],
-        *(line for extra in ("play", "serve", "apply", "postgres", "dev") for line in groups[extra]),
+        *(line for extra in ("play", "serve", "apply", "live", "postgres", "dev") for line in groups[extra]),
     ]
     lock = (ROOT / "requirements/dev.txt").read_text()
     for line in named:

@@ -223,6 +223,20 @@ class Fork(Record, frozen=True, kw_only=True):
     tokens: int  # of these turns
 
 
+class GivenAdvantage(Record, frozen=True, kw_only=True):
+    """The advantage of an episode that no group is compared with, such as a turn of a user."""
+
+    advantage: float
+    weight: float = 1.0  # that its loss is multiplied by
+
+
+class Hint(Record, frozen=True, kw_only=True):
+    """What only a teacher reads of an episode's prompt: further tokens (int32) that begin at offset `at`."""
+
+    ids: bytes
+    at: int
+
+
 class Episode(Record, frozen=True, kw_only=True):
     """One whole attempt at a task. Stored once as a blob; the ledger keeps its key and figures."""
 
@@ -244,6 +258,8 @@ class Episode(Record, frozen=True, kw_only=True):
     tools: tuple[dict[str, Any], ...] = ()  # definitions that an outside agent gave its model, in OpenAI's format
     detail: str = ""  # one sentence: why it failed, or what was tampered with
     fork: Fork | None = None  # None: it was played alone
+    given: GivenAdvantage | None = None  # None: the advantage is that within its group
+    hint: Hint | None = None  # for [distill]
 
     def is_sibling(self, other: Episode) -> bool:
         """Whether both have gone on from the same shared prefix."""
@@ -330,9 +346,21 @@ class StepRecord(Record, frozen=True, kw_only=True):
     grad_norm: float | None = None  # of the last update, before clipping
     mismatch_k2: float | None = None  # of tokens that the trained version sampled; None also if they are too few
     probe_k2: float | None = None  # the largest of the engines' that arrived during the step
+    lr: float | None = None  # of its updates; with `updates`, what a resumed run needs to compute the step again
+    updates: int = 0  # of the optimizer; none where the step was skipped, or held nothing to train on
 
 
-MANIFEST_FORMAT = 3
+MANIFEST_FORMAT = 4
+
+
+class AdaptedBase(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the adapters of a version (LoRA) are added to. The tensors of such a version are adapters; engines hold the
+    base already, and compute with the sum (`models/lora.py`)."""
+
+    scale: float  # of a product of two adapters
+    schema: str  # id of the base's names, types and shapes
+    base: str  # digest of the base
+    live: str  # digest of the base with the adapters merged
 
 
 class PolicyVersion(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -349,15 +377,20 @@ class PolicyVersion(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     anchor: Anchor  # the newest one that was complete when this was published
     schema: str  # id of the tensors' names, types and shapes, see weights/ulpd/schema.py
     model: str = ""  # id of the configuration and vocabulary, see models/loading.py; empty: unknown
-    digest: str  # of the live tensors, see weights/ulpd/digest.py
+    digest: str  # of the version's tensors, see weights/ulpd/digest.py
+    adapted: AdaptedBase | msgspec.UnsetType = msgspec.UNSET  # absent where the tensors are all weights of the model
     changed: int  # elements that differ from the parent
     elements: int
     groups: tuple[int, ...]
     created: float  # seconds since the epoch
     metrics: dict[str, float]  # for display
     step: StepRecord | msgspec.UnsetType = msgspec.UNSET  # absent where no step of reinforcement learning led here
-    checkpoint: str = ""  # blake3 of the trainer's checkpoint of this version; empty: it wrote none
     signature: str = ""  # Ed25519 over the rest, hexadecimal, see weights/signature.py; empty: unsigned
+
+    @property
+    def live(self) -> str:
+        """The digest of the tensors that an engine of this version computes with."""
+        return self.digest if isinstance(self.adapted, msgspec.UnsetType) else self.adapted.live
 
     @property
     def kind(self) -> str:

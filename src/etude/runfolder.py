@@ -12,7 +12,7 @@ outputs/NAME/
   impossible/                  hidden tests of impossible tasks
   tasks/                       the task dataset, unless config.json names another
   weights/  rollouts/  probes/ versions, token blobs and engines' scores, unless config.json names a store
-  checkpoints/step_N/          complete ones only
+  checkpoints/step_N/          rank_R.safetensors and manifest.json; complete ones only
   logs/attempt_N/*.log         one per process; logs/latest points to the last attempt
   eval-before.json  eval-after.json
   report.html  report.json
@@ -56,11 +56,16 @@ def write(path: Path, data: bytes, mode: int = 0o666) -> None:
         raise UserError(f"{path} cannot be written: {e.strerror}; check the disk") from None
 
 
+def check_new(folder: Path) -> None:
+    """Raises UserError if the folder exists."""
+    if folder.exists():
+        raise UserError(f"{folder} already holds a run; continue it with --resume, or choose another --name")
+
+
 def create(folder: Path, config: RLConfig, toml: str | None) -> None:
     """A new run folder; `toml` is the configuration as given. Both are kept without secrets, readable by their owner
     alone. Raises UserError if the folder exists."""
-    if folder.exists():
-        raise UserError(f"{folder} already holds a run; continue it with --resume, or choose another --name")
+    check_new(folder)
     partial = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -15,6 +15,7 @@ from etude.errors import UserError
 from etude.models import block_attention, experts, support
 from etude.models.head import Head, head_of
 from etude.trainer.rl import execution
+from tests.renderers.families import FAMILIES as TEMPLATES
 
 BY_NAME = {family.name: family for family in FAMILIES}
 DOCS = Path(__file__).parents[2] / "docs/models.md"
@@ -37,7 +38,7 @@ def test_right_models_are_exact_and_the_others_refused_by_name():
     families = [BY_NAME[name] for name in ("Qwen3-MoE, Qwen3-Coder", "gpt-oss", "Qwen3.5")]
     moe, windows, hybrid = table.rows(families)
     everywhere = dict.fromkeys(("rows", "shared prompts", "engine", "replay"), "exact")
-    outside = {"vLLM": "not run", "tools": "none"}  # the small models have no tokenizer
+    outside = {"vLLM": "not run", "tools": "none"}  # no templates are given
     assert states(moe) == states(windows) == everywhere | outside
     assert states(hybrid) == outside | {"rows": "exact", "shared prompts": "refused", "engine": "refused"} | {
         "replay": "none"
@@ -58,7 +59,7 @@ def test_a_folder_of_ones_own(capsys):
 
 def test_the_page_takes_the_table_of_families_alone(tmp_path, capsys):
     assert doctor(str(NANO), "--docs", str(DOCS)) == 2
-    assert "give no folder with it" in capsys.readouterr().err
+    assert "give no folder with them" in capsys.readouterr().err
     with pytest.raises(UserError, match="has no place for the table"):
         page.write(tmp_path / "none.md", [])
 
@@ -122,7 +123,7 @@ def test_an_error_after_acceptance_is_silent(monkeypatch):
 
 def test_the_page_has_every_family_and_what_configurations_tell():
     """Cheap signs of a stale page; the slow test makes the table again."""
-    text = DOCS.read_text()
+    text = " ".join(DOCS.read_text().split())
     for family in FAMILIES:
         assert f"| {family.name} (`{family.model_type}`) |" in text, f"stale: {page.BEGIN}"
         config = AutoConfig.for_model(family.model_type, **(_SIZES | family.options))
@@ -131,9 +132,35 @@ def test_the_page_has_every_family_and_what_configurations_tell():
             assert said in text, f"stale: {page.BEGIN}"
 
 
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory):
+    """Folders with the makers' chat templates, and tokenizers with their special tokens."""
+    folder = tmp_path_factory.mktemp("templates")
+    for family in TEMPLATES:
+        family.write(folder / family.name)
+    return folder
+
+
+def test_dialects_of_the_families_own_templates(templates):
+    """The column `tools` is what the page says, and what is expected of each template."""
+    expected = {family.name: family for family in TEMPLATES}
+    text = DOCS.read_text()
+    for family in FAMILIES:
+        line = next(line for line in text.splitlines() if line.startswith(f"| {family.name} (`"))
+        shown = line.rsplit("|", 2)[1].strip()
+        if not family.template:
+            assert shown == "no template"
+            continue
+        cell = table.tools(templates / family.template)
+        if dialect := expected[family.template].dialect:
+            assert (cell.state, cell.said, shown) == ("exact", dialect, f"`{dialect}`")
+        else:
+            assert (cell.state, shown[:4]) == ("refused", "no (")
+
+
 @pytest.mark.slow
-def test_the_whole_table_and_its_page(capsys):
-    assert doctor("--json") == 0
+def test_the_whole_table_and_its_page(templates, capsys):
+    assert doctor("--json", "--templates", str(templates)) == 0
     *lines, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert last.keys() == {"families", "exact", "refused", "silent"}
     assert last["families"] == len(lines) >= 20

@@ -88,9 +88,11 @@ def test_models() -> None:
     assert {name: ok for name, ok in result["checks"].items() if "overhead" not in name} == {
         "the head's peak is at most 1.2 x chunk/S of before": True,
         "checkpointing keeps at most 0.2 of the activations": True,
+        "states of adapters are at most 0.05 of all": True,
         "gradients, chunked, are those of plain rows": True,
         "gradients, checkpointed, are those of plain rows": True,
     }
     assert 0 < values["activations/share"] < values["head-peak/share"] < 1
+    assert 0 < values["lora/states-share"] < 0.05
     assert "world-1/overhead" in values
     assert ("vllm-run/vs-etude" in values) != ("vllm-run/vs-etude" in result["not_run"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -16,10 +16,15 @@ from tests.device.fakegpu import NAME, fakegpu
 
 @dataclass(frozen=True)
 class Device:
-    """A device and, of the stand-in, how often the host has waited for it, by function."""
+    """A device and, of the stand-in, how often the host has waited for it, by function and line."""
 
     name: str
-    syncs: Counter[str]
+    syncs: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def type(self) -> str:
+        """Without a number."""
+        return torch.device(self.name).type
 
 
 def dense_flex(query_BHTD: Tensor, key_BKCD: Tensor, value_BKCD: Tensor, **options: object) -> Tensor:
@@ -44,4 +49,4 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             yield Device(NAME, syncs)
         return
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    yield Device(name, Counter())
+    yield Device(name)

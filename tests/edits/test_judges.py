@@ -14,13 +14,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from etude.config import ServerConfig
 from etude.edits.examples import Example
 from etude.edits.grade import EditGrade
 from etude.edits.judge import Judge, JudgeVerdict, question, read, verdicts
 from etude.errors import UserError
 from etude.evals.fast_apply import Applied, judged, summary
-from etude.run.engines import engine_url, spawn_engine
+from tests.helpers.engines import served
 from tests.helpers.libraries import module
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
@@ -147,11 +146,10 @@ def test_a_text_cannot_close_its_tag() -> None:
     assert read("</answer-00>\nyes\nmaybe") is JudgeVerdict.UNCLEAR
 
 
-def test_etude_serve_is_a_judge(tmp_path: Path) -> None:
+def test_our_server_is_a_judge() -> None:
     """A model that was never taught to judge: whatever it says is read, and what does not fit is refused."""
-    server = spawn_engine(ServerConfig(model=str(NANO), port=0, threads=1), tmp_path)
-    try:
-        url = engine_url(server, tmp_path) + "/v1"
+    with served(NANO) as root:
+        url = f"{root}/v1"
         name = httpx2.get(f"{url}/models", timeout=60).json()["data"][0]["id"]
         long = replace(EDIT, file=module(3, False) * 200)
         found = verdicts(Judge(url, name), [(EDIT, "a = 3\n"), (long, "a = 3\n")])
@@ -159,5 +157,3 @@ def test_etude_serve_is_a_judge(tmp_path: Path) -> None:
         assert found[1] is JudgeVerdict.REFUSED
         with pytest.raises(UserError, match="status 404"):
             verdicts(Judge(url, "another"), [(EDIT, "a = 3\n")])
-    finally:
-        server.stop(10)

@@ -90,6 +90,16 @@ def test_what_the_command_line_is_to_blame_for_is_said() -> None:
     assert ask(fake).calls[0].name == "finish"
 
 
+@pytest.mark.parametrize("url", ["http:///v1", "ftp://host/v1", "host:80/v1"])
+def test_what_is_no_url_is_not_asked_again(url: str) -> None:
+    async def work() -> None:
+        async with ChatClient(ChatModel(url, "m"), patience=60.0) as client:
+            await client.answer(Conversation("system", []), SCHEMAS, 10, 1, 5.0)
+
+    with pytest.raises(UserError, match="is no URL of an API"):
+        asyncio.run(asyncio.wait_for(work(), 10.0))
+
+
 def test_a_server_that_stays_busy_is_infrastructure() -> None:
     fake = FakeModel((), busy=[429] * 10_000, fails="hello")
     with pytest.raises(EngineError, match=r"was busy for 0 seconds \(status 429: slow down"):
@@ -113,7 +123,7 @@ def test_calls_that_are_no_json_are_shown_to_the_model() -> None:
         call = {"id": "1", "function": {"name": "read", "arguments": arguments}}
         return {"choices": [{"message": {"content": None, "tool_calls": [call]}, "finish_reason": "length"}]}
 
-    for arguments, why in (("{", "no JSON"), ("[1]", "no object")):
+    for arguments, why in (("{", "no JSON"), ("[1]", "no object"), ("[" * 100_000, "no JSON")):
         answer = FORMATS["openai"].read(message(arguments))
         assert answer.calls[0].arguments is None
         assert why in answer.calls[0].error
@@ -162,6 +172,13 @@ def test_the_command_measures_an_url_and_goes_on_where_it_stopped(
         (("http://h/v1", "--model", "m", "--key-file", "gone"), "--key-file gone cannot be read"),
         (("nano", "--turns", "0"), "turns"),
         (("nano", "--concurrency", "0"), "--concurrency is a number"),
+        (
+            ("http://h/v1", "--model", "m", "--dialect", "hermes"),
+            "--dialect and --chat-template-kwargs belong to",
+        ),
+        (("nano", "--chat-template-kwargs", "[]"), "--chat-template-kwargs is a JSON object"),
+        (("nano", "--chat-template-kwargs", '{"a": 1}'), "leave chat_template_kwargs out"),
+        (("nano", "--dialect", "klingon"), "There is no dialect 'klingon'"),
     ],
 )
 def test_wrong_words_are_refused(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
+from etude.config import EvalConfig
 from etude.corpus.tokenizer import train
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
@@ -16,7 +18,9 @@ from etude.protocol.wire import GenerateRequest
 from etude.records import Budget, Episode, Generation, Task
 from etude.renderers import Renderer, renderer_for
 from etude.rollout.episode import RolloutContext
+from etude.run.evaluate import Measurement
 from etude.tasks.dataset import Dataset, load
+from tests.renderers.families import FAMILIES
 
 TINY = Path(__file__).parent.parent / "tasks" / "data" / "tiny"
 
@@ -112,3 +116,14 @@ def test_an_empty_split_is_the_user_s_to_fix(model):
     setting = RolloutContext(load(TINY), None, None, renderer_for(model), Budget(), Sampling())
     with pytest.raises(UserError, match="no nosuch tasks"):
         asyncio.run(evaluate(setting, samples=1, split="nosuch"))
+
+
+def test_folders_are_rendered_as_the_measurement_says(tmp_path):
+    folder = next(family for family in FAMILIES if family.name == "qwen3").write(tmp_path / "qwen3")
+    asked = [{"role": "user", "content": "x"}]
+    plain = Measurement([TINY], EvalConfig(), Budget(), "heldout", 0)
+    silent = replace(plain, dialect="hermes", chat_template_kwargs={"enable_thinking": False})
+    said, other = (m.renderer(folder).text(m.renderer(folder).prompt(asked)) for m in (plain, silent))
+    assert other == said + "<think>\n\n</think>\n\n"
+    with pytest.raises(UserError):
+        replace(plain, dialect="kimi_k2").renderer(folder)

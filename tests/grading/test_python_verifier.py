@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from etude.grading import recordings
 from etude.grading.grade import grade
+from etude.grading.recordings import hidden_tests
 from etude.grading.runner import open_sandbox
 from etude.grading.verdict import decide_outside
 from etude.records import Focus, Outcome, Task
-from etude.sandbox.backend import ForkResult, VerifyResult
+from etude.sandbox.backend import ForkResult, RunImage, VerifyResult
 from etude.sandbox.base import BoxDead, Image, Limits, TestReport
 from tests.helpers.boxlibrary import Place, write_tree
 
 SHAPES = '''"""Shapes."""
 
-import abc
+import abc, time
 import warnings
 from collections import namedtuple
 
@@ -139,9 +141,14 @@ def point():
 
 def nested():
     return {"a": [(1, 2.5, None), {3}], b"k": frozenset("x")}
+
+
+def wait():
+    time.sleep(600)
 '''
 TEST = """import functools
 import operator
+from unittest import mock
 
 import pytest
 
@@ -274,6 +281,17 @@ class TestSubclass:
         assert shapes.check(n) == n
 
 
+@mock.patch("time.sleep")
+def test_patched_module(sleep):
+    shapes.wait()
+    assert sleep.call_count == 1
+
+
+def test_patched_by_name(monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    shapes.wait()
+
+
 def test_source():
     import inspect
 
@@ -290,6 +308,7 @@ OUTSIDE = (
     "tests/test_shapes.py::TestSubclass::test_many[1]",
 )
 SOURCE = "tests/test_shapes.py::test_source"
+PATCHED = tuple(f"tests/test_shapes.py::test_patched_{name}" for name in ("module", "by_name"))
 GOLD = "    return sum(items)\n"
 BROKEN = SHAPES.replace(GOLD, "    return len(items)\n")
 TOTAL, PLAIN = "tests/test_shapes.py::test_generators", "tests/test_shapes.py::test_plain"
@@ -326,6 +345,18 @@ def test_tests_as_written_are_decided_outside(shapes: Place) -> None:
     assert report.outside == frozenset(OUTSIDE)
     assert report.decided == pytest.approx(len(OUTSIDE) / (len(OUTSIDE) + 1))
     assert (report.tampered, report.crashed, report.timed_out) == (False, False, False)
+
+
+def test_what_patches_the_standard_library_runs_beside_the_library(shapes: Place) -> None:
+    """The library has modules of its own, so it would sleep."""
+    image = RunImage(shapes.root / "repository", shapes.root / "site", None)
+    made = shapes.run(recordings._run(shapes.sandbox.backend, hidden_tests(image, shapes.hidden), PATCHED))
+    assert {test: (recording.outcome, recording.fault) for test, recording in made.items()} == dict.fromkeys(
+        PATCHED, ("failed", "refused")
+    )
+    report = tried(shapes, SHAPES, PATCHED)
+    assert report.outcomes == dict.fromkeys(PATCHED, "passed")
+    assert report.outside == frozenset()
 
 
 @pytest.mark.parametrize(

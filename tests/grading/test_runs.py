@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -218,11 +219,15 @@ def test_a_lost_template_is_replaced(open_place: Callable[..., Place]) -> None:
     assert place.test({}, CHUNKS).outcomes == dict.fromkeys(CHUNKS, "passed")
     zygote = place.sandbox.zygote_pid
     with open(f"/proc/{zygote}/task/{zygote}/children") as file:
-        for pid in file.read().split():
-            os.kill(int(pid), signal.SIGKILL)
+        killed = [int(pid) for pid in file.read().split()]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
     hidden = place.hidden
     with pytest.raises(BoxDead):  # its end takes a moment to get there
         place.run(forever(lambda: place.sandbox.run_tests(place.image(), {}, CHUNKS, hidden, Limits())))
+    for _ in killed[1:]:  # each template's end costs at most one run
+        with contextlib.suppress(BoxDead):
+            place.test({}, CHUNKS)
     assert place.test({}, CHUNKS).outcomes == dict.fromkeys(CHUNKS, "passed")
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from etude.cli import main
-from etude.config import ServerConfig
+from etude.config import EngineConfig
 from etude.harness.edit_appliers import server_applier
 from etude.harness.full_tools import FullTools
 from etude.records import ToolCall
-from etude.run.engines import engine_url, spawn_engine
 from etude.sandbox.base import ApplyFailed
+from tests.helpers.engines import served
 from tests.helpers.speakers import MemoryBox, a_task
 
 MODEL = Path(__file__).parents[2] / "models" / "nano-apply"
@@ -57,11 +57,9 @@ def test_a_sketch_that_cannot_be_laid_changes_nothing(path: str, sketch: str, wh
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("apply")
-    child = spawn_engine(ServerConfig(model=str(MODEL), port=0, threads=1, cache_mb=64), folder)
-    yield engine_url(child, folder)
-    child.stop(20)
+def url():
+    with served(MODEL, EngineConfig(cache_mb=64)) as url:
+        yield url
 
 
 def test_a_model_behind_a_server_applies_the_sketch(url: str) -> None:

@@ -61,7 +61,7 @@ after = false
 """
 VICTIMS = ("etude.cli.main", "etude.trainer.rl.process", "etude.inference.server.server", "zygote")
 KINDS = {
-    "checkpoint": "outputs/run/checkpoints/*/trainer.safetensors",
+    "checkpoint": "outputs/run/checkpoints/*/*",
     "blob": "outputs/run/rollouts/0000000[67]/*.msgpack",  # of groups that were not trained on yet
     "manifest": "outputs/run/weights/versions/*.json",
     "ledger": "outputs/run/ledger.db",
@@ -261,7 +261,7 @@ class Chaos:
         if code == 0:
             said = [line for line in output.splitlines() if line.startswith("etude: ")]
             result.ended = said[0][:200] if said else "ended as if nothing had been"
-            other = said and kind in ("checkpoint", "config")  # than the undisturbed run's, and said to be
+            other = said and kind == "config"  # than the undisturbed run's, and said to be
             whole(folder, None if other else want, 6 * STEPS)
 
     def restart(self, folder: Path, rng: random.Random, result: Result) -> None:

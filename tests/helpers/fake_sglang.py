@@ -23,7 +23,8 @@ from starlette.routing import Route
 from etude.config import EngineConfig
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
-from etude.models.loading import expert_layers, load_model, named_tensors
+from etude.models.files import expert_layers
+from etude.models.loading import load_model, named_tensors
 from tests.helpers.http_apps import answering
 
 FIELDS = {

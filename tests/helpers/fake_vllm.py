@@ -8,6 +8,7 @@ import asyncio
 import base64
 import io
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ from etude.config import EngineConfig
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
 from etude.inference.vllm.worker import Following, WorkerExtension
-from etude.models.loading import expert_layers, load_model, named_tensors
+from etude.models.files import expert_layers
+from etude.models.loading import load_model, named_tensors
 from etude.records import Generation
 from etude.store import open_store
 from etude.weights.manifest import newest
@@ -51,6 +53,7 @@ class FakeVllm:
     salts: list[str] = field(default_factory=list[str])
     answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict[str, list[dict[str, Any]]])  # spans
     calls: list[str] = field(default_factory=list[str])
+    token_seconds: float = 0.0  # that a token takes longer
     _live: dict[str, int] = field(default_factory=dict[str, int])
     _names: dict[int, str] = field(default_factory=lambda: {-1: "default"})
     _worker: WorkerExtension | None = None
@@ -111,6 +114,7 @@ class FakeVllm:
 
         def count(token: int, _: float) -> None:
             self._live[key] += 1
+            time.sleep(self.token_seconds)
             loop.call_soon_threadsafe(came.put_nowait, token)
 
         sequence = self.engine.submit(request, count)

@@ -20,6 +20,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from etude.trainer import checkpoint
 from tests.helpers.speakers import ADDED, SPECIAL, TEMPLATE, write_model
 
 SIZES = {
@@ -83,3 +84,10 @@ def write_folder(
     random_weights(kind, size, dtype, seed, **options).save_pretrained(folder)
     write_model(folder, big_tokenizer(size), template)  # its generation configuration over the model's
     return folder
+
+
+def state_of(output: Path) -> dict[str, torch.Tensor]:
+    """The newest state that a stage has saved for resuming."""
+    newest = checkpoint.load_newest(output / "checkpoints")
+    assert newest is not None
+    return newest[1]

@@ -1,13 +1,7 @@
-"""What the stock clients of others get from a server of ours, as JSON: `PYTHON stock_clients.py URL`. PYTHON is that of
-an environment of their own, which has no etude."""
+"""What the stock clients of others get from a server of ours, as JSON: `PYTHON stock_clients.py URL CLIENT...`."""
 
-import importlib.metadata
 import json
 import sys
-
-import anthropic
-import litellm
-import openai
 
 URL = sys.argv[1]
 ASK = [
@@ -20,6 +14,8 @@ SCHEMA = {
 
 
 def of_openai():
+    import openai
+
     client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
     chat = {"model": "nano", "messages": ASK, "seed": 3, "temperature": 0.0, "max_tokens": 200}
     call = client.chat.completions.create(**chat).choices[0].message.tool_calls[0]
@@ -45,6 +41,8 @@ def of_openai():
 
 
 def of_anthropic():
+    import anthropic
+
     client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
     options = {"model": "nano", "max_tokens": 100, "messages": ASK}
     message = client.messages.create(**options, extra_body={"temperature": 0.0})
@@ -66,6 +64,8 @@ def of_anthropic():
 
 
 def of_litellm():
+    import litellm
+
     litellm.suppress_debug_info = True
     common = {"messages": ASK, "max_tokens": 200, "temperature": 0.0, "api_key": "none"}
     found = {}
@@ -86,6 +86,4 @@ def of_litellm():
     return found | {"responses": answer.status}
 
 
-names = ("openai", "anthropic", "litellm", "mini-swe-agent")
-versions = {name: importlib.metadata.version(name) for name in names}
-print(json.dumps({"versions": versions, "openai": of_openai(), "anthropic": of_anthropic(), "litellm": of_litellm()}))
+print(json.dumps({name: globals()[f"of_{name}"]() for name in sys.argv[2:]}))

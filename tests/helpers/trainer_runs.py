@@ -132,6 +132,20 @@ def admit(run: Path, config: RLConfig, index: int, version: int, episodes: list[
     """Admits a group, and finishes its members with these episodes."""
     ledger = Ledger.open(f"sqlite:///{run}/ledger.db", config.name)
     ledger.admit(index, "t", len(episodes), version)
+    _finish(ledger, run, episodes)
+    ledger.close()
+
+
+def admit_alone(run: Path, config: RLConfig, first: int, version: int, episodes: list[Episode]) -> None:
+    """Admits a group for each of the episodes, from index `first` on, and finishes it."""
+    ledger = Ledger.open(f"sqlite:///{run}/ledger.db", config.name)
+    for index in range(first, first + len(episodes)):
+        ledger.admit(index, "t", 1, version)
+    _finish(ledger, run, episodes)
+    ledger.close()
+
+
+def _finish(ledger: Ledger, run: Path, episodes: list[Episode]) -> None:
     leases = ledger.lease("test", len(episodes), 60.0)
     for lease, e, blob in zip(leases, episodes, keep(run, episodes), strict=True):
         assert ledger.finish(
@@ -145,17 +159,18 @@ def admit(run: Path, config: RLConfig, index: int, version: int, episodes: list[
             metrics=e.metrics,
             flags=e.flags,
         )
-    ledger.close()
 
 
 def step(trainer: Trainer, prompts: int = 1) -> None:
-    """One step of the trainer on the groups that are ready, up to the durable manifest."""
+    """One step of the trainer on the groups that are ready, up to the durable manifest and checkpoint."""
     trainer.clock.begin()
     loaded = trainer.load(trainer.ledger.ready_groups(prompts, in_order=True))
     judge = partial(trainer.guards.judge, probes=loaded.probes)
     result = train_step(trainer.learner, loaded.batch, trainer.config, trainer.version, 0.0, judge=judge)
     trainer.commit(loaded, result)
     trainer.settle(wait=True)
+    trainer.writer.wait()
+    trainer.publisher.finish_anchor()  # else it is still being written while a test copies the run
 
 
 def engine_of(config: RLConfig, tensors: dict[str, torch.Tensor], version: int) -> Engine:

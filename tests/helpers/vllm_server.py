@@ -20,7 +20,7 @@ START_SECONDS = float(os.environ.get("ETUDE_VLLM_START_SECONDS", "900"))
 
 needs_vllm = [
     pytest.mark.vllm,
-    pytest.mark.slow,
+    pytest.mark.release,
     pytest.mark.skipif(PYTHON is None, reason="ETUDE_VLLM_PYTHON names no Python with vLLM (docs/weights.md)"),
 ]
 

@@ -89,6 +89,14 @@ def test_batching_and_chunked_prefill_change_nothing(model):
         assert_same(generation, run(Engine(model), request)[0])
 
 
+def test_two_threads_compute_the_same(model):
+    """Beside one thread, long runs are PyTorch's where kernels of one thread would be slower."""
+    request = Request(ids=prompt(400), max_tokens=4, temperature=0.0)
+    alone = run(Engine(model, EngineConfig(speculate=False)), request)[0]
+    torch.set_num_threads(2)
+    assert_same(run(Engine(model, EngineConfig(speculate=False)), request)[0], alone)
+
+
 def test_groups_prefill_their_prompt_once(model):
     engine = Engine(model)
     ids = prompt(75)

@@ -11,11 +11,9 @@ from tokenizers import Tokenizer
 
 from etude.config import EngineConfig
 from etude.inference.engine.loading import load_engine
-from etude.inference.server.server import build_app
-from etude.inference.server.weights import WeightWatcher
 from etude.protocol.client import EngineClient, EngineError
 from etude.protocol.wire import GenerateRequest
-from tests.helpers.http_apps import guarded
+from tests.helpers.engines import serving
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
 SECONDS = 120.0
@@ -37,11 +35,8 @@ def url(poison):
             raise IndexError("no such row")
 
     engine.model.get_decoder().register_forward_pre_hook(before, with_kwargs=True)
-    engine.start()
-    with guarded(build_app(engine, WeightWatcher(engine, None), NANO)) as port:
-        yield f"http://127.0.0.1:{port}"
-    assert engine.failure is None
-    engine.close()
+    with serving(engine, NANO) as url:
+        yield url
 
 
 def test_ids_beside_others(url, poison):

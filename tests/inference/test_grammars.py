@@ -12,6 +12,7 @@ from etude.protocol.access import Refusal
 from etude.renderers import renderer_for
 from etude.renderers.base import load_tokenizer
 from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
+from tests.renderers.families import FAMILIES
 
 SCHEMA = {
     "type": "object",
@@ -73,6 +74,87 @@ def test_a_forced_call_is_parsed_and_fits_its_schema(hermes, seed):
         assert fits(call.arguments) if call.name == "first" else (call.name, call.arguments) == ("second", {})
     (call,) = renderer.parse(walked(grammars, grammars.of_call(renderer, TOOLS[:1]), seed), "stop").calls
     assert call.name == "first"
+
+
+TAGGED = {
+    "type": "object", "required": ["kind", "n"],
+    "properties": {
+        "text": {"type": "string", "description": "Any."}, "kind": {"type": "string", "enum": ["a</b", "x\ny"]},
+        "n": {"type": "integer", "minimum": 3, "maximum": 5}, "deep": {"$ref": "#/$defs/deep", "type": "object"},
+    },
+    "$defs": {"deep": {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}},
+}  # fmt: skip
+EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
+SECOND = {"type": "function", "function": {"name": "second", "parameters": EMPTY}}
+TAGGED_TOOLS = [{"type": "function", "function": {"name": "first", "parameters": TAGGED}}, SECOND]
+FREE = 'a <b> </c> </function> "q" ü\n\n\tif x:\n'
+
+
+def of_call(name, arguments):
+    function = {"name": name, "arguments": arguments}
+    return {
+        "role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]
+    }  # fmt: skip
+
+
+def family(name, folder):
+    return of_folder(next(family for family in FAMILIES if family.name == name).write(folder / name))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-coder", "qwen3.6", "seed-oss", "glm-4.5", "deepseek-v3.2"])
+def test_a_forced_call_between_tags(tmp_path, name):
+    """The grammar takes the calls that the template writes and refuses those that do not fit; a random walk through it
+    is read as a call that fits."""
+    renderer, grammars = family(name, tmp_path)
+    simple = json.loads(json.dumps(TAGGED))
+    del simple["properties"]["text"], simple["properties"]["deep"]
+    lark = grammars.of_call(renderer, TAGGED_TOOLS)
+
+    def allowed(function, arguments):
+        ids = renderer.turn(of_call(function, arguments))
+        while ids[-1] in renderer.stop_ids:
+            ids.pop()
+        assert [c.arguments for c in renderer.parse(ids, "stop", TAGGED_TOOLS).calls] == [arguments]
+        matcher = grammars.matcher(lark, "x")
+        return all(map(matcher.consume_token, ids)) and matcher.is_accepting()
+
+    assert allowed("first", {"text": FREE, "kind": "x\ny", "n": 4})
+    assert allowed("first", {"kind": "a</b", "n": 3})
+    assert allowed("second", {})
+    if name in ("qwen3", "qwen3.6", "glm-4.5"):  # the others write {'a': 1}
+        assert allowed("first", {"kind": "a</b", "n": 3, "deep": {"a": 1}})
+    assert not allowed("first", {"kind": "x\ny", "n": 6})
+    assert not allowed("first", {"kind": "other", "n": 4})
+    assert not allowed("first", {"n": 4})
+    assert not allowed("second", {"x": 1})
+    names = set()
+    walkable = {"type": "function", "function": {"name": "first", "parameters": simple}}
+    lark = grammars.of_call(renderer, [walkable, SECOND])
+    for seed in range(5):
+        (call,) = renderer.parse(walked(grammars, lark, seed), "stop", TAGGED_TOOLS).calls
+        names.add(call.name)
+        if call.name == "first":
+            assert call.arguments["kind"] in ("a</b", "x\ny")
+            assert call.arguments["n"] in (3, 4, 5)
+    assert names == {"first", "second"}
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "sentence"),
+    [
+        ("seed-oss", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "'a' of first has 'pattern'"),
+        ("seed-oss", {"properties": {"a": {"$ref": "#/x"}}}, "'a' of first has '[$]ref'"),
+        ("seed-oss", {"properties": {"a": {"type": "string"}}, "minProperties": 1}, "of first have 'minProperties'"),
+        ("seed-oss", {"properties": {"a": 1}}, "no JSON schema of an object"),
+        ("seed-oss", {"required": "a"}, "no JSON schema of an object"),
+        ("seed-oss", {"properties": {"a": {"type": [{}], "anyOf": 1}}}, "'a' of first has 'anyOf'"),
+        ("lfm2", {}, "as JSON or between tags"),
+    ],
+)
+def test_calls_that_cannot_be_forced_are_refused_by_name(tmp_path, name, schema, sentence):
+    renderer, grammars = family(name, tmp_path)
+    with pytest.raises(Refusal, match=sentence):
+        grammars.of_call(renderer, [{"type": "function", "function": {"name": "first", "parameters": schema}}])
 
 
 def test_json_or_a_call(hermes):

@@ -466,6 +466,17 @@ def test_what_is_not_done_is_refused(nano_http, row):
             assert error["param"] == row.param
 
 
+@pytest.mark.parametrize("route", [CHAT, RESPONSES, MESSAGES])
+def test_an_answer_has_the_name_that_a_gateway_gives_it(nano_http, route):
+    name = "01K0000000000000000000000" + str((CHAT, RESPONSES, MESSAGES).index(route))
+    nano_http.headers["x-etude-turn"] = name
+    try:
+        assert Asker(nano_http)(route)["id"].endswith(f"_{name}" if route != CHAT else f"-{name}")
+    finally:
+        del nano_http.headers["x-etude-turn"]
+    assert name not in Asker(nano_http)(route)["id"]
+
+
 def test_the_documentation_has_this_table():
     text = DOCS.read_text()
     assert text[text.index(BEGIN) + len(BEGIN) : text.index(END)] == table()

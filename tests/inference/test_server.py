@@ -253,7 +253,6 @@ def test_a_prediction_changes_nothing_but_usage(chat, http):
         details = same.usage.completion_tokens_details
         assert 0 <= details.accepted_prediction_tokens <= same.usage.completion_tokens
         assert details.rejected_prediction_tokens >= 0
-        assert details.accepted_prediction_tokens > 0 or content != text
     chunks = chat.completions.create(
         **completion, stream=True, stream_options={"include_usage": True}, n=1, stop=[text[30:34]],
         extra_body={"prediction": {"type": "content", "content": text}},

@@ -1,5 +1,8 @@
 """Speculative edits: whatever is drafted, a sequence says what it would have said without."""
 
+from pathlib import Path
+
+import httpx2
 import msgspec
 import numpy as np
 import pytest
@@ -9,12 +12,15 @@ from etude.config import EngineConfig
 from etude.inference.engine.costs import CostCurve
 from etude.inference.engine.drafts import DraftSource
 from etude.inference.engine.engine import Engine
+from etude.inference.engine.loading import load_engine
 from etude.inference.engine.requests import Request
 from etude.inference.engine.sampling import MARGIN, sample
 from etude.inference.engine.speculation import accepted_length
 from etude.models import attention, experts
+from tests.helpers.engines import serving
 from tests.helpers.tiny_models import random_model
 
+NANO = Path(__file__).parents[2] / "models" / "nano"
 TOLERANCE = 2e-4  # as in test_engine.py
 PLAIN = EngineConfig(speculate=False)
 FLAT = CostCurve([1, 512], [1.0, 1.5])  # drafts pay
@@ -261,15 +267,25 @@ def test_bad_sources_are_refused(model):
         Engine(model).submit(drafted(Request(ids=[1], max_tokens=1), [5, 97]))
 
 
+def test_a_right_prediction_over_http_is_accepted():
+    engine = load_engine(NANO, EngineConfig(cache_mb=64))
+    engine.runner.speculation.curve = FLAT
+    asked = {"prompt": "def chunk(array, size):\n", "temperature": 0.0, "max_tokens": 60}
+    with serving(engine, NANO) as url, httpx2.Client(base_url=url, timeout=120) as http:
+        text = http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+        prediction = {"prediction": {"type": "content", "content": text}}
+        same = http.post("/v1/completions", json=asked | prediction).json()
+    assert same["choices"][0]["text"] == text
+    assert same["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+
+
 @pytest.mark.release
 @pytest.mark.slow
 def test_450_edits_in_float32_without_a_mismatch():
     """Plain greedy answers of the bundled model, edited in several places, are the drafts of the same requests."""
-    from pathlib import Path
-
     from etude.models.loading import load_model
 
-    model = load_model(Path(__file__).parents[2] / "models" / "nano")
+    model = load_model(NANO)
     rng = np.random.default_rng(0)
     requests = [Request(ids=rng.integers(32, 4096, 40).tolist(), max_tokens=60, temperature=0.0) for _ in range(450)]
     plain = run(Engine(model, EngineConfig(max_batch=32, speculate=False)), *requests)

@@ -17,8 +17,11 @@ from etude.errors import UserError
 from etude.inference.vllm.feed import feed
 from etude.inference.vllm.layout import check_plain, live_tensors
 from etude.inference.vllm.worker import Following, WorkerExtension
+from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends.vllm import NotLive
 from etude.store import open_store
+from etude.weights.adapters import base_schema
+from etude.weights.manifest import newest
 from etude.weights.publisher import Publisher
 from etude.weights.receiver import Receiver
 from etude.weights.ulpd.digest import digest
@@ -27,6 +30,8 @@ from tests.helpers.feeder import Feeder
 from tests.helpers.http_apps import answering
 from tests.helpers.small_tensors import copies, nudged
 from tests.helpers.stacked_model import EXPERTS, WORDS, Stacked, checkpoint, files
+from tests.helpers.tiny_models import save_random_model
+from tests.weights.test_adapters import Publishing
 
 PUBLISHED = schema_of(checkpoint(0))
 
@@ -320,3 +325,48 @@ def test_a_server_without_development_mode_says_what_to_do(store):
 def test_no_server_is_one_sentence(store):
     with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9 does not answer.*start it, or look at its log"):
         feed("http://127.0.0.1:9", store, once=True)
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+
+class StackedAttention(torch.nn.Module):
+    """The weights of a checkpoint with each layer's queries, keys and values in one tensor, as vLLM keeps them."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        super().__init__()
+        self.held, self.rows = {}, {}
+        for name, tensor in tensors.items():
+            kind = next((k for k in ("q_proj", "k_proj", "v_proj") if f"{k}.weight" in name), None)
+            key = name if kind is None else name.replace(kind, "qkv_proj")
+            start = 0 if key not in self.held else len(self.held[key])
+            self.rows[name] = key, slice(start, start + len(tensor))
+            self.held[key] = torch.cat([self.held[key], tensor]) if key in self.held else tensor.clone()
+        for key, tensor in self.held.items():
+            self.register_parameter(key.replace(".", "_"), torch.nn.Parameter(tensor, False))
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            key, rows = self.rows[name]
+            getattr(self, key.replace(".", "_")).data[rows].copy_(tensor)
+
+
+def test_a_vllm_worker_adds_adapters_to_its_stacked_weights(tmp_path):
+    base, store = save_random_model(tmp_path / "base", "qwen3"), open_store(str(tmp_path / "weights"))
+    trainer = Publishing(base, store)
+    trainer.publish(0)
+    model = StackedAttention(named_tensors(load_model(base, dtype=torch.bfloat16)))
+    live = live_tensors(model, base_schema(store, newest(store)))
+    worker = WorkerExtension()
+    worker._etude = Following((store.url, "", ""), model, live, Receiver(store, live))
+    for version in (0, 2):
+        while newest(store).version < version:
+            trainer.publish(newest(store).version + 1)
+        worker.etude_stage(str(version))
+        worker._etude.thread.join(60)
+        published = newest(store)
+        assert worker.etude_swap(str(version)) == {"version": version, "digest": published.live}
+        assert worker.etude_digest() == {"version": version, "digest": published.live}
+    for name, tensor in named_tensors(trainer.model).items():
+        key, rows = model.rows[name]
+        assert torch.equal(getattr(model, key.replace(".", "_"))[rows].float(), tensor), name

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from etude.errors import UserError
-from etude.models.loading import expert_layers, load_model, named_tensors
+from etude.models.files import expert_layers
+from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends.base import EngineError
 from etude.protocol.backends.sglang import SglangBackend
 from etude.protocol.client import EngineClient

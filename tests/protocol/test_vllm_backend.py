@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from etude.errors import UserError
-from etude.models.loading import expert_layers, load_model, named_tensors
+from etude.models.files import expert_layers
+from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends.base import EngineLost, KeptKeys, spans_to_versions
 from etude.protocol.backends.vllm import VllmBackend, WeightsOf
 from etude.protocol.client import EngineClient, EngineError
@@ -61,11 +62,13 @@ def test_requests_swaps_versions_experts_and_scores(server, published):
                 GenerateRequest(ids=IDS, max_tokens=300, seed=n, session=f"s{n % 4}", routes_from=10 if n else None)
                 for n in range(8)
             ]
+            fake.token_seconds = 0.01  # 24 s for all of them, so that both versions come while they run
             running = [asyncio.create_task(client.generate(request, SECONDS)) for request in requests]
             for version in (1, 2):
                 while (await client.health(url))["running"] < 8 and not any(task.done() for task in running):
                     await asyncio.sleep(0.01)
                 await client.bring(url, version)
+            fake.token_seconds = 0.0
             late = await client.generate(GenerateRequest(ids=IDS, max_tokens=2, session="late"), SECONDS)
             kept = await client.generate(GenerateRequest(ids=IDS, max_tokens=2, session="s1"), SECONDS)
             score = await client.score(url, [IDS, IDS[:9]], SECONDS)
@@ -96,6 +99,33 @@ def test_requests_swaps_versions_experts_and_scores(server, published):
     assert len(set(fake.salts) - {fake.salts[0]}) == 2, "the trial's, and those of sessions begun under 0 and 2"
     assert (score.version, score.digest) == (2, digests[2])
     assert [len(logprobs) for logprobs in score.logprobs] == [49, 8]
+
+
+def test_probes_show_an_error_of_decoding(server, published, monkeypatch):
+    (url, fake), (store, _) = server, published
+    right = fake._answer
+
+    def off(key, generation, body):
+        answer = right(key, generation, body)
+        for entry in answer["choices"][0]["logprobs"]["content"]:
+            entry["logprob"] -= 0.5
+        return answer
+
+    async def play():
+        async with EngineClient([url], backend=backend(store)) as client:
+            await client.bring(url, 2)
+            passed = await client.score(url, [IDS, IDS[:9]], SECONDS)
+            decoded = await client.score(url, [IDS, IDS[:9]], SECONDS, decoded=True)
+            monkeypatch.setattr(fake, "_answer", off)
+            return passed, decoded, await client.score(url, [IDS, IDS[:9]], SECONDS, decoded=True)
+
+    passed, decoded, wrong = (scores.logprobs for scores in asyncio.run(play()))
+    for i, count in enumerate((25, 4)):  # half of each
+        # Float32: decoding steps and a whole pass sum in another order.
+        assert np.allclose(decoded[i], passed[i], atol=1e-4)
+        error = np.subtract(wrong[i], passed[i])
+        assert np.allclose(error[-count:], -0.5, atol=1e-4)
+        assert not error[:-count].any()
 
 
 def test_a_streamed_answer_is_that_of_one_piece(server, published):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.config import AgentConfig, ServerConfig
+from etude.config import AgentConfig, EngineConfig
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox
 from etude.harness.loop import Sampling
@@ -23,8 +23,8 @@ from etude.records import Budget, Episode, Generation, Outcome, StopReason
 from etude.renderers import Renderer
 from etude.rollout.agent import open_agent
 from etude.rollout.episode import EpisodeId, RolloutContext, run_episode
-from etude.run.engines import engine_url, spawn_engine
 from etude.tasks.dataset import Dataset
+from tests.helpers.engines import served
 from tests.helpers.speakers import PATH, Speaker, a_task
 from tests.helpers.tiny_models import save_random_model
 
@@ -49,13 +49,11 @@ TALK = f"python3 -c {shlex.quote(TALKER)}"
 
 
 @pytest.fixture(scope="module")
-def engine(hermes_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def engine(hermes_folder: Path) -> Iterator[str]:
     """The URL of an inference server with a small random model that has the tokenizer of the hermes tests."""
-    folder = tmp_path_factory.mktemp("engine")
     save_random_model(hermes_folder, "qwen3", vocab_size=1280, max_position_embeddings=8192, eos_token_id=1)
-    child = spawn_engine(ServerConfig(model=str(hermes_folder), port=0, threads=1, cache_mb=64), folder)
-    yield engine_url(child, folder)
-    child.stop(20)
+    with served(hermes_folder, EngineConfig(cache_mb=64)) as url:
+        yield url
 
 
 class Forced:

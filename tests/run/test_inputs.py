@@ -65,3 +65,11 @@ def test_a_type_that_engines_would_round(tmp_path):
     model = save_random_model(tmp_path, "qwen3", dtype=torch.float32)
     said = refused(model, inference={"dtype": "bfloat16"})
     assert "is stored in float32, and engines that compute in bfloat16 would round its versions" in said
+
+
+def test_what_only_the_live_loop_has(tmp_path):
+    model = save_random_model(tmp_path, "qwen3")
+    assert "it is for `etude live train`" in refused(model, trainer={"baseline": "given"})
+    assert "name a folder" in refused(model, distill={"teacher": "self"})
+    assert "nowhere" in refused(model, distill={"teacher": str(tmp_path / "nowhere")})
+    check_inputs(config(model, distill={"teacher": str(model)}))

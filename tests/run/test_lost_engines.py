@@ -67,7 +67,7 @@ class Watched:
         )
         monkeypatch.setattr(versions, "_PATIENCE", 0.05)
         monkeypatch.setattr(versions, "SILENT_SECONDS", 0.1)
-        monkeypatch.setattr(versions, "read", lambda store, version: SimpleNamespace(digest="d"))
+        monkeypatch.setattr(versions, "read", lambda store, version: SimpleNamespace(live="d"))
         monkeypatch.setattr(versions, "versions", lambda store, after: list(range(after + 1, published + 1)))
 
     async def look(self, until: Any) -> None:
@@ -103,7 +103,7 @@ def test_a_run_goes_on_while_one_engine_serves_and_takes_the_other_back_when_it_
         await watched.look(lambda: not watched.lost())
         assert {watched.client._server(str(n), None) for n in range(2)} <= {A, B}
         servers.fault = {A: fault, B: fault}
-        with pytest.raises(RunFailed, match=r"the engine at http://. (has not answered|failed).* --resume RUN"):
+        with pytest.raises(RunFailed, match=r"engine at http://. is lost: (has not answered|failed).* --resume RUN"):
             await watched.look(lambda: False)
         await watched.engines.aclose()
 
@@ -130,7 +130,7 @@ def test_a_server_that_was_started_anew_plays_again_when_it_has_caught_up(monkey
 def test_an_engine_with_other_tensors_ends_the_run_whatever_else_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         watched = Watched(monkeypatch)
-        monkeypatch.setattr(versions, "read", lambda store, version: SimpleNamespace(digest="other"))
+        monkeypatch.setattr(versions, "read", lambda store, version: SimpleNamespace(live="other"))
         with pytest.raises(RunFailed, match="serves other tensors than version 3 has"):
             await watched.look(lambda: False)
         await watched.engines.aclose()
@@ -186,6 +186,7 @@ def test_one_dead_process_of_several_engines_is_no_end(monkeypatch: pytest.Monke
         check_processes(watched.run)
         check_processes(watched.run)
         assert watched.lost() == [A]
+        assert versions._fault(watched.engines.states[0]) == "it was killed; see LOG", "whoever sees it first says why"
         children[1].exit_code = 1
         with pytest.raises(RunFailed, match="it was killed; nothing is lost: continue with"):
             check_processes(watched.run)

@@ -127,19 +127,21 @@ def test_episodes_keep_their_tokens(undisturbed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "failpoint",
+    ("failpoint", "every"),
     [
-        "trainer.stepped:2",
-        "trainer.checkpointed:2",
-        "publisher.payload:2",
-        "publisher.manifest:2",
-        "trainer.published:2",
-        "trainer.consumed:2",
-        "controller.finished:8",
+        ("trainer.stepped:2", 1),
+        ("checkpoint.complete:2", 1),
+        ("publisher.payload:2", 1),
+        ("publisher.manifest:2", 2),
+        ("trainer.published:3", 4),
+        ("trainer.consumed:3", 4),
+        ("controller.finished:8", 1),
     ],
 )
-def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(undisturbed, tmp_path, failpoint):
-    code, output = finished(start(tmp_path, failpoint=failpoint))
+def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(undisturbed, tmp_path, failpoint, every):
+    """`every`: versions between two checkpoints, of which a resume computes those since again."""
+    config = CONFIG.replace("[trainer]\n", f"[trainer]\ncheckpoint_every = {every}\n")
+    code, output = finished(start(tmp_path, config=config, failpoint=failpoint))
     assert code != 0, output
     if not failpoint.startswith("controller"):
         assert "the trainer was killed by SIGKILL" in output

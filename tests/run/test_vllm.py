@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from etude.models.loading import expert_layers, load_model, named_tensors
+from etude.models.files import expert_layers
+from etude.models.loading import load_model, named_tensors
 from etude.protocol.backends.vllm import VllmBackend, VllmServer, WeightsOf
 from etude.protocol.client import EngineClient
 from etude.protocol.wire import GenerateRequest
@@ -47,7 +48,7 @@ def checked(folder: Path, output: str, steps: int) -> None:
     assert all(line["off_policy/max"] <= 1 for line in lines), lines
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_a_run_on_vllms_protocol_outlives_one_of_its_servers(tmp_path):
     with fake_vllm(NANO) as (url, one), fake_vllm(NANO) as (behind, two), linked(behind) as (broken, link):
         link.fault = lambda method, path: "lose" if len(two.answers) >= 3 else ""

@@ -135,7 +135,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dataset.Dataset:
-    options = BuildConfig(max_tasks=8, kinds=("mutation", "removal"), min_lines=2, heldout_fraction=0.3)
+    options = BuildConfig(max_tasks=5, kinds=("mutation", "removal"), min_lines=2, heldout_fraction=0.3)
     return build(repository, tmp_path_factory.mktemp("built") / "shelf", options, quiet)
 
 
@@ -180,7 +180,7 @@ def test_parents_and_namesakes_are_no_tests_of_their_own() -> None:
 
 
 def test_tasks(built: dataset.Dataset) -> None:
-    assert len(built.tasks) == 8
+    assert len(built.tasks) == 5
     assert {task.kind for task in built.tasks} == {"mutation", "removal"}
     shown = (built.repository / "test/index.test.js").read_text()
     for task in built.tasks:

@@ -245,7 +245,7 @@ def overlap(data: Dataset) -> set[str]:
 
 
 def test_feature_and_class_tasks(repository: Path, tmp_path: Path) -> None:
-    options = BuildConfig(max_tasks=20, kinds=("feature", "class", "mutation"), visible="half", heldout_fraction=0.4)
+    options = BuildConfig(max_tasks=12, kinds=("feature", "class", "mutation"), visible="half", heldout_fraction=0.4)
     data = build(repository, tmp_path / "out", options, quiet)
     assert {task.kind for task in data.tasks} == {"feature", "class", "mutation"}
     assert overlap(data) == set()

@@ -8,7 +8,8 @@ import torch
 
 from etude.errors import RunFailed
 from etude.records import Episode, Fork, Group, Outcome, Segment, StopReason, segment_digest
-from etude.trainer.rl.batch import advantages, collate, make_batch, token_rows, turn_advantages, with_shared_prefixes
+from etude.trainer.rl.advantages import advantages, turn_advantages
+from etude.trainer.rl.batch import collate, make_batch, token_rows, with_shared_prefixes
 
 
 def segment(

@@ -1,4 +1,4 @@
-"""A trainer whose newest checkpoint is damaged goes on from the last good one, and says so."""
+"""A trainer whose newest checkpoint is damaged goes on from the last good one, bit for bit, and says so."""
 
 import json
 import shutil
@@ -9,8 +9,10 @@ import torch
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
 from etude.store import open_store
+from etude.trainer import checkpoint
 from etude.trainer.rl.process import Trainer
 from etude.weights.manifest import ManifestDamaged, manifests
+from etude.weights.ranks import Ranks
 from tests.helpers.trainer_runs import admit, engine_of, new_run, play, step
 
 
@@ -45,8 +47,8 @@ def flipped(path, place):
 
 
 def damage(folder, how):
-    path = folder / "checkpoints/step_2/trainer.safetensors"
-    if how == "bit":
+    path = folder / f"checkpoints/step_2/{'manifest.json' if how == 'manifest' else 'rank_0.safetensors'}"
+    if how in ("bit", "manifest"):
         flipped(path, len(path.read_bytes()) * 2 // 3)
     elif how == "header":
         flipped(path, 30)
@@ -56,19 +58,20 @@ def damage(folder, how):
         shutil.rmtree(path.parent)
 
 
-@pytest.mark.parametrize("how", ["bit", "header", "half", "missing"])
-def test_a_damaged_checkpoint_is_said_and_the_one_before_is_taken(run, how, capfd):
+@pytest.mark.parametrize("how", ["bit", "header", "half", "manifest", "missing"])
+def test_a_damaged_checkpoint_is_said_and_its_step_computed_again(run, how, capfd):
     folder, config, state = run
     damage(folder, how)
     trainer = Trainer(folder)
     said = capfd.readouterr().err
-    assert f"checkpoint 2 is {'missing' if how == 'missing' else 'damaged'}" in said
-    assert "the published weights and the optimizer of version 1" in said
+    assert ("checkpoint 2 is damaged" in said) == (how != "missing")
+    assert "the run goes on from checkpoint 1, and computes version 2 again" in said
+    assert "bit for bit" not in said
     assert trainer.version == 2
+    before, _ = checkpoint.load(folder / "checkpoints", 1)
     after = trainer.learner.optimizer.state()
-    norms = [n for n in state if n.startswith("master/")]
-    assert any(not torch.equal(after[n], state[n]) for n in state), "checkpoint 1 is like 2: the test is void"
-    assert all(torch.equal(after[n].bfloat16(), state[n].bfloat16()) for n in norms)
+    assert any(not torch.equal(before[n], state[n]) for n in state), "checkpoint 1 is like 2: the test is void"
+    assert all(torch.equal(after[n], state[n]) for n in state)
     one_step(trainer, folder, config)
     published = manifests(open_store(str(folder / "weights")))
     assert [m.groups for m in published] == [(), (0,), (1,), (2,)]
@@ -87,10 +90,35 @@ def test_an_undamaged_one_resumes_exactly(run, capfd):
 
 def test_without_a_whole_checkpoint_the_run_is_refused(run):
     folder, _, _ = run
-    for path in folder.glob("checkpoints/*/trainer.safetensors"):
+    for path in folder.glob("checkpoints/*/rank_0.safetensors"):
         flipped(path, -1)
     with pytest.raises(UserError, match=r"checkpoint 2 is damaged .* no older one is whole"):
         Trainer(folder)
+
+
+def test_where_an_episode_is_gone_the_published_weights_are_taken(run, capfd):
+    """And the optimizer as it was before."""
+    folder, config, state = run
+    damage(folder, "bit")
+    for blob in (folder / "rollouts/00000001").iterdir():
+        blob.unlink()
+    trainer = Trainer(folder)
+    said = capfd.readouterr().err
+    assert "note: the episode 00000001/0000-0.msgpack is gone" in said
+    assert "version 2 did not come out bit for bit; the published weights are taken" in said
+    after = trainer.learner.optimizer.state()
+    assert all(torch.equal(after[n].bfloat16(), state[n].bfloat16()) for n in state if n.startswith("master/"))
+    assert not all(torch.equal(after[n], state[n]) for n in state)
+    one_step(trainer, folder, config)
+
+
+def test_a_checkpoint_of_other_weights_than_were_published_is_not_taken(run, capfd):
+    folder, _, state = run
+    other = {name: t + (name.startswith("master/")) for name, t in state.items()}
+    checkpoint.write(folder / "checkpoints", 2, checkpoint.parts_of(other), Ranks(0, 1, "other"), {})
+    after = Trainer(folder).learner.optimizer.state()
+    assert "checkpoint 2 does not have the digest that was published; the run goes on from" in capfd.readouterr().err
+    assert all(torch.equal(after[n], state[n]) for n in state)
 
 
 def test_a_digit_of_a_manifests_groups_is_seen(run):

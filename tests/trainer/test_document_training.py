@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -45,6 +44,7 @@ from etude.trainer.finetune.documents import (
     predicting,
 )
 from etude.trainer.finetune.pretrain import save_tokenizer
+from tests.helpers.folders import state_of
 from tests.helpers.tiny_models import random_model
 
 TOLERANCE = 1e-5
@@ -280,7 +280,7 @@ def test_fine_tuning_on_documents_learns_and_resumes_bit_for_bit(base: Path, tmp
     assert (folder / "tokenizer.json").is_file()
     pretrain.sft(config(base, parts, 40_000, share=0.8), stop_after=7)
     pretrain.sft(config(base, parts, 40_000, share=0.8), resume=True)
-    one, two = load_file(whole / "state.safetensors"), load_file(parts / "state.safetensors")
+    one, two = state_of(whole), state_of(parts)
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 

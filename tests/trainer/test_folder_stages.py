@@ -22,10 +22,11 @@ from etude.corpus import packing
 from etude.errors import UserError
 from etude.models.activations import checkpoint_activations
 from etude.models.loading import load_model
+from etude.trainer import checkpoint
 from etude.trainer.finetune import folder as folders
 from etude.trainer.finetune import packed, pretrain
 from etude.trainer.finetune.config import MidtrainConfig, OptimConfig, SftConfig
-from tests.helpers.folders import big_tokenizer, random_weights, write_folder
+from tests.helpers.folders import big_tokenizer, random_weights, state_of, write_folder
 from tests.helpers.speakers import write_model
 
 ANSWERS = ("four", "nine", "seven")
@@ -191,17 +192,44 @@ def test_a_resumed_run_of_a_folder_equals_a_whole_one_bit_for_bit(tmp_path: Path
     parts = config(tmp_path, model, output=tmp_path / "parts", optim={"micro_batch": 1})
     first, second = pretrain.sft(whole), tmp_path / "parts"
     pretrain.sft(parts, stop_after=3)
-    (second / "metrics.jsonl").open("a").write('{"step": 4, "loss/token": 1.0}\n{"step": 5, "lo')  # killed here
+    with (second / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss/token": 1.0}\n{"step": 5, "lo')  # killed here
     (tmp_path / "chats.jsonl").write_text("{}")  # the rows are those of the beginning
     with pytest.raises(UserError, match="differs from that of"):
         pretrain.sft(parts.model_copy(update={"seed": 1}), resume=True)
     pretrain.sft(parts, resume=True)
-    for name in ("state.safetensors", "checkpoint/model.safetensors"):
-        one, two = load_file(tmp_path / "whole" / name), load_file(second / name)
+    of_models = [load_file(output / "checkpoint/model.safetensors") for output in (tmp_path / "whole", second)]
+    for one, two in ([state_of(tmp_path / "whole"), state_of(second)], of_models):
         assert one.keys() == two.keys()
         assert all(torch.equal(one[key], two[key]) for key in one)
     assert metrics(tmp_path / "whole") == metrics(second)
     assert first.name == "checkpoint"
+
+
+def test_sft_of_adapters_leaves_the_other_weights_and_a_resumed_run_equals_a_whole_one(tmp_path: Path) -> None:
+    model = write_folder(tmp_path / "model", "qwen3", 1300, torch.bfloat16)
+    lora = {"lora": {"rank": 4, "targets": ["q_proj", "up_proj"]}, "lr": 5e-2, "activation_checkpointing": True}
+    whole, parts = (config(tmp_path, model, output=tmp_path / name, optim=lora) for name in ("whole", "parts"))
+    pretrain.sft(whole)
+    pretrain.sft(parts, stop_after=2)
+    pretrain.sft(parts, resume=True)
+    outputs = tmp_path / "whole", tmp_path / "parts"
+    of_models = [load_file(output / "checkpoint/model.safetensors") for output in outputs]
+    for one, two in (list(map(state_of, outputs)), of_models):
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[key], two[key]) for key in one)
+    before, after = (load_file(one / "model.safetensors") for one in (model, tmp_path / "whole/checkpoint"))
+    moved = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"q_proj", "up_proj"}
+    assert {t.dtype for t in after.values()} == {torch.bfloat16}
+    losses = metrics(tmp_path / "whole")
+    assert losses[-1] < losses[0] - 0.1
+    assert all(".lora_" in name for name in state_of(outputs[0]))
+    wide = write_folder(tmp_path / "wide", "qwen3", 1300, torch.float32)
+    with pytest.raises(UserError, match='"bfloat16" would round them'):
+        pretrain.sft(config(tmp_path, wide, output=tmp_path / "other", optim=lora | {"dtype": "bfloat16"}))
+    with pytest.raises(ValueError, match="what a model has learned"):
+        MidtrainConfig(output=tmp_path / "new", optim=OptimConfig(lora=lora["lora"]))
 
 
 def test_bad_input_is_one_sentence_and_leaves_no_run(tmp_path: Path) -> None:
@@ -275,17 +303,18 @@ def test_a_killed_command_goes_on_bit_for_bit(tmp_path: Path) -> None:
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
 
     assert train("whole").wait(300) == 0
-    for wanted in ("config.json", "state.safetensors", "state.safetensors"):
-        seen = (outputs[1] / wanted).stat().st_mtime if (outputs[1] / wanted).exists() and wanted[0] == "s" else 0
+    states = outputs[1] / "checkpoints"
+    for saved in (False, True, True):
+        seen = checkpoint.versions(states)
         child = train("killed", *(["--resume"] if (outputs[1] / "config.json").exists() else []))
         until = time.monotonic() + 120
-        while not ((outputs[1] / wanted).exists() and (outputs[1] / wanted).stat().st_mtime > seen):
+        while checkpoint.versions(states) == seen if saved else not (outputs[1] / "config.json").exists():
             assert time.monotonic() < until
             assert child.poll() is None
             time.sleep(0.01)
         child.send_signal(signal.SIGKILL)
         child.wait()
     assert train("killed", "--resume").wait(300) == 0
-    one, two = (load_file(output / "state.safetensors") for output in outputs)
+    one, two = map(state_of, outputs)
     assert all(torch.equal(one[key], two[key]) for key in one)
     assert metrics(outputs[0]) == metrics(outputs[1])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.config import LossConfig, RolloutConfig
+from etude.config import LossConfig
 from etude.errors import UserError
 from etude.trainer.rl.loss import LossStats, LossTokens, policy_loss
 from etude.trainer.rl.mismatch import Mismatch
@@ -206,8 +206,7 @@ def tensors(episodes, current, name):
 
 
 def divisor_of(name, episodes):
-    rollout = RolloutConfig(prompts=P, group=G, tokens=L)
-    return divisor(PRESETS[name], rollout, sum(len(e.tokens) for e in episodes), 1.0)
+    return divisor(PRESETS[name], P * G, L, sum(len(e.tokens) for e in episodes))
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -72,7 +72,7 @@ def test_the_head_is_that_of_a_real_pass(tmp_path):
     assert head_bytes(_sizes_of(str(folder), "float32"), 1500) == pytest.approx(live.peak, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-4B"])
+@pytest.mark.parametrize("name", ["Qwen3-4B", "Qwen3-8B"])
 def test_recipes_for_one_gpu_fit_from_the_configuration_alone(tmp_path, name, capsys):
     """`--dry-run` in a folder with config.json and nothing else; weights are counted as the model card counts them."""
     folder, recipe = folder_of(tmp_path, SHAPES[name]), bundled(f"recipes/{name.lower()}-1x80g.toml")

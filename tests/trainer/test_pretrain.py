@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file
 
 from etude.corpus import build, packing
 from etude.corpus.dialect import IDS
@@ -19,6 +18,7 @@ from etude.errors import UserError
 from etude.trainer.finetune import config as pretrain_config
 from etude.trainer.finetune import loop, packed, pretrain
 from etude.trainer.finetune.config import CorpusConfig, MidtrainConfig, NewModelConfig, OptimConfig, SftConfig
+from tests.helpers.folders import state_of
 
 CODE = "\n\n\n".join(
     f"def f{i}(items, low={i}):\n    total = 0\n    for item in items:\n        if item > low:\n"
@@ -82,7 +82,7 @@ def test_interrupted_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp
     run(configs[0])
     run(configs[1], stop_after=4)
     run(configs[1], resume=True)
-    one, two = load_file(whole / "state.safetensors"), load_file(parts / "state.safetensors")
+    one, two = state_of(whole), state_of(parts)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[key], two[key]) for key in one)
     assert _losses(whole) == _losses(parts)

@@ -37,7 +37,7 @@ from etude.records import Episode, StopReason, decode
 from etude.store import Store, open_store
 from etude.trainer.rl.batch import document_fault, recorded_routes
 from etude.trainer.rl.rescoring import Keys, VersionPiece, chosen, logits, route_flips, set_weights
-from etude.weights.content import load
+from etude.weights.adapters import load_live
 from etude.weights.manifest import manifests
 
 FLOOR = {"float32": 1e-9, "bfloat16": 3e-4}
@@ -190,9 +190,12 @@ class _Case:
     published: list[int]
     _loaded: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._base = {name: t.clone() for name, t in named_tensors(self.model).items()}
+
     def tensors(self, version: int) -> dict[str, Tensor]:
         if version not in self._loaded:
-            self._loaded[version] = load(self.weights, version)[1]
+            self._loaded[version] = load_live(self.weights, version, self._base)[1].tensors()
         return self._loaded[version]
 
     @property

@@ -12,8 +12,9 @@ from etude.errors import UserError
 
 # Name of the command line -> module.
 BENCHMARKS = {
-    "async": "asynchrony", "documents": "documents", "edits": "edits", "engine": "engine", "mismatch": "mismatch",
-    "models": "models", "sandbox": "sandbox", "shared-prompt": "shared_prompt", "weights": "weights",
+    "async": "asynchrony", "documents": "documents", "edits": "edits", "engine": "engine", "live": "live",
+    "mismatch": "mismatch", "models": "models", "sandbox": "sandbox", "shared-prompt": "shared_prompt",
+    "weights": "weights",
 }  # fmt: skip
 
 

@@ -28,6 +28,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     models = check("models", "which architectures are computed exactly, and what is said of the others")
     models.add_argument("folder", type=Path, nargs="*", help="Hugging Face folders; default: a table of known families")
     models.add_argument("--docs", type=Path, metavar="FILE", help="write the table of families into this page")
+    by_name = "folders with tokenizer and chat template, by the names of the families' templates"
+    models.add_argument("--templates", type=Path, metavar="DIR", help=by_name)
     _add_sandbox(check("sandbox", "run the attack suite on this machine"))
     _add_parity(check("parity", "whether boxes can be told from production machines"))
 
@@ -40,7 +42,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         case "replay":
             return reports.show_replay(arguments.folder, arguments.episode, as_json=arguments.json)
         case "models":
-            return reports.show_models(arguments.folder, as_json=arguments.json, docs=arguments.docs)
+            return reports.show_models(
+                arguments.folder, as_json=arguments.json, docs=arguments.docs, templates=arguments.templates
+            )
         case "sandbox":
             return _sandbox(arguments)
         case "parity":

@@ -84,16 +84,20 @@ def show_replay(run: Path, names: Sequence[str], *, as_json: bool) -> int:
     return 0 if exact == len(replays) else 1
 
 
-def show_models(folders: Sequence[Path], *, as_json: bool, docs: Path | None = None) -> int:
+def show_models(
+    folders: Sequence[Path], *, as_json: bool, docs: Path | None = None, templates: Path | None = None
+) -> int:
     """Print the table of known families, or of model folders; exit code 1 if anything is wrong in silence. Raises
     UserError."""
     from etude.audit.architectures import page
     from etude.audit.architectures import table as architectures
 
-    if folders and docs is not None:
-        raise UserError("--docs writes the table of known families: give no folder with it.")
+    if folders and (docs is not None or templates is not None):
+        raise UserError("--docs and --templates are for the table of known families: give no folder with them.")
     made = []
-    for row in (architectures.examine(f.name, f) for f in folders) if folders else architectures.rows():
+    for row in (
+        (architectures.examine(f.name, f) for f in folders) if folders else architectures.rows(templates=templates)
+    ):
         made.append(row)
         print(json.dumps(asdict(row)) if as_json else _model_line(row), flush=True)
     counts = architectures.summary(made)

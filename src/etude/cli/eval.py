@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from etude.cli.flags import add_flags, from_flags
-from etude.config import EvalConfig, InferenceConfig, RolloutConfig, find_model, validate
+from etude.config import EvalConfig, InferenceConfig, ModelConfig, RolloutConfig, find_model, validate
 from etude.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +32,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--against", metavar="MODEL", help="a second model: paired difference, second minus first")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    add_flags(parser.add_argument_group("engine"), InferenceConfig, ENGINE)
+    engine = parser.add_argument_group("engine")
+    add_flags(engine, InferenceConfig, ENGINE)
+    add_flags(engine, ModelConfig, ("dialect",))
+    variables = "variables of the chat template as a JSON object, e.g. '{\"enable_thinking\": false}'"
+    engine.add_argument("--chat-template-kwargs", metavar="JSON", help=variables)
     budget = parser.add_argument_group(
         "budget of an episode, by default a small model's; with a chat API 50, 32000, 131072, 900"
     )
@@ -67,6 +72,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     named = [suite for suite in suites if str(suite) in ("retrieval", "fast-apply") or suite.suffix == ".parquet"]
     if named and len(suites) > 1:
         raise UserError(f"--suite {named[0]} is measured alone; several suites are task datasets")
+    rendered = _rendered(arguments)
+    if rendered and (named or any("://" in name for name in given)):
+        raise UserError("--dialect and --chat-template-kwargs belong to model folders that play tasks")
     if suites[0] == Path("retrieval"):
         return _retrieval(arguments, _folders(given), engine)
     if arguments.documents or arguments.repository or arguments.orders is not None:
@@ -84,9 +92,23 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     budget = {name: getattr(arguments, name) for name in BUDGET if hasattr(arguments, name)}
     measurement = Measurement(
         suites, from_flags(arguments, EvalConfig), validate(RolloutConfig, ample | budget, "etude eval").budget(),
-        arguments.split, arguments.seed, arguments.concurrency, arguments.output,
+        arguments.split, arguments.seed, arguments.concurrency, arguments.output, **rendered,
     )  # fmt: skip
     evaluate_models(models, measurement, engine, as_json=arguments.json)
+
+
+def _rendered(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The given options of the renderer. Raises UserError."""
+    found: dict[str, Any] = {"dialect": arguments.dialect} if hasattr(arguments, "dialect") else {}
+    if arguments.chat_template_kwargs is not None:
+        try:
+            variables = json.loads(arguments.chat_template_kwargs)
+        except ValueError:
+            variables = None
+        if not isinstance(variables, dict):
+            raise UserError("--chat-template-kwargs is a JSON object, such as '{\"enable_thinking\": false}'")
+        found["chat_template_kwargs"] = variables
+    return found
 
 
 def _folders(names: Sequence[str]) -> list[Path]:

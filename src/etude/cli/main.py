@@ -21,6 +21,7 @@ COMMANDS = {
     "eval": "measure a model on a task dataset",
     "serve": "serve a model over an OpenAI-compatible HTTP API",
     "weights": "inspect, verify, move and tidy the versions of a weight store",
+    "live": "learn from users, and release to them",
     "apply": "apply a sketched edit to a file",
     "export": "write the episodes of a run as ATIF trajectories, tokens included",
     "doctor": "check what this machine can do, and what its boxes refuse",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from etude.cli.flags import add_flags, from_flags, given
 from etude.config import ServerConfig, WeightSource, find_model, validate
 from etude.errors import UserError
+from etude.models.files import check_folder
 from etude.protocol.access import access_of, add_access_flags
 
 _OWN = [name for name in ServerConfig.model_fields if name not in ("model", "source")]
@@ -22,8 +24,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Serves until interrupted. Raises UserError for a bad folder, a taken port or flags that miss another."""
-    from etude.inference.server import server
-
     source, access = None, access_of(arguments)
     if following := given(arguments, WeightSource):
         if "weights" not in following:
@@ -31,4 +31,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
             raise UserError(f"{flags}: give the store with --weights, too")
         source = validate(WeightSource, following, "etude serve")
     model = str(find_model(arguments.model))
-    server.run(from_flags(arguments, ServerConfig, model=model, source=source), access)
+    config = from_flags(arguments, ServerConfig, model=model, source=source)
+    check_folder(Path(model))
+    from etude.inference.server import server
+
+    server.run(config, access)

@@ -62,6 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     fetch.add_argument("--base", type=Path, required=True, help="HF folder of the model that the run began with")
     fetch.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     fetch.add_argument("--version", type=int, help="default: the newest")
+    fetch.add_argument("--adapters", action="store_true", help="of a run with trainer.lora the adapters, for PEFT")
     feed = action("feed", "bring a vLLM server to every version that is published, until it is interrupted")
     feed.add_argument("--vllm", required=True, metavar="URL", help="e.g. http://127.0.0.1:8000; see docs/weights.md")
     feed.add_argument("--relay", help="URL of a relay that the server fetches weights from")
@@ -196,8 +197,10 @@ def fetch(arguments: argparse.Namespace) -> int:
     trust = _trust(arguments, arguments.base)
     with bar() as progress:
         progress("fetch", 0, 1)
-        manifest = export.export(store, version, arguments.base, arguments.output, trust)
-    print(f"{arguments.output} holds version {version}, {manifest.digest}")
+        write = export.export_adapters if arguments.adapters else export.export
+        manifest = write(store, version, arguments.base, arguments.output, trust)
+    held = manifest.digest if arguments.adapters else manifest.live
+    print(f"{arguments.output} holds version {version}, {held}")
     return 0
 
 

@@ -7,6 +7,7 @@ ones, so that a run can be resumed from any folder.
 from __future__ import annotations
 
 from etude.config.engine import EngineConfig, InferenceConfig, ServerConfig, WeightSource
+from etude.config.live import CanaryConfig, ClusterConfig, GateConfig, LabelsConfig, LiveConfig, LiveGatewayConfig
 from etude.config.run import (
     AgentConfig,
     CheatsConfig,
@@ -14,9 +15,11 @@ from etude.config.run import (
     Guard,
     GuardsConfig,
     LengthCost,
+    LoraConfig,
     LossConfig,
     Mask,
     ModelConfig,
+    OnPolicyDistillConfig,
     RewardConfig,
     RLConfig,
     RolloutConfig,
@@ -36,10 +39,11 @@ from etude.config.sections import Section, bundled, find_model, import_object, k
 from etude.config.tasks import BuildConfig, EditTableConfig, TaskKind, TasksConfig, TaskSource, WeightedSource
 
 __all__ = [
-    "SANDBOX_TYPES", "AgentConfig", "BuildConfig", "CheatsConfig", "ContainerSandboxConfig", "EditTableConfig",
-    "EngineConfig", "EvalConfig", "Guard", "GuardsConfig", "InferenceConfig", "KubernetesSandboxConfig",
-    "LengthCost", "LossConfig", "Mask", "ModelConfig", "NamespaceSandboxConfig", "RLConfig", "RewardConfig",
-    "RolloutConfig", "SandboxConfig", "Section", "ServerConfig", "ServiceSandboxConfig", "TaskKind", "TaskSource",
-    "TasksConfig", "TrainerConfig", "WeightSource", "WeightedSource", "WeightsConfig", "bundled", "find_model",
-    "import_object", "keys", "validate", "validate_sandbox",
+    "SANDBOX_TYPES", "AgentConfig", "BuildConfig", "CanaryConfig", "CheatsConfig", "ClusterConfig",
+    "ContainerSandboxConfig", "EditTableConfig", "EngineConfig", "EvalConfig", "GateConfig", "Guard", "GuardsConfig",
+    "InferenceConfig", "KubernetesSandboxConfig", "LabelsConfig", "LengthCost", "LiveConfig", "LiveGatewayConfig",
+    "LoraConfig", "LossConfig", "Mask", "ModelConfig", "NamespaceSandboxConfig", "OnPolicyDistillConfig", "RLConfig",
+    "RewardConfig", "RolloutConfig", "SandboxConfig", "Section", "ServerConfig", "ServiceSandboxConfig", "TaskKind",
+    "TaskSource", "TasksConfig", "TrainerConfig", "WeightSource", "WeightedSource", "WeightsConfig", "bundled",
+    "find_model", "import_object", "keys", "validate", "validate_sandbox",
 ]  # fmt: skip

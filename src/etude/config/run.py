@@ -10,7 +10,16 @@ from pydantic import AfterValidator, Field
 
 from etude.config.engine import InferenceConfig
 from etude.config.sandbox import NamespaceSandboxConfig, SandboxConfig
-from etude.config.sections import LocalPath, LocalPathOrNone, ModelPath, Section, absolute, bundled, option
+from etude.config.sections import (
+    LocalPath,
+    LocalPathOrNone,
+    ModelPath,
+    ModelPathOrSelf,
+    Section,
+    absolute,
+    bundled,
+    option,
+)
 from etude.config.tasks import TasksConfig, TaskSource
 from etude.records import Budget
 
@@ -164,6 +173,16 @@ class LossConfig(Section):
     value_lr: float = option(1e-3, "ppo: learning rate of the value head", gt=0)
 
 
+class OnPolicyDistillConfig(Section):
+    """A teacher judges the tokens that the model itself has sampled; see docs/losses.md."""
+
+    teacher: ModelPathOrSelf = option("self", "self: the same weights, with the episode's hint; or a model folder")
+    weight: float = option(1.0, "of the teacher's log-ratio in a token's advantage", gt=0)
+    clip: float = option(1.0, "bound of a token's log-ratio", gt=0)
+    cap: float = option(20.0, "bound of the sum of a segment's absolute log-ratios; beyond it all shrink", gt=0)
+    share: float = option(0.25, "share of a batch's episodes that are judged, at most", gt=0, le=1)
+
+
 GuardAction = Literal["warn", "skip", "rollback", "halt"]
 
 
@@ -223,6 +242,16 @@ class GuardsConfig(Section):
         return tables | {n: d.model_dump() | tables[n] for n, d in fields.items() if isinstance(tables[n], dict)}
 
 
+class LoraConfig(Section):
+    """Low-rank adapters in place of all weights; see docs/memory.md."""
+
+    rank: int = option(16, "of the product that is added to a weight", ge=1)
+    alpha: float = option(32.0, "the product is multiplied by alpha / rank", gt=0)
+    targets: Literal["all-linear"] | tuple[str, ...] = option(
+        "all-linear", 'names of linear layers such as "q_proj"; all-linear: all but the head'
+    )
+
+
 class TrainerConfig(Section):
     """The optimizer, and how a batch is computed."""
 
@@ -234,11 +263,14 @@ class TrainerConfig(Section):
     betas: tuple[float, float] = option((0.9, 0.95), "decay of AdamW's two moments per step")
     weight_decay: float = option(0.0, "AdamW's, times the learning rate", ge=0)
     grad_clip: float = option(1.0, "norm to which longer gradients are scaled", gt=0)
-    baseline: Literal["group", "turn"] = option(
-        "group", "a reward is compared with the group's, or with those that reached the same turn"
+    baseline: Literal["group", "turn", "given"] = option(
+        "group",
+        "a reward is compared with the group's, or with those that reached the same turn; given: episodes come with "
+        "their advantages (`etude live train`)",
     )
     min_reward_std: float = option(0.0, "groups whose rewards differ less are not trained on", ge=0)
     dtype: Literal["float32", "bfloat16"] = option("float32", "compute; master weights are float32")
+    lora: LoraConfig | None = option(None, "train adapters (LoRA), not the weights")
     threads: int = option(1, "processor threads of the trainer", ge=1)
     execution: Literal["auto", "rows", "packed", "streaming", "recompute"] = option(
         "auto", "how sequences that share tokens are computed; auto: by the cost model"
@@ -253,6 +285,7 @@ class TrainerConfig(Section):
     device_memory_gb: float | None = option(
         None, "GiB of a GPU that the run must fit into; unless given, those of the GPU that is there", gt=0
     )
+    checkpoint_every: int = option(1, "versions from one checkpoint to the next; a resume computes those since", ge=1)
     keep_checkpoints: int = option(2, "newest checkpoints that stay on the disk", ge=2)
     device: str = option("cpu", "torch device of the trainer, e.g. cuda")
 
@@ -326,6 +359,7 @@ class RLConfig(Section):
     reward: RewardConfig = RewardConfig()
     cheats: CheatsConfig = CheatsConfig()
     loss: LossConfig = LossConfig()
+    distill: OnPolicyDistillConfig | None = option(None, "learn from a teacher, too")
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -374,8 +408,26 @@ class RLConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
+    def _a_value_head_replaces_advantages(self) -> RLConfig:
+        if self.loss.preset == "ppo" and (self.trainer.baseline == "given" or self.distill is not None):
+            raise ValueError('loss.preset = "ppo" computes all advantages itself: drop trainer.baseline and distill')
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _a_folder_that_teaches_has_no_adapters(self) -> RLConfig:
+        if self.distill is not None and self.distill.teacher != "self" and self.trainer.lora is not None:
+            raise ValueError("distill.teacher is a folder of whole weights: drop trainer.lora")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _a_batch_that_is_given_has_an_end(self) -> RLConfig:
+        if self.trainer.baseline == "given" and (self.trainer.minutes is not None or self.trainer.decay):
+            raise ValueError('trainer.baseline = "given" ends with its batch: drop trainer.minutes and trainer.decay')
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _deterministic_is_on_policy(self) -> RLConfig:
-        if self.deterministic and self.rollout.staleness != 0:
+        if self.deterministic and self.rollout.staleness != 0 and self.trainer.baseline != "given":
             raise ValueError("deterministic = true needs rollout.staleness = 0")
         if self.deterministic and self.trainer.execution not in ("auto", "rows"):
             raise ValueError("deterministic = true computes sequences one by one: drop trainer.execution")
@@ -401,6 +453,8 @@ class RLConfig(Section):
             raise ValueError(f"rollout.documents {needs}: {engine} computes no documents")
         if self.rollout.temperature < 0.01:
             raise ValueError(f"rollout.temperature below 0.01 {needs}: {engine} samples as if it were higher")
+        if engine == "sglang" and self.trainer.lora is not None:
+            raise ValueError('trainer.lora needs inference.engine = "etude" or "vllm": sglang merges no adapters')
         if engine == "sglang" and self.weights.relay is not None:
             raise ValueError(f"weights.relay {needs}: sglang reads versions from folders of this machine")
         return self

@@ -66,6 +66,7 @@ def _model_folder(name: str) -> str:
 LocalPath = Annotated[str, AfterValidator(absolute)]  # absolute after validation; URLs are kept
 LocalPathOrNone = Annotated[str, AfterValidator(lambda path: path if path == "none" else absolute(path))]
 ModelPath = Annotated[str, AfterValidator(_model_folder)]
+ModelPathOrSelf = Annotated[str, AfterValidator(lambda name: name if name == "self" else _model_folder(name))]
 
 
 def validate(kind: type[S], data: dict[str, Any], where: str) -> S:

@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -38,22 +39,31 @@ def exact(items: Sequence[Item], text: Callable[[Item], str]) -> list[Item]:
     return kept
 
 
+def bands_of(text: str, *, n: int, bands: int, rows: int) -> set[tuple[int, bytes]]:
+    """The MinHash bands of a text, by which similar ones are found; none for a text of fewer than `n` tokens."""
+    values = np.fromiter(shingles(text, n), dtype=np.uint64) >> np.uint64(33)
+    if values.size == 0:
+        return set()
+    multiply, add = _hashes(bands * rows)
+    signature = ((values[:, None] * multiply + add) % _PRIME).min(axis=0).reshape(bands, rows)
+    return {(band, row.tobytes()) for band, row in enumerate(signature)}
+
+
+@cache
+def _hashes(count: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(20)
+    multiply = generator.integers(1, 1 << 31, count, dtype=np.uint64)
+    return multiply, generator.integers(0, 1 << 31, count, dtype=np.uint64)
+
+
 def near(
     items: Sequence[Item], text: Callable[[Item], str], *, n: int = 5, bands: int = 16, rows: int = 4
 ) -> list[Item]:
     """The first item of every cluster that shares a MinHash band, in the given order; `n` is the shingle length."""
-    generator = np.random.default_rng(20)
-    multiply = generator.integers(1, 1 << 31, bands * rows, dtype=np.uint64)
-    add = generator.integers(0, 1 << 31, bands * rows, dtype=np.uint64)
     seen: set[tuple[int, bytes]] = set()
     kept: list[Item] = []
     for item in items:
-        values = np.fromiter(shingles(text(item), n), dtype=np.uint64) >> np.uint64(33)
-        if values.size == 0:
-            kept.append(item)
-            continue
-        signature = ((values[:, None] * multiply + add) % _PRIME).min(axis=0).reshape(bands, rows)
-        keys = {(band, row.tobytes()) for band, row in enumerate(signature)}
+        keys = bands_of(text(item), n=n, bands=bands, rows=rows)
         if not keys & seen:
             kept.append(item)
         seen |= keys

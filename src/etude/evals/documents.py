@@ -53,7 +53,7 @@ def evaluate_retrieval(
     samples: int, orders: int, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Prints shares of exact answers with 95 % intervals, and paired differences. Raises UserError."""
-    from etude.models.loading import check_folder
+    from etude.models.files import check_folder
 
     if samples < 1 or orders < 1:
         raise UserError(f"retrieval needs at least one sample and one order, not {samples} and {orders}")

@@ -169,14 +169,20 @@ async def _reward(box: Box) -> tuple[float, str]:
             if e.payer == "infra":
                 raise
             continue
-        try:
-            value = float(text) if name == "reward.txt" else _mean(json.loads(text))
-        except (ValueError, TypeError):
-            return 0.0, f"the tests wrote no number to {name}"
-        if math.isfinite(value):
-            return min(1.0, max(0.0, value)), f"the tests gave {value:.4g}"
-        return 0.0, f"the tests wrote {value} to {name}"
+        return read_reward(name, text)
     return 0.0, "the tests wrote no reward"
+
+
+def read_reward(name: str, text: str) -> tuple[float, str]:
+    """The reward in `text` of the file `name`, and why; 0 for anything that is no finite number, since the agent may
+    have written the file."""
+    try:
+        value = float(text) if name == "reward.txt" else _mean(json.loads(text))
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return 0.0, f"the tests wrote no number to {name}"
+    if math.isfinite(value):
+        return min(1.0, max(0.0, value)), f"the tests gave {value:.4g}"
+    return 0.0, f"the tests wrote {value} to {name}"
 
 
 def _mean(value: Any) -> float:

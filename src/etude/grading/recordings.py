@@ -19,6 +19,7 @@ from etude.sandbox.base import Limits
 
 RUNS = 3
 BATCH = 100  # tests of one run: their records fit into its pipe
+PARTS = 4  # runs at a time: while a test sleeps, others can run
 LIMITS = Limits(seconds=60.0, memory_mb=2048)
 
 
@@ -75,8 +76,11 @@ async def record(backend: Backend, hidden: HiddenTests, tests: Iterable[str]) ->
         new = [test for test in dict.fromkeys(tests) if test not in hidden.places]
         candidates = [test for test in new if "::doctest:" not in test]
         made: dict[str, tuple[str, ...] | None] = dict.fromkeys(new)
-        for start in range(0, len(candidates), BATCH):
-            made |= await _recorded(backend, hidden, candidates[start : start + BATCH])
+        for start in range(0, len(candidates), PARTS * BATCH):
+            some = candidates[start : start + PARTS * BATCH]
+            parts = (_recorded(backend, hidden, some[part::PARTS]) for part in range(min(PARTS, len(some))))
+            for places in await asyncio.gather(*parts):
+                made |= places
         inside = [test for test, places in made.items() if places is None]
         if inside:
             plan = verdict.plan(inside, hidden.sentinels)

@@ -30,11 +30,13 @@ from etude.errors import UserError
 from etude.ledger import flagged as flagged_rows
 from etude.ledger import representation
 from etude.ledger.conservation import Conservation, check, count_outcomes
+from etude.ledger.database import reason
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
+from etude.ledger.given import groups_of_tasks
 from etude.ledger.leases import LeaseWatch
 from etude.ledger.leaving_behind import leaves_in_time
 from etude.ledger.outages import Outage, is_outage, persist
-from etude.ledger.schema import connect, counters, episodes, groups, meta, reason
+from etude.ledger.schema import connect, counters, episodes, groups, meta
 from etude.ledger.seals import EPISODE, GROUP, damaged, seal
 from etude.ledger.seals import check as check_rows
 from etude.records import LOST, Episode, EpisodeBlob, Group, Outcome, PolicyVersion, Population
@@ -327,6 +329,18 @@ class Ledger:
                 if not leaves_in_time(left, version=due, staleness=0, prompts=limit):
                     return []
             return _groups(c, ids)
+
+    @persistent
+    def groups(self, ids: Sequence[int]) -> list[Group]:
+        """Groups that a version was trained on, in this order. Raises KeyError if one was never admitted."""
+        with self._read() as c:
+            return _groups(c, ids)
+
+    @persistent
+    def admitted(self, task_ids: Sequence[str]) -> dict[str, tuple[int, int | None]]:
+        """Of these tasks those that have a group: its id, and the version that was trained on it (None: none yet)."""
+        with self._read() as c:
+            return groups_of_tasks(c, task_ids)
 
     @persistent
     def consume(self, group_ids: Collection[int], version: int) -> None:

@@ -8,7 +8,6 @@ when it was loaded; that is published in bfloat16, the type it was trained in.
 from __future__ import annotations
 
 import json
-import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,9 +20,8 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from etude.errors import UserError
+from etude.models.files import headers, shards
 
-INDEX = "model.safetensors.index.json"
 Types = Mapping[str, torch.dtype]
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -38,29 +36,12 @@ class StoredTensor:
     elements: int
 
 
-def shards(root: Path) -> list[Path]:
-    """The safetensors files of a folder. Raises UserError for a damaged index."""
-    if (root / INDEX).is_file():
-        try:
-            names = set(json.loads((root / INDEX).read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError):
-            raise UserError(f"{root / INDEX} is damaged: fetch the model again") from None
-        return [root / name for name in sorted(names)]
-    return [root / "model.safetensors"]
-
-
 def stored(root: Path) -> list[StoredTensor]:
-    """What the headers of a folder's files say. The files are whole (`loading.check_folder`)."""
-    found: list[StoredTensor] = []
-    for file in shards(root):
-        with file.open("rb") as f:
-            header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
-        found += [
-            StoredTensor(file, name, _FLOATS.get(tensor["dtype"]), prod(tensor["shape"]))
-            for name, tensor in header.items()
-            if name != "__metadata__"
-        ]
-    return found
+    """The tensors of a folder's files. The files are whole (`files.check_folder`)."""
+    return [
+        StoredTensor(file, name, _FLOATS.get(about["dtype"]), prod(about["shape"]))
+        for file, name, about in headers(root)
+    ]
 
 
 def main_dtype(root: Path) -> torch.dtype:

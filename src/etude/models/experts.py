@@ -43,10 +43,11 @@ class Choices:
     def counts(self, weight_T: Tensor) -> Tensor:
         """float64 [MoE layers, experts]: tokens per expert, each as often as its weight says."""
         weights = [weight_T.double().repeat_interleave(layer.shape[1]) for layer in self.layers]
-        counts = [
-            torch.bincount(layer.flatten(), w, self.experts) for layer, w in zip(self.layers, weights, strict=True)
-        ]
-        return torch.stack(counts) if counts else weight_T.new_zeros((0, 0), dtype=torch.float64)
+        # Not bincount, which on a GPU has no deterministic sum of weights.
+        counts_LE = weight_T.new_zeros((len(self.layers), self.experts), dtype=torch.float64)
+        for counts_E, layer, w in zip(counts_LE, self.layers, weights, strict=True):
+            counts_E.index_add_(0, layer.flatten(), w)
+        return counts_LE
 
 
 _choices: ContextVar[Choices | None] = ContextVar("etude_expert_choices", default=None)
@@ -80,24 +81,25 @@ def etude_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: T
         return _one_token(module, hidden_TD, index_TK[0].tolist(), weight_TK)
     flat = index_TK.reshape(-1)
     order = flat.argsort(stable=True)
-    count_E = flat.bincount(minlength=module.num_experts)
+    expert = flat[order]
+    # Not bincount: on a GPU the host would wait for the greatest id.
+    every_E = torch.arange(module.num_experts, dtype=flat.dtype, device=flat.device)
+    end_E = torch.searchsorted(expert, every_E, right=True, out_int32=True)
+    start_E = F.pad(end_E[:-1], (1, 0))
     up_EDI, down_EID = module.gate_up_proj.transpose(1, 2), module.down_proj.transpose(1, 2)
     place = torch.arange(T * K, device=order.device)
-    width = _rounded(int(count_E.max()), gemm.ROUND_NARROW) if _few_shapes.get() else 0
+    width = _rounded(int((end_E - start_E).max()), gemm.ROUND_NARROW) if _few_shapes.get() else 0
     if width and width * module.num_experts <= _MOST_PADDING * max(T * K, gemm.ROUND_NARROW * module.num_experts):
-        start_E = count_E.cumsum(0) - count_E
-        expert = flat[order]
         place = expert * width + place - start_E[expert]
         padded = hidden_TD.new_zeros(module.num_experts * width, hidden_TD.shape[1])
         padded[place] = hidden_TD[order // K]
         gate, up = torch.bmm(padded.view(module.num_experts, width, -1), up_EDI).chunk(2, dim=-1)
         out = torch.bmm(module.act_fn(gate) * up, down_EID).flatten(0, 1)
     elif plain and gemm.takes(hidden_TD, module.gate_up_proj):
-        out = _each(module, hidden_TD[order // K], count_E.tolist())
+        out = _each(module, hidden_TD[order // K], (end_E - start_E).tolist())
     else:
-        ends = count_E.cumsum(0).to(torch.int32)
-        gate, up = F.grouped_mm(hidden_TD[order // K], up_EDI, offs=ends).chunk(2, dim=-1)
-        out = F.grouped_mm(module.act_fn(gate) * up, down_EID, offs=ends)
+        gate, up = F.grouped_mm(hidden_TD[order // K], up_EDI, offs=end_E).chunk(2, dim=-1)
+        out = F.grouped_mm(module.act_fn(gate) * up, down_EID, offs=end_E)
     back = torch.empty_like(order)
     back[order] = place
     # Combined in the router's order, so that a token's sum does not depend on the other tokens of the batch.

@@ -1,10 +1,8 @@
-"""Hugging Face folders to models and tokenizers, with the mistakes of a user's folder found before torch does."""
+"""Hugging Face folders to models and tokenizers."""
 
 from __future__ import annotations
 
 import json
-import re
-import struct
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +21,8 @@ from transformers.utils import logging as transformers_logging
 
 from etude.errors import UserError
 from etude.models import attention, experts
-from etude.models.dtypes import restore_buffers, shards, stored
+from etude.models.dtypes import restore_buffers
+from etude.models.files import check_folder, first_line
 
 _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "use_cache")
 
@@ -43,7 +42,7 @@ def load_model(
             local_files_only=True, output_loading_info=True,
         )  # fmt: skip
     except (OSError, ValueError, KeyError, RuntimeError) as e:
-        raise UserError(f"{root} cannot be loaded as a causal language model: {_first_line(e)}") from e
+        raise UserError(f"{root} cannot be loaded as a causal language model: {first_line(e)}") from e
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if info.get(problem):
             name = sorted(str(key) for key in info[problem])[0]
@@ -60,7 +59,7 @@ def load_config(path: Path | str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(root, local_files_only=True)
     except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"{root} cannot be loaded: {_first_line(e)}") from e
+        raise UserError(f"{root} cannot be loaded: {first_line(e)}") from e
 
 
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
@@ -71,7 +70,7 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(root, local_files_only=True)
     except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"the tokenizer in {root} cannot be loaded: {_first_line(e)}") from e
+        raise UserError(f"the tokenizer in {root} cannot be loaded: {first_line(e)}") from e
 
 
 def model_id(path: Path | str) -> str:
@@ -83,7 +82,7 @@ def model_id(path: Path | str) -> str:
         file = root / "tokenizer.json"
         tokenizer = json.loads(file.read_text()) if file.is_file() else {}
     except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"{root} cannot be loaded: {_first_line(e)}") from e
+        raise UserError(f"{root} cannot be loaded: {first_line(e)}") from e
     meaning = {name: value for name, value in config.items() if name not in _INCIDENTAL}
     vocabulary = {name: tokenizer.get(name) for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
     return blake3.blake3(json.dumps([meaning, vocabulary], sort_keys=True).encode()).hexdigest()[:32]
@@ -95,51 +94,3 @@ def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return dict(sorted(tensors.items()))
-
-
-def check_folder(root: Path) -> None:
-    """Raise UserError unless `root` holds a config.json and whole safetensors files."""
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder: give the path of a Hugging Face model folder")
-    if not (root / "config.json").is_file():
-        raise UserError(f"{root} has no config.json: give the path of a Hugging Face model folder")
-    try:
-        json.loads((root / "config.json").read_text())
-    except ValueError as e:
-        raise UserError(f"{root / 'config.json'} is not valid JSON: {e}") from None
-    for shard in shards(root):
-        check_safetensors(shard)
-
-
-def expert_layers(root: Path) -> list[int]:
-    """The numbers of a checkpoint's layers that have experts, by the names of its tensors. Raises UserError for a
-    folder without whole weights."""
-    for shard in shards(root):
-        check_safetensors(shard)
-    found = (re.search(r"(?:^|\.)layers\.(\d+)\.(?:.+\.)?experts\.", tensor.name) for tensor in stored(root))
-    return sorted({int(match[1]) for match in found if match})
-
-
-def check_safetensors(path: Path) -> None:
-    """Raise UserError unless the file's header parses and the file is as long as the header says."""
-    if not path.is_file():
-        raise UserError(f"{path} is missing: fetch the model again")
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as f:
-            (header_size,) = struct.unpack("<Q", f.read(8))
-            if header_size > size - 8:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(f.read(header_size))
-        end = max((tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
-        raise UserError(f"{path} is damaged ({_first_line(e)}): fetch the model again") from None
-    if 8 + header_size + end != size:
-        raise UserError(
-            f"{path} is damaged: {size} bytes instead of the {8 + header_size + end} its header says; "
-            "fetch the model again"
-        )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -117,10 +117,10 @@ class ChatClient:
                 if response.status_code not in _BUSY:
                     break
                 busy, after = f"status {response.status_code}: {_reason(response)}", _after(response)
-            except httpx2.TransportError as e:
-                busy, after = f"{type(e).__name__} {e}", None
             except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as e:
                 raise UserError(f"{self.model.url} is no URL of an API: {e}") from None
+            except httpx2.TransportError as e:
+                busy, after = f"{type(e).__name__} {e}", None
             pause = min(LONGEST_WAIT, after if after is not None else wait * random.uniform(0.5, 1.0))
             if time.monotonic() - started + pause > self._patience:
                 raise EngineError(f"{self.model.url} was busy for {self._patience:.0f} seconds ({busy})")
@@ -137,7 +137,7 @@ class ChatClient:
             raise UserError(f"{where} refuses with status {response.status_code}: {reason}; {_cure(response)}")
         try:
             answer = self.format.read(response.json())
-        except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError, ValueError) as e:
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
             raise EngineError(f"{where} sent what is no answer: {type(e).__name__} {e}") from None
         return ChatAnswer(
             answer.message, answer.text, answer.calls, answer.ids, answer.cut, answer.usage, waited
@@ -156,7 +156,7 @@ def _reason(response: httpx2.Response) -> str:
     try:
         error: Any = response.json()["error"]
         said = f"{error.get('message', '')} {error.get('code') or ''}" if isinstance(error, dict) else error
-    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         said = response.text
     return " ".join(str(said).split())[:300] or "no reason given"
 
@@ -177,7 +177,7 @@ def _call(name: object, arguments: object) -> ToolCall:
     if isinstance(arguments, str):
         try:
             value = json.loads(arguments or "{}")
-        except json.JSONDecodeError as e:
+        except (ValueError, RecursionError) as e:
             return ToolCall(name=str(name), arguments=None, error=f"the arguments are no JSON: {e}")
     if not isinstance(value, dict):
         return ToolCall(name=str(name), arguments=None, error="the arguments are no object")

@@ -19,7 +19,8 @@ JSON, MSGPACK = "application/json", "application/msgpack"
 CONFLICT = 409
 MOST_NAME = 512  # characters of a session's name
 MOST_SEQUENCES = 256  # in one request to score
-
+TURN_HEADER, WEIGHTS_HEADER = "x-etude-turn", "x-etude-weights"
+"""A request's: the tokens of its answer are to be kept under this name. An answer's: the version that it began with."""
 
 _Ids = Annotated[list[int], msgspec.Meta(max_length=1 << 22)]
 
@@ -48,6 +49,25 @@ class ScoreRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     sequences: Annotated[tuple[_Ids, ...], msgspec.Meta(max_length=MOST_SEQUENCES)]
     decoded: bool = False
+
+
+class ServedTokens(Record, frozen=True, kw_only=True):
+    """What one answer of the /v1 routes was sampled as (`GET /v1/turns/NAME`). Arrays are as in `records.Segment`:
+    little-endian int32, log-probabilities float32, after temperature and top-p. `plain`: nothing else changed the
+    distribution, and the prompt has no documents. `message` is the answer in OpenAI's chat format, as JSON, empty if it
+    was not finished; `text` what prompt and answer say as text."""
+
+    prompt_ids: bytes
+    ids: bytes
+    logprobs: bytes
+    spans: list[tuple[int, int, int]]  # first and last token plus one, and the version of their weights
+    temperature: float
+    top_p: float
+    finish_reason: str
+    plain: bool
+    choices: int  # that were sampled; this is the first
+    message: bytes
+    text: str
 
 
 class SequenceScores(Record, frozen=True, kw_only=True):

@@ -197,7 +197,7 @@ def typed(text: str, schema: Any) -> Any:
     """The value that `text` stands for: itself where the JSON schema allows strings, else what it is in JSON or Python.
     Without a schema numbers, lists and the like are taken as such. A text that is no such value stays a text, which the
     tool refuses."""
-    kinds = _kinds(schema)
+    kinds = kinds_of(schema)
     if "string" in kinds:
         return text
     try:
@@ -210,14 +210,20 @@ def typed(text: str, schema: Any) -> Any:
     return text if isinstance(value, str) and not kinds else value
 
 
-def _kinds(schema: Any) -> set[str]:
+def branches_of(schema: Mapping[str, Any]) -> list[Any]:
+    """The schemas of which a value must fit one."""
+    given = (schema.get(key) for key in ("anyOf", "oneOf"))
+    return [part for parts in given if isinstance(parts, list) for part in parts]
+
+
+def kinds_of(schema: Any) -> set[str]:
+    """The types that a JSON schema allows; none if it does not say."""
     if not isinstance(schema, dict):
         return set()
     kind = schema.get("type")
-    kinds = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
-    for key in ("anyOf", "oneOf"):
-        for part in schema.get(key) or ():
-            kinds |= _kinds(part)
+    kinds = {each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str)}
+    for part in branches_of(schema):
+        kinds |= kinds_of(part)
     values = schema.get("enum")
     return kinds or ({"string"} if isinstance(values, list) and all(isinstance(v, str) for v in values) else set())
 

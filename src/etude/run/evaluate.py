@@ -10,10 +10,11 @@ import asyncio
 import json
 import re
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -24,11 +25,11 @@ from etude.dashboard.live import LiveView
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
-from etude.models.loading import check_folder
+from etude.models.files import check_folder
 from etude.protocol.chat import ChatClient, ChatModel
 from etude.protocol.client import EngineClient
 from etude.records import Budget, Episode, decode, encode
-from etude.renderers import renderer_for
+from etude.renderers import Renderer, renderer_for
 from etude.rollout.chat import ChatContext
 from etude.rollout.episode import RolloutContext
 from etude.run.engines import engine_token, engine_url, spawn_engine
@@ -55,7 +56,8 @@ class Remote:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured, and how. With `output`, finished episodes are kept there, and are not played again."""
+    """What is measured, and how. With `output`, finished episodes are kept there, and are not played again. `dialect`
+    and `chat_template_kwargs` are those of folders, as in a run's configuration."""
 
     suites: Sequence[Path]
     options: EvalConfig
@@ -64,26 +66,22 @@ class Measurement:
     seed: int
     concurrency: int | None = None
     output: Path | None = None
+    dialect: str = "auto"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def renderer(self, model: Path) -> Renderer:
+        """The renderer of a folder. Raises UserError."""
+        return renderer_for(model, self.dialect, self.chat_template_kwargs)
 
 
 def evaluate_models(
     models: Sequence[Path | Remote], measurement: Measurement, inference: EngineConfig, *, as_json: bool
 ) -> None:
     """Prints pass rates with 95 % intervals, and the paired difference of two models. Raises UserError."""
-    dataset = mix([datasets.load(suite) for suite in measurement.suites], [1.0] * len(measurement.suites))
-    for model in models:
-        if isinstance(model, Path):
-            check_folder(model)
-            check_foreign(dataset, renderer_for(model))
-    journals = [_open_journal(measurement, model, dataset, number) for number, model in enumerate(models)]
-    with LiveView("eval", [str(m) for m in models], console=Console(stderr=True)) as view:
-        results = []
-        for model, journal in zip(models, journals, strict=True):
-            view.stage(str(model))
-            results.append(asyncio.run(_measure(model, dataset, view, inference, measurement, journal)))
+    results = measure_models(models, measurement, inference)
     for model, result in zip(models, results, strict=True):
         _show(model, result)
-    difference = compare(*results).difference if len(results) == 2 else None
+    difference = compare(results[0], results[1]).difference if len(results) == 2 else None
     if difference is not None:
         print(f"second minus first: {difference.percent}")
     if as_json:
@@ -93,6 +91,24 @@ def evaluate_models(
         ]
         paired = None if difference is None else msgspec.to_builtins(difference)
         print(json.dumps({"results": measured, "paired_diff": paired}))
+
+
+def measure_models(
+    models: Sequence[Path | Remote], measurement: Measurement, inference: EngineConfig
+) -> list[EvalResult]:
+    """Plays the tasks with each model, one model after the other. Raises UserError."""
+    dataset = mix([datasets.load(suite) for suite in measurement.suites], [1.0] * len(measurement.suites))
+    for model in models:
+        if isinstance(model, Path):
+            check_folder(model)
+            check_foreign(dataset, measurement.renderer(model))
+    journals = [_open_journal(measurement, model, dataset, number) for number, model in enumerate(models)]
+    with LiveView("eval", [str(m) for m in models], console=Console(stderr=True)) as view:
+        results = []
+        for model, journal in zip(models, journals, strict=True):
+            view.stage(str(model))
+            results.append(asyncio.run(_measure(model, dataset, view, inference, measurement, journal)))
+    return results
 
 
 def _show(model: Path | Remote, result: EvalResult) -> None:
@@ -141,6 +157,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, dataset: Datas
     said = {
         "model": str(model), "suites": digests, "split": measurement.split, "seed": measurement.seed,
         "max_tasks": measurement.options.max_tasks, "budget": msgspec.to_builtins(measurement.budget),
+        "rendered": [measurement.dialect, dict(measurement.chat_template_kwargs)],
         "served": [model.chat.api, model.chat.temperature] if isinstance(model, Remote) else _files(model),
     }  # fmt: skip
     path, text = folder / "measurement.json", json.dumps(said, indent=1).encode()
@@ -163,7 +180,7 @@ async def _measure(
 ) -> EvalResult:  # fmt: skip
     rows = measurement.concurrency or (CHATS if isinstance(model, Remote) else inference.max_batch)
     options = measurement.options
-    async with open_sandbox() as sandbox, _context(model, dataset, sandbox, inference, measurement.budget) as context:
+    async with open_sandbox() as sandbox, _context(model, dataset, sandbox, inference, measurement) as context:
         return await evaluate(
             context, samples=options.samples, split=measurement.split, max_tasks=options.max_tasks,
             seed=measurement.seed, concurrency=rows, progress=view.evaluated, on_episode=journal.keep,
@@ -173,9 +190,10 @@ async def _measure(
 
 @asynccontextmanager
 async def _context(
-    model: Path | Remote, dataset: Dataset, sandbox: Sandbox, inference: EngineConfig, budget: Budget
+    model: Path | Remote, dataset: Dataset, sandbox: Sandbox, inference: EngineConfig, measurement: Measurement
 ) -> AsyncIterator[RolloutContext | ChatContext]:
     """What the episodes of one model have in common; a folder is served by an engine for as long as it is measured."""
+    budget = measurement.budget
     if isinstance(model, Remote):
         async with ChatClient(model.chat, model.key) as client:
             yield ChatContext(dataset, sandbox, client, budget)
@@ -190,6 +208,6 @@ async def _context(
             url = await asyncio.to_thread(engine_url, engine, logs)
             async with EngineClient([url], token) as client:
                 sampling = replace(sampling_of(RolloutConfig()), max_tokens=budget.tokens)
-                yield RolloutContext(dataset, sandbox, client, renderer_for(model), budget, sampling)
+                yield RolloutContext(dataset, sandbox, client, measurement.renderer(model), budget, sampling)
         finally:
             engine.stop(10)

@@ -12,6 +12,7 @@ from etude.code.packages import fetch_library
 from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.config.engine import CPU_CACHE_MB
 from etude.errors import UserError
+from etude.models.files import check_folder
 from etude.renderers import Renderer
 from etude.rollout import apply_edits
 from etude.rollout.agent import check_agent
@@ -37,12 +38,18 @@ def check_inputs(config: RLConfig) -> None:
     """Raises UserError for mistakes that show before a run folder is written."""
     from etude.trainer.rl.presets import loss_preset
 
-    _check_architecture(config)
+    check_folder(Path(config.model.path))
     check_python(config.inference)
     if config.weights.signing_key is not None:
         private_key(Path(config.weights.signing_key))
         public_key(Path(f"{config.weights.signing_key}.pub"))
     loss_preset(config.loss)
+    if config.trainer.baseline == "given":
+        raise UserError('trainer.baseline = "given" needs episodes that bring advantages: it is for `etude live train`')
+    if config.distill is not None and config.distill.teacher == "self":
+        raise UserError('distill.teacher = "self" needs episodes with hints, as `etude live train` has: name a folder')
+    if config.distill is not None:
+        check_folder(Path(config.distill.teacher))
     if config.reward.custom is not None:
         custom_component(config.reward.custom)
     profiles_of(config)
@@ -50,8 +57,6 @@ def check_inputs(config: RLConfig) -> None:
         parse(config.sandbox.egress)
         if config.sandbox.index is not None:
             check_index(config.sandbox.index)
-    if config.rollout.documents:
-        _check_documents(config)
     if config.rollout.agent is not None:
         check_agent(config.rollout.agent)
     if config.rollout.apply is not None and renderer_of(config).dialect == "compact":
@@ -65,6 +70,9 @@ def check_inputs(config: RLConfig) -> None:
     else:
         for source in tasks.sources or (tasks,):
             _check_source(source, "tasks.sources" if tasks.sources else "tasks")
+    _check_architecture(config)  # last: it loads torch and transformers
+    if config.rollout.documents:
+        _check_documents(config)
 
 
 def _check_source(source: TaskSource, table: str) -> None:

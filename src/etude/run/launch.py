@@ -70,6 +70,8 @@ def train_rl(
     configuration as it was given, kept for people. Episodes are played in what `boxes` makes, such as a benchmark's
     with slower tools; by default in boxes of [sandbox]."""
     started = runfolder.now()
+    if not resume:
+        runfolder.check_new(folder)
     check_inputs(config)
     if not resume:
         runfolder.create(folder, config, toml)

@@ -150,7 +150,9 @@ def _admit(run: Run, curriculum: Curriculum | MixedCurriculum, learned: int) -> 
 def _check_stall(run: Run, stall: StallWatchdog, live: Sequence[LiveEpisodes]) -> None:
     """Prints what the run waits for if nothing has moved for long; raises RunFailed if nothing has for much longer."""
     progress, now = run.progress, time.monotonic()
-    marks = (progress.finished, progress.served, progress.trained, progress.engine.get("generated_tokens"))
+    timeline = run.folder / "timeline.jsonl"  # where the trainer notes steps that it computes again after a resume
+    repeated = timeline.stat().st_size if timeline.exists() else 0
+    marks = (progress.finished, progress.served, progress.trained, progress.engine.get("generated_tokens"), repeated)
     still = stall.observe(marks, now)
     if stall.warns(still):
         print(f"no progress for {still:.0f} s: {diagnose(_snapshot(run, live, now))}", file=sys.stderr, flush=True)

@@ -30,7 +30,7 @@ from etude.records import Episode, EpisodeBlob, decode
 from etude.rollout.drift import Shift
 from etude.rollout.group_audit import audit_group
 from etude.run.state import Run
-from etude.trainer.rl.batch import advantages
+from etude.trainer.rl.advantages import advantages
 from etude.weights.manifest import manifests
 
 SHOWN_PAIRS = 6

@@ -60,7 +60,7 @@ def _compare(run: Run, configurations: dict[str, Configuration]) -> None:
 def _check_digest(run: Run, url: str, health: dict[str, Any]) -> None:
     record, version = run.record, int(health["version"])
     if version not in record.digests and (manifest := read(run.weights, version)) is not None:
-        record.digests[version] = manifest.digest
+        record.digests[version] = manifest.live
     record.pauses[version] = max(record.pauses.get(version, 0.0), float(health["last_pause_ms"]))
     digest = record.digests.get(version)
     if digest is None:
@@ -89,12 +89,12 @@ async def _ask(run: Run) -> None:
         if state.lost and not why and state.health and int(state.health["version"]) >= run.progress.served:
             run.engines.regain(state)
         elif why and not state.lost and not run.engines.lose(state, why):
-            raise RunFailed(f"the engine at {state.url} {why}; continue with --resume {run.folder}")
+            raise RunFailed(f"the engine at {state.url} is lost: {why}; continue with --resume {run.folder}")
 
 
 def _fault(state: EngineState) -> str:
     if state.child is not None and state.child.exit_code is not None:
-        return f"its process has ended; see {state.child.log}"
+        return f"{state.child.failure() or 'its process has ended'}; see {state.child.log}"
     silent = time.monotonic() - state.unanswered if state.unanswered else 0.0
     if silent > SILENT_SECONDS:
         return f"has not answered for {silent:.0f} s ({state.trouble or 'no answer yet'})"

@@ -1,5 +1,5 @@
 """Training: `rl/` is the trainer process of a run, `finetune/` holds the stages before reinforcement learning.
 
-Both share the optimizer (float32 master weights under bfloat16 ones). The trainer never imports inference: episodes
-come to it through the store and the ledger, and weights leave it as published versions.
+Both share the optimizer (float32 master weights under bfloat16 ones) and the checkpoints. The trainer never imports
+inference: episodes come to it through the store and the ledger, and weights leave it as published versions.
 """

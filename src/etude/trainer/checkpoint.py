@@ -1,85 +1,277 @@
-"""Exact-resume checkpoints: `checkpoints/step_N/trainer.safetensors`, complete once the folder has that name.
+"""Exact-resume checkpoints: `checkpoints/step_N/`, written by any number of ranks and read by any other number.
 
-The BLAKE3 digest of the file stands in the manifest of the version: what is loaded is every bit that was saved.
+    step_N/rank_R.safetensors    of each tensor a range of rows (of its first dimension)
+    step_N/manifest.json         the files with their BLAKE3 digests, which rows they hold, and the digest of all this
+
+Every rank writes its file. Rank 0 waits for the others', writes the manifest, and renames the folder to `step_N`; all
+is synced before. So a checkpoint is whole or not there, and what is loaded is every bit that was saved.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import blake3
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from etude.errors import UserError
-from etude.store import sync
+from etude.errors import RunFailed, UserError
+from etude.failpoints import failpoint
+from etude.records import Record
+from etude.store import sync, write_durably
+from etude.weights.ranks import Ranks
+
+Take = Callable[[str, int], range]
+RANK_SECONDS = 1800.0  # that rank 0 waits for the files of the others
+_FORMAT = 1
 
 
 class CheckpointDamaged(UserError):
     """A checkpoint is missing, or not what was saved."""
 
 
-def save(folder: Path, version: int, tensors: dict[str, Tensor], keep: int, protect: Collection[int] = ()) -> str:
-    """Writes the checkpoint of `version` and drops all but the newest `keep` and those of the versions in `protect`.
-    Returns its digest. Raises UserError if the disk is full."""
-    final = _path(folder, version)
-    partial = final.with_name(final.name + ".incomplete")
-    shutil.rmtree(partial, ignore_errors=True)
+@dataclass(frozen=True)
+class Part:
+    """Rows of a tensor that has `total` of them, from row `first` on. A tensor without dimensions is one row."""
+
+    rows: Tensor
+    first: int
+    total: int
+
+
+class _RowRange(Record, frozen=True, kw_only=True):
+    first: int
+    count: int
+    total: int
+
+
+class _RankFile(Record, frozen=True, kw_only=True):
+    """What one rank wrote."""
+
+    digest: str
+    rows: dict[str, _RowRange]  # by tensor
+
+
+class _CheckpointManifest(Record, frozen=True, kw_only=True):
+    format: int = _FORMAT
+    version: int
+    about: dict[str, str]
+    files: tuple[_RankFile, ...]  # by rank
+
+
+class _CheckpointManifestFile(Record, frozen=True, kw_only=True):
+    digest: str
+    manifest: msgspec.Raw
+
+
+def parts_of(tensors: Mapping[str, Tensor], rank: int = 0, count: int = 1) -> dict[str, Part]:
+    """The rows of whole tensors that a rank writes; those without dimensions are rank 0's."""
+    parts: dict[str, Part] = {}
+    for name, tensor in tensors.items():
+        total = tensor.shape[0] if tensor.ndim else 1
+        own = rows_of(total, rank, count)
+        if own:
+            parts[name] = Part(tensor[own.start : own.stop] if tensor.ndim else tensor, own.start, total)
+    return parts
+
+
+def every_row(name: str, total: int) -> range:
+    """What `load` takes of a tensor unless told otherwise."""
+    return range(total)
+
+
+def rows_of(total: int, rank: int, count: int) -> range:
+    """The rows of a rank: consecutive, ceil(total / count) each as long as there are some, as FSDP2 and `torch.chunk`
+    share out the first dimension."""
+    each = -(-total // count)
+    return range(min(rank * each, total), min((rank + 1) * each, total))
+
+
+def write(folder: Path, version: int, parts: Mapping[str, Part], ranks: Ranks, about: Mapping[str, str]) -> None:
+    """Writes this rank's file of a checkpoint, and on rank 0 completes the checkpoint. Each row of each tensor is one
+    rank's. `about` are further facts, which `load` returns. Raises UserError if the disk is full, RunFailed if another
+    rank's file is not there after half an hour."""
+    partial, final = folder / f"step_{version}.{ranks.session}.incomplete", _path(folder, version)
     try:
-        partial.mkdir(parents=True)
-        save_file({name: t.contiguous() for name, t in tensors.items()}, partial / "trainer.safetensors")
-        sync(partial / "trainer.safetensors")
-        sync(partial)
-        digest = _digest(partial / "trainer.safetensors")
-        # A leftover of the same version was never named by a manifest: the run resumed below it.
+        partial.mkdir(parents=True, exist_ok=True)
+        file = partial / _name(ranks.rank)
+        save_file({name: part.rows.contiguous() for name, part in parts.items()}, file)
+        sync(file)
+        own = _RankFile(digest=_digest(file), rows={name: _range_of(part) for name, part in parts.items()})
+        failpoint("checkpoint.file")
+        if ranks.rank:
+            write_durably(partial / _announcement(ranks.rank), msgspec.json.encode(own))
+            return
+        files = (own, *_gather(partial, version, ranks))
+        body = msgspec.json.encode(_CheckpointManifest(version=version, about=dict(about), files=files))
+        whole = _CheckpointManifestFile(digest=blake3.blake3(body).hexdigest(), manifest=msgspec.Raw(body))
+        write_durably(partial / "manifest.json", msgspec.json.encode(whole))
+        failpoint("checkpoint.manifest")
+        # One of the same number is damaged: the run went on below it.
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
         sync(folder)
+        failpoint("checkpoint.complete")
     except (OSError, SafetensorError) as e:
         shutil.rmtree(partial, ignore_errors=True)
-        why = e.strerror if isinstance(e, OSError) else str(e)
-        needed = sum(t.nbytes for t in tensors.values()) / 1e6
+        why = (e.strerror if isinstance(e, OSError) else None) or str(e)
+        needed = sum(part.rows.nbytes for part in parts.values()) / 1e6
         raise UserError(
-            f"the checkpoint of version {version} cannot be written to {folder}: {why}; it takes {needed:,.1f} MB, and "
-            f"{keep} of them are kept"
+            f"checkpoint {version} cannot be written to {folder}: {why}; it takes {needed:,.1f} MB beside those that "
+            "are kept"
         ) from None
-    for old in sorted(_versions(folder))[:-keep]:
-        if old not in protect:
-            shutil.rmtree(_path(folder, old))
-    return digest
 
 
-def load(folder: Path, version: int, digest: str) -> dict[str, Tensor]:
-    """The tensors of `version`. Raises CheckpointDamaged if the checkpoint is not there or does not have `digest`."""
-    path = _path(folder, version) / "trainer.safetensors"
+def load(folder: Path, version: int, take: Take = every_row) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The rows of each tensor that `take` asks for by name and number of rows, tensors without any left out, and what
+    was written `about` them. Raises CheckpointDamaged if a file with one of these rows is missing or has other bytes
+    than were written."""
+    path = _path(folder, version)
+    manifest = _read_manifest(path, version)
+    own = {name: take(name, rows.total) for file in manifest.files for name, rows in file.rows.items()}
+    found: dict[str, list[tuple[int, Tensor]]] = {name: [] for name, rows in own.items() if rows}
+    for rank, file in enumerate(manifest.files):
+        wanted = {name: rows for name, held in file.rows.items() if (rows := _overlap(held, own[name]))}
+        if not wanted:
+            continue
+        _check(path / _name(rank), file.digest, version)
+        with safe_open(path / _name(rank), "pt") as stored:
+            for name, rows in wanted.items():
+                held = file.rows[name]
+                part = slice(rows.start - held.first, rows.stop - held.first)
+                all_of_it = len(rows) == held.count
+                found[name].append((rows.start, stored.get_tensor(name) if all_of_it else stored.get_slice(name)[part]))
+    missing = f"checkpoint {version} is damaged ({path} does not have each row of a tensor once)"
+    return {name: _joined(pieces, own[name], missing) for name, pieces in found.items()}, manifest.about
+
+
+def load_newest(folder: Path) -> tuple[int, dict[str, Tensor], dict[str, str]] | None:
+    """The newest whole checkpoint: its number and what `load` gives; None if there was never one. Prints why a newer
+    one is not taken. Raises UserError if none is whole."""
+    damage: CheckpointDamaged | None = None
+    for version in reversed(versions(folder)):
+        try:
+            tensors, about = load(folder, version)
+        except CheckpointDamaged as e:
+            damage = damage or e
+            continue
+        if damage is not None:
+            print(f"note: {damage}; the run goes on from checkpoint {version}", file=sys.stderr, flush=True)
+        return version, tensors, about
+    if damage is not None:
+        raise UserError(f"{damage}, and no older one is whole; restore one from a copy, or start a new run")
+    return None
+
+
+def versions(folder: Path) -> list[int]:
+    """Those that have a checkpoint, ascending."""
+    names = [p.name.removeprefix("step_") for p in folder.glob("step_*")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> None:
+    """Drops all checkpoints but the newest `keep` and those in `protect`."""
+    drop(folder, [old for old in versions(folder)[:-keep] if old not in protect])
+
+
+def drop(folder: Path, versions: Collection[int]) -> None:
+    """Drops these checkpoints."""
+    for version in versions:
+        shutil.rmtree(_path(folder, version))
+
+
+def drop_after(folder: Path, version: int) -> None:
+    """Drops checkpoints of later versions, which were never published, and what killed writers have left."""
+    drop(folder, [later for later in versions(folder) if later > version])
+    for partial in folder.glob("step_*.incomplete"):
+        shutil.rmtree(partial)
+
+
+def _gather(partial: Path, version: int, ranks: Ranks) -> list[_RankFile]:
+    """What the other ranks wrote, in order; their announcements are taken away."""
+    deadline = time.monotonic() + RANK_SECONDS
+    files: list[_RankFile] = []
+    for rank in range(1, ranks.count):
+        path = partial / _announcement(rank)
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise RunFailed(f"rank {rank} did not write its file of checkpoint {version}; start the trainer again")
+            time.sleep(0.02)
+        files.append(msgspec.json.decode(path.read_bytes(), type=_RankFile))
+        path.unlink()
+    return files
+
+
+def _read_manifest(path: Path, version: int) -> _CheckpointManifest:
     try:
-        found = _digest(path)
+        data = (path / "manifest.json").read_bytes()
+        file = msgspec.json.decode(data, type=_CheckpointManifestFile)
+        manifest = msgspec.json.decode(file.manifest, type=_CheckpointManifest)
     except FileNotFoundError:
         raise CheckpointDamaged(f"checkpoint {version} is missing ({path})") from None
     except OSError as e:
         raise CheckpointDamaged(f"checkpoint {version} cannot be read ({path}: {e.strerror})") from None
+    except msgspec.MsgspecError as e:
+        raise CheckpointDamaged(f"checkpoint {version} is damaged ({path / 'manifest.json'}: {e})") from None
+    if blake3.blake3(bytes(file.manifest)).hexdigest() != file.digest or manifest.version != version:
+        raise CheckpointDamaged(f"checkpoint {version} is damaged ({path / 'manifest.json'} is not as it was written)")
+    if manifest.format != _FORMAT:
+        raise CheckpointDamaged(f"checkpoint {version} has format {manifest.format}, not {_FORMAT} ({path})")
+    return manifest
+
+
+def _check(path: Path, digest: str, version: int) -> None:
+    try:
+        found = _digest(path)
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"checkpoint {version} is damaged ({path} is missing)") from None
+    except OSError as e:
+        raise CheckpointDamaged(f"checkpoint {version} cannot be read ({path}: {e.strerror})") from None
     if found != digest:
-        raise CheckpointDamaged(f"checkpoint {version} is damaged ({path} does not have the digest that was published)")
-    return load_file(path)
+        raise CheckpointDamaged(f"checkpoint {version} is damaged ({path} does not have the digest of its manifest)")
 
 
-def older(folder: Path, version: int) -> list[int]:
-    """Versions before `version` that have a checkpoint, newest first."""
-    return sorted((v for v in _versions(folder) if v < version), reverse=True)
+def _joined(pieces: list[tuple[int, Tensor]], own: range, missing: str) -> Tensor:
+    """The rows `own` of a tensor. Raises CheckpointDamaged unless each is there once."""
+    pieces.sort(key=lambda piece: piece[0])
+    row = own.start
+    for first, rows in pieces:
+        if first != row:
+            raise CheckpointDamaged(missing)
+        row += rows.shape[0] if rows.ndim else 1
+    if row != own.stop:
+        raise CheckpointDamaged(missing)
+    return pieces[0][1] if len(pieces) == 1 else torch.cat([rows for _, rows in pieces])
+
+
+def _range_of(part: Part) -> _RowRange:
+    return _RowRange(first=part.first, count=part.rows.shape[0] if part.rows.ndim else 1, total=part.total)
+
+
+def _overlap(rows: _RowRange, own: range) -> range:
+    return range(max(rows.first, own.start), min(rows.first + rows.count, own.stop))
 
 
 def _digest(path: Path) -> str:
     return blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).hexdigest()
 
 
+def _name(rank: int) -> str:
+    return f"rank_{rank}.safetensors"
+
+
+def _announcement(rank: int) -> str:
+    return f"rank_{rank}.json"
+
+
 def _path(folder: Path, version: int) -> Path:
     return folder / f"step_{version}"
-
-
-def _versions(folder: Path) -> list[int]:
-    names = [p.name.removeprefix("step_") for p in folder.glob("step_*")]
-    return [int(name) for name in names if name.isdigit()]

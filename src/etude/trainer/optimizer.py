@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from etude.config import TrainerConfig
 from etude.models.dtypes import Types
 from etude.models.loading import named_tensors
+from etude.records import AdaptedBase
+from etude.weights.ulpd.schema import Schema
 
 EPSILON = 1e-8
 BUCKET = 2**26  # elements that are updated at a time: so many have a root of the second moment, or are on their way
@@ -154,6 +156,20 @@ class MasterAdamW:
     def _round(self) -> None:
         for name, live in self._live.items():
             live.copy_(self._master[name].to(self._types[name]))
+
+    @property
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that are trained."""
+        return self._live
+
+    @property
+    def base_schema(self) -> Schema | None:
+        """Of the base that the trained tensors are adapters of; None where they are the model's weights."""
+        return None
+
+    def adapted(self) -> AdaptedBase | None:
+        """What a version's manifest says of that base."""
+        return None
 
     def published(self) -> dict[str, torch.Tensor]:
         """The tensors of the current version, each in its type; saved buffers are published with the trained tensors.

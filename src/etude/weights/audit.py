@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from etude.errors import UserError
 from etude.records import PayloadPart, PolicyVersion
 from etude.store import Store
@@ -56,6 +58,8 @@ def audit(
     chosen = [m for m in published if only in (None, m.version)]
     objects = {part.key: (kind, number, part, m.schema) for m in chosen for kind, number, part in _objects(m)}
     chunks = {schema: _chunks(store, schema, problems) for schema in {m.schema for m in chosen}}
+    for schema in {m.adapted.schema for m in chosen if not isinstance(m.adapted, msgspec.UnsetType)}:
+        _chunks(store, schema, problems)
     checked = pruned = size = 0
     for done, (kind, number, part, schema) in enumerate(objects.values()):
         progress("verify", done, len(objects))

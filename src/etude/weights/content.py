@@ -112,12 +112,13 @@ def _follow(source: PayloadSource, target: int, path: list[Payload], content: Co
     return manifest, content
 
 
-def load_schema(store: Store, manifest: PolicyVersion) -> Schema:
-    """Names, types and shapes of a version's tensors. Raises DamagedVersion."""
+def load_schema(store: Store, manifest: PolicyVersion, of: str | None = None) -> Schema:
+    """Names, types and shapes of a version's tensors, or those that have the id `of`. Raises DamagedVersion."""
+    wanted = of or manifest.schema
     try:
-        return schema.decode(store.get(schema_key(manifest.schema)))
+        return schema.decode(store.get(schema_key(wanted)))
     except KeyError:
-        raise DamagedVersion(f"version {manifest.version}: its schema {manifest.schema} is gone") from None
+        raise DamagedVersion(f"version {manifest.version}: its schema {wanted} is gone") from None
     except ValueError as e:
         raise DamagedVersion(f"version {manifest.version}: {e}") from None
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors import SafetensorError
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from transformers import PreTrainedModel
 
 from etude.errors import UserError
 from etude.models.dtypes import main_dtype
-from etude.models.loading import check_folder, load_model, model_id, named_tensors
+from etude.models.files import check_folder
+from etude.models.loading import load_model, model_id, named_tensors
+from etude.models.lora import DOWN, adapted_layers
 from etude.records import PolicyVersion
 from etude.store import Store
+from etude.weights.adapters import load_live
 from etude.weights.content import load
 from etude.weights.manifest import newest, read, versions
 from etude.weights.publisher import Publisher
@@ -38,6 +44,46 @@ def export(store: Store, version: int, base: Path, out: Path, trust: Trust | Non
     return manifest
 
 
+def export_adapters(store: Store, version: int, base: Path, out: Path, trust: Trust | None = None) -> PolicyVersion:
+    """Writes `out`: the adapters of a version in float32, in PEFT's format (`PeftModel.from_pretrained`, vLLM's LoRA
+    modules). `base` is the model folder that the run began with. Raises UserError as `export` does, or if the version
+    holds whole weights."""
+    _refuse_existing(out)
+    model = load_model(base, dtype=main_dtype(base))
+    manifest, _ = load_live(store, version, named_tensors(model), trust)
+    if isinstance(manifest.adapted, msgspec.UnsetType):
+        raise UserError(f"version {version} of {store.url} holds whole weights, no adapters: fetch those")
+    _, tensors = load(store, version)
+    layers = sorted(name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN))
+    rank = len(tensors[layers[0] + DOWN])
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "inference_mode": True,
+        "r": rank, "lora_alpha": manifest.adapted.scale * rank, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": _targets(model, layers),
+    }  # fmt: skip
+    partial = out.with_name(f".{out.name}.incomplete")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(named, partial / "adapter_model.safetensors", {"format": "pt"})
+        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        partial.rename(out)
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{out} cannot be written: {getattr(e, 'strerror', None) or e}; check the disk") from None
+    return manifest
+
+
+def _targets(model: PreTrainedModel, layers: list[str]) -> list[str]:
+    """Short names of the layers where these mean no others, else the layers' own."""
+    short = sorted({name.rpartition(".")[2] for name in layers})
+    try:
+        return short if adapted_layers(model, short) == layers else layers
+    except UserError:
+        return layers
+
+
 def advance(
     store: Store,
     base: Path,
@@ -50,6 +96,11 @@ def advance(
     the payloads between the two are read, or an anchor if that is less. Raises UserError if `base` holds no published
     version."""
     _refuse_existing(out)
+    if (manifest := read(store, version)) is not None and not isinstance(manifest.adapted, msgspec.UnsetType):
+        raise UserError(
+            f"version {version} of {store.url} holds adapters, which are added to the model that the run began with: "
+            "use `etude weights fetch` with that folder as the base"
+        )
     model = load_model(base, dtype=main_dtype(base))
     tensors = named_tensors(model)
     held = _held(store, digest(tensors, schema_of(tensors).types), progress)
@@ -68,6 +119,10 @@ def publish_folder(store: Store, folder: Path, key: Ed25519PrivateKey | None = N
     except ValueError as e:
         raise UserError(f"{e}; publish to another store") from None
     publisher = Publisher(store, key=key, model=model_id(folder))
+    if last is not None and not isinstance(last.adapted, msgspec.UnsetType):
+        raise UserError(
+            f"{store.url} holds versions of adapters, after which no whole weights come: name another store"
+        )
     if last is not None:
         publisher.resume(last, load(store, last.version)[1])
         publisher.finish_anchor()

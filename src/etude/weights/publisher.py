@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
-from etude.records import Anchor, PayloadPart, PolicyVersion, Skip, StepRecord
+from etude.records import AdaptedBase, Anchor, PayloadPart, PolicyVersion, Skip, StepRecord
 from etude.store import Store
 from etude.weights import ranks as peers
 from etude.weights.manifest import create, manifests, read, schema_key
@@ -120,9 +120,9 @@ class Publisher:
     A chain begins with an anchor, all elements: at the first version, and where names, types or shapes change. Another
     is written when the deltas since the last one exceed `anchor_share` of its size, or after `anchor_versions`.
     With `key`, manifests are signed; `model` is its `etude.models.loading.model_id`. With `ranks`, this process writes
-    a part of each version. Host memory: the weights as published last, those on their way, and those of an anchor that
-    is still being written. Device memory: tensors on a GPU as they were taken last, so that only what changes comes to
-    the host.
+    a part of each version. With `base`, the tensors are adapters of a base that looks so. Host memory: the weights as
+    published last, those on their way, and those of an anchor that is still being written. Device memory: tensors on a
+    GPU as they were taken last, so that only what changes comes to the host.
     """
 
     def __init__(
@@ -133,12 +133,13 @@ class Publisher:
         key: Ed25519PrivateKey | None = None,
         ranks: Ranks | None = None,
         model: str = "",
+        base: Schema | None = None,
     ):
         if anchor_versions < 1:
             raise ValueError("anchor_versions must be at least 1")
         self._store = store
         self._anchor_versions, self._anchor_share = anchor_versions, anchor_share
-        self._key, self._model = key, model
+        self._key, self._model, self._base = key, model, base
         self._ranks = ranks or Ranks(0, 1, secrets.token_hex(8))
         self._snapshots = Snapshots()
         self._run = ""
@@ -173,11 +174,11 @@ class Publisher:
         *,
         lr: float | None = None,
         step: StepRecord | None = None,
-        checkpoint: str = "",
         last: bool = False,
+        adapted: AdaptedBase | None = None,
     ) -> PolicyVersion:
         """`start`, and waits for the manifest."""
-        started = self.start(version, tensors, groups, metrics, lr=lr, step=step, checkpoint=checkpoint, last=last)
+        started = self.start(version, tensors, groups, metrics, lr=lr, step=step, last=last, adapted=adapted)
         return started.result()
 
     def start(
@@ -189,13 +190,13 @@ class Publisher:
         *,
         lr: float | None = None,
         step: StepRecord | None = None,
-        checkpoint: str = "",
         last: bool = False,
+        adapted: AdaptedBase | None = None,
     ) -> Publication:
         """Begins to publish a copy of the tensors; those of chunks that other ranks own may be on the meta device.
 
         `lr` is the learning rate that led here: the size of changes that the codec expects, no part of the weights.
-        `metrics`, `step` and `checkpoint` go into the manifest, metrics that are not finite left out. After the `last`
+        `metrics`, `step` and `adapted` go into the manifest, metrics that are not finite left out. After the `last`
         version no anchor is begun, since no later version would name it.
 
         Waits for the publication before, and raises its error if no `result` has. The result raises
@@ -205,7 +206,7 @@ class Publisher:
         schema = schema_of(tensors)
         taken = self._take(schema, tensors)
         finite = {k: float(v) for k, v in metrics.items() if math.isfinite(v)}  # a manifest is JSON, which has no NaN
-        about = _About(version, schema, groups, finite, lr or Codec.learning_rate, step, checkpoint, last)
+        about = _About(version, schema, groups, finite, lr or Codec.learning_rate, step, last, adapted)
         self._flight = Publication(version, lambda deadline: self._publish(about, taken(), deadline))
         return self._flight
 
@@ -233,7 +234,8 @@ class Publisher:
         if last is not None and last.schema != schema:
             last = None
         if last is None and self._ranks.rank == 0:
-            self._store.put(schema_key(schema.id), schema.encode())
+            for grid in (schema, self._base) if self._base is not None else (schema,):
+                self._store.put(schema_key(grid.id), grid.encode())
         own, changes, digests = self._write(about, new, last)
         failpoint("publisher.payload")
         if self._ranks.rank == 0:
@@ -314,13 +316,13 @@ class Publisher:
             schema=about.schema.id,
             model=self._model,
             digest=written(sum(share.target for share in shares)),
+            adapted=about.adapted or msgspec.UNSET,
             changed=sum(share.changed for share in shares),
             elements=sum(spec.elements for spec in about.schema.tensors),
             groups=about.groups,
             created=time.time(),
             metrics=about.metrics,
             step=about.step or msgspec.UNSET,
-            checkpoint=about.checkpoint,
         )
         return manifest if self._key is None else sign(manifest, self._key)
 
@@ -440,8 +442,8 @@ class _About:
     metrics: dict[str, float]
     lr: float
     step: StepRecord | None
-    checkpoint: str
     last: bool
+    adapted: AdaptedBase | None
 
 
 def _joined(parts: Any) -> tuple[PayloadPart, ...]:

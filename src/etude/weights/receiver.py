@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import httpx2
+import msgspec
 import numpy as np
 import torch
 
@@ -20,7 +21,8 @@ from etude.errors import SwapUndone, UserError
 from etude.protocol.access import bearer, own_token
 from etude.records import PolicyVersion
 from etude.store import Store
-from etude.weights.content import Content, content_of, load_content, read_content, replay_chunk
+from etude.weights.adapters import Base, base_schema, load_live
+from etude.weights.content import Content, content_of, read_content, replay_chunk
 from etude.weights.live import ElementChange, LiveTensors, Positions, Tensors
 from etude.weights.manifest import key, versions
 from etude.weights.payloads import DamagedVersion, PayloadSource
@@ -44,22 +46,26 @@ class WeightUpdate:
     """A verified version in host memory, not yet live: `Receiver.swap`, then `commit` or `undo`."""
 
     manifest: PolicyVersion
-    staged: Content
+    staged: Content  # of the live tensors
     base: Content | None  # what was live then; the changes are right on nothing else
     changes: tuple[ElementChange, ...] | None  # None: the tensors of `before` are written whole
     before: Mapping[str, torch.Tensor]  # copies on the host of tensors that are written whole
+    published: Content | None = None  # what was published of it; None where nothing follows this update
 
 
 class Receiver:
     """Brings the live tensors of an engine from version to version. Not for several threads at a time. The live tensors
     may be wider than the published ones (float32 for bfloat16) and on any device. `peers` are the URLs of servers that
-    may hold the same version."""
+    may hold the same version. To versions of adapters the live tensors are the base until the first is live, and hold
+    the sum from then on."""
 
     def __init__(self, store: Store, live: Tensors, source: PayloadSource | None = None, peers: Sequence[str] = ()):
         self._store = store
         self._source = source or PayloadSource(store)
         self._live = LiveTensors(live)
-        self._held: Content | None = None
+        self._held: Content | None = None  # what the live tensors hold
+        self._published: Content | None = None  # what was published of it: the same, or adapters
+        self._base: Base | None = None  # under adapters
         self._peers = tuple(peers)
         self._scrubbed = 0
         self.version = -1
@@ -84,19 +90,34 @@ class Receiver:
         numbers = [n for n in versions(self._store, after=self.version) if limit is None or n <= limit]
         if not numbers:
             return None
-        manifest, staged = read_content(self._source, numbers[-1], self.version, self._held)
+        manifest, published = read_content(self._source, numbers[-1], self.version, self._published)
         try:
             self._source.trust.accept(manifest)
         except ManifestRefused as e:
             raise DamagedVersion(str(e)) from None
-        _check_fit(manifest.version, staged.schema, self._live.tensors)
+        staged = self._staged(manifest, published)
         held = self._held
         if held is None or held.schema != staged.schema:
             # An engine that has loaded the folder of the run holds version 0 already, and needs no copies to undo it.
             others = {staged.schema.tensors[chunk.tensor].name: None for chunk in self._others(staged)}
             before = {name: self._live.tensors[name].to("cpu", copy=True) for name in others}
-            return WeightUpdate(manifest, staged, held, None, before)
-        return WeightUpdate(manifest, staged, held, tuple(_differences(self._live, held, staged)), {})
+            return WeightUpdate(manifest, staged, held, None, before, published)
+        return WeightUpdate(manifest, staged, held, tuple(_differences(self._live, held, staged)), {}, published)
+
+    def _staged(self, manifest: PolicyVersion, published: Content) -> Content:
+        """What the live tensors shall hold: what was published, or the base with it. Raises DamagedVersion."""
+        if isinstance(manifest.adapted, msgspec.UnsetType):
+            _check_fit(manifest.version, published.schema, self._live.tensors)
+            if self._base is not None:
+                raise DamagedVersion(f"version {manifest.version} holds whole weights, the one before it adapters")
+            return published
+        grid = base_schema(self._store, manifest)
+        _check_fit(manifest.version, grid, self._live.tensors)
+        if self._base is None or self._base.digest != manifest.adapted.base:
+            if self._held is not None:
+                raise DamagedVersion(f"version {manifest.version} holds adapters of another base than those before it")
+            self._base = Base(self._live.tensors, grid, manifest.version, manifest.adapted)
+        return self._base.merge(manifest, published, self._live.tensors)
 
     # --- swaps ------------------------------------------------------------------------------------------------------
 
@@ -125,6 +146,7 @@ class Receiver:
     def commit(self, update: WeightUpdate) -> None:
         """From here on the receiver holds the version that was swapped in."""
         self._held, self.version, self.manifest = update.staged, update.manifest.version, update.manifest
+        self._published = update.published
 
     @torch.no_grad()
     def undo(self, update: WeightUpdate) -> None:
@@ -232,15 +254,25 @@ class Receiver:
             except DamagedVersion as e:
                 raise RepairUnavailable(str(e)) from None
 
+        def merged_again(number: int) -> Bits:
+            if self._base is None or self._published is None or self.manifest is None:
+                raise RepairUnavailable("there is no base")
+            try:
+                return self._base.merge(self.manifest, self._published, self._live.tensors).chunk(number)
+            except DamagedVersion as e:
+                raise RepairUnavailable(str(e)) from None
+
         peers = [RepairSource(f"peer {url}", lambda number, url=url: peer(url, number)) for url in self._peers]
         last = [RepairSource("anchor chunk and deltas", replayed), RepairSource("whole anchor from the store", loaded)]
+        if self._base is not None:
+            last = [RepairSource("base and adapters", merged_again)]
         return [RepairSource("host image", held.chunk), *peers, *last]
 
 
 def materialise(store: Store, version: int, tensors: Tensors, trust: Trust | None = None) -> PolicyVersion:
-    """Writes a published version into `tensors`, e.g. a model's own, which may be wider. Raises UserError if the
-    version is not there, is damaged, not trusted or does not fit."""
-    manifest, staged = load_content(store, version, trust)
+    """Writes a published version into `tensors`, e.g. a model's own, which may be wider; adapters are added to what
+    they hold. Raises UserError if the version is not there, is damaged, not trusted or does not fit."""
+    manifest, staged = load_live(store, version, tensors, trust)
     _put(store, manifest, staged, tensors)
     return manifest
 
@@ -300,6 +332,6 @@ def _difference(live: Tensors, update: WeightUpdate) -> str | None:
         actual = digest(live, update.staged.schema.types)
     except ValueError as e:
         return str(e)
-    if actual == manifest.digest:
+    if actual == manifest.live:
         return None
-    return f"their digest is {actual}, published was {manifest.digest}"
+    return f"their digest is {actual}, published was {manifest.live}"

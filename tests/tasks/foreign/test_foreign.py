@@ -12,7 +12,7 @@ import pytest
 from etude.config import SandboxConfig, validate_sandbox
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
-from etude.grading.harbor import STATE, note_state, taken
+from etude.grading.harbor import STATE, note_state, read_reward, taken
 from etude.grading.runner import open_sandbox
 from etude.protocol.chat import ChatClient, ChatModel
 from etude.records import Budget, Episode
@@ -141,6 +141,15 @@ def test_what_fails_in_a_box_is_said(tmp_path: Path) -> None:
     assert found["run"].startswith("RUN false && true fails in a box")
     assert found["leak"] == "its image holds tests/check.py (as /workspace/visible.py)"
     assert found["apt"] == "apt-get installs no-such-package, which this machine lacks"
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("1", 1.0), ('{"reward": 0.5, "other": 1}', 0.5), ('{"a": 1, "b": 0.5}', 0.75), ("7", 1.0), ("-1", 0.0)]
+    + [(text, 0.0) for text in ("", "{}", "nan", "Infinity", "[1]", "null", "9" * 400, "[" * 100_000, '{"a": "x"}')],
+)
+def test_a_reward_file_is_a_finite_number_or_earns_nothing(text: str, reward: float) -> None:
+    assert read_reward("reward.json", text)[0] == reward
 
 
 @pytest.mark.parametrize(

@@ -48,41 +48,43 @@ _LLAMA3 = {
 
 @dataclass(frozen=True)
 class Family:
-    """A name for people, transformers' model type, and the sizes of its small model."""
+    """A name for people, transformers' model type, the sizes of its small model, and the name of a chat template of its
+    makers ("": none is at hand)."""
 
     name: str
     model_type: str
     options: dict[str, Any] = field(default_factory=dict)
+    template: str = ""
 
 
 FAMILIES = (
-    Family("Qwen2, Qwen2.5", "qwen2"),
+    Family("Qwen2, Qwen2.5", "qwen2", template="qwen2.5"),
     Family("Qwen2-MoE", "qwen2_moe", _SHARED),
-    Family("Seed-OSS", "seed_oss"),
-    Family("Qwen3", "qwen3"),
-    Family("Qwen3-MoE, Qwen3-Coder", "qwen3_moe", _EXPERTS),
+    Family("Seed-OSS", "seed_oss", template="seed-oss"),
+    Family("Qwen3", "qwen3", template="qwen3"),
+    Family("Qwen3-MoE, Qwen3-Coder", "qwen3_moe", _EXPERTS, "qwen3-coder"),
     Family("Qwen3-Next", "qwen3_next", {**_SHARED, **_DELTA}),
-    Family("Qwen3.5", "qwen3_5_text", _DELTA),
-    Family("Qwen3.5-MoE", "qwen3_5_moe_text", {**_SHARED, **_DELTA}),
-    Family("Llama 3", "llama", {"rope_parameters": _LLAMA3}),
+    Family("Qwen3.5", "qwen3_5_text", _DELTA, "qwen3.5"),
+    Family("Qwen3.5-MoE", "qwen3_5_moe_text", {**_SHARED, **_DELTA}, "qwen3.5"),
+    Family("Llama 3", "llama", {"rope_parameters": _LLAMA3}, "llama-3.1"),
     Family("Llama 4", "llama4_text", {
         "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "attention_chunk_size": 8,
     }),
-    Family("Mistral, no window", "mistral", {"sliding_window": None}),
+    Family("Mistral, no window", "mistral", {"sliding_window": None}, "mistral-small-3.2"),
     Family("Mistral, window", "mistral", {"sliding_window": 8}),
     Family("Mixtral", "mixtral", _LOCAL),
     Family("Gemma", "gemma"),
     Family("Gemma 2", "gemma2", {"sliding_window": 8}),
     Family("Gemma 3", "gemma3_text", _WINDOW),
-    Family("Gemma 4", "gemma4_text", {**_WINDOW, "global_head_dim": 32, "final_logit_softcapping": 5.0}),
-    Family("GLM-4.5", "glm4_moe", {**_ROUTED, "n_group": 1, "use_qk_norm": True}),
+    Family("Gemma 4", "gemma4_text", {**_WINDOW, "global_head_dim": 32, "final_logit_softcapping": 5.0}, "gemma-4"),
+    Family("GLM-4.5", "glm4_moe", {**_ROUTED, "n_group": 1, "use_qk_norm": True}, "glm-4.5"),
     Family("GLM-5", "glm_moe_dsa", {**_ROUTED, **_LATENT, **_INDEXER}),
-    Family("DeepSeek-V3, Kimi-K2", "deepseek_v3", {**_ROUTED, **_LATENT}),
-    Family("DeepSeek-V3.2", "deepseek_v32", {**_ROUTED, **_LATENT, **_INDEXER}),
+    Family("DeepSeek-V3, Kimi-K2", "deepseek_v3", {**_ROUTED, **_LATENT}, "deepseek-v3.1"),
+    Family("DeepSeek-V3.2", "deepseek_v32", {**_ROUTED, **_LATENT, **_INDEXER}, "deepseek-v3.2"),
     Family("Kimi-Linear", "kimi_linear", {
         **_LOCAL, **_LATENT, "moe_intermediate_size": 32, "linear_num_heads": 4, "linear_head_dim": 16,
     }),
-    Family("gpt-oss", "gpt_oss", {**_LOCAL, **_WINDOW}),
+    Family("gpt-oss", "gpt_oss", {**_LOCAL, **_WINDOW}, "gpt-oss"),
     Family("OLMo2", "olmo2"),
     Family("OLMo3", "olmo3", _WINDOW),
     Family("Cohere Command-R", "cohere", {"logit_scale": 0.25}),
@@ -91,17 +93,17 @@ FAMILIES = (
     Family("GraniteMoE", "granitemoe", {**_GRANITE, **_LOCAL}),
     Family("Granite 4", "granitemoehybrid", {
         **_GRANITE, **_LOCAL, **_MAMBA, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"] * 2,
-    }),
-    Family("SmolLM3", "smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
+    }, "granite-4"),
+    Family("SmolLM3", "smollm3", {"no_rope_layers": [1, 1, 1, 0]}, "smollm3"),
     Family("Phi-4 (phi3)", "phi3"),
     Family("Phi-2", "phi", {"partial_rotary_factor": 0.5}),
-    Family("MiniMax-M2", "minimax_m2", {**_LOCAL, "rotary_dim": 32}),
+    Family("MiniMax-M2", "minimax_m2", {**_LOCAL, "rotary_dim": 32}, "minimax-m2"),
     Family("LFM2, attention only", "lfm2", {"layer_types": ["full_attention"] * 4}),
-    Family("LFM2", "lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    Family("LFM2", "lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "lfm2"),
     Family("Nemotron-H", "nemotron_h", {
         "hybrid_override_pattern": "M*-M", "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16,
         "n_groups": 2,
-    }),
+    }, "nemotron-3"),
     Family("Nemotron-4", "nemotron"),
     Family("StableLM", "stablelm"),
     Family("Ernie 4.5", "ernie4_5"),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from etude.audit.architectures.table import ModelRow
 from etude.errors import UserError
 
-BEGIN, END = "<!-- table: etude doctor models --docs docs/models.md -->", "<!-- end of the table -->"
-COLUMNS = {"rows": "trainer rows", "shared prompts": "shared prompts", "engine": "engine", "replay": "replay"}
+BEGIN, END = "<!-- table: etude doctor models --docs docs/models.md --templates DIR -->", "<!-- end of the table -->"
+COLUMNS = {
+    "rows": "trainer rows", "shared prompts": "shared prompts", "engine": "engine", "replay": "replay", "tools": "tools"
+}  # fmt: skip
 # Of a trial, and other ones on another machine.
 _NUMBERS = re.compile(r" by \S+ nats in its trial, where \S+ are allowed")
+_TEMPLATE = re.compile(r"^The chat template of \S+ ")
 _WORDS = {"exact": "exact", "silent": "**WRONG**", "none": "-", "not run": "not run"}
 
 
@@ -25,12 +29,16 @@ def markdown(table: Sequence[ModelRow]) -> str:
         for use in COLUMNS:
             cell = row.cells[use]
             if cell.state == "refused":
-                said = _NUMBERS.sub("", cell.said.rpartition(f"{row.model_type} ")[2])
+                said = _TEMPLATE.sub("has a chat template that ", cell.said).rpartition(f"{row.model_type} ")[2]
+                said = _NUMBERS.sub("", said)
                 shown.append(f"no ({sentences.setdefault(said, len(sentences) + 1)})")
+            elif use == "tools":
+                shown.append(f"`{cell.said}`" if cell.state == "exact" else cell.said)
             else:
                 shown.append(_WORDS[cell.state])
         lines.append(f"| {row.name} (`{row.model_type}`) | {' | '.join(shown)} |")
-    return "\n".join([*lines, "", *(f"{number}. {said}" for said, number in sentences.items())])
+    notes = (textwrap.fill(f"{n}. {said}", 118, subsequent_indent="   ") for said, n in sentences.items())
+    return "\n".join([*lines, "", *notes])
 
 
 def write(page: Path, table: Sequence[ModelRow]) -> None:

@@ -62,11 +62,17 @@ class ModelRow:
         return "refused" if any(cell.state == "refused" for cell in shown) else "exact"
 
 
-def rows(families: Sequence[Family] = FAMILIES, uses: Sequence[str] = USES) -> Iterator[ModelRow]:
-    """The rows of small random models, made in a temporary folder one after the other."""
+def rows(
+    families: Sequence[Family] = FAMILIES, uses: Sequence[str] = USES, templates: Path | None = None
+) -> Iterator[ModelRow]:
+    """The rows of small random models, made in a temporary folder one after the other. `templates` holds folders with
+    tokenizer and chat template, by the names of the families' templates."""
     for family in families:
         with tempfile.TemporaryDirectory(prefix="etude-models-") as folder:
-            yield examine(family.name, make(family, Path(folder) / family.model_type), uses)
+            row = examine(family.name, make(family, Path(folder) / family.model_type), uses)
+        if "tools" in uses and templates is not None and family.template:
+            row.cells["tools"] = tools(templates / family.template)
+        yield row
 
 
 def summary(table: Sequence[ModelRow]) -> dict[str, int]:
@@ -83,7 +89,7 @@ def examine(name: str, folder: Path, uses: Sequence[str] = USES) -> ModelRow:
     examined = _Examined(folder)
     cells = {}
     for use in uses:
-        cells[use] = _tools(folder) if use == "tools" else examined.cell(use)
+        cells[use] = tools(folder) if use == "tools" else examined.cell(use)
     return ModelRow(name, model_type, cells)
 
 
@@ -190,10 +196,10 @@ def _vllm() -> Cell:
     return Cell("not run", None, "no vLLM is started by this command")
 
 
-def _tools(folder: Path) -> Cell:
+def tools(folder: Path) -> Cell:
     """The dialect of the folder's chat template, by its round trip."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return Cell("none", None, "no tokenizer")
+        return Cell("none", None, "no template")
     try:
         return Cell("exact", None, renderer_for(folder).dialect)
     except UserError as e:

@@ -71,7 +71,7 @@ class AgentRoutes:
         with as_refusal():
             request, conversation = responses.parse_request(fields, self._kept)
             body = _chat_of_responses(fields, request)
-        sampling = await self._chats.sample(body)
+        sampling = await self._chats.sample(body, http)
         kept = {} if fields.get("store") is False else self._kept
         (turn,) = sampling.turns
         named = _named(request, self._model)
@@ -83,7 +83,7 @@ class AgentRoutes:
         request, body = _chat_of_messages(fields, _MESSAGES)
         if request.max_tokens is None:
             raise invalid("max_tokens: Field required", "max_tokens")
-        sampling = await self._chats.sample(self._with_thoughts(fields, body))
+        sampling = await self._chats.sample(self._with_thoughts(fields, body), http)
         (turn,) = sampling.turns
         named = _named(request, self._model)
         return await _ended(http, sampling, anthropic.respond(turn, named, fields), request.stream)

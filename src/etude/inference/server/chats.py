@@ -23,6 +23,7 @@ from etude.inference.server.bodies import ChatBody, body_of, first, invalid
 from etude.inference.server.choices import Choice, Detokenizer
 from etude.inference.server.content_parts import take_documents
 from etude.inference.server.grammars import answer_rule
+from etude.inference.server.kept_turns import KeptTurns
 from etude.inference.server.served_model import ServedModel
 from etude.protocol.access import Refusal
 from etude.protocol.apis import chat
@@ -64,12 +65,13 @@ class Chats:
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
+        self.kept = KeptTurns(model)
         self._variants: dict[str, Renderer] = {}
 
     async def completions(self, http: HTTPRequest) -> Response:
         """OpenAI's chat completions. Raises Refusal, ValueError or RuntimeError."""
         body = await body_of(http, ChatBody)
-        sampling = await self.sample(body)
+        sampling = await self.sample(body, http)
         head: dict[str, Any] = {"id": f"chatcmpl-{sampling.turns[0].name}", "created": int(time.time())}
         head["model"] = self._model.names[0]
         logprobs = self._logprobs_of(sampling.choices, body.top_logprobs or 0) if body.logprobs else None
@@ -84,8 +86,9 @@ class Chats:
                 choice["token_ids"] = turn.ids
         return JSONResponse(shown)
 
-    async def sample(self, body: ChatBody) -> OpenTurns:
-        """Begins the answers to a chat. Raises Refusal, ValueError or RuntimeError."""
+    async def sample(self, body: ChatBody, http: HTTPRequest) -> OpenTurns:
+        """Begins the answers to a chat, which are kept if `http` asks for it. Raises Refusal, ValueError or
+        RuntimeError."""
         model = self._model
         model.must_be_served(body.model)
         renderer, tools = self.with_variables(model.chat_renderer, body), shown_tools(body)
@@ -101,6 +104,7 @@ class Chats:
         turns = [SampledTurn(renderer, length, body.stops, tools) for _ in choices]
         for turn in turns:
             turn.most_calls = 1 if body.parallel_tool_calls is False else None
+        self.kept.keep(http, choices, turns)
         tasks = [asyncio.create_task(c.play(turn)) for c, turn in zip(choices, turns, strict=True)]
         return OpenTurns(turns, choices, tasks)
 

@@ -10,20 +10,21 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import llguidance
 from tokenizers import Tokenizer
 
 from etude.inference.server.bodies import Body, invalid
+from etude.inference.server.tagged_calls import MARK, NAME, Tags, json_rule, rule_of
 from etude.protocol.access import Refusal
 from etude.renderers import Renderer, Tool
 from etude.renderers.base import PlainEncoder
 from etude.renderers.schemas import COMPACT_PARAMETERS
 
 _MAX_CHARACTERS = 256 << 10
-_SPACE = r"( |\n[ \t]{0,40})"  # between the parts of JSON: a weak model would go on with spaces for ever
 _WORD, _KEY, _VALUE = "zq0zq", "zq1zq", "zq2zq"  # placeholders
 _ANY_TEXT = r"/(?s:.)*/"
 _SLASH = re.compile(r"\\.|/", re.DOTALL)  # with what is escaped
@@ -33,15 +34,16 @@ _START = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|\bstart\b')  # with wh
 class _PlainTokens:
     """A tokenizer that never writes text by a special token: the library's own would, and then refuse that token."""
 
-    def __init__(self, tokens: llguidance.LLTokenizer, encode: Callable[[str], list[int]]) -> None:
+    def __init__(self, tokens: llguidance.LLTokenizer, encoder: PlainEncoder) -> None:
         ids = range(tokens.vocab_size)
         self.eos_token_id, self.bos_token_id = tokens.eos_token, None
         self.tokens = [tokens.decode_bytes([i]) for i in ids]
-        self.special_token_ids = [i for i in ids if tokens.is_special_token(i)]
-        self._encode = encode
+        # All added tokens: a renderer tells them from text that spells their names.
+        self.special_token_ids = [i for i in ids if i in encoder.forbidden or tokens.is_special_token(i)]
+        self._encoder = encoder
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        return self._encoder.encode(text)
 
 
 class Grammars:
@@ -52,6 +54,7 @@ class Grammars:
         self._vocab_size, self._eos = vocab_size, list(eos)
         self._ids: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
+        self._tags: dict[str, Tags | None] = {}  # by the renderer's digest
 
     def matcher(self, lark: str, param: str | None) -> llguidance.LLMatcher:
         """Follows one answer through a grammar, for which `param` asked. Raises Refusal."""
@@ -70,7 +73,7 @@ class Grammars:
                     self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos or None
                 )
                 self._ids = llguidance.LLTokenizer(
-                    llguidance.TokenizerWrapper(_PlainTokens(plain, PlainEncoder(self._tokenizer).encode)),
+                    llguidance.TokenizerWrapper(_PlainTokens(plain, PlainEncoder(self._tokenizer))),
                     n_vocab=self._vocab_size, eos_token=self._eos or None,
                 )  # fmt: skip
         return self._ids
@@ -82,21 +85,32 @@ class Grammars:
 
     def of_call(self, renderer: Renderer, tools: Sequence[Tool], rule: str = "") -> str:
         """The grammar of a chat turn that calls one of these tools; with `rule`, one whose text is `rule` instead.
-        Raises Refusal for a dialect that does not write arguments as JSON."""
-        calls, rules = [], []
+        Raises Refusal for a dialect that writes arguments neither as JSON nor between tags."""
+        calls, rules = list[str](), list[str]()
         for number, tool in enumerate(tools):
-            function = tool["function"]
-            if renderer.dialect == "compact":
-                calls.append(self._compact_call(function["name"]))
-                continue
-            before, after = self._around(renderer, _call(function["name"]), *_ARGUMENTS)
-            calls.append(f"{before} arguments{number} {after}")
-            rules.append(f"arguments{number}: {json_rule(function.get('parameters') or {'type': 'object'})}")
+            call, more = self._call(renderer, number, tool)
+            calls.append(call)
+            rules += more
         if rule:
             before, _ = self._around(renderer, {"role": "assistant", "content": _WORD}, _WORD)
             calls.append(f"{before} answer")
             rules.append(rule)
         return "\n".join([f"start: {' | '.join(calls)}", *rules])
+
+    def _call(self, renderer: Renderer, number: int, tool: Tool) -> tuple[str, list[str]]:
+        """An alternative that calls this tool, and the rules that it needs. Raises Refusal."""
+        function = tool["function"]
+        if renderer.dialect == "compact":
+            return self._compact_call(function["name"]), []
+        if renderer.digest not in self._tags:
+            self._tags[renderer.digest] = Tags.measured(
+                lambda arguments: self._written(renderer, _call(NAME, arguments))
+            )
+        if (tags := self._tags[renderer.digest]) is not None:
+            return tags.rules(number, tool)
+        before, after = self._around(renderer, _call(function["name"], {_KEY: _VALUE}), *_ARGUMENTS)
+        schema = json_rule(function.get("parameters") or {"type": "object"})
+        return f"{before} arguments{number} {after}", [f"arguments{number}: {schema}"]
 
     def _compact_call(self, name: str) -> str:
         if name not in COMPACT_PARAMETERS:
@@ -107,25 +121,22 @@ class Grammars:
 
     def _around(self, renderer: Renderer, message: Mapping[str, Any], *placeholders: str) -> tuple[str, str]:
         """What the dialect writes before and after a placeholder in a turn, as parts of a rule. Raises Refusal."""
-        ids = _turn(renderer, message)
+        text = self._written(renderer, message)
+        for placeholder in placeholders:
+            if text.count(placeholder) == 1:
+                before, _, after = text.partition(placeholder)
+                return rule_of(before), rule_of(after)
+        raise _not_written(renderer, "it does not write arguments as JSON or between tags")
+
+    def _written(self, renderer: Renderer, message: Mapping[str, Any]) -> str:
+        """The text of a turn without its end, in which special tokens are marked ids. Raises Refusal."""
         is_special = self._vocabulary().is_special_token
-        parts: list[str | int] = []
-        plain: list[int] = []
-        for token in [*ids, None]:
-            if token is not None and not is_special(token):
-                plain.append(token)
-                continue
-            if plain:
-                parts.append(self._tokenizer.decode(plain, skip_special_tokens=False))
-                plain = []
-            if token is not None:
-                parts.append(token)
-        for index, part in enumerate(parts):
-            for placeholder in placeholders:
-                if isinstance(part, str) and part.count(placeholder) == 1:
-                    before, _, after = part.partition(placeholder)
-                    return _rule([*parts[:index], before]), _rule([after, *parts[index + 1 :]])
-        raise _not_written(renderer, "it does not write arguments as JSON")
+        runs = groupby(_turn(renderer, message), key=is_special)
+        return "".join(
+            "".join(f"{MARK}{token}{MARK}" for token in run) if special
+            else self._tokenizer.decode(list(run), skip_special_tokens=False)
+            for special, run in runs
+        )  # fmt: skip
 
 
 def _turn(renderer: Renderer, message: Mapping[str, Any]) -> list[int]:
@@ -151,23 +162,13 @@ def _not_written(renderer: Renderer, why: str) -> Refusal:
     return invalid(f"answers in the dialect {renderer.dialect} cannot be forced: {why}")
 
 
-def _call(name: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": {_KEY: _VALUE}}
+def _call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "arguments": dict(arguments)}
     call = {"id": "call00000", "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 _ARGUMENTS = (json.dumps({_KEY: _VALUE}), json.dumps({_KEY: _VALUE}, separators=(",", ":")))
-
-
-def _rule(parts: Sequence[str | int]) -> str:
-    """Texts and tokens as a rule of Lark."""
-    return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts if part != "")
-
-
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """A value with this schema, as a rule of Lark."""
-    return f"%json {json.dumps(dict(schema) | {'x-guidance': {'whitespace_pattern': _SPACE}})}"
 
 
 def answer_rule(body: Body) -> tuple[str, str] | None:

@@ -4,6 +4,7 @@ POST /v1/completions                          `completions.py`
 POST /v1/chat/completions                     `chats.py`
 POST /v1/responses, /v1/messages[/count_tokens]   `agent_routes.py`
 POST /v1/apply                                here
+GET  /v1/turns/ULID                            `kept_turns.py`
 POST /tokenize, /detokenize; GET /v1/models, /v1/models/NAME, /version, /ping   `text_routes.py`
 
 What a body asks for is read in `bodies.py` and `grammars.py`; `choices.py` follows the engine's answers.
@@ -39,6 +40,7 @@ from etude.protocol.apis import anthropic, chat
 from etude.protocol.apis.chat import usage
 from etude.protocol.apis.conversation import RequestRefused
 from etude.protocol.guard import decoded, error
+from etude.protocol.wire import WEIGHTS_HEADER
 
 Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
@@ -74,14 +76,23 @@ class OpenAI:
         others: dict[str, Handler] = {
             "/v1/messages": agents.messages, "/v1/messages/count_tokens": agents.count_tokens
         }  # fmt: skip
+        named = [(path, partial(_answer, partial(self._named, handler))) for path, handler in posts.items()]
+        named += [(path, partial(_answer_anthropic, partial(self._named, handler))) for path, handler in others.items()]
         return [
-            *(Route(path, partial(_answer, handler), methods=["POST"]) for path, handler in posts.items()),
-            *(Route(path, partial(_answer_anthropic, handler), methods=["POST"]) for path, handler in others.items()),
+            *(Route(path, handler, methods=["POST"]) for path, handler in named),
+            *chats.kept.routes(),
             Route("/v1/models", texts.models),
             Route("/v1/models/{name:path}", texts.model),
             Route("/version", texts.version),
             Route("/ping", texts.ping, methods=["GET", "POST"]),
         ]
+
+    async def _named(self, handler: Handler, http: HTTPRequest) -> Response:
+        """The answer with the version that it began with."""
+        version = self._model.engine.version
+        response = await handler(http)
+        response.headers[WEIGHTS_HEADER] = str(version)
+        return response
 
     async def _apply(self, http: HTTPRequest) -> Response:
         """The whole new file, closed by the model's own tag; 422 if the model did not close it."""

@@ -129,7 +129,7 @@ class WeightWatcher:
     def _note(self, receiver: Receiver) -> None:
         """A version went live."""
         assert receiver.manifest is not None
-        self.served = ServedVersion(receiver.version, receiver.manifest.digest)
+        self.served = ServedVersion(receiver.version, receiver.manifest.live)
         _log.info("serving version %d after a pause of %.1f ms", receiver.version, self._engine.last_pause * 1e3)
         _return_memory()
         self._damaged = receiver.scrub()

@@ -24,7 +24,7 @@ from etude.inference.vllm.layout import LoadableModel, check_plain, live_tensors
 from etude.processes import end_with_server
 from etude.store import open_store
 from etude.weights import signature
-from etude.weights.content import load_schema
+from etude.weights.adapters import base_schema
 from etude.weights.manifest import newest
 from etude.weights.payloads import DamagedVersion, PayloadSource
 from etude.weights.receiver import Receiver, WeightsMismatch, WeightUpdate
@@ -117,7 +117,7 @@ class WorkerExtension:
         except (WeightsMismatch, ValueError) as e:
             return {"error": str(e)}
         following.receiver.commit(update)
-        return {"version": update.manifest.version, "digest": update.manifest.digest}
+        return {"version": update.manifest.version, "digest": update.manifest.live}
 
     def etude_digest(self) -> Answer:
         """The digest of the model's live memory; `error` if it is not that of the version it should hold."""
@@ -130,8 +130,8 @@ class WorkerExtension:
             live = digest(following.live, following.receiver.types)
         except ValueError as e:
             return {"error": f"{e}; start this server again"}
-        if live != manifest.digest:
-            why = f"the digest of the live tensors is {live}, that of version {manifest.version} is {manifest.digest}"
+        if live != manifest.live:
+            why = f"the digest of the live tensors is {live}, that of version {manifest.version} is {manifest.live}"
             return {"error": f"{why}; start this server again"}
         return {"version": manifest.version, "digest": live}
 
@@ -144,7 +144,7 @@ def _follow(worker: Any, source: tuple[str, str, str]) -> Following:
     trust = Trust(signature.public_key(Path(public_key)) if public_key else None)
     try:
         manifest = newest(store)
-        published = None if manifest is None else load_schema(store, manifest)
+        published = None if manifest is None else base_schema(store, manifest)
     except (DamagedVersion, ValueError) as e:
         raise UserError(f"{e}; publish to another store") from None
     if published is None:

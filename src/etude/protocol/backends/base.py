@@ -55,7 +55,7 @@ class EngineBackend(Protocol):
         self, http: httpx2.AsyncClient, url: str, sequences: Sequence[list[int]], decoded: bool
     ) -> SequenceScores | None:
         """Log-probabilities under one version; None if another one came meanwhile. `decoded`: the end of each
-        sequence by decoding, where the server takes given tokens."""
+        sequence by decoding, where the server can."""
         ...
 
     async def health(self, http: httpx2.AsyncClient, url: str, timeout: float) -> dict[str, Any]:

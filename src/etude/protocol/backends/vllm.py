@@ -43,6 +43,7 @@ from etude.records import Generation, Routes
 OLDEST = (0, 32)
 GENERATE = "/inference/v1/generate"
 STAGE_SECONDS = 3600.0  # to fetch and verify a version, beside the requests
+DECODED = 32  # last tokens of a scored sequence in whose place as many are decoded, as in etude's engine
 _POLL = 0.1
 _RPC_SECONDS = 900.0  # one call of a worker; the first reads the checkpoint again
 _METRICS_SECONDS = 1.0  # between two readings of a server's metrics
@@ -154,12 +155,32 @@ class VllmBackend:
     async def score(
         self, http: httpx2.AsyncClient, url: str, sequences: Sequence[list[int]], decoded: bool
     ) -> SequenceScores | None:
-        """Log-probabilities of prompts, which vLLM computes without its prefix cache; it decodes no given tokens."""
+        """Log-probabilities of prompts, which vLLM computes without its prefix cache. It decodes no given tokens. With
+        `decoded` it decodes as many of its own behind each sequence cut short; by how much their log-probabilities
+        differ from those of the same tokens as a prompt is added to the end's."""
         before = self._at(url).live
-        answers = await asyncio.gather(*(self._score(http, url, ids) for ids in sequences))
-        if self._at(url).live != before or any(version != before.version for _, version in answers):
+        answers = await asyncio.gather(*(self._scored(http, url, ids, decoded) for ids in sequences))
+        if self._at(url).live != before or any(versions != {before.version} for _, versions in answers):
             return None
         return SequenceScores(version=before.version, digest=before.digest, logprobs=tuple(s for s, _ in answers))
+
+    async def _scored(
+        self, http: httpx2.AsyncClient, url: str, ids: list[int], decoded: bool
+    ) -> tuple[list[float], set[int]]:
+        """The scores of one sequence, and the versions that made them."""
+        logprobs, version = await self._score(http, url, ids)
+        count = min(DECODED, len(ids) // 2)
+        if not decoded or not count:
+            return logprobs, {version}
+        own = await self._generate(http, url, GenerateRequest(ids=ids[:-count], max_tokens=count), None)
+        passed, other = await self._score(http, url, [*ids[:-count], *own.ids])
+        first = len(logprobs) - count
+        ends = zip(logprobs[first:], own.logprobs, passed[first:], strict=True)
+        return [*logprobs[:first], *(given + step - same for given, step, same in ends)], {
+            version,
+            other,
+            *own.versions,
+        }
 
     async def _score(self, http: httpx2.AsyncClient, url: str, ids: list[int]) -> tuple[list[float], int]:
         body = {"token_ids": ids, "sampling_params": _params(max_tokens=1, temperature=0.0, prompt_logprobs=0)}

@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from _pytest.config import Config
+from _pytest.monkeypatch import MonkeyPatch
 
 from . import code, mirrors, root, suite
 from .mirrors import SPECIAL, Bound, Handle, RemoteError, RemoteType
@@ -109,6 +110,13 @@ class Verifier(Wire):
         """Fail the test: an object stands where the library returned a plain value, or decided nothing."""
         self.blame(f"{type(handle).__qualname__} can't be compared here")
         raise Refused(self.fault)
+
+    def patched(self, target: object) -> None:
+        """Fail a test that patches what the library has a copy of its own of: the patch would not get there."""
+        place = target if isinstance(target, ModuleType) else sys.modules.get(getattr(target, "__module__", None) or "")
+        if isinstance(target, (ModuleType, type)) and isinstance(place, ModuleType) and _shared(place.__name__):
+            self.blame(f"a patch of {place.__name__} does not reach the library")
+            raise Refused(self.fault)
 
     def blame(self, fault: str) -> None:
         """Keep why the test fails."""
@@ -451,11 +459,33 @@ class VerifiedSuite(suite.Suite):
         if self.wire.recording:  # a test that waits for itself over two processes would take the time of all others
             signal.signal(signal.SIGALRM, self._late)
             signal.setitimer(signal.ITIMER_REAL, RECORDING_SECONDS)
+            _watch_patches(self.wire)
         super()._run_item(test, item, following, report)
 
     def _late(self, number: int, frame: object) -> None:
         self.wire.end("the test takes too long")
         raise Gone
+
+
+def _watch_patches(wire: Verifier) -> None:
+    """Show the wire what pytest's `monkeypatch` and `unittest.mock`, if it is imported, patch from now on."""
+    mock = sys.modules.get("unittest.mock")
+    if mock is not None and not hasattr(mock._patch.get_original, "__wrapped__"):
+        mock._patch.get_original = _showing(wire, mock._patch.get_original, lambda patch: patch.target)
+    if not hasattr(MonkeyPatch.setattr, "__wrapped__"):
+        MonkeyPatch.setattr = _showing(wire, MonkeyPatch.setattr, lambda _, target, *rest, **named: target)  # type: ignore
+
+
+def _showing(wire: Verifier, change: Callable[..., Any], target: Callable[..., object]) -> Callable[..., Any]:
+    """`change`, which first shows the wire the object that it will change."""
+
+    @functools.wraps(change)
+    def shown(*arguments: Any, **named: Any) -> Any:
+        changed = target(*arguments, **named)
+        wire.patched(sys.modules.get(changed.rpartition(".")[0]) if isinstance(changed, str) else changed)
+        return change(*arguments, **named)
+
+    return shown
 
 
 def verify(request: dict[str, Any], tests: VerifiedSuite, write: Callable[[dict[str, Any]], None]) -> None:

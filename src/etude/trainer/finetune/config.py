@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from etude.config import Section, find_model
+from etude.config import LoraConfig, Section, find_model
 from etude.config.sections import option
 from etude.corpus.episodes import WEIGHTS
 from etude.corpus.retrieval import KINDS, RetrievalOptions
@@ -141,6 +141,7 @@ class OptimConfig(Section):
     router_aux: float = option(0.01, "weight of the loss that balances routers with a softmax", ge=0)
     device: str = option("cpu", "torch device, e.g. cuda")
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "compute; auto: the type of the checkpoint")
+    lora: LoraConfig | None = option(None, "train adapters (LoRA), not the weights; what is written is the sum")
     activation_checkpointing: bool = option(False, "of a layer keep its input alone, and compute the rest again")
     offload_optimizer: bool = option(False, "master weights and moments are in the host's memory; needs a GPU")
     compile: bool = option(False, "torch.compile; needs packing = crossing, whose passes all have one shape")
@@ -154,6 +155,8 @@ class OptimConfig(Section):
             raise ValueError(
                 'a compiled step needs passes of one shape: set optim.packing to "crossing", or optim.compile to false'
             )
+        if self.compile and self.lora is not None:
+            raise ValueError("a compiled step has no adapters: drop optim.compile or optim.lora")
         if self.offload_optimizer and self.device == "cpu":
             raise ValueError('optim.device = "cpu" is the host: drop optim.offload_optimizer')
         if self.micro_batch is not None and self.batch % self.micro_batch:
@@ -196,6 +199,7 @@ class MidtrainConfig(_Stage):
     def _has_a_tokenizer(self) -> MidtrainConfig:
         if self.data is not None and isinstance(self.model, NewModelConfig):
             raise ValueError("a new model's tokenizer is made from the corpus: give a model folder to train on data")
+        _refuse_adapters(self.model, self.optim)
         return self
 
 
@@ -276,7 +280,13 @@ class ApplyConfig(Section):
             raise ValueError("no phase may have longer examples than optim.length")
         if isinstance(self.model, NewModelConfig) and self.distill is None:
             raise ValueError("a new model takes its tokenizer from a teacher: give distill.teacher, or a model folder")
+        _refuse_adapters(self.model, self.optim)
         return self
+
+
+def _refuse_adapters(model: Path | NewModelConfig, optim: OptimConfig) -> None:
+    if isinstance(model, NewModelConfig) and optim.lora is not None:
+        raise ValueError("adapters are added to what a model has learned: drop optim.lora, or give a model folder")
 
 
 def load(path: Path) -> MidtrainConfig | SftConfig | ApplyConfig:

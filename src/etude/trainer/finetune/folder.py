@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 from etude.errors import UserError
 from etude.models import attention, dtypes, experts, support
 from etude.models.attention import SegmentLayout
+from etude.models.files import check_folder
 from etude.models.head import head_of
-from etude.models.loading import check_folder, load_model
+from etude.models.loading import load_model
 from etude.models.segments import Graph, Node
 from etude.trainer.finetune.config import OptimConfig
 from etude.trainer.head import token_logprobs
@@ -46,8 +47,13 @@ def load(folder: Path, config: OptimConfig) -> PreTrainedModel:
     most = (context.get("text_config") or context).get("max_position_embeddings")
     if most is not None and config.length > most:
         raise UserError(f"{folder} has a context of {most} tokens: lower optim.length to it")
+    own = dtypes.main_dtype(folder)
+    if config.lora is not None and config.dtype != "float32" and own not in (torch.float32, torch.bfloat16):
+        raise UserError('adapters leave weights in float16 as they are: set optim.dtype = "float32"')
+    if config.lora is not None and config.dtype == "bfloat16" and own == torch.float32:
+        raise UserError('adapters leave weights as they are, and optim.dtype = "bfloat16" would round them: drop it')
     try:
-        return load_model(folder, dtype=dtypes.main_dtype(folder), device=config.device)
+        return load_model(folder, dtype=own, device=config.device)
     except (RuntimeError, AssertionError) as e:  # no such device, or too little memory on it
         raise UserError(f"{folder} cannot be loaded on optim.device = {config.device!r}: {_first_line(e)}") from e
 

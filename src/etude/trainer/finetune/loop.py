@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from etude.errors import UserError
 from etude.models.activations import checkpoint_activations
+from etude.trainer import checkpoint as checkpoints
+from etude.trainer.checkpoint_writer import CheckpointWriter
 from etude.trainer.finetune import folder
 from etude.trainer.finetune.config import OptimConfig
+from etude.trainer.lora import AdapterAdamW, Adapters
 from etude.trainer.optimizer import AdamWSettings, MasterAdamW
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,16 @@ class StageRun:
     seed: int = 0
 
 
-def optimizer_of(model: PreTrainedModel, config: OptimConfig) -> MasterAdamW:
-    """AdamW over float32 masters of the trained parameters; the parameters then have the type that is computed in.
-    Matrices decay, vectors (norms) do not."""
+def optimizer_of(
+    model: PreTrainedModel, config: OptimConfig, saved: Mapping[str, torch.dtype] | None = None, seed: int = 0
+) -> MasterAdamW:
+    """AdamW over float32 masters of the trained parameters, or of adapters whose sums with the weights have the types
+    `saved`; the parameters then have the type that is computed in. Matrices decay, vectors (norms) do not."""
+    if config.lora is not None:
+        settings = AdamWSettings(config.betas, config.weight_decay, config.clip, "paper")
+        folder.cast(model, folder.computed(model, config))
+        adapters = Adapters(model, config.lora, saved, seed=seed, on_host=config.offload_optimizer)
+        return AdapterAdamW(adapters, settings, offload=config.offload_optimizer)
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
     settings = AdamWSettings(config.betas, config.weight_decay, config.clip, "paper", decay_vectors=False)
     dtype, own = folder.computed(model, config), {name: p.dtype for name, p in live.items()}
@@ -90,19 +98,21 @@ def learning_rate(config: OptimConfig, progress: float) -> float:
 
 def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: StageRun) -> PreTrainedModel:
     """Trains on all steps once, in order, or until the token target or the time budget is reached. Writes
-    output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/state.safetensors (for resuming). Returns
-    the model in evaluation mode. Raises UserError if a gradient is not finite, or the disk is full."""
+    output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/checkpoints (for resuming). Returns the
+    model in evaluation mode. Raises UserError if a gradient is not finite, or the disk is full."""
     output = run.output
     torch.set_num_threads(config.threads)
     model.train()
-    optimizer = optimizer_of(model, config)
+    optimizer = optimizer_of(model, config, run.types, run.seed)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     if not config.compile:
         for parameter in model.parameters():
             parameter.grad_dtype = torch.float32
-    saved = run.resume and (output / "state.safetensors").is_file()
-    steps, elapsed = _load_state(output, optimizer) if saved else (0, 0.0)
+    states = output / "checkpoints"
+    steps, elapsed = _resume(states, optimizer) if run.resume else (0, 0.0)
+    checkpoints.drop_after(states, steps)
+    writer = CheckpointWriter(states, keep=2)
     record = _TrainingRecord(output / "metrics.jsonl", work.tokens, steps, elapsed)
     wanted = min(config.tokens or math.inf, len(work.steps) * work.tokens)
     minutes = config.max_minutes or math.inf
@@ -114,7 +124,7 @@ def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: St
         model.train()
         types = dict.fromkeys(model.state_dict(), torch.bfloat16) | dict(run.types)
         folder.save(output / "checkpoint", model, _masters(optimizer), types, run.tokenizer)
-        _save_state(output, optimizer, {"steps": str(steps), "elapsed": str(elapsed)})
+        writer.start(steps, checkpoints.parts_of(optimizer.state()), about={"elapsed": str(elapsed)})
 
     while steps < len(work.steps) and steps != run.stop_after:
         progress = max(steps * work.tokens / wanted, record.elapsed() / 60 / minutes)
@@ -133,7 +143,18 @@ def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: St
         if record.checkpoint_due(config.checkpoint_minutes):
             checkpoint()
     checkpoint()
+    writer.close()
     return model.eval()
+
+
+def _resume(states: Path, optimizer: MasterAdamW) -> tuple[int, float]:
+    """Steps and seconds that the saved run has behind it; 0 if it was killed before it saved anything."""
+    newest = checkpoints.load_newest(states)
+    if newest is None:
+        return 0, 0.0
+    steps, tensors, about = newest
+    optimizer.load(tensors)
+    return steps, float(about["elapsed"])
 
 
 def _step(
@@ -218,24 +239,3 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except ValueError:
         return math.inf
-
-
-def _save_state(output: Path, optimizer: MasterAdamW, metadata: dict[str, str]) -> None:
-    """Replaces output/state.safetensors. Raises UserError if it cannot be written."""
-    part, tensors = output / "state.incomplete", optimizer.state()
-    try:
-        save_file(tensors, part, metadata=metadata)
-        part.replace(output / "state.safetensors")
-    except (OSError, SafetensorError) as e:
-        part.unlink(missing_ok=True)
-        size = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
-        raise UserError(f"the state cannot be written to {output} ({e}); it takes {size:,.1f} MB, twice") from None
-
-
-def _load_state(output: Path, optimizer: MasterAdamW) -> tuple[int, float]:
-    """Steps and seconds that the saved run has behind it."""
-    path = output / "state.safetensors"
-    with safe_open(path, "pt") as stored:
-        metadata = stored.metadata()
-    optimizer.load(load_file(path))
-    return int(metadata["steps"]), float(metadata["elapsed"])

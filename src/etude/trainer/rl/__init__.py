@@ -1,7 +1,8 @@
 """The trainer process of a reinforcement-learning run.
 
     process, clock               the loop: groups in, a version out; what is durable when
-    step, batch, loss, presets   one optimizer step: rows with advantages, the loss and its table of presets
+    restore                      a version again, from a checkpoint and the steps since
+    step, batch, loss, presets   one optimizer step: rows with `advantages`, the loss and its table of presets
     plan, execution              which forward passes a batch is computed in, and the passes
     policies, value, selfcheck   masks over tokens and episodes, the value head of ppo, a check of the gradients
     guards, figures, mismatch    what is measured of a step, and what is done when a figure is out of bounds

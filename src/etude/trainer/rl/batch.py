@@ -16,10 +16,12 @@ import torch
 from etude.errors import RunFailed
 from etude.models.documents import RECIPE
 from etude.models.router_replay import MISSING, UNFED
-from etude.records import Episode, Fork, Group, Segment, StopReason, token_digest
+from etude.records import Episode, Fork, Group, Hint, Segment, StopReason, token_digest
+from etude.trainer.rl.advantages import advantages, turn_advantages
 from etude.trainer.rl.plan import TokenRows
 
-Baseline = Literal["group", "turn"]
+Baseline = Literal["group", "turn", "given"]
+Taught = Literal["none", "hinted", "all"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Completion:
     before: int = 0  # sampled tokens of the episode in earlier segments
     length: int = 0  # sampled tokens of the whole episode
     routes_TLK: np.ndarray | None = None  # experts to replay, of the prompt's tokens too: its members' may differ
+    hint: Hint | None = None  # what a teacher reads besides
+    weight: float = 1.0  # that the advantages have been multiplied by
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ class Samples:
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of one step, after advantages. Groups without enough reward variance carry no row."""
+    """The groups of one step, after advantages. Groups that teach nothing carry no row: their rewards do not differ
+    enough, or the advantage that they were given is 0."""
 
     groups: tuple[Group, ...]
     episodes: tuple[tuple[Episode, ...], ...]
@@ -77,25 +82,6 @@ class Batch:
     def flat(self) -> list[Episode]:
         """All episodes, group after group."""
         return [episode for members in self.episodes for episode in members]
-
-
-def advantages(rewards: Sequence[float]) -> list[float]:
-    """Reward minus the group's mean: no division by the standard deviation (arXiv:2603.24477, section 4.1)."""
-    mean = sum(rewards) / len(rewards)
-    return [reward - mean for reward in rewards]
-
-
-def turn_advantages(rewards: Sequence[float], turns: Sequence[int]) -> list[np.ndarray]:
-    """Per member its advantage in every turn: reward minus the mean of the members that came as far. With one baseline
-    for all turns, whatever is done after a failed try is punished because the try had failed: those turns are seen in
-    bad episodes more often than in good ones. That a turn was reached is decided before it is sampled, so the expected
-    gradient keeps its direction in every turn; a mean that includes the member itself scales it by (n - 1) / n, as in
-    any group. GiGPO (arXiv:2505.10978) compares equal states; here turns stand for them."""
-    means = [
-        sum(r for r, n in zip(rewards, turns, strict=True) if n > turn) / sum(n > turn for n in turns)
-        for turn in range(max(turns, default=0))
-    ]
-    return [np.array([reward - mean for mean in means[:n]]) for reward, n in zip(rewards, turns, strict=True)]
 
 
 def with_shared_prefixes(
@@ -133,11 +119,14 @@ def make_batch(
     min_std: float = 0.0,
     advantage: Literal["mean", "zscore", "value"] = "mean",
     routes: tuple[int, int] | None = None,
+    taught: Taught = "none",
 ) -> Batch:
     """Rows with advantages, of groups whose rewards have a standard deviation above `min_std`.
 
     "zscore" divides by the group's standard deviation plus 1e-6 (arXiv:2402.03300, section 4.1.2). Under "value" every
-    group has rows: a value head takes the baseline's place, and the advantages are still 0. Members lost to
+    group has rows: a value head takes the baseline's place, and the advantages are still 0. With the baseline "given"
+    the episodes that come with an advantage have that, times their weight, and groups without are compared as ever.
+    Groups in which a teacher judges an episode (`taught`: one with a hint, or any) have rows, too. Members lost to
     infrastructure are already absent from `episodes`. `routes`: the model's MoE layers and experts per token, if
     recorded experts are to be replayed; raises RunFailed for episodes that recorded another model's, that do not hold
     the tokens which were sampled, or that were lost to infrastructure and scored.
@@ -149,23 +138,42 @@ def make_batch(
         for member in members:
             _check(member)
         rewards = [e.reward for e in members]
-        flat = not rewards or max(rewards) == min(rewards) or pstdev(rewards) <= min_std
-        zero_variance += flat
-        if not rewards or (flat and advantage != "value"):
+        given = _given(members, baseline)
+        if given:
+            flat = not any(given)
+        else:
+            flat = not rewards or max(rewards) == min(rewards) or pstdev(rewards) <= min_std
+        judged = taught == "all" or (taught == "hinted" and any(e.hint is not None for e in members))
+        zero_variance += flat and not judged
+        if not rewards or (flat and advantage != "value" and not judged):
             continue
         turns = [max(1, sum(len(segment.turn_starts) for segment in e.segments)) for e in members]
-        if advantage == "value":
+        if given:
+            per_turn = [np.full(n, a) for a, n in zip(given, turns, strict=True)]
+        elif advantage == "value":
             per_turn = [np.zeros(n) for n in turns]
         elif baseline == "turn":
             per_turn = turn_advantages(rewards, turns)
         else:
             per_turn = [np.full(n, a) for a, n in zip(advantages(rewards), turns, strict=True)]
         per_turn = with_shared_prefixes(per_turn, members, baseline)
-        if advantage == "zscore":
+        if advantage == "zscore" and not given:
             per_turn = [a / (pstdev(rewards) + 1e-6) for a in per_turn]
         rows.extend(_rows(members, per_turn, index, len(kept), routes))
         kept.extend(rewards)
     return Batch(tuple(groups), tuple(map(tuple, episodes)), tuple(rows), zero_variance, tuple(kept))
+
+
+def _given(members: Sequence[Episode], baseline: Baseline) -> list[float]:
+    """The weighted advantages that the members come with; empty for a group to be compared. Raises RunFailed for
+    advantages that the run has no use for."""
+    given = [e.given.advantage * e.given.weight for e in members if e.given is not None]
+    if given and (baseline != "given" or len(given) < len(members)):
+        raise RunFailed(
+            f"the episodes of group {members[0].group_id} come with advantages, and not all of them or not in a run "
+            'with trainer.baseline = "given": who wrote them?'
+        )
+    return given
 
 
 def _check(episode: Episode) -> None:
@@ -215,6 +223,8 @@ def _rows(
                 before=sampled_before,
                 length=length,
                 routes_TLK=None if routes is None else recorded_routes(segment, end, routes),
+                hint=episode.hint,
+                weight=1.0 if episode.given is None else episode.given.weight,
             )
             sampled_before += int(mask_T.sum())
             key = recorded_documents(segment), ids_T[:p].tobytes()

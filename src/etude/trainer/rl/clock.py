@@ -54,6 +54,10 @@ class TrainingClock:
             "time/wait_for_batch": self._waited,
         }
 
+    def repeated(self, since: float) -> None:
+        """A step of an earlier attempt was computed again. It counts as no training of this one."""
+        self._note("repeat", since)
+
     def end(self) -> dict[str, float]:
         """The step is over, the next wait begins. The metrics of the whole step."""
         self._note("train", self._began, self._trained)

@@ -158,7 +158,9 @@ def _run_part(walk: _Pass, part: ForwardPass, above: tuple[KeyValues, ...]) -> N
     if scalar is not None:
         roots = [x for layer in kept for x in kept[layer] if part.children]
         grads = [x.grad for layer in leaves for x in leaves[layer]]
-        wanted = [(root, grad.to(root.dtype)) for root, grad in zip(roots, grads, strict=True) if grad is not None]
+        # Below the first adapter of a model nothing has a gradient.
+        pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
+        wanted = [(root, grad.to(root.dtype)) for root, grad in pairs if root.requires_grad]
         tensors = [scalar, *(root for root, _ in wanted)]
         torch.autograd.backward(tensors, [torch.ones_like(scalar), *(grad for _, grad in wanted)])
 

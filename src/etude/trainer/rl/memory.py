@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import weakref
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_KERNELS = 64  # more than the shapes of one pass, so that its layers share them
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def bound_kernels(environment: MutableMapping[str, str]) -> None:
+    """Bounds what a process keeps of oneDNN's kernels, which are made for each shape of a product: 1024 of them unless
+    told otherwise, while batches hardly repeat a shape. Counts only before the process's first product."""
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's own, and PyTorch's of it
+        environment.setdefault(variable, str(_KERNELS))
 
 
 def reset_peak(device: str) -> None:

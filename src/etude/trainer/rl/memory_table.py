@@ -3,7 +3,8 @@
 States are counted by parameter. Activations and head are measured: one pass of the configured size goes through the
 model on PyTorch's meta device, forward and backward, where tensors have sizes and no memory. Bytes of GiB = 2^30 each.
 
-    weights, gradients (float32), master weights and moments (float32, 12 bytes a parameter)
+    weights, gradients (float32), master weights and moments (float32, 12 bytes a parameter); with LoRA the last three
+        of adapters alone, and the base of the adapted layers
     activations of the tokens of a pass, the head, keys and values of shared prefixes
     weights and caches of the run's engines, for those on the same device
 """
@@ -33,6 +34,7 @@ from etude.models.dtypes import computed_dtype
 from etude.models.head import head_of
 from etude.models.key_values import cache_mb, configured
 from etude.trainer.head import token_logprobs
+from etude.trainer.lora import Adapters
 from etude.trainer.optimizer import BUCKET
 from etude.trainer.rl.memory import LiveBytes
 from etude.trainer.rl.presets import loss_preset
@@ -100,7 +102,13 @@ def memory_table(config: RLConfig) -> MemoryTable:
     """The table of a run. Raises UserError for a model folder without a configuration that transformers knows."""
     trainer, engines = _device(config.trainer.device), _device(config.inference.device)
     model = _sizes_of(config.model.path, config.trainer.dtype)
-    terms = [*_states(config, model, trainer), *_pass(config, model, trainer), *_engines(config, model, engines)]
+    lora = config.trainer.lora
+    adapters = None if lora is None else Adapters(model, lora, dict.fromkeys(model.state_dict(), model.dtype))
+    terms = [
+        *_states(config, model, adapters, trainer),
+        *_pass(config, model, trainer),
+        *_engines(config, model, engines),
+    ]
     servers = 0 if config.inference.urls else config.inference.servers
     for device in {trainer, *([engines] if servers else [])} - {"host"}:
         count = (device == trainer) + (device == engines) * servers
@@ -119,7 +127,8 @@ def _time(config: RLConfig, model: PreTrainedModel) -> str:
     share = (getattr(text, "num_experts_per_tok", None) or 1) / (getattr(text, "num_experts", None) or 1)
     layers = cast(Any, model.get_decoder()).layers
     active = sum(p.numel() * (share if p.ndim == 3 else 1) for p in layers.parameters())
-    linear = 2 * active * tokens * (4 if trainer.activation_checkpointing else 3) / _NARROW
+    products = 3 + trainer.activation_checkpointing - (trainer.lora is not None)  # none for a frozen weight's gradient
+    linear = 2 * active * tokens * products / _NARROW
     last = 2 * head * sampled * 4 / _WIDE
     size = _engine_dtype(config).itemsize
     keys = rollout.context / 2 * config.inference.max_batch * configured(text).elements * size
@@ -183,8 +192,9 @@ def on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model.train()
 
 
-def _states(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term]:
-    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+def _states(config: RLConfig, model: PreTrainedModel, adapters: Adapters | None, device: str) -> list[Term]:
+    trained = list(model.parameters()) if adapters is None else list(adapters.tensors.values())
+    count, size = sum(t.numel() for t in trained), 2 if adapters is None else 4  # bytes of a published element
     trainer = config.trainer
     live = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     terms = [
@@ -196,12 +206,15 @@ def _states(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term]
         ),
         Term(device, "a bucket of the update", (16 if trainer.offload_optimizer else 4) * min(BUCKET, count)),
         # Of the version published last and of the one on its way; a GPU has a third, to find changes there.
-        Term("host", "published weights", 4 * count),
+        Term("host", "published weights", 2 * size * count),
+        Term("host", "checkpoint on its way to the disk", 12 * count),
     ]  # fmt: skip
     if device != "host" and not trainer.offload_optimizer:
         terms.append(
-            Term(device, "published weights, to find changes", 2 * count, "set trainer.offload_optimizer = true")
+            Term(device, "published weights, to find changes", size * count, "set trainer.offload_optimizer = true")
         )
+    if adapters is not None:
+        terms += _beside_adapters(config, adapters, live, device)
     if loss_preset(config.loss).kl_beta:
         terms.append(Term("host", "weights of the KL reference", live))
     if trainer.self_check:
@@ -209,6 +222,19 @@ def _states(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term]
         terms.append(Term(device, "self-check of the first step", wider, "drop trainer.self_check"))
         terms.append(Term("host", "gradients of the self-check", 4 * (2 if wider <= 0 else 3) * count))
     return terms
+
+
+def _beside_adapters(config: RLConfig, adapters: Adapters, live: int, device: str) -> list[Term]:
+    """What adapters need besides their states: the base, here and where engines add to it."""
+    base, offload = [t.nbytes for t in adapters.base().values()], config.trainer.offload_optimizer
+    advice = "" if offload or device == "host" else "set trainer.offload_optimizer = true"
+    engines = 0 if config.inference.urls else config.inference.servers
+    return [
+        Term("host" if offload else device, "base of the adapted layers", sum(base), advice),
+        Term(device, "adapters, and a sum with the base", sum(t.nbytes for t in adapters.tensors.values()) + max(base)),
+        # The base, the sums that are served and the next ones.
+        Term("host", "base and sums of the engines", engines * (live + 2 * sum(base))),
+    ]
 
 
 def pass_tokens(config: RLConfig) -> int:
@@ -280,7 +306,8 @@ def _measured(model: PreTrainedModel, tokens: int, narrow: bool) -> tuple[int, i
     def drop(parameter: Tensor) -> None:
         parameter.grad = None
 
-    hooks = [p.register_post_accumulate_grad_hook(drop) for p in model.get_decoder().parameters()]
+    trained = [p for p in model.get_decoder().parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(drop) for p in trained]
     ids_1T = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     try:
         with LiveBytes() as live:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from etude.config import LossConfig, RolloutConfig, import_object
+from etude.config import LossConfig, import_object
 from etude.errors import UserError
 
 Divisor = Literal["budget", "tokens", "episodes", "one"]
@@ -90,9 +90,9 @@ def _band(preset: tuple[float, float], low: float | None, high: float | None) ->
     return preset[0] if low is None else low, preset[1] if high is None else high
 
 
-def divisor(preset: LossPreset, rollout: RolloutConfig, tokens: int, share: float) -> float:
-    """N of the loss, for an update on `tokens` sampled tokens that are a `share` of the batch's groups. A constant of
-    the run except under "tokens": a batch's own lengths would otherwise change the meaning of a step."""
-    episodes = rollout.prompts * rollout.group * share
-    choices = {"budget": episodes * rollout.tokens, "episodes": episodes, "one": 1.0, "tokens": max(tokens, 1)}
+def divisor(preset: LossPreset, episodes: float, budget: int, tokens: int) -> float:
+    """N of the loss, for an update on `tokens` sampled tokens of so many episodes, each with a `budget`. A constant of
+    the run where these are the configuration's, except under "tokens": a batch's own lengths would otherwise change
+    the meaning of a step."""
+    choices = {"budget": episodes * budget, "episodes": episodes, "one": 1.0, "tokens": max(tokens, 1)}
     return float(choices[preset.divisor])

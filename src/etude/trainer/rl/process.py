@@ -9,19 +9,24 @@ One step, in the order of this file:
     next_groups   waits for P ready groups
     load          token blobs -> rows with advantages
     train_step    gradients, guards, optimizer (step.py)
-    commit        checkpoint, publication, and the step's line of metrics
+    commit        publication, checkpoint, and the step's line of metrics
 
-Order of what is durable, which makes `kill -9` harmless anywhere: checkpoint N+1, payload N+1, manifest N+1 (the commit
-point), ledger, checkpoint N+2. A checkpoint without its manifest is forgotten on resume; a ledger behind the manifests
-is caught up. Payload and manifest are written in the background while step N+2 computes, on groups that N+1 has not
-had; nothing of step N+2 is written before version N+1 is settled, so a crash costs two steps of work at most.
+Order of what is durable, which makes `kill -9` harmless anywhere: payload N+1, manifest N+1 (the commit point), ledger,
+payload N+2. They are written in the background while step N+2 computes, on groups that N+1 has not had; nothing of step
+N+2 is published before version N+1 is settled. A ledger behind the manifests is caught up.
+
+Checkpoints, one every `trainer.checkpoint_every` versions, are written beside that (checkpoint_writer.py). A resume
+takes the newest one, and computes the steps since again from the groups that the manifests name (restore.py); one of a
+version without a manifest is dropped.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -48,24 +53,28 @@ from etude.rollout.drift import BehaviourDrift
 from etude.rollout.group_audit import audit_group
 from etude.store import Store, open_store
 from etude.trainer import checkpoint
-from etude.trainer.optimizer import for_policy
+from etude.trainer.checkpoint_writer import CheckpointWriter
+from etude.trainer.lora import for_adapters
+from etude.trainer.optimizer import MasterAdamW, for_policy
 from etude.trainer.rl.batch import Batch, make_batch
 from etude.trainer.rl.clock import TrainingClock
 from etude.trainer.rl.figures import batch_metrics
 from etude.trainer.rl.guards import Guards, GuardVerdict, ProbeComparison
+from etude.trainer.rl.memory import bound_kernels
 from etude.trainer.rl.memory_table import memory_table
 from etude.trainer.rl.presets import loss_preset
 from etude.trainer.rl.probes import TrainerProbes
 from etude.trainer.rl.reference import Reference
+from etude.trainer.rl.restore import Restorer
 from etude.trainer.rl.step import Learner, StepResult, train_step
 from etude.trainer.rl.trial import allowed
 from etude.trainer.rl.value import Critic
-from etude.weights.content import load as load_weights
 from etude.weights.manifest import manifests, newest, read
 from etude.weights.publisher import Publication, Publisher
 from etude.weights.signature import private_key
-from etude.weights.ulpd.digest import digest
-from etude.weights.ulpd.schema import schema_of
+
+MOST_GIVEN = 100_000
+"""Groups of a batch whose advantages are given."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +96,22 @@ class LoadedStep:
 
 
 def main() -> None:
-    """Runs the trainer of the run folder in argv[1]; exits with 2 for what a user can fix, with 1 for a failed run."""
+    """Runs the trainer of the run folder in argv[1], from the weights of the version in argv[2] if one is given; exits
+    with 2 for what a user can fix, with 1 for a failed run."""
+    bound_kernels(os.environ)
     try:
-        run(Path(sys.argv[1]))
+        run(Path(sys.argv[1]), *map(int, sys.argv[2:]))
     except (UserError, RunFailed) as e:
         print(f"etude: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, UserError) else 1)
 
 
-def run(folder: Path) -> None:
-    """Steps until the configured number of versions is published or the minutes of training are spent."""
+def run(folder: Path, base: int | None = None) -> None:
+    """Steps until the configured number of versions is published or the minutes of training are spent; a batch whose
+    advantages are given is one step. `base` is the version to go on from, by default the newest."""
     trainer = Trainer(folder)
+    if base is not None:
+        trainer.go_back(base)
     while (groups := trainer.next_groups()) is not None:
         loaded = trainer.load(groups)
         result = train_step(
@@ -110,7 +124,13 @@ def run(folder: Path) -> None:
             checked=trainer.checked,
         )
         trainer.commit(loaded, result)
-    trainer.settle(wait=True)
+    trainer.finish()
+
+
+def use_deterministic_algorithms() -> None:
+    """PyTorch's, for the rest of the process. On a GPU it refuses products unless cuBLAS keeps a workspace."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 class Trainer:
@@ -124,18 +144,19 @@ class Trainer:
         torch.set_num_threads(config.trainer.threads)
         torch.manual_seed(config.seed)
         if config.deterministic:
-            torch.use_deterministic_algorithms(True)
+            use_deterministic_algorithms()
         root = config.store or str(run)
         self.rollouts: Store = open_store(f"{root}/rollouts")
         self.weights = weights = open_store(f"{root}/weights", durable=True)
         self._checkpoints = run / "checkpoints"
+        self.writer = CheckpointWriter(self._checkpoints, config.trainer.keep_checkpoints)
         self._line = run / "metrics.next.json"  # of the version on its way
         self.ledger = Ledger.open(config.ledger or f"sqlite:///{run}/ledger.db", config.name)
         self.learner = _learner(config)
         model = self.learner.model
         self.routes = router_replay.shape(model) if config.trainer.router_replay else None
         self.checked: set[str] | None = set() if config.trainer.self_check else None
-        self.publisher = _publisher(config, weights)
+        self.publisher = _publisher(config, weights, self.learner.optimizer)
         self._unsettled: Unsettled | None = None
         published = manifests(weights)
         exact = config.deterministic and possible(model)
@@ -150,60 +171,68 @@ class Trainer:
         self.drift = BehaviourDrift(config.cheats.window, runfolder.read_jsonl(run / "metrics.jsonl"))
         self.clock = TrainingClock(run, config.trainer.minutes)
         self.version = 0 if last is None else last.version
+        self.restorer = Restorer(
+            self.learner, config, weights, self._checkpoints, lambda ids: self._batch(self.ledger.groups(ids)),
+            self.clock,
+        )  # fmt: skip
         if last is not None:
             self._resume(last)
         else:
+            checkpoint.drop_after(self._checkpoints, -1)
             self._publish(0, (), {}, {})
             self.settle(wait=True)
+            self.writer.close()  # a run that cannot write its first checkpoint ends here
 
     def _resume(self, last: PolicyVersion) -> None:
-        """Loads the checkpoint of the newest manifest and proves that it is that version. If that checkpoint is damaged
-        or gone, the newest whole one before it gives the optimizer, and the published weights take its place."""
-        optimizer = self.learner.optimizer
-        try:
-            self._load(last.version)
-        except checkpoint.CheckpointDamaged as damage:
-            again = "the base model"
-            if last.version > 0:
-                older = self._load_older(damage, last.version)
-                optimizer.follow(load_weights(self.weights, last.version)[1])
-                again = f"the published weights and the optimizer of version {older}"
-            print(f"note: {damage}; the run goes on with {again}", file=sys.stderr, flush=True)
-        tensors = optimizer.published()
-        if digest(tensors, schema_of(tensors).types) != last.digest:
-            raise UserError(f"checkpoint {last.version} does not have the digest that was published; start a new run")
-        self.publisher.resume(last, tensors)
+        """Goes on from the newest manifest. Raises UserError."""
+        self._check_base(last)
+        checkpoint.drop_after(self._checkpoints, last.version)
+        self.restorer.restore(last.version, fresh=True)
+        self.publisher.resume(last, self.learner.optimizer.published())
 
-    def _load_older(self, damage: UserError, version: int) -> int:
-        """Loads the newest whole checkpoint before that of `version`, whose number it returns. Raises UserError."""
-        for older in checkpoint.older(self._checkpoints, version):
-            try:
-                self._load(older)
-                return older
-            except checkpoint.CheckpointDamaged:
-                continue
-        raise UserError(f"{damage}, and no older one is whole; restore one from a copy, or start a new run")
-
-    def _load(self, version: int) -> None:
-        """Weights, optimizer and value head as they were at `version`. Raises CheckpointDamaged."""
-        manifest = read(self.weights, version)
-        if manifest is None:
-            raise checkpoint.CheckpointDamaged(f"checkpoint {version} is of a version that was never published")
-        tensors = checkpoint.load(self._checkpoints, version, manifest.checkpoint)
-        self.learner.optimizer.load(tensors)
-        if self.learner.critic is not None:
-            self.learner.critic.load(tensors)
+    def _check_base(self, last: PolicyVersion) -> None:
+        """Raises UserError unless the run's versions are of what the optimizer trains: all weights, or adapters of this
+        base."""
+        ours, theirs = self.learner.optimizer.adapted(), last.adapted
+        if isinstance(theirs, msgspec.UnsetType) or ours is None:
+            if ours is not None or not isinstance(theirs, msgspec.UnsetType):
+                raise UserError("the run's versions and trainer.lora do not fit: set it as when the run began")
+        elif (ours.base, ours.schema) != (theirs.base, theirs.schema):
+            folder = self.config.model.path
+            raise UserError(f"the weights in {folder} are not those that the run began with: restore the folder")
+        elif ours.scale != theirs.scale:
+            raise UserError("the run began with another trainer.lora.alpha or rank: set them as when the run began")
 
     @property
     def in_publication(self) -> tuple[int, ...]:
         """Groups that the version on its way was trained on; the ledger may still call them ready."""
         return self._unsettled.groups if self._unsettled else ()
 
+    def go_back(self, version: int) -> None:
+        """Publishes weights and optimizer state of an earlier version as the next one, unless these are the newest's.
+        Raises UserError if they cannot be had."""
+        last, wanted = newest(self.weights), read(self.weights, version)
+        if last is None or wanted is None:
+            raise UserError(f"{self.weights.url} has no version {version} to go on from")
+        if wanted.digest == last.digest:
+            return
+        self.restorer.restore(version)
+        step = StepRecord(action="rollback", good=version)
+        self._publish(self.version + 1, (), {}, {}, step=step)
+        self.guards.remember(step)
+        self.settle(wait=True)
+        self.version += 1
+
     # --- before the step --------------------------------------------------------------------------------------------
 
     def next_groups(self) -> list[Group] | None:
-        """Waits for the groups of the next step; None once all versions are published or the minutes are spent."""
+        """Waits for the groups of the next step; None once all versions are published or the minutes are spent. Where
+        advantages are given, the batch is there as a whole: all ready groups are one step, and none is the end."""
         config = self.config
+        if config.trainer.baseline == "given":
+            self.settle(wait=True)
+            self.clock.begin()
+            return self.ledger.ready_groups(MOST_GIVEN, in_order=True) or None
         while self.version < config.trainer.steps and not self.clock.over:
             self.settle(wait=False)
             groups = self.ledger.ready_groups(
@@ -222,14 +251,7 @@ class Trainer:
     def load(self, groups: list[Group]) -> LoadedStep:
         """The episodes of the groups, audited, as rows with advantages; flags that the audit found go to the ledger."""
         config = self.config
-        batch = make_batch(
-            groups,
-            [self._episodes(group) for group in groups],
-            baseline=config.trainer.baseline,
-            min_std=config.trainer.min_reward_std,
-            advantage=loss_preset(config.loss).advantage,
-            routes=self.routes,
-        )
+        batch = self._batch(groups)
         self.probes.score(self.version)
         probes = self.probes.arrived()
         self.clock.loaded()
@@ -240,8 +262,21 @@ class Trainer:
         observed: dict[str, Any] = dict(batch_metrics(batch, self.version))
         observed |= {f"impossible/{name}": float(n) for name, n in msgspec.structs.asdict(impossible).items()}
         observed |= self.ledger.left_behind({*self.in_publication, *(group.id for group in groups)})
-        observed["drop/episodes/lost"] = float(len(groups) * config.rollout.group - len(batch.flat))
+        if config.trainer.baseline != "given":
+            observed["drop/episodes/lost"] = float(len(groups) * config.rollout.group - len(batch.flat))
         return LoadedStep(batch, observed, probes)
+
+    def _batch(self, groups: Sequence[Group]) -> Batch:
+        config = self.config
+        return make_batch(
+            groups,
+            [self._episodes(group) for group in groups],
+            baseline=config.trainer.baseline,
+            min_std=config.trainer.min_reward_std,
+            advantage=loss_preset(config.loss).advantage,
+            routes=self.routes,
+            taught="none" if config.distill is None else "hinted" if config.distill.teacher == "self" else "all",
+        )
 
     def _episodes(self, group: Group) -> list[Episode]:
         members = [blobs.get(self.rollouts, blob) for blob in group.episodes]
@@ -255,6 +290,7 @@ class Trainer:
         verdict, probes = result.verdict, loaded.probes
         self._obey(verdict)
         record = self.guards.record(self.version, verdict, result.figures, probes)
+        record = msgspec.structs.replace(record, lr=result.lr, updates=result.updates)
         self.clock.trained()
         self.settle(wait=False)
         failpoint("trainer.stepped")
@@ -289,7 +325,8 @@ class Trainer:
                 f"[guards] or trainer.lr in {self.run / 'config.json'}, then --resume"
             )
         if verdict.action == "rollback":
-            self._load(self.guards.good)
+            self.writer.wait()
+            self.restorer.restore(self.guards.good)
         if verdict.action != "go":
             what = f"is that of {self.guards.good} again" if verdict.action == "rollback" else "has the same weights"
             print(f"guards: version {self.version + 1} {what}", file=sys.stderr, flush=True)
@@ -304,19 +341,36 @@ class Trainer:
         lr: float | None = None,
         step: StepRecord | None = None,
     ) -> None:
-        """Settles the version before this one, saves the checkpoint, and leaves the rest to the publisher's thread."""
+        """Settles the version before this one, and leaves publication and checkpoint to their threads."""
         self.settle(wait=True)
+        waited = 0.0
+        if version % self.config.trainer.checkpoint_every == 0:
+            waited = self._save(version, {step.good} if step is not None else set())
+        if line:
+            line |= {"time/checkpoint_wait": waited, "checkpoint/failed": float(self.writer.failed)}
+            runfolder.write(self._line, json.dumps(line | self.clock.figures()).encode())
+        optimizer = self.learner.optimizer
+        tensors, adapted = optimizer.published(), optimizer.adapted()
+        publication = self.publisher.start(version, tensors, groups, metrics, lr=lr, step=step, adapted=adapted)
+        self._unsettled = Unsettled(publication, groups, line)
+
+    def _save(self, version: int, good: set[int]) -> float:
+        """Begins the checkpoint of a version; the seconds that it waited for the one before. What a rollback needs
+        stays: until the manifest exists, the guards' good version is the one from before it."""
         optimizer, critic = self.learner.optimizer, self.learner.critic
         state = optimizer.state() | (critic.state() if critic is not None else {})
-        # The last good version stays, to roll back to; until the manifest exists the old one is still the last good.
-        good = {self.guards.good, step.good if step is not None else 0}
-        saved = checkpoint.save(self._checkpoints, version, state, self.config.trainer.keep_checkpoints, protect=good)
-        failpoint("trainer.checkpointed")
-        tensors = optimizer.published()
-        if line:
-            runfolder.write(self._line, json.dumps(line | self.clock.figures()).encode())
-        publication = self.publisher.start(version, tensors, groups, metrics, lr=lr, step=step, checkpoint=saved)
-        self._unsettled = Unsettled(publication, groups, line)
+        waited = self.writer.wait()
+        bases = [self.restorer.base(v) for v in {self.guards.good, *good} if v != version]
+        self.writer.start(version, checkpoint.parts_of(state), {v for v in bases if v is not None})
+        return waited
+
+    def finish(self) -> None:
+        """Settles the last version, and saves it unless it is saved. Raises what went wrong."""
+        self.settle(wait=True)
+        self.writer.wait()
+        if self.version not in checkpoint.versions(self._checkpoints):
+            self._save(self.version, set())
+        self.writer.close()
 
     def settle(self, *, wait: bool) -> None:
         """Notes the version on its way in the ledger, then in metrics.jsonl, once its manifest is durable. Without
@@ -389,13 +443,20 @@ def _learner(config: RLConfig) -> Learner:
     if options.activation_checkpointing:
         checkpoint_activations(model, offload=options.offload_activations)
     reference = Reference(model) if preset.kl_beta else None
+    teacher = None
+    if config.distill is not None and config.distill.teacher != "self":
+        other = load_model(config.distill.teacher, dtype=getattr(torch, options.dtype))
+        teacher = Reference(model, dict(other.named_parameters()))
     types = published_dtypes(Path(config.model.path), model, getattr(torch, options.dtype))
-    optimizer = for_policy(model, options, types)
+    if options.lora is None:
+        optimizer = for_policy(model, options, types)
+    else:
+        optimizer = for_adapters(model, options, options.lora, types, seed=config.seed)
     critic = Critic(model, config.loss.value_lr) if preset.advantage == "value" else None
-    return Learner(model, optimizer, reference, critic, execution)
+    return Learner(model, optimizer, reference, critic, execution, teacher)
 
 
-def _publisher(config: RLConfig, store: Store) -> Publisher:
+def _publisher(config: RLConfig, store: Store, optimizer: MasterAdamW) -> Publisher:
     key = config.weights.signing_key
     return Publisher(
         store,
@@ -403,6 +464,7 @@ def _publisher(config: RLConfig, store: Store) -> Publisher:
         config.weights.anchor_share,
         key=private_key(Path(key)) if key else None,
         model=model_id(config.model.path),
+        base=optimizer.base_schema,
     )
 
 

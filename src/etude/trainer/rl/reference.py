@@ -1,23 +1,32 @@
-"""The reference policy of the KL term: version 0's weights, which wait in the host's memory until they are asked."""
+"""Other weights than those that learn, which wait in the host's memory until they are asked: version 0's as the
+reference policy of the KL term, or a teacher's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
+
+from etude.errors import UserError
 
 
 class Reference:
-    """The weights that `model` has now. A second model would take its size again of the device's memory; here the two
-    change places for a pass, tensor by tensor, over the bus."""
+    """The weights that `model` has now, or `others` of the same names and shapes. A second model would take its size
+    again of the device's memory; here the two change places for a pass, tensor by tensor, over the bus. Raises
+    UserError for weights of another model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, others: Mapping[str, Tensor] | None = None) -> None:
         self._model = model
+        own = dict(model.named_parameters())
+        theirs = own if others is None else others
+        if {n: p.shape for n, p in own.items()} != {n: p.shape for n, p in theirs.items()}:
+            raise UserError("distill.teacher has other tensors than the model that learns: give an earlier checkpoint")
         self._there = {
-            name: torch.empty_like(p, device="cpu", pin_memory=p.device.type == "cuda").copy_(p.detach())
-            for name, p in model.named_parameters()
+            name: torch.empty_like(p, device="cpu", pin_memory=p.device.type == "cuda").copy_(theirs[name].detach())
+            for name, p in own.items()
         }
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,23 +19,27 @@ FLOAT32_LIMIT = 1e-5  # relative L2; measured up to 1.9e-6 (models/nano), and 2e
 NARROW_LIMIT = 1.5  # times the rows' own distance from the float32 gradient; measured 0.89 to 1.14 (11 models, seeds)
 
 
-def check(model: PreTrainedModel, tokens: TokenRows, execution: Execution) -> float:
-    """Relative L2 distance of the two gradients, on a few rows. Raises RunFailed beyond the limit. Under float32 the
-    execution is compared with rows. Narrower types round either of them by more than they differ, so there both are
-    compared with rows in float32, on a copy of the model. Leaves the model without gradients."""
+def check(
+    model: PreTrainedModel, tokens: TokenRows, execution: Execution, trained: Collection[Tensor] | None = None
+) -> float:
+    """Relative L2 distance of the two gradients of `trained`, or of all parameters, on a few rows. Raises RunFailed
+    beyond the limit. Under float32 the execution is compared with rows. Narrower types round either of them by more
+    than they differ, so there both are compared with rows in float32, on a copy of the model. Leaves these without
+    gradients."""
+    leaves = tuple(trained if trained is not None else model.parameters())
     sample = _sample(tokens)
     # A budget below the sample, so that a streamed prefix has several passes below it.
     budget = max(1, sum(map(len, sample.rows)) // 3)
     chosen = plan(sample, execution, budget, shape_of(model)).parts
     reference = rows(sample)
-    ours, theirs = (_gradients(model, parts, sample.count) for parts in (chosen, reference))
+    ours, theirs = (_gradients(model, leaves, parts, sample.count) for parts in (chosen, reference))
     distance = _distance(ours, theirs)
     if next(model.parameters()).dtype == torch.float32:
         limit = FLOAT32_LIMIT
         wrong = distance
     else:
         with _widened(model):
-            truth = _gradients(model, reference, sample.count)
+            truth = _gradients(model, leaves, reference, sample.count)
         limit = NARROW_LIMIT * _distance(theirs, truth)
         wrong = _distance(ours, truth)
     if not wrong <= limit:
@@ -69,15 +73,22 @@ def _sample(tokens: TokenRows) -> TokenRows:
     return tokens.some(sorted(alike, key=lambda i: len(tokens.rows[i]))[:SAMPLE_ROWS])
 
 
-def _gradients(model: PreTrainedModel, parts: tuple[ForwardPass, ...], count: int) -> list[Tensor]:
+def _gradients(
+    model: PreTrainedModel, leaves: Collection[Tensor], parts: tuple[ForwardPass, ...], count: int
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     weight_N = torch.randn(count, generator=generator).to(next(model.parameters()).device)
-    model.zero_grad(set_to_none=True)
+    _drop(leaves)
     run(model, parts, count, lambda logprobs_M, item_M: (weight_N[item_M] * logprobs_M).sum() / count)
     # On the host: three of these would take more of the device's memory than the model.
-    gradients = [(torch.zeros_like(p) if p.grad is None else p.grad).to("cpu").float() for p in model.parameters()]
-    model.zero_grad(set_to_none=True)
+    gradients = [(torch.zeros_like(p) if p.grad is None else p.grad).to("cpu").float() for p in leaves]
+    _drop(leaves)
     return gradients
+
+
+def _drop(leaves: Collection[Tensor]) -> None:
+    for leaf in leaves:
+        leaf.grad = None
 
 
 def _distance(ours: list[Tensor], truth: list[Tensor]) -> float:

@@ -18,6 +18,7 @@ from etude.config import RLConfig
 from etude.models.batch_invariant import batch_invariant, possible
 from etude.trainer.optimizer import MasterAdamW, learning_rate
 from etude.trainer.rl.batch import Batch, PromptRow, Samples, collate, token_rows
+from etude.trainer.rl.distill import judged_by_teacher
 from etude.trainer.rl.execution import BatchResult, ValueHead, evaluate, run
 from etude.trainer.rl.figures import StepSums, batch_figures
 from etude.trainer.rl.guards import GuardVerdict, StepFigures
@@ -40,6 +41,7 @@ class Learner:
     reference: Reference | None = None  # scores the KL term; None: the loss has none
     critic: Critic | None = None  # the value head of the ppo preset
     execution: Execution | Literal["auto"] | None = None  # that the model allows; None: the configuration's
+    teacher: Reference | None = None  # of [distill]; None: the model itself
 
     def drop(self) -> None:
         """Lets the collected gradients go without an update."""
@@ -51,12 +53,13 @@ class Learner:
 @dataclass(frozen=True)
 class StepResult:
     """What a step did: its metrics (docs/metrics.md, for display), the guards' verdict, and the figures they judged.
-    `lr` is the learning rate of its updates; None if the batch held nothing to train on."""
+    `lr` is the learning rate of its `updates`; None if the batch held nothing to train on."""
 
     metrics: dict[str, float]
     verdict: GuardVerdict
     figures: StepFigures
     lr: float | None = None
+    updates: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class OptimizerUpdate:
     tokens: TokenRows
     samples: Samples
     passes: ExecutionPlan
-    share: float  # of the batch's groups
+    planned: float  # episodes that an update of this share of the batch has
     episodes: int  # of the whole batch
     proximal_N: Tensor | None = None  # None: the current policy is the proximal one
     target_N: Tensor | None = None  # of the value head
@@ -82,25 +85,29 @@ def train_step(
     *,
     judge: Callable[[StepFigures], GuardVerdict] = lambda _: GuardVerdict("go", ()),
     checked: set[str] | None = None,
+    lr: float | None = None,
 ) -> StepResult:
     """Trains on `batch` with the weights of `version`. `progress` in [0, 1] is the share of the run behind the step.
     `judge` gets the figures before every update; without its "go" the gradients are dropped and the step ends.
     `checked` are the executions that the self-check has passed, and grows; None: no self-check. In deterministic mode
     each row is its own forward pass, so gradients do not depend on how episodes were packed, and batch-invariant where
-    the model can be, so log-probabilities have the engine's bits. Raises RunFailed if the self-check fails."""
+    the model can be, so log-probabilities have the engine's bits. `lr` is that of a step that is computed again. Raises
+    RunFailed if the self-check fails."""
     preset, of_batch = loss_preset(config.loss), batch_figures(batch, version)
     with batch_invariant(config.deterministic and possible(learner.model)):
         reset_peak(config.trainer.device)
+        batch, metrics = _distilled(learner, batch, config)
         sums, parts = StepSums(), shares(batch.rows, config.loss.updates)
         updates = [_update(learner, rows, share, batch, config, sums) for rows, share in parts]
-        metrics = {} if checked is None else _self_check(learner.model, updates, checked)
+        metrics |= {} if checked is None else _self_check(learner, updates, checked)
         updates = _prepare(learner, updates, batch, config, sums, version)
         if OF_EPISODES & set(config.loss.masks):
             samples = [u.samples for u in updates]
             proximal = [u.proximal_N for u in updates if u.proximal_N is not None]
             of_episode = drift(samples, proximal, [some.logprobs_N for some in samples], updates[0].episodes)
             updates = [replace(u, of_episode=of_episode) for u in updates]
-        lr, applied, verdict = learning_rate(config.trainer, version + 1, progress), 0, None
+        lr = learning_rate(config.trainer, version + 1, progress) if lr is None else lr
+        applied, verdict = 0, None
         figures = sums.judged(of_batch, None)
         for update in updates:
             if not update.tokens.count:
@@ -121,10 +128,10 @@ def train_step(
                 learner.critic.apply()
             applied += 1
         if verdict is None:
-            return StepResult(sums.metrics(), judge(figures), figures)
+            return StepResult(sums.metrics() | metrics, judge(figures), figures)
         metrics |= {"optim/skipped": float(applied < len(updates)), "optim/updates": float(applied)}
         metrics |= {"memory/peak_bytes": float(peak_bytes(config.trainer.device))}
-        return StepResult(sums.metrics() | metrics, verdict, figures, lr)
+        return StepResult(sums.metrics() | metrics, verdict, figures, lr, applied)
 
 
 def _update(
@@ -136,15 +143,41 @@ def _update(
     tokens = token_rows(rows)
     passes = plan(tokens, execution, options.micro_tokens, shape_of(learner.model))
     sums.plan(tokens, passes)
-    return OptimizerUpdate(tokens, collate(rows, options.device), passes, share, len(batch.rewards))
+    # A batch that is given is as large as it is; otherwise an episode that was lost leaves a hole.
+    played = len(batch.flat) if options.baseline == "given" else config.rollout.prompts * config.rollout.group
+    return OptimizerUpdate(tokens, collate(rows, options.device), passes, played * share, len(batch.rewards))
 
 
-def _self_check(model: PreTrainedModel, updates: list[OptimizerUpdate], checked: set[str]) -> dict[str, float]:
+def _distilled(learner: Learner, batch: Batch, config: RLConfig) -> tuple[Batch, dict[str, float]]:
+    """The batch with what a teacher thinks of its tokens, and the figures of that."""
+    if config.distill is None:
+        return batch, {}
+    execution = "rows" if config.deterministic else learner.execution or config.trainer.execution
+
+    def logprobs_N(tokens: TokenRows) -> Tensor:
+        passes = plan(tokens, execution, config.trainer.micro_tokens, shape_of(learner.model))
+        scored = evaluate(
+            learner.model, passes.parts, tokens.count, temperature=config.rollout.temperature, replays=False
+        )
+        return scored.logprobs_N
+
+    def teacher_logprobs_N(tokens: TokenRows) -> Tensor:
+        if learner.teacher is None:
+            return logprobs_N(tokens)
+        with learner.teacher.weights():
+            return logprobs_N(tokens)
+
+    longest = getattr(learner.model.config, "max_position_embeddings", None)
+    return judged_by_teacher(batch, config.distill, logprobs_N, teacher_logprobs_N, longest)
+
+
+def _self_check(learner: Learner, updates: list[OptimizerUpdate], checked: set[str]) -> dict[str, float]:
     """Compares the gradients of new executions with those of separate rows; raises RunFailed if they differ."""
     distances = []
     for update in updates:
         if update.tokens.count and update.passes.execution not in checked:
-            distances.append(check(model, update.tokens, update.passes.execution))
+            trained = learner.optimizer.live.values()
+            distances.append(check(learner.model, update.tokens, update.passes.execution, trained))
             checked.add(update.passes.execution)
     return {"mismatch/self_check": max(distances)} if distances else {}
 
@@ -179,7 +212,7 @@ def _backward(
 ) -> BatchResult:
     """Adds the gradient of an update's loss, and its figures; `moved`: the step has updated the weights before."""
     count, parts, temperature = update.tokens.count, update.passes.parts, config.rollout.temperature
-    n = divisor(preset, config.rollout, count, update.share)
+    n = divisor(preset, update.planned, config.rollout.tokens, count)
     reference_N = None
     if learner.reference is not None:
         with learner.reference.weights() as model:

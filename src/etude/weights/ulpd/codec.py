@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -85,7 +85,9 @@ def chunk_bits(schema: Schema, tensors: Mapping[str, Bits], chunk: Chunk) -> Bit
     return tensors[schema.tensors[chunk.tensor].name][chunk.start : chunk.stop]
 
 
-def digests(schema: Schema, tensors: Contents, threads: int | None = None, chunks: range | None = None) -> Digests:
+def digests(
+    schema: Schema, tensors: Contents, threads: int | None = None, chunks: Collection[int] | None = None
+) -> Digests:
     """The digest of every chunk, from the bytes; with `chunks` of those alone, and 0 for the others."""
 
     def one(index: int) -> int:

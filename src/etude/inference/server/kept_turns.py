@@ -1,0 +1,105 @@
+"""Turns whose exact tokens a gateway asks for once their answer has gone out. The answer's `id` ends in their name, by
+which a client that reads no headers tells the gateway of them.
+
+POST /v1/chat/completions, /v1/responses, /v1/messages      with `X-Etude-Turn: ULID`
+GET  /v1/turns/ULID                                          a `ServedTokens` as MessagePack, once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from etude.inference.server.choices import Choice
+from etude.inference.server.served_model import ServedModel
+from etude.protocol.access import headers
+from etude.protocol.apis.turn import SampledTurn
+from etude.protocol.guard import error
+from etude.protocol.wire import MSGPACK, TURN_HEADER, ServedTokens
+
+_NAME = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
+_SECONDS = 60.0  # that a turn is kept after its beginning if it has ended
+_MOST = 4096  # turns
+_MOST_TOKENS = 4 << 20  # of the prompts of all of them
+_WAIT_SECONDS = 10.0  # for the end of a turn whose client has gone
+
+
+@dataclass(frozen=True)
+class _Kept:
+    choice: Choice
+    turn: SampledTurn
+    choices: int
+    since: float
+
+
+class KeptTurns:
+    """The turns of one model that are kept; the oldest make room."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._kept: dict[str, _Kept] = {}
+        self._tokens = 0
+
+    def routes(self) -> list[Route]:
+        """The route, to be mounted."""
+        return [Route("/v1/turns/{name}", self._take)]
+
+    def keep(self, http: HTTPRequest, choices: list[Choice], turns: list[SampledTurn]) -> None:
+        """Keeps the first choice of a request, if the request asks for it."""
+        name = next(headers(http.scope, TURN_HEADER.encode()), "")
+        if not _NAME.fullmatch(name) or name in self._kept:
+            return
+        turns[0].name = name
+        self._kept[name] = _Kept(choices[0], turns[0], len(choices), time.monotonic())
+        self._tokens += turns[0].prompt_tokens
+        while len(self._kept) > _MOST or self._tokens > _MOST_TOKENS:
+            self._forget(next(iter(self._kept)))
+        while (oldest := next(iter(self._kept), None)) is not None:
+            kept = self._kept[oldest]
+            if kept.since > time.monotonic() - _SECONDS or not kept.choice.sequence.future.done():
+                break
+            self._forget(oldest)
+
+    def _forget(self, name: str) -> _Kept | None:
+        if (kept := self._kept.pop(name, None)) is not None:
+            self._tokens -= kept.turn.prompt_tokens
+        return kept
+
+    async def _take(self, http: HTTPRequest) -> Response:
+        name = http.path_params["name"]
+        if (kept := self._forget(name)) is None:
+            return error(404, "this server keeps no such turn", code="not_found")
+        try:
+            async with asyncio.timeout(_WAIT_SECONDS):
+                whole = await asyncio.shield(asyncio.wrap_future(kept.choice.sequence.future))
+        except TimeoutError:
+            return error(409, "the turn has not ended", code="not_ended")
+        except Exception as e:
+            return error(410, f"the turn failed: {type(e).__name__}", code="failed")
+        answer = await asyncio.to_thread(self._told, kept, kept.turn.generation or whole)
+        return Response(msgspec.msgpack.encode(answer), media_type=MSGPACK)
+
+    def _told(self, kept: _Kept, generation) -> ServedTokens:
+        request = kept.choice.sequence.request
+        ids, versions = generation.ids, generation.versions
+        starts = [n for n, version in enumerate(versions) if n == 0 or version != versions[n - 1]]
+        spans = zip(starts, [*starts[1:], len(versions)], strict=False)
+        tokenizer = self._model.tokenizer
+        return ServedTokens(
+            prompt_ids=np.array(request.prompt, "<i4").tobytes(), ids=np.array(ids, "<i4").tobytes(),
+            logprobs=np.array(generation.logprobs, "<f4").tobytes(),
+            spans=[(low, high, versions[low]) for low, high in spans],
+            temperature=request.temperature, top_p=request.top_p, finish_reason=generation.finish_reason,
+            plain=not request.params.changes_draws and not request.documents, choices=kept.choices,
+            message=msgspec.json.encode(kept.turn.message),
+            text=tokenizer.decode(request.prompt, skip_special_tokens=False)
+            + tokenizer.decode(ids, skip_special_tokens=False),
+        )  # fmt: skip

@@ -1,0 +1,123 @@
+"""Labels of a window -> weights and advantages. Pure functions of arrays, one entry a turn.
+
+A turn has no group: what it earned is compared with the other turns of its cell (tenant, kind of request, depth in the
+session). A cell is known before the model answers, or the comparison would hide what the answer did. No account and
+no organisation has more than its share of the weight.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+YOUNG = 0.2
+"""Weight of a new account, by which many of them count less."""
+_ROUNDS = 16
+
+
+def first_of(group_N: np.ndarray, order_N: np.ndarray, most: int) -> np.ndarray:
+    """Which turns are among the first `most` of their group by `order_N` (no two alike within a group): bool [N]."""
+    sorted_N = np.lexsort((order_N, group_N))
+    group = group_N[sorted_N]
+    first = np.flatnonzero(np.r_[True, group[1:] != group[:-1]]) if len(group) else np.zeros(0, int)
+    rank = np.arange(len(group)) - np.repeat(first, np.diff(np.r_[first, len(group)]))
+    out = np.empty(len(group), bool)
+    out[sorted_N] = rank < most
+    return out
+
+
+def age_weights(days_N: np.ndarray, full: float) -> np.ndarray:
+    """Weights of accounts by their age: from YOUNG to 1 at `full` days, float64 [N]."""
+    return YOUNG + (1.0 - YOUNG) * np.clip(np.asarray(days_N, float) / full, 0.0, 1.0)
+
+
+def shares_capped(weight_N: np.ndarray, account_N: np.ndarray, organisation_N: np.ndarray, account_share: float,
+                  organisation_share: float) -> np.ndarray:  # fmt: skip
+    """Weights, mean 1, of which no account (int [N]) has more than `account_share` and no organisation more than
+    `organisation_share`; an organisation below 0 means none, and its turns have the bound of the account alone. Where
+    there are too few of them for that, the largest are equal. Where both bounds cannot hold, the account's does."""
+    out = np.asarray(weight_N, float)
+    if not out.any():
+        return out
+    accounts, account_N = np.unique(account_N, return_inverse=True)
+    names, organisation_N = np.unique(np.maximum(organisation_N, -1), return_inverse=True)
+    for _ in range(_ROUNDS):
+        before = out
+        out = _capped(out, organisation_N, names >= 0, organisation_share)
+        out = _capped(out, account_N, np.ones(len(accounts), bool), account_share)
+        if out is before:
+            break
+    return out * (len(out) / math.fsum(out))
+
+
+def _capped(weight_N: np.ndarray, group_N: np.ndarray, bound_G: np.ndarray, share: float) -> np.ndarray:
+    """Weights scaled down in each bound group that has more than `share` of what is left in the end; the same array if
+    none has."""
+    total_G = np.bincount(group_N, weight_N, len(bound_G))
+    live = np.sort(total_G[bound_G & (total_G > 0)])[::-1]
+    rest = math.fsum(total_G[~bound_G])
+    below = np.r_[live[::-1].cumsum()[::-1], 0.0] + rest  # weight of all but the k largest
+    share = max(share, 1.0 / max(1, len(live))) if rest == 0.0 else share
+    if not len(live) or live[0] <= share * below[0] * (1.0 + 1e-9):
+        return weight_N
+    count = np.arange(len(live) + 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        level = share * below / (1.0 - count * share)  # of the k largest, so that each has `share` of the sum
+    fits = (count * share < 1.0) & (below > 0.0) & (level >= np.r_[live, 0.0] * (1.0 - 1e-12))
+    limit = level[int(np.argmax(fits))] if fits.any() else live[-1]
+    scale_G = np.where(bound_G & (total_G > limit), limit / np.maximum(total_G, 1e-300), 1.0)
+    return weight_N * scale_G[group_N]
+
+
+def trimmed_means(value_N: np.ndarray, weight_N: np.ndarray, cell_N: np.ndarray, trim: float) -> np.ndarray:
+    """For each turn the weighted mean of the *other* turns of its cell (int [N]), without the share `trim` of their
+    weight at either end: float64 [N], NaN for a turn without others. Linear but for a sort: the trimmed sum is an
+    interval of the running sum over sorted values, from which the turn's own piece is taken out."""
+    count = len(value_N)
+    order = np.lexsort((np.arange(count), value_N, cell_N))
+    value, weight, cell = value_N[order], np.asarray(weight_N, float)[order], cell_N[order]
+    first = np.r_[True, cell[1:] != cell[:-1]] if count else np.zeros(0, bool)
+    of = np.cumsum(first) - 1
+    mass = np.r_[0.0, np.cumsum(weight)]
+    total = np.r_[0.0, np.cumsum(weight * value)]
+    start = mass[np.flatnonzero(first)][of] if count else np.zeros(0)
+    whole = np.bincount(of, weight)[of] if count else np.zeros(0)
+    left, right = mass[:-1], mass[1:]
+    others = whole - weight
+
+    def place(share: float) -> np.ndarray:  # on the axis of all turns, of a share of the others' weight
+        at = start + share * others
+        return np.where(at <= left, at, at + weight)
+
+    low, high = place(trim), place(1.0 - trim)
+    own = np.maximum(0.0, np.minimum(high, right) - np.maximum(low, left))
+    kept = np.interp(high, mass, total) - np.interp(low, mass, total) - own * value
+    size = (1.0 - 2.0 * trim) * others
+    out = np.empty(count)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        out[order] = np.where(others <= 1e-12 * whole, np.nan, kept / size)
+    return out
+
+
+def baselines(
+    reward_N: np.ndarray, weight_N: np.ndarray, cell_N: np.ndarray, shrinkage: float, trim: float
+) -> np.ndarray:
+    """What a turn's cell earns without it, b = (n m_cell + k m_all) / (n + k): m are trimmed means of the n other turns
+    of the cell and of all others, k is `shrinkage`. float64 [N]. A turn without any other has its own reward."""
+    cell_mean_N = trimmed_means(reward_N, weight_N, cell_N, trim)
+    mean_N = trimmed_means(reward_N, weight_N, np.zeros_like(cell_N), trim)
+    others_N = np.where(np.isnan(cell_mean_N), 0, np.bincount(cell_N, minlength=1)[cell_N] - 1)
+    mean_N = np.where(np.isnan(mean_N), reward_N, mean_N)
+    total_N = others_N + shrinkage
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shrunk_N = (others_N * np.nan_to_num(cell_mean_N) + shrinkage * mean_N) / total_N
+    return np.where(total_N > 0, shrunk_N, mean_N)
+
+
+def covered(cluster_N: np.ndarray, account_N: np.ndarray, rated_N: np.ndarray, least: int) -> np.ndarray:
+    """Whether a turn's rating counts: at least `least` accounts rated turns whose prompts are in its cluster (int
+    [N]). A lone voter in a cluster of its own moves nothing. bool [N]."""
+    pairs = np.unique(np.stack([cluster_N[rated_N], account_N[rated_N]]), axis=1)
+    size = int(cluster_N.max()) + 1 if len(cluster_N) else 0
+    return rated_N & (np.bincount(pairs[0], minlength=size)[cluster_N] >= least)

@@ -1,0 +1,64 @@
+"""Hooks of a repository that run `etude live watch --once` in the background after a commit, merge, amend or rebase.
+
+A watcher that runs already has the repository's lock: the hook's own then ends at once, and says nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from etude.errors import UserError
+from etude.live.plumbing import TextRepository
+
+HOOKS = ("post-commit", "post-merge", "post-rewrite")
+_MARK = "# Written by `etude live hook install`."
+
+
+def install_hooks(repository: TextRepository, gateway: str, agents: Sequence[Path]) -> list[Path]:
+    """Writes the hooks, and returns their paths. Raises UserError, before any is written, if one of another maker is
+    there or git looks for hooks elsewhere."""
+    elsewhere = repository.setting("core.hooksPath")
+    if elsewhere:
+        raise UserError(f"git looks for the hooks of {repository.root} in {elsewhere} (core.hooksPath): add this "
+                        f"line there: {_line(repository, gateway, agents)}")  # fmt: skip
+    places = [repository.common / "hooks" / name for name in HOOKS]
+    for place in places:
+        if place.exists() and _MARK not in place.read_text(errors="replace"):
+            raise UserError(f"{place} is another's hook; add this line to it: {_line(repository, gateway, agents)}")
+    for place in places:
+        place.parent.mkdir(exist_ok=True)
+        temporary = place.with_name(f".{place.name}.etude")
+        temporary.write_text(f"#!/bin/sh\n{_MARK}\n{_line(repository, gateway, agents)}\n")
+        temporary.chmod(0o755)
+        os.replace(temporary, place)
+    return places
+
+
+def remove_hooks(repository: TextRepository) -> list[Path]:
+    """Removes the hooks that are ours, and returns their paths."""
+    found = [repository.common / "hooks" / name for name in HOOKS]
+    ours = [place for place in found if place.exists() and _MARK in place.read_text(errors="replace")]
+    for place in ours:
+        place.unlink()
+    return ours
+
+
+def _line(repository: TextRepository, gateway: str, agents: Sequence[Path]) -> str:
+    command = [
+        sys.executable,
+        "-m",
+        "etude.cli.main",
+        "live",
+        "watch",
+        str(repository.root),
+        "--gateway",
+        gateway,
+        "--once",
+    ]
+    for agent in agents:
+        command += ["--agent", str(agent.absolute())]
+    return f"{shlex.join(command)} </dev/null >/dev/null 2>&1 &"

@@ -1,0 +1,188 @@
+"""A git repository, read by plumbing commands that execute nothing of it.
+
+A clone's settings and attributes may name programs: hooks, filters, pagers, helpers of remotes. Only commands that
+convert no file and start no transport are used, with hooks, the file monitor and every transport off, and with no
+configuration but the repository's own. Files of the tree are read as they are; links are not followed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import UserError
+
+SECONDS = 60.0
+MOST_BYTES = 1 << 20  # of a file whose edits are followed
+MOST_COMMITS = 1000  # looked at when a branch moved
+_COMMAND = ("git", "--no-pager", "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "gc.auto=0",
+            "-c", "protocol.allow=never", "-c", "log.showSignature=false")  # fmt: skip
+_SETTINGS = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_TERMINAL_PROMPT": "0",
+             "GIT_OPTIONAL_LOCKS": "0", "GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1", "LC_ALL": "C"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TreeState:
+    """Where a working tree stands. Files that change together with it were changed by git, not by an edit."""
+
+    head: str  # commit, or empty before the first
+    branch: str  # full name of the ref, or "HEAD" if detached
+    stash: str
+    mainline: str
+    """Commit that the remote's main branch stands at here; empty if no remote has one."""
+
+
+_REFS = ("refs/remotes/origin/HEAD", "refs/remotes/origin/main", "refs/remotes/origin/master", "refs/stash")
+
+
+class TextRepository:
+    """The working tree at `root`. Raises UserError if there is none."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        if not self.root.is_dir():
+            raise UserError(f"{root} is not a folder; give the root of a git repository")
+        top = self._line("rev-parse", "--show-toplevel", what=f"{root} is not a git repository that can be read")
+        if Path(top).resolve() != self.root:
+            raise UserError(f"{root} lies in the git repository {top}; give its root")
+        self.common = Path(self._line("rev-parse", "--path-format=absolute", "--git-common-dir", what=str(root)))
+
+    def state(self) -> TreeState:
+        """Commit, branch, stash and main branch."""
+        branch = self._text("symbolic-ref", "-q", "HEAD").strip() or "HEAD"
+        told = self._text("for-each-ref", "--format=%(refname) %(objectname)", *_REFS).splitlines()
+        refs = {name: commit for name, _, commit in (line.partition(" ") for line in told)}
+        mainline = next((refs[name] for name in _REFS[:-1] if name in refs), "")
+        return TreeState(self.commit("HEAD"), branch, refs.get("refs/stash", ""), mainline)
+
+    def commit(self, name: str) -> str:
+        """The commit that a name means, or an empty text."""
+        return self._text("rev-parse", "--verify", "-q", f"{name}^{{commit}}").strip()
+
+    def committed_at(self, commit: str) -> float:
+        """When a commit was made, by the clock of its committer; 0 if that is not known."""
+        line = re.search(r"^committer .* (\d+) [-+]\d{4}$", self._text("cat-file", "commit", commit), re.M)
+        return float(line[1]) if line else 0.0
+
+    def files(self) -> dict[str, str]:
+        """Path -> blob id of the index, or an empty text for a file that is not in it and not ignored."""
+        found: dict[str, str] = {}
+        for entry in self._parts("ls-files", "-z", "--others", "--exclude-standard"):
+            found[entry] = ""
+        for entry in self._parts("ls-files", "-z", "-s"):
+            head, _, path = entry.partition("\t")
+            mode, blob, _ = head.split()
+            if mode.startswith("100"):
+                found[path] = blob
+        return found
+
+    def is_behind(self, old: str, new: str) -> bool:
+        """Whether `new` descends from `old`, or is it."""
+        return self._run("merge-base", "--is-ancestor", old, new).returncode == 0
+
+    def commits(self, old: str, new: str) -> list[str]:
+        """First-parent commits after `old` up to `new`, oldest first; `new` alone if `old` is not behind it."""
+        if not new or old == new:
+            return []
+        if not old or not self.is_behind(old, new):
+            return [new]
+        chain = self._text("rev-list", "--first-parent", f"--max-count={MOST_COMMITS}", new, f"^{old}").split()
+        return chain[::-1]
+
+    def changes(self, commit: str) -> dict[str, str]:
+        """Paths that a commit changed against its first parent -> their paths before, equal if not renamed."""
+        parts = iter(self._parts("diff-tree", "-r", "-M", "-z", "--root", "--no-commit-id", "--name-status",
+                                 "--no-ext-diff", "--no-textconv", "--first-parent", "-m", commit))  # fmt: skip
+        found: dict[str, str] = {}
+        for kind in parts:
+            before = next(parts)
+            found[next(parts) if kind[0] in "RC" else before] = before
+        return found
+
+    def text_at(self, commit: str, path: str) -> str | None:
+        """Text of a file in a commit; None if it has none there, or none that is followed."""
+        return self.blob(f"{commit}:{path}")
+
+    def blob(self, name: str) -> str | None:
+        """Text of a blob; None if it is missing, too long, or no text."""
+        size = self._text("cat-file", "-s", name).strip()
+        if not size.isdigit() or int(size) > MOST_BYTES:
+            return None
+        return _decoded(self._run("cat-file", "blob", name).stdout)
+
+    def note(self, ref: str, commit: str) -> str | None:
+        """The note of a commit in a notes ref."""
+        blob = self._text("notes", f"--ref={ref}", "list", commit).strip()
+        return self.blob(blob) if blob else None
+
+    def read(self, path: str) -> tuple[str, str] | None:
+        """Text of a file of the tree, and the id of the blob that git would make of it without any conversion; None if
+        it is no regular file, too long, or no text."""
+        try:
+            place = self.root / path
+            if not place.parent.resolve().is_relative_to(self.root):
+                return None
+            descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "rb") as file:
+                data = file.read(MOST_BYTES + 1)
+        except OSError:
+            return None
+        text = _decoded(data) if len(data) <= MOST_BYTES else None
+        return None if text is None else (text, hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())
+
+    def setting(self, name: str) -> str:
+        """A value of the repository's own configuration; empty if it has none."""
+        return self._text("config", "--local", "--get", name).strip()
+
+    def tracked(self, path: str) -> bool:
+        """Whether a file is checked in, or staged."""
+        return bool(self._text("ls-files", "--", path).strip())
+
+    def _parts(self, *arguments: str) -> Iterable[str]:
+        done = self._run(*arguments)
+        return (os.fsdecode(part) for part in done.stdout.split(b"\0") if part)
+
+    def _text(self, *arguments: str) -> str:
+        return os.fsdecode(self._run(*arguments).stdout)
+
+    def _line(self, *arguments: str, what: str) -> str:
+        done = self._run(*arguments)
+        if done.returncode:
+            told = os.fsdecode(done.stderr).strip().splitlines()
+            raise UserError(f"{what}: {told[0] if told else 'git failed'}")
+        return os.fsdecode(done.stdout).rstrip("\n")
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        try:
+            return subprocess.run([*_COMMAND, "-C", str(self.root), *arguments], capture_output=True, timeout=SECONDS,
+                                  env=inherited | _SETTINGS, stdin=subprocess.DEVNULL)  # fmt: skip
+        except FileNotFoundError:
+            raise UserError("git is not installed; `etude live watch` reads the repository with it") from None
+        except subprocess.TimeoutExpired:
+            raise UserError(f"git {arguments[0]} took more than {SECONDS:.0f} s in {self.root}") from None
+
+
+def excluded(path: str, patterns: Sequence[str]) -> bool:
+    """Whether a path is matched by a pattern. `*` also matches slashes: a pattern excludes rather too much; a folder's
+    name excludes what is in it."""
+    return any(re.fullmatch(_pattern(p), path) for p in patterns)
+
+
+def _pattern(glob: str) -> str:
+    body = "".join({"*": ".*", "?": "."}.get(c, re.escape(c)) for c in re.sub(r"\*+", "*", glob.strip("/")))
+    return rf"(?s:(?:.*/)?{body}(?:/.*)?)"
+
+
+def _decoded(data: bytes) -> str | None:
+    if b"\0" in data:
+        return None
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None

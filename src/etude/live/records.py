@@ -1,0 +1,318 @@
+"""The records of the live loop. No torch here.
+
+    Session (consent, arm) -> ServedTurn -> Suggestion (one edit) <- Signal (what became of it)
+    Signals before a cut -> Label -> TurnExit (trained, held or dropped)        Release, ReleaseEvent, Tombstone
+
+Identifiers are ULIDs (https://github.com/ulid/spec). Times are integers, nanoseconds of the *server's* clock since the
+epoch; a client's own time is kept apart and never compared with them. Every record but labels is written once and never
+changed: labels and exits are derived from the others, and can be computed again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from enum import StrEnum
+
+import msgspec
+
+from etude.records import Record
+
+_CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+
+
+def ulid(at: int | None = None) -> str:
+    """A new identifier, 26 characters that sort by their time; `at` in nanoseconds, by default now."""
+    milliseconds = (time.time_ns() if at is None else at) // 1_000_000
+    return ulid_of((milliseconds << 80) | int.from_bytes(os.urandom(10)))
+
+
+def ulid_of(number: int) -> str:
+    """128 bits as an identifier, e.g. of a keyed hash."""
+    return "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))
+
+
+class Retention(StrEnum):
+    """How long the content of a session is kept: the days are the tenant's (LivePolicy)."""
+
+    NONE = "none"  # no consent: counters only
+    RAW = "raw"
+    TRAINED = "trained"  # a version was trained on it
+
+
+class Arm(StrEnum):
+    """Which release answers an account."""
+
+    CONTROL = "control"
+    CANARY = "canary"
+    HOLDBACK = "holdback"  # stays on an old release for weeks, which proves the lift of those since
+
+
+class TurnKind(StrEnum):
+    """What a request was for; only main turns are trained on."""
+
+    MAIN = "main"
+    SIDE = "side"  # a title, a summary, a sub-agent's own request
+    BOT = "bot"  # CI and other clients without a person
+
+
+class Consent(Record, frozen=True, kw_only=True):
+    """Whether content may be kept and trained on, decided before anything is written."""
+
+    granted: bool = False
+    scope: str = ""  # e.g. "train"; empty without consent
+    policy: str = ""  # where the decision is from: "tenant", "header", "tombstone"
+    at: int = 0
+
+
+class Session(Record, frozen=True, kw_only=True):
+    """The requests of one account that belong together. `account` is a keyed hash; `propensity` is the probability with
+    which an account like it is put in `arm`."""
+
+    id: str
+    tenant: str
+    account: str
+    organisation: str = ""
+    client: str = ""
+    consent: Consent
+    arm: Arm
+    release: int
+    propensity: float
+    opened: int
+    snapshot: str | None = None  # of the workspace, if its consent covers that
+
+
+class VersionSpan(Record, frozen=True, kw_only=True):
+    """Tokens `low` to `high` - 1 of an answer were sampled under a version."""
+
+    low: int
+    high: int
+    version: int
+
+
+class ServedTurn(Record, frozen=True, kw_only=True):
+    """One answer of the model. `blob` holds a TurnContent, encrypted with the key of the account."""
+
+    id: str
+    session: str
+    sequence: int  # within the session
+    kind: TurnKind
+    release: int
+    manifest: str  # digest of the weights that answered
+    spans: tuple[VersionSpan, ...]
+    prompt_tokens: int
+    sampled_tokens: int
+    blob: str | None  # None: what was sampled is not known exactly, see `reason`
+    reason: str = ""  # why it cannot be trained on, e.g. "no_tokens" where the upstream does not return them
+    scrubbed: dict[str, int]  # replacements by rule
+    rules: str  # version of the scrubbing rules
+    stop: str
+    seconds: float
+    cluster: str
+    at: int
+
+
+class TurnContent(Record, frozen=True, kw_only=True):
+    """What one answer was made of, after scrubbing: tokens are little-endian int32, log-probabilities float32, as in
+    `records.Segment`. A turn is not trained on if any token of it was replaced."""
+
+    dialect: str  # "chat", "responses" or "messages"
+    request: bytes  # JSON
+    response: bytes  # JSON: the message of the assistant in OpenAI's chat format, whatever the dialect
+    prompt_ids: bytes
+    ids: bytes
+    logprobs: bytes
+    temperature: float
+    top_p: float
+
+
+class Suggestion(Record, frozen=True, kw_only=True):
+    """One edit that a turn proposed: a hunk of a file."""
+
+    id: str
+    turn: str
+    path: str  # keyed hash of the path
+    base: str  # digest of the file that it was proposed for
+    old_lines: tuple[int, int]  # first line (0-based) and count
+    new: str  # digest of the new lines
+    characters: int  # of the new lines; the shares of survival are of these
+    shown: int  # when it came to the log; APPLIED tells whether it was applied
+
+
+class SignalKind(StrEnum):
+    """What a client, git or CI tells. Values are shares or probabilities in [0, 1] unless said otherwise. Subjects of
+    FOLLOWUP, RETRY and ANSWERED are the turn whose request brings the message: they belong to the turn before it, but
+    for a FOLLOWUP whose source is "explicit". ENDED and TESTS of a session belong to all of its turns, decayed."""
+
+    SHOWN = "shown"
+    APPLIED = "applied"
+    REJECTED = "rejected"
+    UNDONE = "undone"
+    SURVIVED = "survived"  # share of the characters alive at `horizon`
+    COMMITTED = "committed"  # share of the characters in the commit
+    MERGED = "merged"
+    REVERTED = "reverted"
+    OVERWRITTEN = "overwritten"  # share of the characters that a later turn of the same session replaced
+    FOLLOWUP = "followup"  # probability of a message dissatisfied with the answer before; its text may come along
+    CORRECTION = "correction"  # the text that the user wanted, TensorZero's `demonstration`
+    RETRY = "retry"
+    STOPPED = "stopped"
+    RESTORED = "restored"  # a checkpoint from before the turn
+    INVALID_CALL = "invalid_call"
+    QUESTION = "question"  # the turn asked instead of editing
+    ANSWERED = "answered"  # the user answered the question
+    NO_EDIT = "no_edit"  # on a request for one
+    TESTS = "tests"  # change of the share that passes, in [-1, 1]
+    LINT = "lint"  # change of the number of findings
+    RATING = "rating"  # thumbs, in [-1, 1]
+    LATENCY = "latency"  # seconds that the user waited for the answer
+    ERROR = "error"  # the request failed
+    GONE = "gone"  # the file or the client is no longer observed: what is open is censored
+    ENDED = "ended"  # the session; how well, in [-1, 1]
+
+
+class Signal(Record, frozen=True, kw_only=True):
+    """One observation. `event` is the client's and unique within the tenant: a repetition changes nothing."""
+
+    event: str
+    tenant: str
+    subject: str  # a suggestion, a turn or a session
+    kind: SignalKind
+    value: float
+    horizon: float | None = None  # seconds after `shown`, of SURVIVED
+    text: str | None = None  # key of the blob with the text of a follow-up or correction, encrypted
+    observed_at: int  # by the client's clock
+    arrived_at: int
+    source: str  # "client", "git", "ci", "judge" or "explicit"
+    client_sequence: int | None = None  # of this source in the session, rising; it decides the order, not the clock
+    confidence: float = 1.0
+
+
+class LabelState(StrEnum):
+    """`OPEN` is held for a later window; `CENSORED` has no outcome, and its like weigh more in its place."""
+
+    OPEN = "open"
+    MATURED = "matured"
+    CENSORED = "censored"
+    DROPPED = "dropped"
+
+
+class Label(Record, frozen=True, kw_only=True):
+    """What a turn earned, as the log stood at `cut` (its `arrived_at`); a pure function of the log."""
+
+    turn: str
+    cut: int
+    rules: str  # version of the rules that computed it
+    state: LabelState
+    reason: str = ""  # of DROPPED: "error"; of OPEN: "delay" (too young), "open" (waits for another turn's edit)
+    reward: float = 0.0  # in [-1, 1]
+    components: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    weight: float = 1.0  # 1 / G(h), G = Kaplan-Meier survival of the censoring time, at most 10
+    correction: str | None = None  # blob of the text that answers the turn, for the textual channel
+
+
+class ExitKind(StrEnum):
+    """How a turn left a window. TRAINED and DROPPED are final; a HELD turn is looked at again in the next window."""
+
+    TRAINED = "trained"
+    HELD = "held"
+    DROPPED = "dropped"
+
+
+class TurnExit(Record, frozen=True, kw_only=True):
+    """The one exit of a turn in a window."""
+
+    turn: str
+    window: int
+    kind: ExitKind
+    reason: str = ""
+    weight: float = 0.0
+    advantage: float = 0.0
+
+
+class LiveSample(Record, frozen=True, kw_only=True):
+    """A trained turn as the trainer takes it: one sample of one prompt, without a group. Bytes as in TurnContent."""
+
+    turn: str
+    account: str
+    cluster: str  # `spans` have the version numbers of its weight store
+    manifest: str  # digest of the weights that answered
+    prompt_ids: bytes
+    ids: bytes
+    logprobs: bytes
+    temperature: float
+    top_p: float
+    spans: tuple[VersionSpan, ...]  # of `ids`
+    reward: float  # in [-1, 1]
+    advantage: float  # the reward above the cell's mean, not weighted
+    weight: float  # of the sample's loss; the mean over a batch is 1
+    correction: str | None  # text that answers the turn, for the textual channel
+
+
+class ReleaseStage(StrEnum):
+    """Where a release stands. The shares are those of `LiveConfig.canary.stages`."""
+
+    GATE = "gate"
+    REFUSED = "refused"  # by the gate
+    SHADOW = "shadow"  # generates beside the control; nobody sees its answers
+    CANARY = "canary"
+    RELEASED = "released"
+    ROLLED_BACK = "rolled_back"
+
+
+class Release(Record, frozen=True, kw_only=True):
+    """A version that may reach users. A rollback is a release of its own, with a higher number and an old digest."""
+
+    number: int
+    store: str  # URL of the weight store that it came from
+    version: int  # of that store
+    manifest: str  # its content digest
+    parent: int | None  # the release that it replaces
+    anchor: int | None  # the long-lived one that the gate compares with, too
+    report: str | None  # digest of the gate's signed report
+    window: int | None  # that it was trained on
+    at: int
+
+
+class ReleaseEvent(Record, frozen=True, kw_only=True):
+    """A step of a release; the last one tells where it stands."""
+
+    release: int
+    sequence: int
+    stage: ReleaseStage
+    share: float  # of the accounts
+    reason: str
+    decided_by: str  # "canary", "gate", or the name of a person
+    at: int
+
+
+class ClusterEvent(Record, frozen=True, kw_only=True):
+    """The gateway stops, or begins again, to send an arm's requests to a cluster; the last one counts."""
+
+    cluster: str
+    arm: Arm
+    sequence: int
+    drained: bool
+    reason: str
+    at: int
+
+
+class Tombstone(Record, frozen=True, kw_only=True):
+    """An account that asked to be forgotten: its keys are destroyed, its turns leave every later training set."""
+
+    tenant: str
+    account: str
+    at: int
+    versions: tuple[int, ...]  # that were trained on it
+
+
+class LivePolicy(Record, frozen=True, kw_only=True):
+    """The rules of a tenant."""
+
+    consent: bool = False  # of requests that say nothing; a header may always refuse, and grant only if `may_grant`
+    may_grant: bool = True
+    raw_days: float = 30.0
+    trained_days: float = 90.0
+    requests_per_minute: int = 600  # of a key
+    keep: tuple[str, ...] = ("home",)  # personal data (rules of `scrub.PERSONAL`) that stays where a request names it
+    approval: bool = False  # a person must approve each stage beyond the gate

@@ -1,0 +1,1 @@
+"""Simulated users: the live loop with known preferences and planted faults."""

@@ -1,0 +1,184 @@
+"""Ten versions of a bandit-sized policy through the live loop: requests, signals, labels, filters, estimate, update.
+
+A run is a pure function of its arguments. Beside a run stand the oracle, which learns from hidden utility, and the
+null, whose rewards are shuffled among the turns of a window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from etude.config.live import LabelsConfig
+from etude.live.attribution import labels
+from etude.live.content import RequestFeatures
+from etude.live.estimate import baselines, first_of, shares_capped
+from etude.live.filters import WindowRows, decide
+from etude.live.records import LabelState, SignalKind
+from etude.live.simulate import bandit, faults
+from etude.live.simulate.traffic import CELLS, Signals, Turns, WindowLog, nanoseconds, react, records, serve
+from etude.live.simulate.users import SimulatedAccounts, draw_population, utility
+
+VERSIONS = 10
+TURNS = 2000  # requests of a window
+RATE = 6.0  # of the update
+_OLD = 60.0  # days that honest accounts have been known for
+LIVE, ORACLE, NULL, PLUS, ZERO, DROPPED = "live", "oracle", "null", "plus", "zero", "dropped"
+SILENCE = {PLUS: 1.0, ZERO: 0.0, DROPPED: None}
+"""The naive treatments of a turn that nobody voted on."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run is made of. `rewards`: where they are from. `fault`: name of a scenario, "" for none. `guarded`:
+    whether the stage that stops the fault is on."""
+
+    rewards: str = LIVE
+    fault: str = ""
+    guarded: bool = True
+    versions: int = VERSIONS
+    turns: int = TURNS
+
+    def off(self, fault: str) -> bool:
+        """Whether this run has a fault and not the stage that stops it."""
+        return self.fault == fault and not self.guarded
+
+    @property
+    def replaces(self) -> bool:
+        """Whether something else stands in the place of the labels."""
+        return self.rewards != LIVE or self.off("short-edit-hack") or self.off("flattery")
+
+
+@dataclass(frozen=True)
+class LearningRun:
+    """`logits` of the versions, the first being the one before; hidden utility of each; and of a fault, what was
+    counted of it over all windows."""
+
+    logits: list[np.ndarray]
+    utility: list[float]
+    counted: int
+
+    @property
+    def gain(self) -> float:
+        """Rise of hidden utility."""
+        return self.utility[-1] - self.utility[0]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window. `crooked_A`: accounts of an attacker; `withdrawn_A`: accounts that took their consent back."""
+
+    number: int
+    population: SimulatedAccounts
+    crooked_A: np.ndarray
+    withdrawn_A: np.ndarray
+    turns: Turns
+    signals: Signals
+
+
+def run(seed: int, setting: Setting) -> LearningRun:
+    """All versions of a setting."""
+    rng = np.random.default_rng((seed, 5))
+    population = draw_population(rng)
+    hidden_VA = utility(population)
+    crooked_A = np.zeros(population.size, bool)
+    if setting.fault == "sybils":
+        population, crooked_A = faults.with_sybils(population)
+    withdrawn_A = (rng.random(population.size) < 0.1) & (setting.fault == "withdrawn-consent")
+    logits = [bandit.first_policy(CELLS + (setting.fault == "lone-voter"))]
+    counted = 0
+    for number in range(setting.versions):
+        policy = bandit.probabilities(logits[-1])
+        turns = serve(rng, population, policy[:CELLS], setting.turns)
+        if setting.fault == "lone-voter":
+            turns = faults.with_probe(rng, turns, int(population.consent_A.argmax()), policy[CELLS, 0])
+        signals = _signals(rng, population, crooked_A, turns, setting)
+        window = Window(number, population, crooked_A, withdrawn_A, turns, signals)
+        log = records(population, turns, signals, number)
+        gain_N = replaced_gains(rng, window, log, setting) if setting.replaces else gains(window, log, setting)
+        counted += int((withdrawn_A[turns.account_N] & (gain_N != 0)).sum())
+        logits.append(bandit.learn(logits[-1], turns, gain_N, RATE))
+    return LearningRun(logits, [bandit.mean_of(theta[:CELLS], hidden_VA) for theta in logits], counted)
+
+
+def _signals(rng: np.random.Generator, population: SimulatedAccounts, crooked_A: np.ndarray, turns: Turns,
+             setting: Setting) -> Signals:  # fmt: skip
+    """What arrives at the log: users' signals with the fault."""
+    signals = react(rng, population, turns, ratings=0.3 if setting.fault == "flattery" else 0.05)
+    if setting.fault == "sybils":
+        signals = faults.praising(turns, signals, crooked_A[turns.account_N])
+    elif setting.fault == "forged-key":
+        signals = faults.praising(turns, signals, rng.random(len(turns.account_N)) < 0.8, genuine=False)
+        if setting.guarded:
+            signals = faults.authentic(signals)
+    elif setting.fault == "lone-voter":
+        signals = faults.voted(turns, signals)
+    elif setting.off("discard-hack"):
+        dead = np.isin(signals.turn_S, signals.turn_S[signals.of(SignalKind.INVALID_CALL)])
+        signals = signals.where(~dead)
+    return signals
+
+
+def _config(setting: Setting) -> LabelsConfig:
+    if setting.off("sybils"):
+        return LabelsConfig(per_account=10**6, account_share=1.0, organisation_share=1.0, trim=0.0, age_days=1e-9)
+    if setting.off("question-hack"):
+        return LabelsConfig(question_cost=0.0)
+    return LabelsConfig(coverage=1) if setting.off("lone-voter") else LabelsConfig()
+
+
+def gains(window: Window, log: WindowLog, setting: Setting) -> np.ndarray:
+    """Weight times advantage of each turn by the live loop's own filters, labels and estimate; 0 for a turn that is
+    not trained on. float64 [N]."""
+    turns = window.turns
+    accounts = [f"a{account}" for account in range(window.population.size)]
+    old = nanoseconds(0, -_OLD * 86_400)
+    forgotten = np.zeros(0, int) if setting.off("withdrawn-consent") else np.flatnonzero(window.withdrawn_A)
+    rows = WindowRows(
+        number=window.number, cut=log.cut, at=log.cut, sessions={s.id: s for s in log.sessions}, turns=log.turns,
+        pending=frozenset(t.id for t in log.turns), suggestions=log.suggestions, signals=log.signals,
+        forgotten=frozenset(accounts[account] for account in forgotten),
+        since={name: nanoseconds(0, 0) if window.crooked_A[n] else old for n, name in enumerate(accounts)},
+    )  # fmt: skip
+    kinds = [(f"kind {cell}", frozenset({(0, bytes([cell]))})) for cell in range(CELLS + 1)]
+    features = {
+        turn.id: RequestFeatures(kinds[cell][0], turn.id, kinds[cell][1], False, False)
+        for turn, cell in zip(log.turns, turns.cell_N.tolist(), strict=True)
+    }
+    decided = decide(rows, features, _config(setting))
+    return np.array([exit.weight * exit.advantage for exit in decided.exits])
+
+
+def replaced_gains(rng: np.random.Generator, window: Window, log: WindowLog, setting: Setting) -> np.ndarray:
+    """The same where something stands in the place of the labels: hidden utility, shuffled rewards, or votes."""
+    config, turns, population = LabelsConfig(), window.turns, window.population
+    reward_N, weight_N = _replaced(rng, window, log, setting)
+    at = np.flatnonzero(population.consent_A[turns.account_N] & (weight_N > 0))
+    at = at[first_of(turns.account_N[at], rng.permutation(len(at)), config.per_account)]
+    account_N = turns.account_N[at]
+    weight = shares_capped(weight_N[at], account_N, population.organisation_A[account_N], config.account_share,
+                           config.organisation_share)  # fmt: skip
+    cell_N = turns.cell_N[at] * 4 + np.minimum(turns.sequence_N[at], 3)
+    out = np.zeros(len(turns.account_N))
+    out[at] = weight * (reward_N[at] - baselines(reward_N[at], weight, cell_N, config.shrinkage, config.trim))
+    return out
+
+
+def _replaced(rng: np.random.Generator, window: Window, log: WindowLog,
+              setting: Setting) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Reward and weight of each turn."""
+    turns = window.turns
+    if setting.rewards == ORACLE:
+        return 2.0 * turns.value_N - 1.0, np.ones(len(turns.value_N))
+    if setting.rewards == NULL:
+        found = labels(log.sessions, log.turns, log.suggestions, log.signals, log.cut, LabelsConfig())
+        known = [label for label in found if label.state == LabelState.MATURED]
+        at, order = np.array([int(label.turn[5:]) for label in known]), rng.permutation(len(known))
+        reward_N, weight_N = np.zeros((2, len(turns.value_N)))
+        reward_N[at] = np.array([label.reward for label in known])[order]
+        weight_N[at] = np.array([label.weight for label in known])[order]
+        return reward_N, weight_N
+    kinds = {"short-edit-hack": faults.ACCEPTANCE, "flattery": faults.RATINGS}.get(setting.fault, faults.VOTES)
+    reward_N = faults.naive_rewards(turns, window.signals, SILENCE.get(setting.rewards), kinds)
+    return np.nan_to_num(reward_N), 1.0 * ~np.isnan(reward_N)

@@ -1,0 +1,100 @@
+"""Simulated releases: accounts' counters by slot, the canary's own decision, and the harm that is left at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from etude.config.live import CanaryConfig
+from etude.live.canary import CanaryDecision, CanaryTrial, Tallies, Verdict, decide
+
+_WINDOW = 1800.0
+_MINUTE = 60 * 10**9
+
+
+@dataclass(frozen=True)
+class Version:
+    """How a release behaves. `harm(share)` is what it adds to the share of edits that are undone, at a stage's share of
+    the accounts; `silent` is the share of its edits whose client tells nothing more; `regret` moves accounts whose
+    edits are undone more often than the median back to the control, with that probability."""
+
+    harm: Callable[[float], float] = lambda share: 0.0
+    silent: float = 0.0
+    regret: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What became of a release: `reason` of the last decision, the stage's share, and over the accounts at the end the
+    share of undone edits and of accounts whose client is silent."""
+
+    released: bool
+    reason: str
+    share: float
+    undone: float
+    silent: float
+
+
+def roll_out(rng: np.random.Generator, version: Version, options: CanaryConfig, *, accounts: int = 12_000,
+             ignored: str = "", number: int = 1) -> Rollout:  # fmt: skip
+    """A release from its first stage to the last or to its rollback. `ignored` is a check of the canary that is off."""
+    hash_A, usual_A = rng.random(accounts), rng.beta(2, 18, accounts)
+    moved_A = (usual_A > np.median(usual_A)) & (rng.random(accounts) < version.regret)
+    blocks: list[tuple[np.ndarray, ...]] = []
+    slot, length = 0, round(options.slot_minutes)
+    delay = -(-round(_WINDOW / 60) // length)  # slots until a slot has matured
+    decision = CanaryDecision(Verdict.HOLD, "")
+    for share in options.stages:
+        began = slot
+        while True:
+            arm_A = np.where(hash_A >= 1 - options.holdback, 2, np.where(hash_A < share * (1 - options.holdback), 1, 0))
+            arm_A = np.where((arm_A == 1) & moved_A & (share < 1), 0, arm_A)
+            blocks.append(_slot(rng, usual_A, arm_A, version, share, slot))
+            slot += 1
+            if slot - began > delay:
+                trial = CanaryTrial(number, share, 0, began * length * _MINUTE)
+                decision = _decide(options, trial, blocks, slot * length * _MINUTE, ignored)
+            if decision.verdict is not Verdict.HOLD:
+                break
+        if decision.verdict is not Verdict.GO_ON:
+            break
+        decision = CanaryDecision(Verdict.HOLD, "")
+    released = decision.verdict is Verdict.DONE
+    bad = version.harm(1.0) if released else 0.0
+    return Rollout(released, decision.reason, share, float(usual_A.mean()) + bad, version.silent if released else 0.0)
+
+
+def _decide(options: CanaryConfig, trial: CanaryTrial, blocks: list[tuple[np.ndarray, ...]], now: int,
+            ignored: str) -> CanaryDecision:  # fmt: skip
+    """The canary's decision, or what it would be without the check `ignored`; without "canary" there is none."""
+    on = CanaryDecision(Verdict.DONE if trial.share >= 1 else Verdict.GO_ON, f"without {ignored}")
+    if ignored == "canary":
+        return on
+    decision = decide(options, _WINDOW, trial, _join(blocks), now)
+    others = [e for name, e in decision.evidence.items() if name != ignored]
+    stopped = decision.evidence.get(ignored, -1.0) >= 0 and max(others, default=-1.0) < 0
+    return on if stopped else decision
+
+
+def _slot(rng: np.random.Generator, usual_A: np.ndarray, arm_A: np.ndarray, version: Version, share: float,
+          slot: int) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """Counters of the accounts that are active in a slot: account, arm, slot, then values in the order of `_NAMES`."""
+    active = np.flatnonzero(rng.random(len(arm_A)) < 0.5)
+    arm, canary = arm_A[active], arm_A[active] == 1
+    requests = 1 + rng.poisson(2.0, len(active))
+    edits = rng.binomial(requests, 0.8)
+    heard = rng.binomial(edits, np.where(canary, 1.0 - version.silent, 1.0) * 0.95)
+    undone = rng.binomial(heard, np.clip(usual_A[active] + np.where(canary, version.harm(share), 0.0), 0, 1))
+    kept = rng.binomial(heard - undone, 0.8)
+    return (active, arm, np.full(len(active), slot), requests, edits, edits, heard, undone, kept)
+
+
+_NAMES = ("requests", "edits", "applied", "labelled", "undone", "survived")
+
+
+def _join(blocks: list[tuple[np.ndarray, ...]]) -> Tallies:
+    account, arm, slot, *values = (np.concatenate(column) for column in zip(*blocks, strict=True))
+    named = {name: value.astype(float) for name, value in zip(_NAMES, values, strict=True)}
+    return Tallies(account, arm, slot, np.zeros(len(account), np.int64), named)

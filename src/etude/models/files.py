@@ -1,0 +1,83 @@
+"""The files of a Hugging Face folder, read without torch: a user's mistakes are said before it is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from etude.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+
+
+def check_folder(root: Path) -> None:
+    """Raise UserError unless `root` holds a config.json and whole safetensors files."""
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder: give the path of a Hugging Face model folder")
+    if not (root / "config.json").is_file():
+        raise UserError(f"{root} has no config.json: give the path of a Hugging Face model folder")
+    try:
+        json.loads((root / "config.json").read_text())
+    except ValueError as e:
+        raise UserError(f"{root / 'config.json'} is not valid JSON: {e}") from None
+    for shard in shards(root):
+        check_safetensors(shard)
+
+
+def shards(root: Path) -> list[Path]:
+    """The safetensors files of a folder. Raises UserError for a damaged index."""
+    if (root / INDEX).is_file():
+        try:
+            names = set(json.loads((root / INDEX).read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError):
+            raise UserError(f"{root / INDEX} is damaged: fetch the model again") from None
+        return [root / name for name in sorted(names)]
+    return [root / "model.safetensors"]
+
+
+def headers(root: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
+    """Per tensor its file, its name, and what the file's header says of it: dtype, shape, data_offsets. The files are
+    whole (`check_folder`)."""
+    for file in shards(root):
+        with file.open("rb") as f:
+            header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+        yield from ((file, name, about) for name, about in header.items() if name != "__metadata__")
+
+
+def expert_layers(root: Path) -> list[int]:
+    """The numbers of a checkpoint's layers that have experts, by the names of its tensors. Raises UserError for a
+    folder without whole weights."""
+    for shard in shards(root):
+        check_safetensors(shard)
+    found = (re.search(r"(?:^|\.)layers\.(\d+)\.(?:.+\.)?experts\.", name) for _, name, _ in headers(root))
+    return sorted({int(match[1]) for match in found if match})
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise UserError unless the file's header parses and the file is as long as the header says."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: fetch the model again")
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as f:
+            (header_size,) = struct.unpack("<Q", f.read(8))
+            if header_size > size - 8:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(f.read(header_size))
+        end = max((tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
+        raise UserError(f"{path} is damaged ({first_line(e)}): fetch the model again") from None
+    if 8 + header_size + end != size:
+        raise UserError(
+            f"{path} is damaged: {size} bytes instead of the {8 + header_size + end} its header says; "
+            "fetch the model again"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, or its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

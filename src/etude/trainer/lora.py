@@ -1,0 +1,149 @@
+"""The trainer's half of LoRA: adapters are the float32 masters, and the model's weights follow them.
+
+After construction and after each update the weights of the adapted layers are `etude.models.lora.merged`, rounded to
+the types that are published: trainer and engines compute with the same bits, as they do where all weights are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from etude.config import LoraConfig, TrainerConfig
+from etude.errors import UserError
+from etude.models.dtypes import Types
+from etude.models.loading import named_tensors
+from etude.models.lora import DOWN, UP, adapted, adapted_layers, first_values, merged
+from etude.records import AdaptedBase
+from etude.trainer.optimizer import AdamWSettings, MasterAdamW
+from etude.weights.ulpd.digest import digest, narrow, written
+from etude.weights.ulpd.schema import Schema, schema_of
+
+
+class Adapters:
+    """Freezes a model and gives layers of it adapters. `tensors` are A and B by their PEFT names, float32 leaves with
+    gradients. `types` are those of published tensors; bfloat16 for one that is not named. The base of the adapted
+    layers is kept beside the model, with `on_host` in the host's memory. Raises UserError for targets that cannot have
+    adapters."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: LoraConfig, types: Types | None = None, *, seed: int = 0,
+        on_host: bool = False,
+    ):  # fmt: skip
+        self._model, self.scale = model, config.alpha / config.rank
+        layers = adapted_layers(model, config.targets)
+        model.requires_grad_(False)
+        live = named_tensors(model)
+        self._types = dict.fromkeys(live, torch.bfloat16) | dict(types or {})
+        self._weights = {name: live[f"{name}.weight"] for name in layers}
+        self.tensors = first_values(self._weights, config.rank, seed)
+        for tensor in self.tensors.values():
+            tensor.requires_grad_()
+        self._base = {
+            name: _copied(weight, self._types[f"{name}.weight"], on_host) for name, weight in self._weights.items()
+        }
+        for name in layers:
+            with torch.no_grad():
+                self._weights[name].copy_(self._base[name])  # as `merge` would: B is zero
+            module = cast(torch.nn.Linear, model.get_submodule(name))
+            module.forward = partial(adapted, module, self.tensors[name + DOWN], self.tensors[name + UP], self.scale)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Brings the model's weights to what the adapters are now."""
+        for name, weight in self._weights.items():
+            base = self._base[name].to(weight.device, non_blocking=True)
+            pair = self.tensors[name + DOWN], self.tensors[name + UP]
+            weight.copy_(merged(base, *pair, self.scale, self._types[f"{name}.weight"]))
+
+    def frozen(self) -> dict[str, Tensor]:
+        """The live tensors that no adapter changes."""
+        adapted = {f"{name}.weight" for name in self._weights}
+        return {name: tensor for name, tensor in named_tensors(self._model).items() if name not in adapted}
+
+    def base(self) -> dict[str, Tensor]:
+        """The base of the adapted layers, in the types that are published."""
+        return {f"{name}.weight": tensor for name, tensor in self._base.items()}
+
+    def live(self) -> dict[str, Tensor]:
+        """The weights of the adapted layers as they are now."""
+        return {f"{name}.weight": tensor for name, tensor in self._weights.items()}
+
+    @property
+    def types(self) -> Types:
+        """In which each of the model's tensors is published."""
+        return self._types
+
+
+def _copied(weight: Tensor, dtype: torch.dtype, on_host: bool) -> Tensor:
+    """A copy in another type; `on_host` in the host's memory, pinned where that speeds up the way back."""
+    if not on_host:
+        return weight.to(dtype, copy=True)
+    return torch.empty_like(weight, dtype=dtype, device="cpu", pin_memory=weight.device.type == "cuda").copy_(weight)
+
+
+class AdapterAdamW(MasterAdamW):
+    """AdamW on adapters, whose model follows them. Versions hold the adapters in float32: the masters themselves."""
+
+    def __init__(self, adapters: Adapters, settings: AdamWSettings, *, offload: bool = False):
+        self.adapters = adapters
+        types = dict.fromkeys(adapters.tensors, torch.float32)
+        super().__init__(adapters.tensors, settings, types=types, offload=offload)
+        frozen, kinds = adapters.frozen(), adapters.types
+        with torch.no_grad():
+            for name, tensor in frozen.items():  # as a version of whole weights would hold it
+                if tensor.is_floating_point():
+                    tensor.copy_(tensor.to(kinds[name]))
+        self._frozen = int(digest(frozen, {name: kinds[name] for name in frozen}), 16)
+        narrowed = {name: narrow(name, t, kinds[name]) for name, t in frozen.items()}
+        self._schema = schema_of(narrowed | adapters.base())
+        self._base_digest = self._with_frozen(adapters.base())
+
+    def apply(self, lr: float) -> None:
+        """Updates the adapters that had a gradient, and the model's weights. Raises AssertionError if one had none."""
+        missing = [name for name in self._live if name not in self._grads] if self._grads else []
+        assert not missing, f"no gradient reached {missing[0]}: its layer is not computed by its forward"
+        super().apply(lr)
+        self.adapters.merge()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `state`. Raises UserError for a state of other adapters."""
+        there = {name: t.shape for name, t in tensors.items() if name.startswith("master/")}
+        if there != {f"master/{name}": t.shape for name, t in self._live.items()}:
+            raise UserError("the checkpoint holds other tensors than lora.targets and lora.rank say; start a new run")
+        super().load(tensors)
+        self.adapters.merge()
+
+    def follow(self, published: Mapping[str, Tensor]) -> None:
+        """Moves the adapters to a version, as it was published, and the model's weights."""
+        super().follow(published)
+        self.adapters.merge()
+
+    @property
+    def base_schema(self) -> Schema:
+        """Of the model's tensors."""
+        return self._schema
+
+    def adapted(self) -> AdaptedBase:
+        """What the adapters are added to, and the digest of the model's weights as they are now."""
+        live = self._with_frozen(self.adapters.live())
+        return AdaptedBase(scale=self.adapters.scale, schema=self._schema.id, base=self._base_digest, live=live)
+
+    def _with_frozen(self, tensors: Mapping[str, Tensor]) -> str:
+        """The digest of the whole model with these tensors: a digest is a sum over elements."""
+        of = digest(tensors, {name: self.adapters.types[name] for name in tensors})
+        return written(self._frozen + int(of, 16))
+
+
+def for_adapters(
+    model: PreTrainedModel, config: TrainerConfig, lora: LoraConfig, types: Types | None = None, *, seed: int = 0
+) -> AdapterAdamW:
+    """The optimizer of an RL run with adapters. `types` are those of the model's published tensors."""
+    adapters = Adapters(model, lora, types, seed=seed, on_host=config.offload_optimizer)
+    settings = AdamWSettings(config.betas, config.weight_decay, config.grad_clip)
+    return AdapterAdamW(adapters, settings, offload=config.offload_optimizer)

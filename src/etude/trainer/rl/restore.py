@@ -1,0 +1,159 @@
+"""Brings the trainer back to a version: the newest whole checkpoint before it, then the steps since, computed again.
+
+A published version stays: engines anywhere may serve it, and its groups are trained on. What made it is on record: its
+manifest names the groups and what the guards decided, and the store has their episodes. So the step is computed again
+from the same batch, and the version's digest proves it. Where the bits differ (a GPU adds in another order, or an
+episode is gone), the published weights take their place, with the optimizer as it was computed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from torch import Tensor
+
+from etude import runfolder
+from etude.config import RLConfig
+from etude.errors import UserError
+from etude.failpoints import failpoint
+from etude.ledger.blobs import BlobDamaged
+from etude.records import PolicyVersion, StepRecord
+from etude.store import Store
+from etude.trainer import checkpoint
+from etude.trainer.checkpoint import CheckpointDamaged
+from etude.trainer.rl.batch import Batch
+from etude.trainer.rl.clock import TrainingClock
+from etude.trainer.rl.guards import GuardVerdict, StepFigures
+from etude.trainer.rl.step import Learner, train_step
+from etude.weights.content import Content, content_of
+from etude.weights.manifest import read
+from etude.weights.payloads import PayloadSource
+from etude.weights.ulpd.digest import digest
+from etude.weights.ulpd.schema import schema_of
+
+
+@dataclass(frozen=True)
+class Restorer:
+    """Restores the learner of a run. `batch` gives the batch of groups by their ids, and may raise BlobDamaged."""
+
+    learner: Learner
+    config: RLConfig
+    weights: Store
+    checkpoints: Path
+    batch: Callable[[Sequence[int]], Batch]
+    clock: TrainingClock
+
+    def restore(self, version: int, *, fresh: bool = False) -> None:
+        """Gives the learner the weights, optimizer and value head of a published version. `fresh`: it holds the base
+        model. Raises UserError if no checkpoint at or before it is whole."""
+        saved, damage, damaged = set(checkpoint.versions(self.checkpoints)), "", list[int]()
+        while (path := self._path(version, saved)) is not None:
+            base, steps = path
+            try:
+                self._load(base)
+                break
+            except CheckpointDamaged as e:
+                damage = damage or str(e)
+                saved.remove(base)
+                damaged.append(base)
+        else:
+            damage = damage or f"checkpoint {version} is missing ({self.checkpoints})"
+            if not (fresh and version == 0):
+                raise UserError(f"{damage}, and no older one is whole; restore one from a copy, or start a new run")
+            return _note(f"{damage}; the run goes on with the base model")
+        if steps:
+            again = f"the run goes on from checkpoint {base}, and computes {_named(steps)} again"
+            _note(f"{damage}; {again}" if damage else again)
+        checkpoint.drop(self.checkpoints, damaged)
+        published = _PublishedWeights(self.weights)
+        if different := [m for m in steps if not self._repeat(m, published, last=m is steps[-1])]:
+            _note(f"{_named(different)} did not come out bit for bit; the published weights are taken")
+        return None
+
+    def base(self, version: int) -> int | None:
+        """The checkpoint that `restore` begins with, as far as there are no damaged ones."""
+        path = self._path(version, checkpoint.versions(self.checkpoints))
+        return None if path is None else path[0]
+
+    def _path(self, version: int, saved: Collection[int]) -> tuple[int, list[PolicyVersion]] | None:
+        """A saved version, and the versions to compute from it, up to one with the weights of `version`."""
+        steps: list[PolicyVersion] = []
+        while version not in saved:
+            manifest = read(self.weights, version) if version > 0 else None
+            if manifest is None:
+                return None
+            if isinstance(manifest.step, StepRecord) and manifest.step.action == "rollback":
+                version = manifest.step.good
+            else:
+                steps.append(manifest)
+                version -= 1
+        return version, steps[::-1]
+
+    def _load(self, version: int) -> None:
+        """Raises CheckpointDamaged also for a checkpoint of other weights than were published."""
+        tensors, _ = checkpoint.load(self.checkpoints, version)
+        self.learner.optimizer.load(tensors)
+        if self.learner.critic is not None:
+            self.learner.critic.load(tensors)
+        manifest = read(self.weights, version)
+        if manifest is None or not self._is(manifest):
+            raise CheckpointDamaged(f"checkpoint {version} does not have the digest that was published")
+
+    def _is(self, manifest: PolicyVersion) -> bool:
+        tensors = self.learner.optimizer.published()
+        return digest(tensors, schema_of(tensors).types) == manifest.digest
+
+    def _repeat(self, manifest: PolicyVersion, published: _PublishedWeights, *, last: bool) -> bool:
+        """Computes the step that made a version, from the version before it; false if the bits are others. After the
+        `last` one the weights are those that were published; between two they are where these can be had."""
+        step, began = manifest.step, runfolder.now()
+        if isinstance(step, StepRecord) and step.updates:
+            try:
+                batch, judge = self.batch(manifest.groups), _as_recorded(step)
+                train_step(self.learner, batch, self.config, manifest.version - 1, 0.0, judge=judge, lr=step.lr)
+            except BlobDamaged as e:
+                _note(str(e).partition(";")[0])
+        self.clock.repeated(began)
+        failpoint("trainer.repeated")
+        if self._is(manifest):
+            return True
+        try:
+            self.learner.optimizer.follow(published.of(manifest.version))
+        except UserError:
+            if last:
+                raise
+        return False
+
+
+class _PublishedWeights:
+    """Reads versions of ascending numbers: the first from an anchor, each later one by the deltas since."""
+
+    def __init__(self, store: Store):
+        self._source = PayloadSource(store)
+        self._version = -1
+        self._content: Content | None = None
+
+    def of(self, version: int) -> dict[str, Tensor]:
+        """The tensors of a version, as published. Raises UserError."""
+        _, self._content = content_of(self._source, version, self._version, self._content)
+        self._version = version
+        return self._content.tensors()
+
+
+def _as_recorded(step: StepRecord) -> Callable[[StepFigures], GuardVerdict]:
+    """What the guards said before each update."""
+    judged = count()
+    return lambda _: GuardVerdict("go" if next(judged) < step.updates else step.action, ())
+
+
+def _named(steps: Sequence[PolicyVersion]) -> str:
+    first, last = steps[0].version, steps[-1].version
+    return f"version {first}" if len(steps) == 1 else f"versions {first} to {last}"
+
+
+def _note(sentence: str) -> None:
+    print(f"note: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,95 @@
+"""Versions of adapters (LoRA): what an engine that has the base makes of them.
+
+The tensors of such a version are adapters; its manifest names the base and the sum by their digests. The sum is made on
+the device of the live tensors, tensor by tensor, with the bits of the trainer's own sum (`etude.models.lora.merged`).
+Host memory: the base, once, and the sums of the layers that have adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import torch
+
+from etude.errors import UserError
+from etude.models.lora import DOWN, UP, merged
+from etude.records import AdaptedBase, PolicyVersion
+from etude.store import Store
+from etude.weights.content import Content, load_content, load_schema
+from etude.weights.live import Tensors, as_tensor
+from etude.weights.payloads import DamagedVersion
+from etude.weights.signature import Trust
+from etude.weights.ulpd import codec
+from etude.weights.ulpd.digest import written
+from etude.weights.ulpd.schema import Bits, Schema, bits
+
+
+def base_schema(store: Store, manifest: PolicyVersion) -> Schema:
+    """Names, types and shapes of the tensors that an engine of this version computes with. Raises DamagedVersion."""
+    adapted = manifest.adapted
+    return load_schema(store, manifest, None if isinstance(adapted, msgspec.UnsetType) else adapted.schema)
+
+
+class Base:
+    """The weights under the adapters, as `live` holds them now, rounded to the types they are published in. Raises
+    DamagedVersion if they are not those that `adapted` names."""
+
+    def __init__(self, live: Tensors, grid: Schema, version: int, adapted: AdaptedBase):
+        self.digest = adapted.base
+        here, there = {n: tuple(t.shape) for n, t in live.items()}, {s.name: s.shape for s in grid.tensors}
+        if here != there:
+            name = sorted(n for n in here.keys() | there.keys() if here.get(n) != there.get(n))[0]
+            raise DamagedVersion(f"version {version} holds adapters of another model: {name} differs")
+        arrays: dict[str, Bits] = {}
+        for spec in grid.tensors:
+            tensor = live[spec.name].detach()
+            dtype = getattr(torch, spec.dtype)
+            narrow = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            arrays[spec.name] = bits(narrow.clone() if narrow is tensor else narrow)
+        self._content = Content(grid, arrays, codec.digests(grid, arrays))
+        if written(codec.model_digest(self._content.digests)) != adapted.base:
+            raise DamagedVersion(
+                f"version {version} holds adapters of another base than the weights here; start the engine with the "
+                "model folder that the run trains"
+            )
+
+    def merge(self, manifest: PolicyVersion, adapters: Content, live: Tensors) -> Content:
+        """What an engine of the version computes with; `live` says on which device each sum is made. Raises
+        DamagedVersion if that is not what the trainer computed with."""
+        adapted, of, grid = manifest.adapted, adapters.tensors(), self._content.schema
+        assert not isinstance(adapted, msgspec.UnsetType)
+        arrays, digests = dict(self._content.bits), self._content.digests.copy()
+        specs = {spec.name: spec for spec in grid.tensors}
+        try:
+            for name in sorted(n.removesuffix(DOWN) for n in of if n.endswith(DOWN)):
+                weight = f"{name}.weight"
+                own = as_tensor(arrays[weight], specs[weight]).view(specs[weight].shape).to(live[weight].device)
+                total = merged(own, of[name + DOWN], of[name + UP], adapted.scale, grid.types[weight])
+                arrays[weight] = bits(total)
+        except (KeyError, RuntimeError) as e:
+            raise DamagedVersion(f"version {manifest.version}: its adapters do not fit the base ({e})") from None
+        changed = {n for n in arrays if arrays[n] is not self._content.bits[n]}
+        numbers = {i for i, chunk in enumerate(grid.chunks) if grid.tensors[chunk.tensor].name in changed}
+        digests[sorted(numbers)] = codec.digests(grid, arrays, chunks=numbers)[sorted(numbers)]
+        if written(codec.model_digest(digests)) != adapted.live:
+            raise DamagedVersion(
+                f"version {manifest.version}: base and adapters do not add up to the tensors that the trainer computed "
+                "with"
+            )
+        return Content(grid, arrays, digests)
+
+
+def load_live(
+    store: Store, version: int, base: Mapping[str, torch.Tensor], trust: Trust | None = None
+) -> tuple[PolicyVersion, Content]:
+    """The manifest of a published version, and the bits that an engine of it computes with. `base` are the tensors of
+    the model that the run began with, to which adapters are added. Raises UserError."""
+    manifest, content = load_content(store, version, trust)
+    if isinstance(manifest.adapted, msgspec.UnsetType):
+        return manifest, content
+    try:
+        held = Base(base, base_schema(store, manifest), version, manifest.adapted)
+        return manifest, held.merge(manifest, content, base)
+    except DamagedVersion as e:
+        raise UserError(f"{store.url}: {e}") from None

@@ -1,0 +1,154 @@
+"""Signals from requests and answers alone, in the three dialects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from etude.live.derive import (
+    Said,
+    SaidCall,
+    answer_of,
+    asks_for_edit,
+    conversation,
+    dissatisfied,
+    is_valid,
+    of_answer,
+    of_next,
+    tools_of,
+)
+
+# Written after the weights, which were not changed since.
+UNHAPPY = (
+    "No, that's not what I meant. Use the existing helper.",
+    "It still fails with the same error.",
+    "why did you delete my tests??",
+    "wrong file",
+    "undo that please",
+    "That doesn't work: TypeError on line 3",
+    "I asked for one function, not a class",
+    "revert, this breaks the build",
+    "you forgot the docstring again",
+    "ugh, useless",
+    "THIS IS BROKEN",
+    "nope. try again",
+)
+HAPPY = (
+    "Thanks! Now add a test for it.",
+    "perfect, next: the parser",
+    "great, commit it",
+    "looks good. also rename the variable",
+    "Add logging to the server",
+    "works now, thank you",
+    "What does the second argument do?",
+    "lgtm",
+    "Can you explain the loop?",
+    "nice. please write the docs as well",
+    "yes",
+    "Now do the same for the client",
+)
+
+
+def test_followups_are_ranked_by_their_words() -> None:
+    """All pairs of an unhappy and a happy message are in the right order but for a few, and 1/2 parts them."""
+    bad, good = ([dissatisfied(text) for text in texts] for texts in (UNHAPPY, HAPPY))
+    wins = sum((b > g) + 0.5 * (b == g) for b in bad for g in good)
+    assert wins / (len(bad) * len(good)) >= 0.9
+    assert min(bad) > 0.5 > max(good)
+    assert 0.1 < dissatisfied("the parser reads tokens") < 0.2
+    assert dissatisfied("```python\nraise ValueError('wrong')\n```") == dissatisfied("")
+    same = "Sort the names of the accounts"
+    assert dissatisfied(same, same) > dissatisfied(same, "Count the files") + 0.2
+
+
+CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Fix the loop"}]},
+        {"role": "assistant", "content": None,
+         "tool_calls": [{"id": "1", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "a.py"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "bash", "parameters": {
+        "type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}}}],
+}  # fmt: skip
+MESSAGES: dict[str, Any] = {
+    "system": [{"type": "text", "text": "Be brief."}],
+    "messages": [
+        {"role": "user", "content": "Fix the loop"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "bash", "input": {"command": "ls"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "a.py"}]},
+    ],
+    "tools": [{"name": "bash", "input_schema": CHAT["tools"][0]["function"]["parameters"]}],
+}
+RESPONSES: dict[str, Any] = {
+    "instructions": "Be brief.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Fix the loop"}]},
+        {"type": "reasoning", "summary": []},
+        {"type": "function_call", "call_id": "1", "name": "bash", "arguments": '{"command": "ls"}'},
+        {"type": "function_call_output", "call_id": "1", "output": "a.py"},
+    ],
+    "tools": [{"type": "function", "name": "bash", "parameters": CHAT["tools"][0]["function"]["parameters"]}],
+}
+REQUESTS = {"chat": CHAT, "messages": MESSAGES, "responses": RESPONSES}
+ANSWERS: dict[str, dict[str, Any]] = {
+    "chat": {"choices": [{"message": {"content": "Which loop?"}}]},
+    "messages": {"content": [{"type": "text", "text": "Which loop?"}]},
+    "responses": {"output": [{"type": "message", "content": [{"type": "output_text", "text": "Which loop?"}]}]},
+}
+
+
+@pytest.mark.parametrize("dialect", REQUESTS)
+def test_the_dialects_say_the_same(dialect: str) -> None:
+    found = conversation(dialect, REQUESTS[dialect])
+    assert [said.role for said in found] == ["system", "user", "assistant", "tool"]
+    assert [said.text for said in found] == ["Be brief.", "Fix the loop", "", "a.py"]
+    assert found[2].calls == (SaidCall("bash", '{"command": "ls"}'),)
+    assert tools_of(REQUESTS[dialect]) == {"bash": CHAT["tools"][0]["function"]["parameters"]}
+    answer = answer_of(dialect, ANSWERS[dialect])
+    assert answer == Said("assistant", "Which loop?")
+    assert [s.kind for s in of_answer(found, answer, {})] == ["question"]
+    following = [*found, answer, Said("user", "No, the other loop is wrong")]
+    followup, answered = of_next(found, answer, following)
+    assert (followup.kind, followup.text, answered.kind) == ("followup", "No, the other loop is wrong", "answered")
+    assert followup.value > 0.5
+    assert of_next(found, answer, [*found, answer, Said("tool", "done")]) == []
+
+
+def test_retries() -> None:
+    before = [Said("user", "Fix the loop")]
+    answer = Said("assistant", "Done.")
+    assert [(s.kind, s.value) for s in of_next(before, answer, before)] == [("retry", 1.0)]
+    other = [Said("user", "Fix the second loop")]
+    assert [(s.kind, s.value) for s in of_next(before, answer, other)] == [("retry", 0.5)]
+    assert of_next(before, answer, [Said("user", "Hello"), Said("assistant", "Yes"), Said("user", "Go")]) == []
+
+
+def test_invalid_calls() -> None:
+    tools = tools_of(CHAT)
+    assert is_valid(SaidCall("bash", '{"command": "ls"}'), tools)
+    for name, arguments in (("bash", "{"), ("bash", "[]"), ("bash", "{}"), ("bash", '{"command": 3}'),
+                            ("sh", '{"command": "ls"}')):  # fmt: skip
+        answer = Said("assistant", "", (SaidCall(name, arguments),))
+        assert [s.kind for s in of_answer([Said("user", "Go")], answer, tools)] == ["invalid_call"], arguments
+    assert is_valid(SaidCall("any", '{"x": 1}'), {})
+
+
+def test_no_edit_where_one_was_asked_for() -> None:
+    answer = Said("assistant", "The loop ends one step early.")
+    asked = [Said("user", "Could you please fix the loop?")]
+    assert [s.kind for s in of_answer(asked, answer, {})] == ["no_edit"]
+    assert of_answer([Said("user", "Why does it end?")], answer, {}) == []
+    assert of_answer(asked, Said("assistant", "```python\nfor x in y:\n```"), {}) == []
+    worked = [*asked, Said("assistant", "", (SaidCall("bash", "{}"),)), Said("tool", "")]
+    assert of_answer(worked, answer, {}) == []
+    assert asks_for_edit("Hi, can you rename this?")
+    assert not asks_for_edit("The fix is good")
+
+
+def test_a_message_that_begins_politely_for_ever_is_judged_by_its_beginning() -> None:
+    """Each courtesy took a copy of the rest: a megabyte of them held all answers up for minutes."""
+    assert not asks_for_edit("please " * 150_000 + "fix it")
+    assert asks_for_edit("please " * 50 + "fix it")

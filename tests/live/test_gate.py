@@ -1,0 +1,304 @@
+"""The gate: every part on small tensors and given plays, and whole with the nano model, boxes and an engine."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from benchmarks.live_gate import false_promotions
+
+from etude.config import EngineConfig, RolloutConfig, find_model
+from etude.errors import UserError
+from etude.evals.sequential import defended_margin
+from etude.evals.stats import Estimate
+from etude.evals.suite import EvalResult, TaskResult
+from etude.live import log, release
+from etude.live.accounts import Accounts, new_blob, open_blobs, seal
+from etude.live.gate import GatePart, compare_paired, gate, integrity, read_report
+from etude.live.privacy import plant
+from etude.live.records import (
+    Arm,
+    Consent,
+    ReleaseStage,
+    ServedTurn,
+    Session,
+    TurnContent,
+    TurnKind,
+    VersionSpan,
+    ulid,
+)
+from etude.live.replay import Answer, Player, compare_answers
+from etude.records import StepRecord
+from etude.renderers import renderer_for
+from etude.store import open_store
+from etude.weights.content import load
+from etude.weights.export import publish_folder
+from etude.weights.manifest import newest
+from etude.weights.publisher import Publisher
+from etude.weights.signature import keygen, private_key
+from tests.helpers.followers import Site, site
+from tests.helpers.small_tensors import nudged, tensors
+
+TINY = Path(__file__).parents[1] / "tasks/data/tiny"
+FIRST = tensors(1)
+
+
+def results(passed: list[tuple[bool, ...]]) -> list[TaskResult]:
+    return [TaskResult(id=f"t{n}", function=f"f{n // 2}", passed=p, lost=0) for n, p in enumerate(passed)]
+
+
+def play(passed: list[tuple[bool, ...]], **figures: float) -> EvalResult:
+    behaviour = {"turns": 3.0, "sampled_tokens": 100.0} | figures
+    return EvalResult(
+        split="heldout", seed=0, samples=1, seconds=behaviour.pop("seconds", 60.0), tasks=tuple(results(passed)),
+        pass_1=Estimate(mean=0.5, low=0.4, high=0.6), pass_k={}, outcomes={}, retries=0, stops={}, behaviour=behaviour,
+    )  # fmt: skip
+
+
+def replayed(*_: object) -> GatePart:
+    return GatePart(name="replay", passed=True, reason="")
+
+
+@pytest.fixture
+def two(tmp_path: Path):
+    key = tmp_path / "key"
+    keygen(key)
+    gate = {"suites": [str(TINY)], "margin": 0.4, "samples": 4}  # one held-out task
+    with site(tmp_path, signing_key=str(key), gate=gate) as made:
+        yield made
+
+
+def out(made: Site) -> None:
+    """What has passed is released to everybody, without stores."""
+    passed = made.loop.read().standings[-1].release
+    config = made.loop.config.model_copy(update={"clusters": ()})
+    release.start(release.Loop(config, made.loop.engine), passed.manifest, passed.version)
+
+
+def published(made: Site, version: int, of: dict[str, torch.Tensor], **about: object) -> release.ReleaseCandidate:
+    store = open_store(str(made.trained))
+    key = made.options.get("signing_key")
+    publisher = Publisher(store, key=private_key(Path(key)) if key else None)
+    if (last := newest(store)) is not None:
+        publisher.resume(last, made.tensors)
+    publisher.publish(version, of, (), {}, **about)
+    made.tensors = of
+    return release.candidate(made.loop, str(made.trained), None)
+
+
+def test_a_version_passes_and_its_signed_report_stays_with_it(two: Site) -> None:
+    said: list[str] = []
+    report = gate(two.loop, published(two, 0, FIRST), no_play, replayed, said.append)
+    assert report.failed is None
+    standing = two.loop.read().standings[0]
+    assert standing.stage is ReleaseStage.GATE
+    key = Path(two.options["signing_key"])
+    assert read_report(standing.release, key).signature
+    assert said[0] == "integrity: passed, signed, 4 tensors with the published digest, all finite"
+    (name,) = open_store(str(two.trained)).list("reports")
+    data = open_store(str(two.trained)).get(name)
+    open_store(str(two.trained)).put(name, data.replace(b"passed", b"Passed", 1))
+    with pytest.raises(UserError, match="was altered"):
+        read_report(standing.release, key)
+
+
+def no_play(*_: object) -> EvalResult:
+    raise AssertionError("there is nothing to compare with")
+
+
+def test_a_worse_version_is_refused_and_cannot_be_released(two: Site) -> None:
+    gate(two.loop, published(two, 0, FIRST), no_play, replayed, print)
+    out(two)
+    found = published(two, 1, nudged(FIRST, 2))
+    plays = {1: play([(True,)] * 40), 2: play([(True,)] * 8 + [(False,)] * 32)}
+    report = gate(two.loop, found, lambda release, _: plays[release.number], replayed, print)
+    assert report.failed is not None
+    assert report.failed.name == f"suite {TINY.name}"
+    assert two.loop.read().standings[1].stage is ReleaseStage.REFUSED
+    assert "not shown to be no worse by 40.0 points" in two.loop.read().standings[1].events[-1].reason
+    with pytest.raises(UserError, match="has not passed the gate"):
+        release.start(two.loop, found.manifest.digest, 1)
+    with pytest.raises(UserError, match="version 0 is release 1, the current one"):
+        gate(two.loop, release.candidate(two.loop, str(two.trained), 0), no_play, replayed, print)
+
+
+def test_versions_that_each_lose_less_than_the_margin_are_held_against_the_anchor(two: Site) -> None:
+    shares, tasks, of = (1.0, 0.68, 0.36, 0.1), 200, FIRST
+    plays = {n: play([(k < share * tasks,) for k in range(tasks)]) for n, share in enumerate(shares, 1)}
+    failed = []
+    for version in range(4):
+        report = gate(two.loop, published(two, version, of), lambda r, _: plays[r.number], replayed, print)
+        failed.append(None if report.failed is None else report.failed.name)
+        if report.failed is None:
+            out(two)
+        of = nudged(of, version)
+    assert failed == [None, None, None, f"suite {TINY.name}, anchor"]
+    assert report.anchor == 1
+    assert report.incumbent == 3
+    again = gate(two.loop, published(two, 4, of), lambda r, _: plays[min(r.number, 4)], replayed, print, True)
+    assert again.failed is None  # the incumbent is the anchor now
+    assert again.anchor == 3
+
+
+def test_a_margin_that_the_suite_cannot_defend_is_refused_before_anything_is_played(tmp_path: Path) -> None:
+    with site(tmp_path, gate={"suites": [str(TINY)], "margin": 0.05}) as made:
+        gate(made.loop, published(made, 0, FIRST), no_play, replayed, print)
+        out(made)
+        found = published(made, 1, nudged(FIRST, 2))
+        said: list[str] = []
+        why = r"cannot defend gate.margin = 0.05: 1 tasks with 1 samples defend 0.787; take that margin"
+        with pytest.raises(UserError, match=why):
+            gate(made.loop, found, no_play, replayed, said.append)
+        assert said == ["tiny: 1 tasks, 1 samples each, defend a margin of 78.6 points"]
+        assert len(made.loop.read().standings) == 1
+
+
+def test_integrity_finds_what_is_wrong(two: Site, tmp_path: Path) -> None:
+    key = Path(two.options["signing_key"])
+    other = tmp_path / "other"
+    keygen(other)
+    found = published(two, 0, FIRST)
+    assert integrity(found, key).passed
+    assert "not by the key that is trusted" in integrity(found, other).reason
+    nan = {name: t.clone() for name, t in FIRST.items()}
+    nan["b"][3, 4] = math.nan
+    bad = open_store(str(tmp_path / "nan"))
+    with pytest.MonkeyPatch.context() as patch:  # the publisher refuses NaN itself
+        patch.setattr("etude.weights.publisher._refuse_non_finite", lambda *_: None)
+        Publisher(bad).publish(0, nan, (), {})
+    hole = release.candidate(two.loop, str(tmp_path / "nan"), 0)
+    assert integrity(hole, None).reason == "b holds NaN or infinity"
+    step = StepRecord(action="go", good=1, mismatch_k2=0.3)
+    drifted = published(two, 1, nudged(FIRST, 2), step=step)
+    assert integrity(drifted, key).reason == "mismatch_k2 is 0.3, above 0.005"
+    part = next((Path(tmp_path / "trained/payloads")).glob("00000001*"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    assert "altered" in integrity(drifted, key).reason
+
+
+def test_costs_are_bounded() -> None:
+    from etude.live.gate import cost
+
+    assert cost("cost", play([(True,)]), play([(True,)], turns=3.6), 1.25).passed
+    dear = cost("cost", play([(True,)]), play([(True,)], sampled_tokens=140.0), 1.25)
+    assert dear.reason == "of the incumbent's: sampled_tokens 1.40, turns 1.00, seconds 1.00; at most 1.25"
+    assert not dear.passed
+    assert not cost("cost", play([(True,)]), play([(True,)], seconds=90.0), 1.25).passed
+
+
+def test_lost_tasks_are_no_pass() -> None:
+    new = results([(True,)] * 15 + [()] * 5)
+    assert compare_paired("suite", results([(True,)] * 20), new, 0.5, 0.05).reason == "5 of 20 tasks were lost"
+
+
+def test_false_promotion_of_a_version_worse_by_the_margin() -> None:
+    """At most 5 %: 16 or more of 200 have a probability below 1 in 20 at that rate."""
+    assert false_promotions(np.random.default_rng(21), 200, samples=1) <= 15 / 200
+
+
+@pytest.mark.slow
+def test_false_promotion_with_several_samples() -> None:
+    """As above; tasks of one function are alike, and the bootstrap is one-sided over functions."""
+    assert false_promotions(np.random.default_rng(22), 400, samples=4) <= 28 / 400
+
+
+def test_an_equal_version_passes_at_the_margin_that_the_suite_defends() -> None:
+    """With probability 80 %: of 100, 68 or fewer have a probability below 1 in 200."""
+    margin = defended_margin(250, 0.1)
+    assert false_promotions(np.random.default_rng(23), 100, samples=1, margin=margin, worse=0.0) > 0.68
+
+
+def answers(count: int, shows: set[str], every: int = 1, tokens: int = 10, text: str = "done") -> list[Answer]:
+    return [
+        Answer([1] * tokens, [0.0] * tokens, text, frozenset(shows if number % every == 0 else ()))
+        for number in range(count)
+    ]
+
+
+def test_replay_bands_are_two_sided() -> None:
+    same = answers(200, {"edit"})
+    assert compare_answers(same, same, 0.01, ()).passed
+    asks = compare_answers(answers(200, {"question"}, every=4), answers(200, set()), 0.01, ())
+    assert asks.reason == "the rate of question changed by +25.0 points"
+    fewer = compare_answers(answers(200, {"edit"}, every=2), same, 0.01, ())
+    assert fewer.reason == "the rate of edit changed by -50.0 points"
+    short = compare_answers(answers(200, {"edit"}, tokens=5), same, 0.01, ())
+    assert short.reason == "answers have 5 tokens instead of 10"
+    assert "2.00 nats per token" in compare_answers(same, same, 2.0, ()).reason
+    leak = compare_answers(answers(3, set(), text="the word is xyzzy-7"), None, math.nan, ("xyzzy-7", "other"))
+    assert leak.reason == "1 of 2 planted strings were said"
+    assert not leak.passed
+
+
+def consented(made: Site, request: str, number: int) -> None:
+    """A turn of a consenting account, in the log as the gateway writes it."""
+    folder = Path(made.options["folder"])
+    keys, store = Accounts(folder), open_blobs(folder)
+    account = keys.name("acme", f"user {number}")
+    messages = [{"role": "user", "content": request}]
+    prompt = np.array(renderer_for(find_model("nano"), "auto", {}).prompt(messages), "<i4")
+    content = TurnContent(
+        dialect="chat", request=msgspec.json.encode({"messages": messages}), response=b"{}",
+        prompt_ids=prompt.tobytes(), ids=np.array([5, 6], "<i4").tobytes(), logprobs=np.zeros(2, "<f4").tobytes(),
+        temperature=1.0, top_p=1.0,
+    )  # fmt: skip
+    with made.loop.engine.begin() as connection:
+        at = log.stamp(connection, 2)
+        secret = keys.keys(connection, {account: "acme"}, at)[account]
+        blob = new_blob(account)
+        store.put(blob, seal(secret, msgspec.msgpack.encode(content), blob))
+        session = Session(
+            id=ulid(), tenant="acme", account=account, consent=Consent(granted=True, scope="train"), arm=Arm.CONTROL,
+            release=1, propensity=1.0, opened=at,
+        )  # fmt: skip
+        turn = ServedTurn(
+            id=ulid(), session=session.id, sequence=0, kind=TurnKind.MAIN, release=1, manifest="",
+            spans=(VersionSpan(low=0, high=2, version=0),), prompt_tokens=len(prompt), sampled_tokens=2, blob=blob,
+            scrubbed={}, rules="1", stop="stop", seconds=1.0, cluster="east", at=at + 1,
+        )  # fmt: skip
+        log.add(connection, [session, turn])
+
+
+@pytest.mark.release
+def test_the_whole_gate_with_boxes_and_engines(tmp_path: Path) -> None:
+    """Weights that moved by about a unit in the last place pass; weights with noise are refused by what they answer."""
+    with site(tmp_path, gate={"suites": [str(TINY)], "margin": 0.8, "cost": 3.0, "replay": 8}) as made:
+        nano = find_model("nano")
+        store = open_store(str(made.trained))
+        publish_folder(store, nano)
+        gate(made.loop, release.candidate(made.loop, str(made.trained), 0), no_play, replayed, print)
+        out(made)
+        for number in range(8):
+            consented(made, f"Fix the function that adds {number} to a list.", number)
+        plant(Path(made.options["folder"]), 3)
+        budget = RolloutConfig(turns=3, tokens=256, context=1024, seconds=60).budget()
+        with Player(made.loop, budget, EngineConfig(threads=1)) as player:
+            tensors_ = load(store, 0)[1]
+            moved = {name: tensor * 1.005 for name, tensor in tensors_.items()}
+            generator = torch.Generator().manual_seed(1)
+            noisy = {
+                name: t + 1.5 * t.float().std().to(t.dtype) * torch.randn(t.shape, generator=generator).to(t.dtype)
+                if t.dim() > 1 else t for name, t in tensors_.items()
+            }  # fmt: skip
+            reports = []
+            for version, weights in ((1, moved), (2, noisy)):
+                publisher = Publisher(store, model=newest(store).model)
+                publisher.resume(newest(store), load(store, version - 1)[1])
+                publisher.publish(version, weights, (), {}, last=True)
+                found = release.candidate(made.loop, str(made.trained), version)
+                reports.append(gate(made.loop, found, player.measure, player.replay, print))
+    near, far = reports
+    assert near.failed is None
+    assert {part.name for part in near.parts} == {"integrity", "suite tiny", "cost on tiny", "replay"}
+    replay = near.parts[-1]
+    assert replay.figures["prefixes"] == 8
+    assert abs(replay.figures["kl_to_parent"]) < 0.1  # nearly the same weights
+    assert far.failed is not None
+    assert not far.parts[-1].passed
+    assert far.parts[-1].figures["kl_to_parent"] > 0.5

@@ -1,0 +1,660 @@
+"""The gateway before applications of the test: what passes, who answers, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import msgspec
+import pytest
+import sqlalchemy as sa
+from benchmarks.live_stub import TOKENS
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from etude.cli import live_serve
+from etude.cli.main import main
+from etude.errors import UserError
+from etude.live import gateway as gateway_module
+from etude.live import log, schema
+from etude.live.accounts import Accounts, open_blobs, open_log, unseal
+from etude.live.arms import Stages, assign
+from etude.live.gateway import Gateway
+from etude.live.records import (
+    Arm,
+    LivePolicy,
+    Release,
+    ReleaseEvent,
+    ReleaseStage,
+    SignalKind,
+    Tombstone,
+    TurnContent,
+    ulid,
+)
+from etude.live.tenants import create_key, revoke_key, set_policy
+from etude.live.upstream import Clusters
+from etude.protocol.wire import ServedTokens
+from tests.helpers.http_apps import answering
+from tests.helpers.live import bytes_below, client, live_config, new_key, running_gateway
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "keep me"}]}
+ODD = b'{ "id":1,\n"choices" : [ ],"\xc3\xa9":"\\u00e9", "n": 1.0e2}\n'  # no writer of JSON would write it so
+PARTS = (b"data: {}\n", b"\ndata: \xff\xfe", b"\n\n", b"data: [DONE]\n\n")
+
+
+class _Upstream:
+    """A server that remembers what it was asked, and keeps its turns as `etude serve` does."""
+
+    def __init__(self, version: int = 4, status: int = 200) -> None:
+        self.version, self.tokens, self.status = version, tokens_of(spans=[(0, 32, version)]), status
+        self.asked: list[tuple[str, bytes, dict[str, str]]] = []
+        self.go_on = threading.Event()
+
+    def app(self) -> Starlette:
+        posts = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+        return Starlette(routes=[
+            *(Route(path, self.answer, methods=["POST"]) for path in posts),
+            Route("/v1/models", lambda _: JSONResponse({"object": "list", "data": [{"id": "own-name"}]})),
+            Route("/health", self.health),
+            Route("/v1/turns/{name}", self.turn),
+        ])  # fmt: skip
+
+    def health(self, _):
+        told = {"version": self.version, "digest": f"digest {self.version}"}
+        return JSONResponse(told | {"configuration_digest": "c"})
+
+    def turn(self, http):
+        return Response(self.tokens, media_type="application/msgpack")
+
+    async def answer(self, http):
+        body = await http.body()
+        self.asked.append((http.url.path, body, dict(http.headers)))
+        if b'"stream"' in body:
+            return StreamingResponse(self.parts(), media_type="text/event-stream")
+        own = {"x-etude-weights": str(self.version), "x-request-id": "r"}
+        return Response(ODD, self.status, own, media_type="application/json")
+
+    async def parts(self):
+        yield PARTS[0]
+        while not self.go_on.is_set():
+            await asyncio.sleep(0.005)
+        for part in PARTS[1:]:
+            yield part
+
+
+def tokens_of(**change) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(msgspec.msgpack.decode(TOKENS, type=ServedTokens), **change))
+
+
+def rows(config, table) -> list:
+    engine = open_log(Path(config.folder), config.database)
+    with engine.connect() as connection:
+        found = list(connection.execute(sa.select(table)).mappings())
+    engine.dispose()
+    return found
+
+
+def until(true, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def upstream():
+    return _Upstream()
+
+
+@pytest.fixture
+def url(upstream):
+    with answering(upstream.app()) as url:
+        yield url
+
+
+def test_answers_pass_byte_for_byte_and_streams_as_they_come(tmp_path, upstream, url):
+    config = live_config(tmp_path, url)
+    key = new_key(config)
+    body = b'{"model" : "m",  "messages": [], "x": "\\u00e9"}'
+    with running_gateway(config) as (gateway, at), client(at, key) as http:
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens?beta=true"):
+            kinds = {"content-type": "application/json", "anthropic-beta": "b", "cookie": "c", "x-etude-user": "u"}
+            answer = http.post(path, content=body, headers=kinds)
+            direct = httpx2.post(url + path, content=body, headers=kinds)
+            assert answer.content == direct.content == ODD
+            assert answer.headers["x-request-id"] == "r"
+            asked, sent, headers = upstream.asked[-2]
+            assert (asked, sent) == (path.partition("?")[0], body)
+            assert headers["anthropic-beta"] == "b"
+            assert not {"authorization", "cookie", "x-etude-user", "x-etude-turn"} & headers.keys()
+            assert (answer.headers["x-etude-version"], answer.headers["x-etude-recorded"]) == ("0/4", "false")
+            assert len(answer.headers["x-etude-generation"]) == 26
+        assert http.get("/v1/models").json()["data"] == [{"id": "own-name"}]
+        whole = b""
+        with http.stream("POST", "/v1/chat/completions", json={"stream": True}) as stream:
+            assert stream.headers["x-etude-version"] == "0/4"
+            for part in stream.iter_raw():
+                whole += part
+                if whole == PARTS[0]:  # the rest has not been sent yet
+                    upstream.go_on.set()
+        assert whole == b"".join(PARTS)
+        until(lambda: not gateway.intake.waiting)
+    requests = {row["count"] for row in rows(config, schema.tallies) if row["name"] == "requests"}
+    assert requests == {3, 1}, "of the user u, and of the key: count_tokens is no turn"
+
+
+def test_without_consent_nothing_of_a_request_is_kept(tmp_path, database, upstream, url):
+    config = live_config(tmp_path, url, database=database)
+    key, strict = new_key(config), new_key(config, "strict", consent=True, may_grant=False)
+    wishes = [
+        (key, None, False), (key, "none", False), (key, "maybe", False), (key, "train", True),
+        (strict, "none", False), (strict, None, True), (strict, "train", True),
+    ]  # fmt: skip
+    kept = []
+    with running_gateway(config) as (_, at):
+        for number, (used, wish, recorded) in enumerate(wishes):
+            body = CHAT | {
+                "user": f"person-{number}",
+                "messages": [{"role": "user", "content": f"words {number} said"}],
+            }
+            headers = {} if wish is None else {"x-etude-consent": wish}
+            with client(at, used, **headers) as http:
+                answer = http.post("/v1/chat/completions", json=body)
+                assert answer.headers["x-etude-recorded"] == str(recorded).lower()
+                assert ("x-etude-turn" in upstream.asked[-1][2]) == recorded
+                kept += [answer.headers["x-etude-generation"]] * recorded
+                signal = {
+                    "response_id": answer.headers["x-etude-generation"],
+                    "name": "undone",
+                    "comment": f"word {number}",
+                }
+                assert http.post("/v1/feedback", json=signal).json()["results"][0]["status"] == "recorded"
+    turns, folder = rows(config, schema.turns), tmp_path / "live"
+    assert [row["id"] for row in turns] == kept
+    assert {(row["reason"], row["manifest"], row["sampled_tokens"]) for row in turns} == {("", "digest 4", 32)}
+    told = msgspec.msgpack.decode(TOKENS, type=ServedTokens)
+    engine, accounts, opened = open_log(folder, database), Accounts(folder), b""
+    with engine.connect() as connection:
+        for row in turns:
+            session = log.of_ids(connection, log.Session, [row["session"]])[row["session"]]
+            secret = unseal(accounts.key(connection, session.account), open_blobs(folder).get(row["blob"]), row["blob"])
+            content = msgspec.msgpack.decode(secret, type=TurnContent)
+            assert (content.ids, content.logprobs, content.response) == (told.ids, told.logprobs, told.message)
+            opened += content.request
+    engine.dispose()
+    assert sorted(n for n in range(7) if f"words {n} said".encode() in opened) == [3, 5, 6]
+    tables = json.dumps([dict(row) for t in schema.metadata.tables.values() for row in rows(config, t)], default=repr)
+    everything = bytes_below(folder) + tables.encode()
+    assert not [n for n in range(7) if any(f"{w}{n}".encode() in everything for w in ("words ", "word ", "person-"))]
+    texts = {row["subject"] for row in rows(config, schema.signals) if row["text"]}
+    assert texts == set(kept), "the comment on a turn without consent is not kept"
+    assert oct((folder / "keys.json").stat().st_mode)[-3:] == "600"
+    assert key.encode() not in everything
+
+
+def test_signals_may_come_before_their_turn_is_written(tmp_path, upstream, url, monkeypatch):
+    """A client knows the turn from the head of the answer, and the log only after its tokens were fetched."""
+    config = live_config(tmp_path, url)
+    key, kept, go_on = new_key(config), upstream.turn, threading.Event()
+
+    async def turn(http):
+        await asyncio.to_thread(go_on.wait)
+        return kept(http)
+
+    upstream.turn = turn
+    with (
+        answering(upstream.app()) as slow,
+        running_gateway(live_config(tmp_path, slow)) as (gateway, at),
+        client(at, key, **{"x-etude-consent": "train"}) as http,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        headers = http.post("/v1/chat/completions", json=CHAT).headers
+        signals = [
+            {"response_id": headers["x-etude-generation"], "name": "undone", "event_id": "1"},
+            {"response_id": headers["x-etude-session"], "name": "undone", "event_id": "2"},
+        ]
+        told = [pool.submit(http.post, "/v1/feedback", json=signal) for signal in signals]
+        time.sleep(0.3)
+        assert not any(future.done() for future in told), "both wait for the turn"
+        assert http.post("/v1/feedback", json={"response_id": ulid(), "name": "undone"}).status_code == 404
+        go_on.set()
+        assert [future.result().json()["results"][0]["status"] for future in told] == ["recorded"] * 2
+        assert not gateway._open
+        monkeypatch.setattr(gateway_module, "_SIGNAL_SECONDS", 0.2)
+        with http.stream("POST", "/v1/chat/completions", json={"stream": True}) as stream:
+            signal = {"response_id": stream.headers["x-etude-generation"], "name": "undone"}
+            assert http.post("/v1/feedback", json=signal).status_code == 503, "the answer has not ended"
+            upstream.go_on.set()
+            stream.read()
+        until(lambda: not gateway._open)
+        assert http.post("/v1/feedback", json=signal).status_code == 200
+
+
+def test_keys_hosts_and_rates_are_checked_before_anything_else(tmp_path, upstream, url):
+    config = live_config(tmp_path, url)
+    key, slow = new_key(config), new_key(config, "slow", requests_per_minute=60)
+    with running_gateway(config) as (gateway, at), client(at, key) as http, httpx2.Client(base_url=at) as nobody:
+        for method, path in (("POST", "/v1/messages"), ("GET", "/v1/models"), ("POST", "/v1/feedback"), ("GET", "/x")):
+            refused = nobody.request(method, path, json={} if method == "POST" else None)
+            assert refused.status_code == 401, path
+        assert nobody.post("/v1/messages", json={}).json()["type"] == "error", "in Anthropic's shape"
+        assert http.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+        assert http.post("/v1/chat/completions", content=b"{}").status_code == 415
+        assert (nobody.get("/health").status_code, nobody.get("/metrics").status_code) == (200, 200)
+        with client(at, slow) as limited:
+            statuses = [limited.post("/v1/chat/completions", json=CHAT).status_code for _ in range(12)]
+            assert statuses == [200] * 10 + [429] * 2
+            assert int(limited.post("/v1/chat/completions", json=CHAT).headers["retry-after"]) >= 1
+        revoke_key(gateway.engine, "acme", "key-acme")
+        until(lambda: http.get("/v1/models").status_code == 401)
+    assert len(upstream.asked) == 10
+
+
+def test_a_server_that_is_away_is_passed_over(tmp_path, upstream, url):
+    with answering(_Upstream(status=503).app()) as busy, answering(Starlette()) as gone_soon:
+        gone = gone_soon
+    with answering(_Upstream(status=503).app()) as busy:
+        clusters = [
+            {"name": "a", "urls": [gone, busy], "store": str(tmp_path)},
+            {"name": "b", "urls": [url], "store": str(tmp_path)},
+        ]
+        config = live_config(tmp_path, clusters=clusters, model="house")
+        key = new_key(config)
+        with running_gateway(config) as (_, at), client(at, key) as http:
+            for number in range(8):
+                body = {"model": "house", "n": 1, "messages": []}
+                answer = http.post("/v1/chat/completions", json=body, headers={"x-etude-user": str(number)})
+                assert (answer.status_code, answer.content) == (200, ODD)
+            assert json.loads(upstream.asked[-1][1]) == {"model": "own-name", "n": 1, "messages": []}
+            assert http.get("/v1/models").json()["data"][0]["id"] == "house"
+            healthy = {s["url"]: s["healthy"] for s in http.get("/health").json()["servers"]}
+            assert healthy == {gone: False, busy: True, url: True}
+    counted = {row["name"] for row in rows(config, schema.tallies)}
+    assert "failovers" in counted
+    assert "errors" not in counted
+    nobody = live_config(tmp_path / "none", gone)
+    with running_gateway(nobody) as (_, at), client(at, new_key(nobody)) as http:
+        until(lambda: http.get("/v1/models").status_code != 401)
+        away = http.post("/v1/chat/completions", json=CHAT)
+        assert (away.status_code, away.headers["retry-after"]) == (503, "1")
+        assert http.get("/health").status_code == 503
+
+
+def test_a_waiting_request_leaves_a_server_that_stops(tmp_path, upstream, url, monkeypatch):
+    monkeypatch.setattr("etude.live.upstream._HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr("etude.live.upstream._PAUSE_SECONDS", 0.1)
+    stopped = threading.Event()
+
+    async def hang(http):
+        while stopped.is_set():
+            await asyncio.sleep(0.01)
+        return JSONResponse({"version": 1, "digest": "d", "configuration_digest": "c"})
+
+    async def never(http):
+        stopped.set()
+        await asyncio.sleep(60)
+
+    app = Starlette(routes=[Route("/health", hang), Route("/v1/chat/completions", never, methods=["POST"])])
+    with answering(app) as paused:
+        config = live_config(tmp_path, paused, url)
+        key = new_key(config)
+        with running_gateway(config) as (gateway, at), client(at, key) as http:
+            first = gateway.clusters.of_arm[Arm.CONTROL][0]
+            users = (str(n) for n in range(1000))
+            user = next(
+                u for u in users if gateway.clusters.order(Arm.CONTROL, gateway.accounts.name("acme", u))[0] is first
+            )
+            answer = http.post("/v1/chat/completions", json=CHAT, headers={"x-etude-user": user})
+            assert (answer.status_code, answer.content) == (200, ODD)
+            stopped.clear()
+
+
+def test_an_answer_that_breaks_off_is_not_taken_for_whole(tmp_path):
+    async def answer(http):
+        async def parts():
+            yield b"data: 1\n\n"
+            raise RuntimeError
+
+        return StreamingResponse(parts())
+
+    app = Starlette(
+        routes=[Route("/health", lambda _: JSONResponse({})), Route("/v1/messages", answer, methods=["POST"])]
+    )
+    with answering(app) as url:
+        config = live_config(tmp_path, url)
+        with running_gateway(config) as (_, at), client(at, new_key(config)) as http:
+            until(lambda: http.get("/v1/models").status_code != 401)
+            with pytest.raises(httpx2.RemoteProtocolError):
+                http.post("/v1/messages", json=CHAT)
+    assert {row["name"] for row in rows(config, schema.tallies)} == {"requests", "seconds", "errors"}
+
+
+def test_arms_are_sticky_and_a_rollback_ends_the_canary(tmp_path, upstream, url):
+    new = _Upstream(version=9)
+    with answering(new.app()) as canary:
+        clusters = [
+            {
+                "name": "a",
+                "urls": [url],
+                "store": str(tmp_path),
+                "canary_urls": [canary],
+                "canary_store": str(tmp_path / "c"),
+            }
+        ]
+        config = live_config(tmp_path, clusters=clusters, canary={"holdback": 0.0})
+        key, engine = new_key(config), open_log(tmp_path / "live", None)
+
+        def stage(release, sequence, stage, share):
+            event = ReleaseEvent(
+                release=release, sequence=sequence, stage=stage, share=share, reason="", decided_by="t", at=1
+            )
+            with engine.begin() as connection:
+                log.add(connection, [event])
+
+        with engine.begin() as connection:
+            for number, version in ((1, 4), (2, 9)):
+                unset = {"parent": None, "anchor": None, "report": None, "window": None}
+                log.add(connection, [Release(number=number, store="s", version=version, manifest="m", at=1, **unset)])
+        stage(1, 1, ReleaseStage.RELEASED, 1.0)
+        stage(2, 1, ReleaseStage.CANARY, 0.5)
+
+        def asked(http):
+            told = {}
+            for n in range(12):
+                answer = http.post(
+                    "/v1/messages", json=CHAT, headers={"x-etude-user": f"u{n}", "x-etude-consent": "train"}
+                )
+                told[n] = answer.headers["x-etude-version"]
+            return told
+
+        with running_gateway(config) as (_, at), client(at, key) as http:
+            first = asked(http)
+            assert set(first.values()) == {"1/4", "2/9"}
+            assert asked(http) == first
+            stage(2, 2, ReleaseStage.ROLLED_BACK, 0.0)
+            until(lambda: set(asked(http).values()) == {"1/4"}, 5.0)
+        engine.dispose()
+    sessions = rows(config, schema.sessions)
+    assert {(row["arm"], row["release"], row["propensity"]) for row in sessions} == {
+        ("control", 1, 0.5), ("canary", 2, 0.5), ("control", 1, 1.0),
+    }  # fmt: skip
+
+
+def test_shares_of_the_arms_are_those_that_were_asked_for(tmp_path):
+    accounts = Accounts(tmp_path / "live")
+    names = [accounts.name("t", str(n)) for n in range(20_000)]
+    small, large = (
+        {a: assign(accounts, Stages(1, 2, share), 0.02, a) for a in names} for share in (0.05, 0.25)
+    )  # fmt: skip
+    for assigned, share in ((small, 0.05), (large, 0.25)):
+        for arm, wanted in ((Arm.HOLDBACK, 0.02), (Arm.CANARY, 0.98 * share), (Arm.CONTROL, 0.98 * (1 - share))):
+            found = [a for a in assigned.values() if a.arm == arm]
+            assert found[0].propensity == pytest.approx(wanted)
+            # Five standard deviations of a binomial share: one such test in a million fails by chance.
+            assert abs(len(found) / len(names) - wanted) < 5 * (wanted * (1 - wanted) / len(names)) ** 0.5
+    assert all(large[a].arm == small[a].arm for a in names if small[a].arm != Arm.CONTROL), "a later stage only adds"
+    other = {a: assign(accounts, Stages(2, 3, 0.25), 0.02, a).arm for a in names}
+    both = sum(other[a] == large[a].arm == Arm.CANARY for a in names)
+    assert 0.04 < both / len(names) < 0.08, "another release draws anew: 0.06 are in both canaries"
+
+
+def test_signals_come_in_three_shapes_and_wrong_ones_are_refused_whole(tmp_path, upstream, url):
+    config = live_config(tmp_path, url)
+    key, other = new_key(config), new_key(config, "other")
+    with running_gateway(config) as (_, at), client(at, key, **{"x-etude-consent": "train"}) as http:
+        answer = http.post("/v1/chat/completions", json=CHAT)
+        turn, session = answer.headers["x-etude-generation"], answer.headers["x-etude-session"]
+        edit = {
+            "id": ulid(),
+            "path": "src/secret_name.py",
+            "base": "b",
+            "old_lines": [0, 2],
+            "new": "n",
+            "characters": 9,
+        }
+        shown = http.post("/v1/suggestions", json={"turn": turn, "suggestions": [edit]})
+        assert (shown.status_code, shown.json()["results"][0]["status"]) == (200, "recorded")
+        events = [
+            {"response_id": edit["id"], "name": "survived", "value": 0.75, "horizon": 1800, "source": "git"},
+            {"inference_id": turn, "metric_name": "demonstration", "value": "def better(): ..."},
+            {"episode_id": session, "metric_name": "rating", "value": False},
+            {"name": "gen_ai.evaluation.result", "attributes": {
+                "gen_ai.response.id": turn, "gen_ai.evaluation.name": "tests", "gen_ai.evaluation.score.value": -0.5}},
+        ]  # fmt: skip
+        for again in ("recorded", "duplicate"):
+            told = http.post("/v1/feedback", json=events)
+            assert [r["status"] for r in told.json()["results"]] == [again] * 4
+        with client(at, other) as stranger:
+            told = stranger.post("/v1/feedback", json=events[:1])
+            assert (told.status_code, told.json()["results"][0]["status"]) == (404, "unknown")
+        before = len(rows(config, schema.signals))
+        for wrong in (
+            {"name": "survived", "value": 2.0, "horizon": 3}, {"name": "survived", "value": 1}, {"name": "nonsense"},
+            {"response_id": "x", "name": "undone"}, {"name": "undone", "mood": 1}, {"name": "rating", "value": 2.0},
+            {"inference_id": turn, "episode_id": session, "metric_name": "undone"}, {"name": "correction"},
+            {"name": "undone", "source": "rumour"}, {"name": "undone", "horizon": True}, {"name": "undone", "value": 2},
+        ):  # fmt: skip
+            whole = wrong if "metric_name" in wrong else {"response_id": turn} | wrong
+            assert (
+                http.post("/v1/feedback", json=[{"response_id": turn, "name": "undone"}, whole]).status_code == 400
+            ), wrong
+        for wrong in ([], ["x"], 3, [{"response_id": turn, "name": "undone"}] * 257):
+            assert http.post("/v1/feedback", json=wrong).status_code == 400, wrong
+        for wrong in ({}, {"turn": turn, "suggestions": []}, {"turn": turn, "suggestions": [edit | {"id": "1"}]},
+                      {"turn": turn, "suggestions": [edit | {"characters": -1}]}):  # fmt: skip
+            assert http.post("/v1/suggestions", json=wrong).status_code == 400, wrong
+        assert len(rows(config, schema.signals)) == before
+    found = {row["kind"]: (row["subject"], row["value"], row["source"]) for row in rows(config, schema.signals)}
+    assert found == {
+        SignalKind.SURVIVED: (edit["id"], 0.75, "git"), SignalKind.CORRECTION: (turn, 1.0, "explicit"),
+        SignalKind.RATING: (session, -1.0, "explicit"), SignalKind.TESTS: (turn, -0.5, "judge"),
+    }  # fmt: skip
+    assert b"secret_name" not in bytes_below(tmp_path / "live")
+
+
+def test_the_next_request_tells_what_became_of_an_answer(tmp_path, upstream, url):
+    said = json.dumps({"role": "assistant", "content": "Shall I?"}).encode()
+    upstream.tokens = tokens_of(message=said)
+    config = live_config(tmp_path, url)
+    key, first = new_key(config, consent=True), [{"role": "user", "content": "Fix the loop"}]
+    second = [
+        *first,
+        {"role": "assistant", "content": "Shall I?"},
+        {"role": "user", "content": "That is wrong, undo it"},
+    ]
+    with running_gateway(config) as (gateway, at), client(at, key, **{"x-etude-session": "s"}) as http:
+        turns = []
+        for messages, kind in ((first, "main"), (first, "side"), (second, "main"), (second, "main")):
+            answer = http.post("/v1/chat/completions", json={"messages": messages}, headers={"x-etude-kind": kind})
+            turns.append(answer.headers["x-etude-generation"])
+            until(lambda: not gateway._open)
+    told = {(row["subject"], row["kind"], row["text"] is None) for row in rows(config, schema.signals)}
+    assert told == {
+        *((turns[n], "question", True) for n in (0, 2, 3)), (turns[2], "followup", False), (turns[2], "answered", True),
+        (turns[3], "retry", True),
+    }  # fmt: skip
+
+
+def test_who_was_forgotten_consents_to_nothing(tmp_path, upstream, url):
+    config = live_config(tmp_path, url)
+    key = new_key(config, consent=True)
+    with running_gateway(config) as (gateway, at), client(at, key, **{"x-etude-user": "ann"}) as http:
+        assert http.post("/v1/messages", json=CHAT).headers["x-etude-recorded"] == "true"
+        account = gateway.accounts.name("acme", "ann")
+        with gateway.engine.begin() as connection:
+            log.add(connection, [Tombstone(tenant="acme", account=account, at=log.stamp(connection), versions=())])
+        until(lambda: http.post("/v1/messages", json=CHAT).headers["x-etude-recorded"] == "false", 5.0)
+        granted = http.post("/v1/messages", json=CHAT, headers={"x-etude-consent": "train"})
+        assert granted.headers["x-etude-recorded"] == "false"
+
+
+def test_what_is_not_known_exactly_is_recorded_with_a_reason(tmp_path, upstream, url):
+    config = live_config(tmp_path, url)
+    changes = [
+        (None, "no_tokens"), ({"ids": b"", "logprobs": b""}, "no_tokens"), ({"plain": False}, "sampling"),
+        ({"choices": 2}, "several_choices"), ({}, ""),
+    ]  # fmt: skip
+    with running_gateway(config) as (gateway, at), client(at, new_key(config, consent=True)) as http:
+        until(lambda: http.get("/v1/models").status_code != 401)
+        for change, _ in changes:
+            upstream.tokens = b"?" if change is None else tokens_of(**change)
+            assert http.post("/v1/chat/completions", json=CHAT).content == ODD
+            until(lambda: not gateway._open)
+    told = [(turn["reason"], turn["blob"] is None) for turn in rows(config, schema.turns)]
+    assert told == [(reason, reason == "no_tokens") for _, reason in changes]
+
+
+def test_drained_clusters_are_sent_nothing_and_a_canary_of_all_is_everywhere(tmp_path):
+    clusters = [
+        {
+            "name": name, "urls": [f"http://{name}:1"], "store": str(tmp_path / name), "canary_urls": [f"http://{name}:2"],
+            "canary_store": str(tmp_path / f"{name}-canary"), "holdback_urls": [f"http://{name}:3"],
+            "holdback_store": str(tmp_path / f"{name}-holdback"),
+        }
+        for name in ("east", "west")
+    ]  # fmt: skip
+    servers = Clusters(live_config(tmp_path, clusters=clusters).clusters)
+
+    def asked(arm: Arm, stages: Stages) -> set[str]:
+        return {server.url.removeprefix("http://") for server in servers.order(arm, "someone", stages)}
+
+    assert asked(Arm.CONTROL, Stages(1)) == {"east:1", "west:1"}
+    assert servers.order(Arm.HOLDBACK, "someone", Stages(1))[0].url.endswith(":3")
+    drained = frozenset({("east", "control"), ("west", "canary")})
+    assert asked(Arm.CONTROL, Stages(1, drained=drained)) == {"west:1"}
+    assert asked(Arm.CANARY, Stages(1, 2, 0.5, drained=drained)) == {"east:2", "west:1"}
+    both = frozenset({("east", "control"), ("west", "control")})
+    assert asked(Arm.CONTROL, Stages(1, drained=both)) == {"east:1", "west:1"}  # rather than no answer
+    first = {servers.order(Arm.CANARY, f"a{n}", Stages(1, 2, 1.0))[0].url[-2:] for n in range(50)}
+    assert first == {":1", ":2"}
+
+
+def test_a_second_header_that_refuses_is_heard_and_a_body_that_cannot_be_read_is_not_kept(tmp_path, upstream, url):
+    config = live_config(tmp_path, url)
+    key = new_key(config, consent=True)
+    with running_gateway(config) as (_, at), client(at, key) as http:
+        both = [("x-etude-consent", "train"), ("x-etude-consent", "none"), ("content-type", "application/json")]
+        empty = {"x-etude-consent": "", "content-type": "application/json"}
+        body = json.dumps(CHAT).encode()
+        for headers, content in ((both, body), (empty, body), ({"content-type": "application/json"}, b'{"n": NaN}')):
+            answer = http.post("/v1/chat/completions", content=content, headers=headers)
+            assert (answer.status_code, answer.headers["x-etude-recorded"]) == (200, "false")
+        assert http.post("/v1/chat/completions", json=CHAT).headers["x-etude-recorded"] == "true"
+        wrong = http.post("/v1/chat/completions", json=CHAT, headers={"x-etude-kind": "sidee"})
+        assert (wrong.status_code, wrong.json()["error"]["message"]) == (400, "X-Etude-Kind is main, side or bot")
+
+
+def test_a_name_is_the_same_in_a_header_and_in_a_body(tmp_path, upstream, url):
+    config = live_config(tmp_path, url)
+    key = new_key(config, consent=True)
+    with running_gateway(config) as (gateway, at), client(at, key) as http:
+        for user in ("Zoë".encode(), "Zoë".encode("latin-1")):
+            http.post("/v1/chat/completions", json=CHAT, headers=[(b"x-etude-user", user)])
+        http.post("/v1/chat/completions", json=CHAT | {"user": "Zoë"})
+        account = gateway.accounts.name("acme", "Zoë")  # as `etude live forget` names it
+    assert {row["account"] for row in rows(config, schema.sessions)} == {account}
+
+
+def test_background_work_goes_on_after_a_failure_and_says_so_once(tmp_path, upstream, url, monkeypatch, capfd):
+    monkeypatch.setattr(gateway_module, "_REFRESH_SECONDS", 0.02)
+    monkeypatch.setattr("etude.live.upstream._PAUSE_SECONDS", 0.02)
+    config = live_config(tmp_path, url)
+    key, failures = new_key(config), []
+
+    def broken(_):
+        failures.append(1)
+        raise RuntimeError("dictionary changed size")
+
+    with answering(Starlette()) as gone:
+        pass
+    config = live_config(tmp_path, url, gone)
+    with running_gateway(config) as (gateway, at), client(at, key) as http:
+        with monkeypatch.context() as patch:
+            patch.setattr(gateway_module, "read_stages", broken)
+            until(lambda: len(failures) > 2)
+        revoke_key(gateway.engine, "acme", "key-acme")
+        until(lambda: http.get("/v1/models").status_code == 401)
+    told = capfd.readouterr().err
+    assert told.count("the log cannot be read") == 1
+    assert told.count(f"the server {gone} of cluster a does not answer") == 1
+
+
+def test_tools_with_any_schema_cost_no_turn(tmp_path, upstream, url):
+    call = {"type": "function", "function": {"name": "run", "arguments": '{"a": 1}'}}
+    upstream.tokens = tokens_of(message=json.dumps({"role": "assistant", "content": "", "tool_calls": [call]}).encode())
+    config = live_config(tmp_path, url)
+    schemas = [{"properties": {"a": True}}, {"properties": [1]}, {"required": 3}, {"required": [[1]]}, 4]
+    key = new_key(config, consent=True)
+    with running_gateway(config) as (gateway, at), client(at, key) as http:
+        for parameters in schemas:
+            tool = {"type": "function", "function": {"name": "run", "parameters": parameters}}
+            http.post("/v1/chat/completions", json=CHAT | {"tools": [tool]})
+            until(lambda: not gateway._open)
+    assert len(rows(config, schema.turns)) == len(schemas)
+
+
+def test_a_version_that_came_after_the_last_look_is_known_by_its_digest(tmp_path, upstream, url, monkeypatch):
+    monkeypatch.setattr("etude.live.upstream._PAUSE_SECONDS", 1000.0)
+    config = live_config(tmp_path, url)
+    key = new_key(config, consent=True)
+    with running_gateway(config) as (gateway, at), client(at, key) as http:
+        upstream.version, upstream.tokens = 5, tokens_of(spans=[(0, 32, 5)])
+        http.post("/v1/chat/completions", json=CHAT)
+        until(lambda: not gateway._open)
+    assert [row["manifest"] for row in rows(config, schema.turns)] == ["digest 5"]
+
+
+def test_numbers_of_any_size_are_refused(tmp_path, upstream, url):
+    config = live_config(tmp_path, url)
+    key = new_key(config)
+    with running_gateway(config) as (_, at), client(at, key) as http:
+        for number in ("1" + "0" * 400, "-1" + "0" * 30):
+            for field in ("value", "horizon", "observed_at", "confidence"):
+                body = f'{{"response_id": "{ulid()}", "name": "undone", "{field}": {number}}}'
+                answer = http.post("/v1/feedback", content=body, headers={"content-type": "application/json"})
+                assert answer.status_code == 400, (field, answer.text)
+
+
+def test_names_and_days_of_tenants_are_checked(tmp_path):
+    engine = open_log(tmp_path / "live", None)
+    with pytest.raises(UserError, match="no name of a key"):
+        create_key(engine, "acme", "two words")
+    for days in (float("nan"), float("inf"), 0.0, -1.0):
+        with pytest.raises(UserError, match="days above 0"):
+            set_policy(engine, "acme", LivePolicy(raw_days=days))
+    with pytest.raises(UserError, match="'aws' is no personal data"):
+        set_policy(engine, "acme", LivePolicy(keep=("home", "aws")))
+    engine.dispose()
+
+
+def test_a_log_is_not_opened_with_other_keys(tmp_path, upstream, url):
+    """Its accounts would have other names: whoever was forgotten would be recorded again."""
+    config = live_config(tmp_path, url)
+    with running_gateway(config):
+        pass
+    with running_gateway(config):
+        (tmp_path / "live/keys.json").rename(tmp_path / "kept.json")
+    with pytest.raises(UserError, match="restore that file"):
+        Gateway(config)
+
+
+def test_wrong_words_name_their_own_help_and_missing_stores_are_told(tmp_path, capsys):
+    for words in (["key", "list", "x.toml", "--bad"], ["serve", "x.toml", "--bad"], ["status", "x.toml", "--bad"]):
+        with pytest.raises(SystemExit):
+            main(["live", *words])
+        action = " ".join(words[: 2 if words[0] == "key" else 1])
+        assert f"see `etude live {action} --help`" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    clusters = [
+        {"name": name, "urls": ["http://127.0.0.1:1"], "store": str(tmp_path / name)} for name in ("empty", "none")
+    ]
+    config = live_config(tmp_path, clusters=clusters)
+    told = live_serve._missing(config)
+    assert told == {str(tmp_path / "empty"): "holds no version", str(tmp_path / "none"): "is not there"}
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,159 @@
+"""Simulated users: what they want can be found out, and every planted fault shows where its stage is off."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from etude.cli.main import main
+from etude.live.records import SignalKind
+from etude.live.simulate import bandit, faults, users
+from etude.live.simulate.judge import FIGURES, compare, judge
+from etude.live.simulate.loop import LIVE, NULL, ORACLE, Setting, run
+from etude.live.simulate.scenarios import SCENARIOS, digest
+from etude.live.simulate.traffic import HORIZON, react, records, serve
+
+UNTRAINED = bandit.probabilities(bandit.first_policy())
+
+
+def test_the_scenarios_are_those_that_were_judged() -> None:
+    """A change of a scenario or a bound changes this digest, and asks for seeds 11-30 to be run again."""
+    assert digest() == "45cdee5319290c8f68d53c9bbf5eaecc"
+    assert {scenario.name for scenario in SCENARIOS} == set(FIGURES)
+
+
+def test_a_change_is_checked_for_its_properties() -> None:
+    before = "def size(x):\n    if x == None:\n        return 0\n    return len(x)\n"
+    house = before.replace("x == None", "x is None") + "\n\ndef test_size():\n    assert size(None) == 0\n"
+    rules = {"house": r"\bis None\b", "generic": r"== None", "lines": 6}
+    assert users.properties_of(before, house, **rules).tolist() == [1, 1, 1, 1, 1]
+    generic = before.replace("size(x)", "size(x, y)").replace("x == None", "x == None or y == None")
+    assert users.properties_of(before, generic, **rules, asked=True).tolist() == [0, 0, 1, 0, 0]
+    broken = users.properties_of(before, "def size(x:\n" * 9, **rules)
+    assert broken.tolist() == [0, 0, 0, 0, 1]
+
+
+def test_preferences_of_an_account_can_be_recovered_from_what_survives() -> None:
+    """Least squares over the answers of an even policy to each of 30 accounts. An account of a thousand edits has some
+    two hundred correct ones that survive, with a deviation of 0.1; their weights differ by as much from each other, so
+    a correlation of 0.7 is what is left of a perfect one."""
+    rng = np.random.default_rng(1)
+    population = users.draw_population(rng, 30, zipf=0.0)
+    turns = serve(rng, population, np.full(UNTRAINED.shape, 1 / len(users.ACTIONS)), 40_000)
+    signals = react(rng, population, turns)
+    told = signals.where(signals.of(SignalKind.SURVIVED) & (signals.horizon_S == HORIZON))
+    told = told.where(turns.correct_N[told.turn_S] & (turns.action_N[told.turn_S] >= 0))
+    has_NQ = users.has_properties()[turns.variant_N[told.turn_S], turns.action_N[told.turn_S]]
+    of_N = turns.account_N[told.turn_S]
+    found_AQ = np.array([users.estimate_preferences(has_NQ[of_N == a], told.value_S[of_N == a]) for a in range(30)])
+    for q in range(len(users.PROPERTIES)):
+        assert np.corrcoef(found_AQ[:, q], population.preference_AQ[:, q])[0, 1] > 0.7
+
+
+def test_hidden_utility_is_of_accounts_that_are_never_trained_on() -> None:
+    population = users.draw_population(np.random.default_rng(2), 200)
+    assert population.heldout_A.sum() == 40
+    assert not (population.consent_A & population.heldout_A).any()
+    swapped = users.SimulatedAccounts(**{**vars(population), "preference_AQ": population.preference_AQ[:, ::-1]})
+    assert not np.allclose(users.utility(population), users.utility(swapped))
+
+
+def test_charm_earns_no_utility() -> None:
+    population = users.draw_population(np.random.default_rng(3), 200)
+    names = [action.name for action in users.ACTIONS]
+    gain_A = users.VARIANT_SHARES @ users.utility(population)
+    assert gain_A[names.index("flatter")] < gain_A[names.index("generic")]
+    assert gain_A[names.index("tiny")] < gain_A[names.index("generic")]
+
+
+def test_the_log_has_every_turn_once_and_its_messages_name_the_next() -> None:
+    rng = np.random.default_rng(4)
+    population = users.draw_population(rng, 100)
+    turns = serve(rng, population, UNTRAINED, 500)
+    log = records(population, turns, react(rng, population, turns), 3)
+    assert len({turn.id for turn in log.turns}) == len(log.turns) == len(turns.account_N)
+    assert len({(turn.session, turn.sequence) for turn in log.turns}) == len(log.turns)
+    served = {turn.id: turn for turn in log.turns}
+    for signal in log.signals:
+        if signal.kind == SignalKind.ANSWERED:
+            assert served[signal.subject].sequence > 0
+        assert signal.arrived_at >= signal.observed_at
+
+
+def test_a_run_is_a_function_of_its_seed() -> None:
+    setting = Setting(versions=2, turns=200)
+    first, second, other = run(5, setting), run(5, setting), run(6, setting)
+    assert np.array_equal(first.logits[-1], second.logits[-1])
+    assert not np.array_equal(first.logits[-1], other.logits[-1])
+
+
+def test_three_windows_learn_from_labels_and_nothing_from_shuffled_ones() -> None:
+    """Three windows of 1,000 requests; the bounds are half of what seeds 1-3 gain, and several times what the null
+    does."""
+    gains = {mode: run(7, Setting(mode, versions=3, turns=1000)).gain for mode in (LIVE, ORACLE, NULL)}
+    assert gains[ORACLE] > gains[LIVE] > 0.08
+    assert abs(gains[NULL]) < 0.04
+
+
+FAST = ("secret", "slow-regression", "clock-skew", "reordered", "duplicates", "delayed", "silent-client", "bad-at-5")
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_fault_is_stopped_by_its_stage_and_shows_without_it(name: str) -> None:
+    row = judge(name, [11])
+    assert row.stopped == 1, row.on
+    assert row.shown == 1, row.off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - set(FAST) - {"sybils"}))
+def test_a_hack_is_stopped_by_its_stage_and_wins_without_it(name: str) -> None:
+    row = judge(name, [11])
+    assert row.stopped == 1, row.on
+    assert row.shown == 1, row.off
+
+
+@pytest.mark.release
+def test_all_scenarios_over_twenty_seeds() -> None:
+    """The acceptance of the live loop: at least 19 of 20 seeds, which were not looked at when bounds were chosen."""
+    seeds = list(range(11, 31))
+    clean = compare(seeds)
+    assert clean.share(LIVE) >= 0.85
+    assert abs(clean.share(NULL)) <= 0.02
+    assert max(clean.share(naive) for naive in ("plus", "zero", "dropped")) < clean.share(LIVE)
+    for scenario in SCENARIOS:
+        row = judge(scenario.name, seeds)
+        assert min(row.stopped, row.shown) >= 19, scenario.name
+
+
+def test_the_command_prints_its_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["live", "simulate", "secret", "--seeds", "1-2", "--json"])
+    assert ended.value.code == 0
+    *table, last = capsys.readouterr().out.strip().splitlines()
+    assert any(line.startswith("| secret") for line in table)
+    assert json.loads(last)["faults"]["secret"] == {"with": 0.0, "without": 100.0, "stopped": 2, "shown": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["nonsense"], "no scenario"), (["clean", "--seeds", "3-1"], "--seeds 3-1")]
+)
+def test_a_wrong_word_is_answered_in_one_sentence(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["live", "simulate", *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_stranger_is_known_by_the_key() -> None:
+    rng = np.random.default_rng(8)
+    population = users.draw_population(rng, 100)
+    turns = serve(rng, population, UNTRAINED, 300)
+    own = react(rng, population, turns)
+    mixed = faults.praising(turns, own, np.ones(len(turns.account_N), bool), genuine=False)
+    assert len(mixed.turn_S) > len(own.turn_S)
+    assert np.array_equal(faults.authentic(mixed).event_S, own.event_S)
