@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from etude.protocol.access import Refusal
+from etude.protocol.access import Access, Refusal
 from etude.protocol.client import EngineClient, EngineError
-from etude.protocol.guard import HANDLERS, LIMITS, MOST_DEPTH, ServiceLimits, busy, characters, decode, decoded
+from etude.protocol.guard import HANDLERS, LIMITS, MOST_DEPTH, Guarded, ServiceLimits, busy, characters, decode, decoded
 from etude.protocol.wire import GenerateRequest, ScoreRequest
 from tests.helpers.http_apps import guarded
 
@@ -273,6 +273,35 @@ def test_bodies_together_are_bounded(quick: int) -> None:
         statuses = sorted(read(link)[0] for link in links)
     assert statuses == [200, 200, 503, 503]
     assert ask(quick, post(body))[0] == 200, "room is given back"
+
+
+def test_a_server_that_stops_refuses_what_it_did_not_answer() -> None:
+    """Without a traceback of the request, which raises CancelledError wherever it waits."""
+
+    async def cut(path: str) -> list[Any]:
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            if scope["path"] == "/half":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+            await asyncio.sleep(30)
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        sent: list[Any] = []
+        scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"host", b"localhost")]}
+        request = asyncio.ensure_future(Guarded(application, Access())(scope, receive, send))
+        await asyncio.sleep(0.05)
+        request.cancel()
+        await request
+        return sent
+
+    whole, half = asyncio.run(cut("/")), asyncio.run(cut("/half"))
+    assert [message["type"] for message in whole] == ["http.response.start", "http.response.body"]
+    assert (whole[0]["status"], json.loads(whole[1]["body"])["error"]["code"]) == (503, "overloaded")
+    assert [message["type"] for message in half] == ["http.response.start"], "the connection ends here"
 
 
 @contextmanager

@@ -119,9 +119,26 @@ class Guarded:
             await self._answer(scope, receive, send, e)
         else:
             try:
-                await self._app(scope, _replay(body, receive), send)
+                await self._run(scope, _replay(body, receive), send)
             finally:
                 held.release()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application. A server that stops cancels its requests after a while: such a request is refused if no
+        part of its answer was sent, and its connection ends otherwise."""
+        started = False
+
+        async def told(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, told)
+        except asyncio.CancelledError:
+            if not started:
+                response = self._refuse(scope, busy("this server is stopping"))
+                await response({**scope, "type": "http"}, receive, send)
 
     async def _read(self, receive: Receive, held: _Held) -> bytes:
         body = bytearray()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -60,12 +61,8 @@ class Choice:
         self._detokenizer, self._stops, self._keep_stop = detokenizer, stops, keep_stop
         self._events: asyncio.Queue[tuple[int, float] | None] = asyncio.Queue()
         loop, put = asyncio.get_running_loop(), self._events.put_nowait
-
-        def on_token(token: int, logprob: float) -> None:
-            loop.call_soon_threadsafe(put, (token, logprob))
-
-        self.sequence = engine.submit(request, on_token)
-        self.sequence.future.add_done_callback(lambda _: loop.call_soon_threadsafe(put, None))
+        self.sequence = engine.submit(request, lambda *sampled: tell(loop, put, sampled))
+        self.sequence.future.add_done_callback(lambda _: tell(loop, put, None))
 
     @property
     def tops(self) -> list[TopLogprobs]:
@@ -153,6 +150,12 @@ class Choice:
             self.sequence.abort()
 
 
+def tell(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *words: object) -> None:
+    """Calls from the engine's thread what lives on an event loop; a loop that was closed since has no one to tell."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *words)
+
+
 async def drained(http: HTTPRequest, choices: Sequence[Choice]) -> list[Generation]:
     """Runs all choices to their end; aborts them if the client goes away. Raises RequestFailed or RuntimeError."""
 
@@ -171,5 +174,6 @@ async def drained(http: HTTPRequest, choices: Sequence[Choice]) -> list[Generati
         return await work
     finally:
         gone.cancel()
+        work.cancel()  # where this request was cancelled itself
         for choice in choices:  # those beside one that failed
             choice.sequence.abort()

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request, RequestFailed, check_sequence
+from etude.inference.server.choices import tell
 from etude.inference.server.http import answer, check_room, check_score_room, error_of, generation_of, read_body
 from etude.inference.server.weights import WeightWatcher
 from etude.protocol.guard import error
@@ -48,7 +49,7 @@ class TokenRoutes:
         events: asyncio.Queue[int | None] = asyncio.Queue()
 
         def put(token: int | None) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, token)
+            tell(loop, events.put_nowait, token)
 
         sequence = self._engine.submit(request, lambda token, _: put(token))
         sequence.future.add_done_callback(lambda _: put(None))
