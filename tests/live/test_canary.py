@@ -99,7 +99,7 @@ def test_cells_are_compared_within_themselves() -> None:
         ({"invalid_call": 0.25}, "invalid calls"),
         ({"stopped": 0.25}, "stops"),
         ({"dropped": 0.2}, "dropped records"),
-        ({"seconds": 1.6}, "latency"),
+        ({"seconds": 2.0}, "latency"),
         ({"edits": 0.9}, "more edits"),
         ({"edits": 0.25}, "fewer edits"),
     ],
@@ -116,6 +116,15 @@ def test_harm_that_begins_at_a_stage_is_stopped_in_it(stage: int) -> None:
     ended = release(np.random.default_rng(12), QUICK_STAGES, Population(accounts=2000), {"errors": 0.3}, stage)
     assert (ended.stage, ended.decision.verdict) == (stage, Verdict.ROLL_BACK)
     assert ended.decision.reason.startswith("errors")
+
+
+def test_a_canary_that_is_a_little_slower_goes_on() -> None:
+    """By less than `canary.slower`: servers differ, and one of them may be colder."""
+    verdicts = [
+        release(np.random.default_rng(11), options, Population(accounts=4000), {"seconds": 1.2}).decision.verdict
+        for options in (QUICK_STAGES, QUICK_STAGES.model_copy(update={"slower": 1.0}))
+    ]
+    assert verdicts == [Verdict.DONE, Verdict.ROLL_BACK]
 
 
 def test_a_broken_splitter_is_stopped() -> None:

@@ -23,7 +23,7 @@ from tests.helpers.followers import Site, site
 from tests.helpers.small_tensors import nudged, tensors
 
 QUICK = {
-    "labels": {"window_seconds": 0.01},
+    "labels": {"window_seconds": 0.01, "delay_seconds": 0.01},
     "canary": {"stages": [0.5, 1.0], "minutes": 0.0, "least": 4, "holdback": 0.0, "slot_minutes": 0.0005},
 }
 FIRST = tensors(1)

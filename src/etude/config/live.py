@@ -102,6 +102,7 @@ class CanaryConfig(Section):
     hours: float = option(24.0, "after which a stage that has too few accounts ends in a rollback", gt=0)
     alpha: float = option(0.01, "probability that an equal version is stopped, over all guardrails", gt=0, lt=0.5)
     lift_alpha: float = option(0.05, "probability of a false finding that a version is better", gt=0, lt=0.5)
+    slower: float = option(1.25, "latency as a multiple of the control's from which it is harm", ge=1)
     holdback: float = option(0.02, "share of the accounts that stays on an old release", ge=0, lt=0.5)
     approval: bool = option(False, "a person must approve each stage: `etude live release --approve NAME`")
 

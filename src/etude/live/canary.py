@@ -50,7 +50,8 @@ class Verdict(StrEnum):
 @dataclass(frozen=True)
 class Guardrail:
     """The cost of an account: `count` over `of`, in [0, 1]. With `fewer` less of it is the harm. With `ranked` only
-    which of two accounts has more counts. `matures`: known after the attribution window."""
+    which of two accounts has more counts, an account of the canary beyond `canary.slower` times the other's.
+    `matures`: known after `labels.delay_seconds`."""
 
     name: str
     count: str
@@ -165,19 +166,22 @@ class CanaryDecision:
 
 
 def decide(
-    options: CanaryConfig, window_seconds: float, trial: CanaryTrial, tallies: Tallies, now: int
+    options: CanaryConfig, delay_seconds: float, trial: CanaryTrial, tallies: Tallies, now: int
 ) -> CanaryDecision:
-    """The decision at `now`. `tallies` are those since the release began; `window_seconds` is the attribution window.
-    Slots that have not ended (or not matured) don't count, so a repetition with the same rows decides the same."""
+    """The decision at `now`. `tallies` are those since the release began; `delay_seconds` is the age at which outcomes
+    of a turn are known: the attribution window, and time for signals that come late. Slots that have not ended (or not
+    matured) don't count, so a repetition with the same rows decides the same."""
     slot = round(options.slot_minutes * 60e9)
     tallies = _of_one_arm(tallies, -(-trial.began // slot))
-    ended, matured = now // slot, (now - round(window_seconds * 1e9)) // slot
+    ended, matured = now // slot, (now - round(delay_seconds * 1e9)) // slot
     stage = tallies.slot_N >= -(-trial.stage_began // slot)
     evidence = _split_evidence(options, trial, tallies, stage & (tallies.slot_N < ended))
     alpha = options.alpha * (1 - RATIO_ALPHA)
     for guardrail in GUARDRAILS:
         known = tallies.slot_N < (matured if guardrail.matures else ended)
-        evidence[guardrail.name] = _harm(guardrail, tallies, known, alpha * guardrail.share, -(-trial.began // slot))
+        evidence[guardrail.name] = _harm(
+            guardrail, tallies, known, alpha * guardrail.share, -(-trial.began // slot), options.slower
+        )
     ripe = stage & (tallies.slot_N < matured) & (tallies.of("requests") > 0)
     accounts = len(np.unique(tallies.account_N[ripe & (tallies.arm_N == 1)]))
     lift = None
@@ -232,9 +236,9 @@ def _split_evidence(options: CanaryConfig, trial: CanaryTrial, tallies: Tallies,
     return {"sizes of the arms": found + math.log(options.alpha * RATIO_ALPHA / len(options.stages))}
 
 
-def _harm(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, alpha: float, first: int) -> float:
+def _harm(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, alpha: float, first: int, slower: float) -> float:
     """The largest logarithm of e-value over bound, at any time so far, of both kinds."""
-    groups = _groups(guardrail, tallies, known)
+    groups = _groups(guardrail, tallies, known, slower)
     worst = _excess(groups.lasting, LASTING * alpha, 0.0)
     for slot, costs in groups.slots.items():
         margin = 0.0 if slot in groups.controlled else ALONE_MARGIN
@@ -255,7 +259,7 @@ class _AccountGroups:
     controlled: set[int]  # slots that had a control of their own
 
 
-def _groups(guardrail: Guardrail, tallies: Tallies, known: np.ndarray) -> _AccountGroups:
+def _groups(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, slower: float) -> _AccountGroups:
     """Pairs accounts of the canary with those of the control: one to one where they are equally many, else one to at
     most four. In slots without a control its last slot stands for it, if the cost is not one that the hour moves."""
     of_N = tallies.of(guardrail.of)
@@ -263,7 +267,9 @@ def _groups(guardrail: Guardrail, tallies: Tallies, known: np.ndarray) -> _Accou
     rows = rows[np.lexsort((tallies.account_N[rows], tallies.cell_N[rows], tallies.slot_N[rows]))]
     rate_N = np.zeros(len(of_N))
     rate_N[rows] = tallies.of(guardrail.count)[rows] / of_N[rows]
-    if not guardrail.ranked:
+    if guardrail.ranked:
+        rate_N[tallies.arm_N == 1] /= slower
+    else:
         rate_N = np.clip(rate_N, 0.0, 1.0)
     used = np.zeros(int(tallies.account_N.max(initial=-1)) + 1, bool)
     controlled = set(tallies.slot_N[tallies.arm_N == 0].tolist())

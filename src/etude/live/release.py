@@ -207,7 +207,7 @@ def decision_of(loop: Loop, trial: Standing, now: int) -> CanaryDecision:
     began = trial.since(ReleaseStage.CANARY)
     here = CanaryTrial(trial.release.number, trial.share, began, trial.events[-1].at)
     tallies = tallies_of(_tallies(loop, began))
-    return decide(loop.canary, loop.config.labels.window_seconds, here, tallies, now)
+    return decide(loop.canary, loop.config.labels.delay_seconds, here, tallies, now)
 
 
 def _tallies(loop: Loop, began: int) -> list[TallyRow]:

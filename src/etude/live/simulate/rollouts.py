@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etude.config.live import CanaryConfig
+from etude.config.live import CanaryConfig, LabelsConfig
 from etude.live.canary import CanaryDecision, CanaryTrial, Tallies, Verdict, decide
 
-_WINDOW = 1800.0
+_DELAY = LabelsConfig().delay_seconds
 _MINUTE = 60 * 10**9
 
 
@@ -44,7 +44,7 @@ def roll_out(rng: np.random.Generator, version: Version, options: CanaryConfig, 
     moved_A = (usual_A > np.median(usual_A)) & (rng.random(accounts) < version.regret)
     blocks: list[tuple[np.ndarray, ...]] = []
     slot, length = 0, round(options.slot_minutes)
-    delay = -(-round(_WINDOW / 60) // length)  # slots until a slot has matured
+    delay = -(-round(_DELAY / 60) // length)  # slots until a slot has matured
     decision = CanaryDecision(Verdict.HOLD, "")
     for share in options.stages:
         began = slot
@@ -72,7 +72,7 @@ def _decide(options: CanaryConfig, trial: CanaryTrial, blocks: list[tuple[np.nda
     on = CanaryDecision(Verdict.DONE if trial.share >= 1 else Verdict.GO_ON, f"without {ignored}")
     if ignored == "canary":
         return on
-    decision = decide(options, _WINDOW, trial, _join(blocks), now)
+    decision = decide(options, _DELAY, trial, _join(blocks), now)
     others = [e for name, e in decision.evidence.items() if name != ignored]
     stopped = decision.evidence.get(ignored, -1.0) >= 0 and max(others, default=-1.0) < 0
     return on if stopped else decision
