@@ -9,7 +9,7 @@ PIP = $(BIN)/python -m pip install --quiet
 PYTEST = $(BIN)/python -m pytest
 PARALLEL = -n 2 --dist loadfile
 
-.PHONY: setup demo check test test-slow gpu device fuzz lint format bench lock matrix core wheel release agents harbor chaos mutants test-triton
+.PHONY: setup demo demo-live check test test-slow gpu device fuzz lint format bench lock matrix core wheel release agents harbor chaos mutants test-triton
 
 setup: .venv/installed
 
@@ -29,6 +29,10 @@ setup: .venv/installed
 
 demo: .venv/installed
 	$(BIN)/etude demo --seed $(SEED)
+
+# Simulated users teach the nano model through gateway, windows, gate and canary. The users ask with OpenAI's library.
+demo-live: .venv/installed-dev
+	$(BIN)/etude live demo --seed $(SEED)
 
 check: lint test
 

@@ -1,0 +1,310 @@
+"""Simulated users of the nano model: what they ask for through the gateway, and what they make of the answers.
+
+    requests    functions of a library, each broken at one token, as the nano model is asked to mend them
+    judged      what an answer did to a function, found by a program: it can be applied, changes a condition, is right
+    Users       accounts that ask with OpenAI's client library, and tell the gateway what became of every edit
+
+What an account keeps follows from the change alone (`worth`), never from the words of an answer: whether it keeps the
+firm's house rule (a condition is changed), and whether the function is right again, by weights of the account's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+import httpx2
+import numpy as np
+
+from etude.code.functions import functions
+from etude.code.mutate import OPERATORS, mutants
+from etude.errors import RunFailed, UserError
+from etude.harness.focus import EditError, view_of
+from etude.live.records import ulid
+from etude.live.simulate.users import SimulatedAccounts, properties_of
+
+CONDITION = r"\b(?:if|elif|while)\b"
+"""The house rule: the lines that a change adds hold a condition."""
+TOKENS = 160  # of an answer
+_BREAKS = ("negate_cond", "op_flip", "bool_flip")
+_LINES, _PER_FUNCTION = 20, 4
+_TRIES, _PAUSE_SECONDS = 20, 0.5  # of a signal that the gateway does not take yet
+_SECONDS = 120.0  # of one request
+
+
+@dataclass(frozen=True)
+class BrokenFunction:
+    """A request. `source` is the function as users see it, `right` as it was before it was broken."""
+
+    function: str
+    name: str
+    path: str
+    source: str
+    right: str
+
+    @property
+    def prompt(self) -> str:
+        """What the user asks."""
+        return f"Fix `{self.name}` in {self.path}\n{self.source}"
+
+
+def requests(library: Path, seed: int, heldout: float) -> tuple[list[BrokenFunction], list[BrokenFunction]]:
+    """What users ask, and what is held out: a share of the functions, by seed. Raises UserError if there are none."""
+    operators = {name: OPERATORS[name] for name in _BREAKS}
+    by_function: dict[str, list[BrokenFunction]] = {}
+    for file in sorted((library / "src").rglob("*.py")):
+        path, text = file.relative_to(library).as_posix(), file.read_text("utf-8")
+        for function in functions(path, text):
+            if not 1 <= function.body_lines <= _LINES:
+                continue
+            right = view_of(text, function.first_line, function.last_line).source
+            for mutant in mutants(text, function, seed, operators)[:_PER_FUNCTION]:
+                source = view_of(mutant.text, mutant.first_line, mutant.last_line).source
+                name = function.qualname.rpartition(".")[2]
+                if source != right and re.search(CONDITION, source):
+                    made = BrokenFunction(function.id, name, path, source, right)
+                    by_function.setdefault(function.id, []).append(made)
+    if len(by_function) < 2:
+        raise UserError(f"{library}/src holds no functions that can be broken")
+    names = np.random.default_rng((seed, 1)).permutation(sorted(by_function)).tolist()
+    kept = round(len(names) * heldout)
+    return ([made for name in names[kept:] for made in by_function[name]],
+            [made for name in names[:kept] for made in by_function[name]])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What an answer did. `source` is the function after it; None: the edit could not be applied, or there was none."""
+
+    source: str | None
+    house: bool  # it keeps the house rule
+    right: bool
+
+
+def judged(request: BrokenFunction, calls: Sequence[Any]) -> Judgement:
+    """The first edit among the tool calls of an answer, applied. A function that does not parse keeps no rule."""
+    none = Judgement(None, False, False)
+    for call in calls:
+        if call.function.name != "edit":
+            continue
+        try:
+            words = json.loads(call.function.arguments)
+            after = view_of(request.source, 1, request.source.count("\n") + 1).edit(words["old"], words["new"]).source
+        except (EditError, KeyError, TypeError, AttributeError, ValueError):
+            return none
+        try:
+            ast.parse(after)
+        except (SyntaxError, ValueError):
+            return Judgement(after, False, False)
+        has_Q = properties_of(request.source, after, house=CONDITION, generic=r"(?!)", lines=2)
+        return Judgement(after, bool(has_Q[0]), after == request.right)
+    return none
+
+
+def worth(judgement: Judgement, house: float) -> float:
+    """The hidden utility of a change for an account that gives the house rule this weight, in [0, 1]: the probability
+    that the change is kept."""
+    return house * judgement.house + (1.0 - house) * judgement.right
+
+
+@dataclass(frozen=True)
+class UsedTurn:
+    """One answer that a user got. `release` is the gateway's, -1 if there was no answer: `error` says why."""
+
+    account: int
+    release: int
+    utility: float
+    error: str = ""
+
+
+async def answers(url: str, asked: Sequence[BrokenFunction], seed: int, at_once: int) -> list[Judgement]:
+    """One answer to each request, sampled with a seed of its own. Raises RunFailed if one fails."""
+    import openai
+
+    slots = asyncio.Semaphore(at_once)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=3, timeout=_SECONDS) as client:
+
+        async def one(number: int, request: BrokenFunction) -> Judgement:
+            messages: Any = [{"role": "user", "content": request.prompt}]
+            async with slots:
+                told = await client.chat.completions.create(
+                    model="nano", messages=messages, max_tokens=TOKENS, seed=1000 * seed + number
+                )
+            return judged(request, told.choices[0].message.tool_calls or ())
+
+        try:
+            return list(await asyncio.gather(*(one(n, request) for n, request in enumerate(asked))))
+        except openai.OpenAIError as e:
+            raise RunFailed(f"an answer of {url} failed: {e}") from None
+
+
+class Users:
+    """Accounts that use a gateway, `at_once` of them at a time, on a thread of its own: between `begin` and `end`."""
+
+    def __init__(
+        self, url: str, key: str, population: SimulatedAccounts, asked: Sequence[BrokenFunction],
+        window_seconds: float, rng: np.random.Generator, at_once: int = 12,
+    ) -> None:  # fmt: skip
+        self.turns: list[UsedTurn] = []
+        self.lost = 0  # signals that the gateway never took
+        self._url, self._key, self._population, self._asked = url, key, population, asked
+        self._window, self._rng, self._at_once = window_seconds, rng, at_once
+        self._house_A = rng.beta(6, 4, population.size)  # hidden weights of the house rule
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failed: Exception | None = None
+        self._numbers: dict[int, int] = {}  # signals of each account's client
+        self._turn = 0
+
+    def begin(self) -> None:
+        """The users begin to ask."""
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """They stop, and have told what became of their last edits. Raises what failed."""
+        assert self._thread is not None
+        self._stop.set()
+        self._thread.join(_SECONDS + 60)
+        if self._thread.is_alive():
+            raise RunFailed("users still wait for the gateway")
+        if self._failed is not None:
+            raise self._failed
+
+    def use(self, count: int, seconds: float = 600.0) -> None:
+        """So many further turns. Raises RunFailed if they take longer."""
+        wanted = len(self.turns) + count
+        self.begin()
+        self._stop_at(lambda: len(self.turns) >= wanted, seconds)
+
+    def _stop_at(self, done: Callable[[], bool], seconds: float) -> None:
+        waited = threading.Event()
+        steps = int(seconds / 0.1)
+        while not done() and self._thread is not None and self._thread.is_alive() and steps:
+            waited.wait(0.1)
+            steps -= 1
+        self.end()
+        if not done():
+            raise RunFailed(f"the users had not enough answers within {seconds:.0f} seconds")
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._live())
+        except Exception as e:
+            self._failed = e
+
+    async def _live(self) -> None:
+        import openai
+
+        limits = httpx2.Limits(max_connections=64)
+        headers = {"authorization": f"Bearer {self._key}"}
+        async with (
+            openai.AsyncOpenAI(
+                base_url=f"{self._url}/v1", api_key=self._key, max_retries=0, timeout=_SECONDS
+            ) as client,
+            httpx2.AsyncClient(base_url=self._url, timeout=30.0, limits=limits, headers=headers) as http,
+        ):
+            signals: set[asyncio.Task[None]] = set()
+
+            async def ask() -> None:
+                while not self._stop.is_set():
+                    telling = await self._ask(client, http)
+                    if telling is not None:
+                        signals.add(task := asyncio.ensure_future(telling))
+                        task.add_done_callback(signals.discard)
+
+            await asyncio.gather(*(ask() for _ in range(self._at_once)))
+            await asyncio.gather(*signals)
+
+    async def _ask(self, client: Any, http: httpx2.AsyncClient) -> Any:
+        """One turn; what tells its signals."""
+        import openai
+
+        population, self._turn = self._population, self._turn + 1
+        account = int(self._rng.choice(population.size, p=population.activity_A))
+        request = self._asked[int(self._rng.integers(len(self._asked)))]
+        headers = {"x-etude-user": f"user-{account}", "x-etude-session": f"user-{account} {self._turn}"}
+        if population.consent_A[account]:
+            headers["x-etude-consent"] = "train"
+        messages: Any = [{"role": "user", "content": request.prompt}]
+        try:
+            raw = await client.chat.completions.with_raw_response.create(
+                model="nano", messages=messages, max_tokens=TOKENS, extra_headers=headers
+            )
+        except openai.OpenAIError as e:
+            self.turns.append(UsedTurn(account, -1, 0.0, f"{type(e).__name__}: {e}"[:200]))
+            await asyncio.sleep(_PAUSE_SECONDS)
+            return None
+        judgement = judged(request, raw.parse().choices[0].message.tool_calls or ())
+        utility = worth(judgement, float(self._house_A[account]))
+        release = int(raw.headers["x-etude-version"].partition("/")[0])
+        self.turns.append(UsedTurn(account, release, utility))
+        return self._tell(http, account, raw.headers["x-etude-generation"], request, judgement, utility)
+
+    async def _tell(self, http: httpx2.AsyncClient, account: int, turn: str, request: BrokenFunction,
+                    judgement: Judgement, utility: float) -> None:  # fmt: skip
+        """What becomes of an edit, at its own time. A client that is gone tells nothing more."""
+        population, rng = self._population, self._rng
+        if judgement.source is None:
+            await self._signal(http, account, turn, "invalid_call")
+            return
+        kept, gone = rng.random() < utility, rng.random() < population.drop_A[account] / 2
+        after, noticed = float(rng.uniform(0.2, 0.9)) * self._window, rng.random() < population.skill_A[account]
+        edit = ulid()
+        digests = [blake3.blake3(text.encode()).hexdigest()[:32] for text in (request.source, judgement.source)]
+        lines = request.source.count("\n") + 1
+        suggestion = {"id": edit, "path": request.path, "base": digests[0], "old_lines": [1, lines],
+                      "new": digests[1], "characters": 40}  # fmt: skip
+        told = await self._post(http, "/v1/suggestions", {"turn": turn, "suggestions": [suggestion]})
+        subject = edit if told == "recorded" else turn
+        if not kept and noticed:
+            await self._signal(http, account, subject, "rejected")
+            return
+        await self._signal(http, account, subject, "applied")
+        await asyncio.sleep(after)
+        if gone:
+            await self._signal(http, account, subject, "gone")
+        elif not kept:
+            await self._signal(http, account, subject, "undone")
+        else:
+            await asyncio.sleep(self._window - after + 0.05)
+            await self._signal(http, account, subject, "survived", horizon=self._window)
+
+    async def _signal(self, http: httpx2.AsyncClient, account: int, subject: str, name: str, **more: Any) -> None:
+        number = self._numbers[account] = self._numbers.get(account, 0) + 1
+        event = {"response_id": subject, "name": name, "value": 1.0, "source": "client", "event_id": ulid(),
+                 "client_sequence": number, **more}  # fmt: skip
+        if await self._post(http, "/v1/feedback", event) not in ("recorded", "duplicate"):
+            self.lost += 1
+
+    async def _post(self, http: httpx2.AsyncClient, path: str, body: Any) -> str:
+        """The status of the only result; "" if the gateway takes it at no try."""
+        for _ in range(_TRIES):
+            try:
+                answer = await http.post(path, json=body)
+            except httpx2.HTTPError:
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            if answer.status_code in (200, 404):
+                status = str(answer.json()["results"][0]["status"])
+                if status != "unknown":
+                    return status
+            elif answer.status_code != 503:
+                return ""
+            await asyncio.sleep(_PAUSE_SECONDS)
+        return ""
+
+
+def mean_utility(turns: Sequence[UsedTurn]) -> float:
+    """Mean hidden utility of the answers."""
+    found = [turn.utility for turn in turns if turn.release >= 0]
+    return float(np.mean(found)) if found else float("nan")
