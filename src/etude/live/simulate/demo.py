@@ -324,7 +324,8 @@ class _Demo:
             standing = self._loop.read().of(number)
             for event in standing.events[stages:]:
                 if event.decided_by == "canary":
-                    self._told(f"release {number}: {event.stage} at {event.share:.0%}, {event.reason}")
+                    where = f" at {event.share:.0%}" if event.share else ""
+                    self._told(f"release {number}: {str(event.stage).replace('_', ' ')}{where}, {event.reason}")
             stages = len(standing.events)
             if standing.stage in (ReleaseStage.RELEASED, ReleaseStage.ROLLED_BACK):
                 break
@@ -359,14 +360,21 @@ def report(done: LiveDemo) -> str:
         _row("held-out answers that are right", done, "right", right), "",
         f"{len(set(done.functions))} held-out functions, {len(done.functions)} requests, {SAMPLES} answers each; "
         "intervals are bootstraps over functions.", "",
-        "| release | outcome | at | hidden utility of its answers |", "|---|---|---|---|",
+        "| release | outcome | at | hidden utility of its answers | against the control, by account |",
+        "|---|---|---|---|---|",
         *(f"| {o.release}{' (planted)' if o.planted else ''} | {'released' if o.released else 'rolled back'}: "
-          f"{o.reasons[-1] if o.reasons else ''} | {int(o.seconds) // 60}:{int(o.seconds) % 60:02} | {o.utility:.3f} |"
+          f"{o.reasons[-1] if o.reasons else ''} | {int(o.seconds) // 60}:{int(o.seconds) % 60:02} | {o.utility:.3f} | {_lift(o)} |"
           for o in done.outcomes), "",
         *(f"- The gate refused a version: {reason}" for reason in done.refused),
         f"Mean hidden utility of the users' answers before each window: {', '.join(f'{u:.3f}' for u in done.utility)}.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _lift(outcome: ReleaseOutcome) -> str:
+    """What the canary last said of the share of edits that are kept."""
+    told = [reason.partition("; ")[2] for reason in outcome.reasons if "; edits kept" in reason]
+    return told[-1] if told else "-"
 
 
 def _row(what: str, done: LiveDemo, figure: str, rise: Estimate) -> str:
