@@ -377,9 +377,15 @@ def test_arms_are_sticky_and_a_rollback_ends_the_canary(tmp_path, upstream, url)
             first = asked(http)
             assert set(first.values()) == {"1/4", "2/9"}
             assert asked(http) == first
+            new.status = 503  # the canary's server: the control's answers, which is an error of the canary
+            assert set(asked(http).values()) == {"1/4"}
+            new.status = 200
             stage(2, 2, ReleaseStage.ROLLED_BACK, 0.0)
             until(lambda: set(asked(http).values()) == {"1/4"}, 5.0)
         engine.dispose()
+    errors = [row["arm"] for row in rows(config, schema.tallies) if row["name"] == "errors"]
+    assert errors == ["canary"] * sum(version == "2/9" for version in first.values())
+    assert {row["release"] for row in rows(config, schema.turns)} == {1, 2}
     sessions = rows(config, schema.sessions)
     assert {(row["arm"], row["release"], row["propensity"]) for row in sessions} == {
         ("control", 1, 0.5), ("canary", 2, 0.5), ("control", 1, 1.0),

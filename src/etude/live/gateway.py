@@ -104,6 +104,12 @@ class _Served:
     client: str
     kind: TurnKind
     began: float = field(default_factory=time.monotonic)
+    strayed: int | None = None  # release of the control whose server answered, as no server of the account's arm did
+
+    @property
+    def release(self) -> int:
+        """That answered."""
+        return self.assignment.release if self.strayed is None else self.strayed
 
     @property
     def counted(self) -> Key:
@@ -294,6 +300,7 @@ class Gateway:
         try:
             async with asyncio.timeout(self.config.gateway.seconds):
                 answer = await self._asked(scope, served, recorded)
+                served.strayed = self._strayed(served, answer.server)
                 try:
                     begun = True
                     self._opened(served)
@@ -315,7 +322,14 @@ class Gateway:
                 raise  # the connection ends before the answer does: the client must not take it for whole
             await self._unanswered(scope, send, e)
         else:
-            self._count(served, failed=answer.status >= 500)
+            self._count(served, failed=answer.status >= 500 or served.strayed is not None)
+
+    def _strayed(self, served: _Served, server: Server) -> int | None:
+        """The control's release, if the answer is its server's and the account's arm has servers of its own: they are
+        away, which counts as an error of their release."""
+        own, stages = self.clusters.of_arm[served.assignment.arm], self._stages_now
+        everywhere = served.assignment.arm == Arm.CANARY and stages.share >= 1
+        return None if everywhere or not own or any(server is each for each in own) else stages.released
 
     async def _asked(self, scope: Scope, served: _Served, recorded: bool) -> UpstreamAnswer:
         """The head of an answer. Raises one of AWAY if no server gives one."""
@@ -357,7 +371,7 @@ class Gateway:
         version = answer.header(WEIGHTS_HEADER.encode()) or str(answer.server.version)
         own = {
             "x-etude-generation": served.id, "x-etude-session": served.session,
-            "x-etude-version": f"{served.assignment.release}/{version}", "x-etude-recorded": str(recorded).lower(),
+            "x-etude-version": f"{served.release}/{version}", "x-etude-recorded": str(recorded).lower(),
         }  # fmt: skip
         return [(k, v) for k, v in answer.headers if k not in _NOT_TOLD] + [
             (k.encode(), v.encode()) for k, v in own.items()
@@ -446,7 +460,7 @@ class Gateway:
             propensity=assignment.propensity, opened=0,
         )  # fmt: skip
         turn = ServedTurn(
-            id=served.id, session=served.session, sequence=0, kind=served.kind, release=assignment.release,
+            id=served.id, session=served.session, sequence=0, kind=served.kind, release=served.release,
             manifest=server.digests.get(version, ""), spans=spans, blob=None, reason=reason, scrubbed={}, rules="",
             prompt_tokens=len(tokens.prompt_ids) // 4 if tokens else 0, seconds=seconds, cluster=server.cluster, at=0,
             sampled_tokens=len(tokens.ids) // 4 if tokens else 0, stop=tokens.finish_reason if tokens else "",
