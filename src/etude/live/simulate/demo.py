@@ -362,13 +362,17 @@ def report(done: LiveDemo) -> str:
         "intervals are bootstraps over functions.", "",
         "| release | outcome | at | hidden utility of its answers | against the control, by account |",
         "|---|---|---|---|---|",
-        *(f"| {o.release}{' (planted)' if o.planted else ''} | {'released' if o.released else 'rolled back'}: "
-          f"{o.reasons[-1] if o.reasons else ''} | {int(o.seconds) // 60}:{int(o.seconds) % 60:02} | {o.utility:.3f} | {_lift(o)} |"
-          for o in done.outcomes), "",
+        *map(_outcome, done.outcomes), "",
         *(f"- The gate refused a version: {reason}" for reason in done.refused),
         f"Mean hidden utility of the users' answers before each window: {', '.join(f'{u:.3f}' for u in done.utility)}.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _outcome(o: ReleaseOutcome) -> str:
+    name, what = f"{o.release}{' (planted)' if o.planted else ''}", "released" if o.released else "rolled back"
+    at = f"{int(o.seconds) // 60}:{int(o.seconds) % 60:02}"
+    return f"| {name} | {what}: {o.reasons[-1] if o.reasons else ''} | {at} | {o.utility:.3f} | {_lift(o)} |"
 
 
 def _lift(outcome: ReleaseOutcome) -> str:
