@@ -63,7 +63,7 @@ def test_requests_show_broken_functions_and_hold_some_functions_out(library: Pat
 
 def test_a_change_is_judged_by_what_it_did() -> None:
     right = "def f(x):\n    if x > 1:\n        return x\n    return 1"
-    request = clients.BrokenFunction("m.py::f", "f", "m.py", right.replace(">", "<"), right)
+    request = clients.FunctionRequest("m.py::f", "f", "m.py", right.replace(">", "<"), right)
     mended = clients.judged(request, [edit("    if x < 1:", "    if x > 1:")])
     assert (mended.right, mended.house) == (True, True)
     other = clients.judged(request, [edit("    return 1", "    return 2")])
@@ -75,7 +75,7 @@ def test_a_change_is_judged_by_what_it_did() -> None:
     assert [clients.worth(found, 0.6) for found in (mended, negated, other)] == [1.0, 0.6, 0.0]
 
 
-def mending(asked: list[clients.BrokenFunction]) -> Starlette:
+def mending(asked: list[clients.FunctionRequest]) -> Starlette:
     """A server that mends every function, which no model is needed for."""
     right = {request.prompt: request for request in asked}
 

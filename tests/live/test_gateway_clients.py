@@ -40,14 +40,14 @@ class _Tap:
 
     async def __call__(self, scope, receive, send):
         whole = bytearray()
+        if scope["path"].startswith(("/v1/chat", "/v1/resp", "/v1/mess")):
+            self.sent.append(whole)
 
         async def told(message):
             whole.extend(message.get("body", b""))
             await send(message)
 
         await self.app(scope, receive, told)
-        if scope["path"].startswith(("/v1/chat", "/v1/resp", "/v1/mess")):
-            self.sent.append(bytes(whole))
 
 
 @pytest.fixture(scope="module")

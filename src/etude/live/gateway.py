@@ -108,12 +108,10 @@ class _Served:
 
     @property
     def release(self) -> int:
-        """That answered."""
-        return self.assignment.release if self.strayed is None else self.strayed
+        return self.strayed or self.assignment.release
 
     @property
     def counted(self) -> Key:
-        """Under what it is counted."""
         return Key(self.assignment.release, self.assignment.arm, self.account, self.key.tenant)
 
 
@@ -325,8 +323,7 @@ class Gateway:
             self._count(served, failed=answer.status >= 500 or served.strayed is not None)
 
     def _strayed(self, served: _Served, server: Server) -> int | None:
-        """The control's release, if the answer is its server's and the account's arm has servers of its own: they are
-        away, which counts as an error of their release."""
+        """The control's release, if its server answered because those of the account's own arm are away."""
         own, stages = self.clusters.of_arm[served.assignment.arm], self._stages_now
         everywhere = served.assignment.arm == Arm.CANARY and stages.share >= 1
         return None if everywhere or not own or any(server is each for each in own) else stages.released

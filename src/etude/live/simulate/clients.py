@@ -41,7 +41,7 @@ _SECONDS = 120.0  # of one request
 
 
 @dataclass(frozen=True)
-class BrokenFunction:
+class FunctionRequest:
     """A request. `source` is the function as users see it, `right` as it was before it was broken."""
 
     function: str
@@ -56,10 +56,10 @@ class BrokenFunction:
         return f"Fix `{self.name}` in {self.path}\n{self.source}"
 
 
-def requests(library: Path, seed: int, heldout: float) -> tuple[list[BrokenFunction], list[BrokenFunction]]:
+def requests(library: Path, seed: int, heldout: float) -> tuple[list[FunctionRequest], list[FunctionRequest]]:
     """What users ask, and what is held out: a share of the functions, by seed. Raises UserError if there are none."""
     operators = {name: OPERATORS[name] for name in _BREAKS}
-    by_function: dict[str, list[BrokenFunction]] = {}
+    by_function: dict[str, list[FunctionRequest]] = {}
     for file in sorted((library / "src").rglob("*.py")):
         path, text = file.relative_to(library).as_posix(), file.read_text("utf-8")
         for function in functions(path, text):
@@ -70,7 +70,7 @@ def requests(library: Path, seed: int, heldout: float) -> tuple[list[BrokenFunct
                 source = view_of(mutant.text, mutant.first_line, mutant.last_line).source
                 name = function.qualname.rpartition(".")[2]
                 if source != right and re.search(CONDITION, source):
-                    made = BrokenFunction(function.id, name, path, source, right)
+                    made = FunctionRequest(function.id, name, path, source, right)
                     by_function.setdefault(function.id, []).append(made)
     if len(by_function) < 2:
         raise UserError(f"{library}/src holds no functions that can be broken")
@@ -89,7 +89,7 @@ class Judgement:
     right: bool
 
 
-def judged(request: BrokenFunction, calls: Sequence[Any]) -> Judgement:
+def judged(request: FunctionRequest, calls: Sequence[Any]) -> Judgement:
     """The first edit among the tool calls of an answer, applied. A function that does not parse keeps no rule."""
     none = Judgement(None, False, False)
     for call in calls:
@@ -125,14 +125,14 @@ class UsedTurn:
     error: str = ""
 
 
-async def answers(url: str, asked: Sequence[BrokenFunction], seed: int, at_once: int) -> list[Judgement]:
+async def answers(url: str, asked: Sequence[FunctionRequest], seed: int, at_once: int) -> list[Judgement]:
     """One answer to each request, sampled with a seed of its own. Raises RunFailed if one fails."""
     import openai
 
     slots = asyncio.Semaphore(at_once)
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=3, timeout=_SECONDS) as client:
 
-        async def one(number: int, request: BrokenFunction) -> Judgement:
+        async def one(number: int, request: FunctionRequest) -> Judgement:
             messages: Any = [{"role": "user", "content": request.prompt}]
             async with slots:
                 told = await client.chat.completions.create(
@@ -150,7 +150,7 @@ class Users:
     """Accounts that use a gateway, `at_once` of them at a time, on a thread of its own: between `begin` and `end`."""
 
     def __init__(
-        self, url: str, key: str, population: SimulatedAccounts, asked: Sequence[BrokenFunction],
+        self, url: str, key: str, population: SimulatedAccounts, asked: Sequence[FunctionRequest],
         window_seconds: float, rng: np.random.Generator, at_once: int = 12,
     ) -> None:  # fmt: skip
         self.turns: list[UsedTurn] = []
@@ -250,7 +250,7 @@ class Users:
         self.turns.append(UsedTurn(account, release, utility))
         return self._tell(http, account, raw.headers["x-etude-generation"], request, judgement, utility)
 
-    async def _tell(self, http: httpx2.AsyncClient, account: int, turn: str, request: BrokenFunction,
+    async def _tell(self, http: httpx2.AsyncClient, account: int, turn: str, request: FunctionRequest,
                     judgement: Judgement, utility: float) -> None:  # fmt: skip
         """What becomes of an edit, at its own time. A client that is gone tells nothing more."""
         population, rng = self._population, self._rng

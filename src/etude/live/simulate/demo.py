@@ -43,7 +43,7 @@ from etude.live.gate import gate
 from etude.live.records import LivePolicy, Release, ReleaseStage
 from etude.live.release import Loop, candidate, open_loop, start, tick, wait
 from etude.live.replay import Player
-from etude.live.simulate.clients import BrokenFunction, Judgement, Users, answers, mean_utility, requests
+from etude.live.simulate.clients import FunctionRequest, Judgement, Users, answers, mean_utility, requests
 from etude.live.simulate.users import draw_population
 from etude.live.tenants import create_key, set_policy
 from etude.live.train import train_window
@@ -212,7 +212,7 @@ def _publish_base(store: Path) -> None:
 
 class _Demo:
     def __init__(
-        self, site: _Site, asked: list[BrokenFunction], heldout: list[BrokenFunction], seed: int,
+        self, site: _Site, asked: list[FunctionRequest], heldout: list[FunctionRequest], seed: int,
         say: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._site, self._loop, self._seed, self._say = site, site.loop, seed, say
