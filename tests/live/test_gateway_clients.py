@@ -151,6 +151,7 @@ def test_a_client_that_stops_reading_leaves_an_exact_turn(tmp_path, nano):
     with running_gateway(config) as (gateway, at), client(at, key) as http:
         with http.stream("POST", "/v1/chat/completions", json=body) as stream:
             next(stream.iter_lines())
+            time.sleep(0.5)  # the first line tells the role, and may come before there is a token
         deadline = time.monotonic() + 30
         while not gateway.intake.counters.turns and time.monotonic() < deadline:
             time.sleep(0.02)
