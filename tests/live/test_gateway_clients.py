@@ -35,8 +35,8 @@ SECRET = "AKIAQWERTYUIOPASDFGH"
 class _Tap:
     """An application, and the bytes of the bodies that it sent, one entry for each answer."""
 
-    def __init__(self, app) -> None:
-        self.app, self.sent = app, []
+    def __init__(self, app, engine) -> None:
+        self.app, self.engine, self.sent = app, engine, []
 
     async def __call__(self, scope, receive, send):
         whole = bytearray()
@@ -54,7 +54,7 @@ class _Tap:
 def nano():
     engine = load_engine(NANO, EngineConfig(cache_mb=64, speculate=False))
     engine.start()
-    tap = _Tap(build_app(engine, WeightWatcher(engine, None), NANO, ("nano",)))
+    tap = _Tap(build_app(engine, WeightWatcher(engine, None), NANO, ("nano",)), engine)
     with guarded(tap) as port:
         yield tap, f"http://127.0.0.1:{port}"
     engine.close()
@@ -144,14 +144,18 @@ def test_a_secret_that_a_response_goes_on_from_is_found_in_the_tokens(tmp_path, 
 
 
 def test_a_client_that_stops_reading_leaves_an_exact_turn(tmp_path, nano):
-    _, url = nano
+    tap, url = nano
+    before = tap.engine.counters.sampled_tokens
     config = live_config(tmp_path, url)
     key = new_key(config, consent=True)
     body = {"messages": ASK, "stream": True, "max_tokens": 2000, "ignore_eos": True}
     with running_gateway(config) as (gateway, at), client(at, key) as http:
         with http.stream("POST", "/v1/chat/completions", json=body) as stream:
-            next(stream.iter_lines())
-            time.sleep(0.5)  # the first line tells the role, and may come before there is a token
+            lines = stream.iter_lines()  # held: the connection ends with it
+            next(lines)
+            while tap.engine.counters.sampled_tokens == before:  # the first line tells the role, and comes before them
+                assert not stream.is_closed
+                time.sleep(0.01)
         deadline = time.monotonic() + 30
         while not gateway.intake.counters.turns and time.monotonic() < deadline:
             time.sleep(0.02)

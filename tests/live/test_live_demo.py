@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from etude.cli import live_demo
+from etude.errors import UserError
 
 
 @pytest.mark.release
@@ -20,6 +25,14 @@ def test_users_teach_a_version_and_a_damaged_one_is_stopped(tmp_path: Path) -> N
     assert (told["released"], told["planted_stopped"], told["failed"], told["lost"]) == (True, True, 0, 0)
     assert told["house"][-1] > told["house"][0]
     assert "| 3 (planted) | rolled back" in (tmp_path / "outputs/live-demo/report.md").read_text()
+
+
+def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'etude\[train,live\]' openai"):
+        live_demo.run(argparse.Namespace(windows=1, seed=1, json=False))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_words_are_refused(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         return _train(runfolder.load_config(folder), folder, None)
     if folder.exists():
         with runfolder.lock(folder):
-            print(f"the earlier demo was moved to {_set_aside(folder)}")
+            print(f"the earlier demo was moved to {set_aside(folder)}")
     _train(config, folder, given_text([recipe], overrides))
 
 
@@ -48,7 +48,7 @@ def _train(config: RLConfig, folder: Path, toml: str | None) -> None:
     train_rl(config, folder, resume=toml is None, toml=toml)
 
 
-def _set_aside(folder: Path) -> Path:
+def set_aside(folder: Path) -> Path:
     """Renames a run folder by the first free number; returns its new path."""
     names = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
     kept = next(name for name in names if not name.exists())

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import shutil
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 
+from etude.cli.demo import set_aside
 from etude.errors import UserError
 
 _FOLDER = Path("outputs/live-demo")
@@ -27,16 +26,15 @@ def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     RunFailed."""
     if not 1 <= arguments.windows <= 100:
         raise UserError(f"--windows {arguments.windows}: give a number from 1 to 100")
-    if importlib.util.find_spec("openai") is None:
-        raise UserError("the simulated users ask with OpenAI's client library: pip install openai")
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "detect_secrets", "openai")):
+        raise UserError("the demo trains, runs the gateway, and its users ask with OpenAI's client library: "
+                        "pip install 'etude[train,live]' openai")  # fmt: skip
     from etude.live.simulate.demo import as_json, report
     from etude.live.simulate.demo import run as run_demo
 
     folder = _FOLDER.absolute()
     if folder.exists():
-        kept = next(n for n in (folder.with_name(f"{folder.name}.{i}") for i in count(1)) if not n.exists())
-        shutil.move(folder, kept)
-        print(f"the earlier demo was moved to {kept}")
+        print(f"the earlier demo was moved to {set_aside(folder)}")
     folder.mkdir(parents=True, mode=0o700)
     arguments.interrupted = f"what it did lies in {folder}"
     done = run_demo(folder, arguments.seed, arguments.windows, lambda text: print(text, flush=True))

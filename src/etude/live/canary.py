@@ -211,7 +211,7 @@ def _progress(
         return Verdict.HOLD, missing
     if minutes < options.minutes:
         return Verdict.HOLD, f"{minutes:.1f} of {options.minutes:g} minutes"
-    said = f"{accounts} accounts in {minutes:.0f} minutes without evidence of harm"
+    said = f"{accounts} accounts in {minutes:.1f} minutes without evidence of harm"
     return (Verdict.DONE if trial.share >= 1 else Verdict.GO_ON), said
 
 

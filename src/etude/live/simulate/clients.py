@@ -15,7 +15,8 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,18 +183,12 @@ class Users:
 
     def use(self, count: int, seconds: float = 600.0) -> None:
         """So many further turns. Raises RunFailed if they take longer."""
-        wanted = len(self.turns) + count
+        wanted, deadline = len(self.turns) + count, time.monotonic() + seconds
         self.begin()
-        self._stop_at(lambda: len(self.turns) >= wanted, seconds)
-
-    def _stop_at(self, done: Callable[[], bool], seconds: float) -> None:
-        waited = threading.Event()
-        steps = int(seconds / 0.1)
-        while not done() and self._thread is not None and self._thread.is_alive() and steps:
-            waited.wait(0.1)
-            steps -= 1
+        while len(self.turns) < wanted and self._failed is None and time.monotonic() < deadline:
+            time.sleep(0.1)
         self.end()
-        if not done():
+        if len(self.turns) < wanted:
             raise RunFailed(f"the users had not enough answers within {seconds:.0f} seconds")
 
     def _run(self) -> None:
