@@ -219,6 +219,24 @@ def test_what_finds_no_room_is_dropped_and_counted(live):
     assert live.tallies() == {"dropped": (1, 0.0)}
 
 
+def test_counters_that_find_no_room_are_themselves_counted(live, monkeypatch):
+    monkeypatch.setattr("etude.live.intake._MOST_COUNTERS", 0)
+    live.intake.count(Key(3, Arm.CANARY, "a", "acme"), "requests", count=2)
+    assert live.intake.counters.uncounted == 2
+    live.intake.close()
+    assert not live.tallies()
+
+
+def test_old_counters_are_deleted_and_those_of_a_canary_that_stands_are_kept(live):
+    key, day = Key(3, Arm.CANARY, "a", "acme")._asdict(), 86400 * 10**9
+    slots = [live.intake.slot(time.time_ns() - days * day) for days in (89, 91)]
+    with live.engine.begin() as connection:
+        rows = [{**key, "slot": slot, "name": "requests", "count": 1, "total": 0.0} for slot in slots]
+        connection.execute(sa.insert(schema.tallies), rows)
+    live.told(live.signal(ulid()))
+    assert [row["slot"] for row in live.rows(schema.tallies)] == slots[:1]
+
+
 def test_times_rise_though_the_clock_is_set_back(live, monkeypatch):
     with live.engine.begin() as connection:
         first = log.stamp(connection, 10)

@@ -520,7 +520,7 @@ class Gateway:
         counters = self.intake.counters
         lines = [
             f"etude_live_{name}_total {getattr(counters, name)}"
-            for name in ("turns", "signals", "duplicates", "commits", "failed_commits")
+            for name in ("turns", "signals", "duplicates", "commits", "failed_commits", "uncounted")
         ]
         lines += [f'etude_live_drops_total{{reason="{reason}"}} {n}' for reason, n in sorted(counters.drops.items())]
         lines += [f"etude_live_waiting {self.intake.waiting}", f"etude_live_fetches {len(self._fetches)}"]

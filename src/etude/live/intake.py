@@ -40,8 +40,9 @@ _LINGER_SECONDS = 0.03  # for others to come along: a commit costs about the sam
 _COUNT_SECONDS = 0.5  # after which counters are written, also if there is nothing else
 _HOUR = 3600 * 10**9
 _SERVED = 24 * _HOUR  # nanoseconds for which a turn without consent may be signalled on
+_COUNTED = 90 * 24 * _HOUR  # nanoseconds for which counters are kept: longer than any canary stands
 _PUTS = 4  # blobs at once: their syncs share the disk's
-_MOST_COUNTERS = 100_000
+_MOST_COUNTERS = 100_000  # that wait for the log; what finds no room is in `IntakeCounters.uncounted`
 
 
 class Unavailable(Exception):
@@ -146,6 +147,7 @@ class IntakeCounters:
     duplicates: int = 0
     commits: int = 0
     failed_commits: int = 0
+    uncounted: int = 0  # counts that were lost while the log could not be written
     drops: Counter[str] = field(default_factory=Counter[str])
 
 
@@ -197,10 +199,12 @@ class Intake:
         """Adds to a counter of now."""
         slot = self.slot(time.time_ns())
         with self._lock:
-            if len(self._totals) < _MOST_COUNTERS or (key, slot, name) in self._totals:
-                total = self._totals[key, slot, name]
-                total.count += count
-                total.total += value
+            if len(self._totals) >= _MOST_COUNTERS and (key, slot, name) not in self._totals:
+                self.counters.uncounted += count
+                return
+            total = self._totals[key, slot, name]
+            total.count += count
+            total.total += value
 
     def slot(self, at: int) -> int:
         """The slot of a time in nanoseconds."""
@@ -562,6 +566,8 @@ class _Writing:
         if time.monotonic() > self._i._purged + 60:
             old = schema.served.c.at < self._at - _SERVED
             connection.execute(sa.delete(schema.served).where(old))
+            first = self._i.slot(self._at - _COUNTED)
+            connection.execute(sa.delete(schema.tallies).where(schema.tallies.c.slot < first))
             self._i._purged = time.monotonic()
 
     def _insert(self, connection: sa.Connection, table: sa.Table, rows: Iterable[dict[str, Any]]) -> None:
