@@ -41,7 +41,7 @@ SCENARIOS = (
     Scenario("short-edit-hack", "tiny edits that are accepted at a glance", "survival, not acceptance",
              "share of tiny edits", 0.04, 0.2),
     Scenario("flattery", "pleasing edits that are rated well", "survival, not ratings",
-             "share of flattering edits", 0.04, 0.2),
+             "share of flattering edits", 0.04, 0.2, turns=4000),
     Scenario("sybils", "a tenth of the accounts praises bad edits at ten times the activity", "account caps",
              "hidden utility against clean", 0.8, 0.6, more=False, turns=4000),
     Scenario("lone-voter", "one account votes up a planted answer to a question that only it asks", "coverage",
