@@ -335,7 +335,9 @@ def test_an_answer_that_breaks_off_is_not_taken_for_whole(tmp_path):
     assert {row["name"] for row in rows(config, schema.tallies)} == {"requests", "seconds", "errors"}
 
 
-def test_arms_are_sticky_and_a_rollback_ends_the_canary(tmp_path, upstream, url):
+@pytest.mark.parametrize("released", [1, 0])
+def test_arms_are_sticky_and_a_rollback_ends_the_canary(tmp_path, upstream, url, released):
+    """`released`: number of the control's release; 0 before anything was released."""
     new = _Upstream(version=9)
     with answering(new.app()) as canary:
         clusters = [
@@ -361,8 +363,10 @@ def test_arms_are_sticky_and_a_rollback_ends_the_canary(tmp_path, upstream, url)
             for number, version in ((1, 4), (2, 9)):
                 unset = {"parent": None, "anchor": None, "report": None, "window": None}
                 log.add(connection, [Release(number=number, store="s", version=version, manifest="m", at=1, **unset)])
-        stage(1, 1, ReleaseStage.RELEASED, 1.0)
+        if released:
+            stage(1, 1, ReleaseStage.RELEASED, 1.0)
         stage(2, 1, ReleaseStage.CANARY, 0.5)
+        control = f"{released}/4"
 
         def asked(http):
             told = {}
@@ -375,20 +379,20 @@ def test_arms_are_sticky_and_a_rollback_ends_the_canary(tmp_path, upstream, url)
 
         with running_gateway(config) as (_, at), client(at, key) as http:
             first = asked(http)
-            assert set(first.values()) == {"1/4", "2/9"}
+            assert set(first.values()) == {control, "2/9"}
             assert asked(http) == first
             new.status = 503  # the canary's server: the control's answers, which is an error of the canary
-            assert set(asked(http).values()) == {"1/4"}
+            assert set(asked(http).values()) == {control}
             new.status = 200
             stage(2, 2, ReleaseStage.ROLLED_BACK, 0.0)
-            until(lambda: set(asked(http).values()) == {"1/4"}, 5.0)
+            until(lambda: set(asked(http).values()) == {control}, 5.0)
         engine.dispose()
     errors = [row["arm"] for row in rows(config, schema.tallies) if row["name"] == "errors"]
     assert errors == ["canary"] * sum(version == "2/9" for version in first.values())
-    assert {row["release"] for row in rows(config, schema.turns)} == {1, 2}
+    assert {row["release"] for row in rows(config, schema.turns)} == {released, 2}
     sessions = rows(config, schema.sessions)
     assert {(row["arm"], row["release"], row["propensity"]) for row in sessions} == {
-        ("control", 1, 0.5), ("canary", 2, 0.5), ("control", 1, 1.0),
+        ("control", released, 0.5), ("canary", 2, 0.5), ("control", released, 1.0),
     }  # fmt: skip
 
 

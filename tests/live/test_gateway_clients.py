@@ -153,8 +153,10 @@ def test_a_client_that_stops_reading_leaves_an_exact_turn(tmp_path, nano):
         with http.stream("POST", "/v1/chat/completions", json=body) as stream:
             lines = stream.iter_lines()  # held: the connection ends with it
             next(lines)
-            while tap.engine.counters.sampled_tokens == before:  # the first line tells the role, and comes before them
+            deadline = time.monotonic() + 30  # the first line tells the role, and comes before the tokens
+            while tap.engine.counters.sampled_tokens == before:
                 assert not stream.is_closed
+                assert time.monotonic() < deadline
                 time.sleep(0.01)
         deadline = time.monotonic() + 30
         while not gateway.intake.counters.turns and time.monotonic() < deadline:

@@ -14,6 +14,9 @@ import pytest
 
 from etude.cli import live_demo
 from etude.errors import UserError
+from etude.live.canary import CanaryDecision, Difference, Verdict
+from etude.live.release import _said
+from etude.live.simulate.demo import HeldoutScore, LiveDemo, ReleaseOutcome, report
 
 
 @pytest.mark.release
@@ -33,6 +36,20 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=r"pip install 'etude\[train,live\]' openai"):
         live_demo.run(argparse.Namespace(windows=1, seed=1, json=False))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_tells_what_the_canary_said_of_a_release() -> None:
+    lift = Difference(mean=0.169, low=0.051, high=0.287, accounts=(138, 150), better=True)
+    said = _said(CanaryDecision(Verdict.GO_ON, "138 accounts in 0.6 minutes", 138, {}, lift))
+    done = LiveDemo(["f"], scores=[HeldoutScore([0.0], [0.0]), HeldoutScore([1.0], [0.5])])
+    done.outcomes = [
+        ReleaseOutcome(2, False, True, (said, "251 accounts in 0.6 minutes"), 0.5, 237.0),
+        ReleaseOutcome(3, True, False, ("invalid calls",), 0.1, 304.0),
+    ]
+    lines = report(done).splitlines()
+    assert "| 2 | released: 251 accounts in 0.6 minutes | 3:57 | 0.500 | " \
+           "edits kept +16.9% [+5.1%, +28.7%], better |" in lines  # fmt: skip
+    assert "| 3 (planted) | rolled back: invalid calls | 5:04 | 0.100 | - |" in lines
 
 
 def test_wrong_words_are_refused(tmp_path: Path) -> None:

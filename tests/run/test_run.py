@@ -231,7 +231,7 @@ def test_two_servers_share_the_episodes_of_a_run_that_replays_their_experts(tmp_
 
 
 @pytest.mark.slow
-def test_three_versions_at_a_learning_rate_of_zero_are_one(tmp_path):
+def test_versions_at_a_learning_rate_of_zero_are_one(tmp_path):
     """G10: nothing on the way from the trainer to an engine changes a bit, and the two do not drift apart."""
     asynchronous = CONFIG.replace("deterministic = true", "").replace("staleness = 0", "staleness = 1")
     # A version that is replaced before its probes are decoded is not measured: enough versions that some always are.

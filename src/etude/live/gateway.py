@@ -108,7 +108,7 @@ class _Served:
 
     @property
     def release(self) -> int:
-        return self.strayed or self.assignment.release
+        return self.assignment.release if self.strayed is None else self.strayed
 
     @property
     def counted(self) -> Key:

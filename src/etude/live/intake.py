@@ -40,7 +40,7 @@ _LINGER_SECONDS = 0.03  # for others to come along: a commit costs about the sam
 _COUNT_SECONDS = 0.5  # after which counters are written, also if there is nothing else
 _HOUR = 3600 * 10**9
 _SERVED = 24 * _HOUR  # nanoseconds for which a turn without consent may be signalled on
-_COUNTED = 90 * 24 * _HOUR  # nanoseconds for which counters are kept: longer than any canary stands
+_COUNTED = 90 * 24 * _HOUR  # nanoseconds for which counters are kept
 _PUTS = 4  # blobs at once: their syncs share the disk's
 _MOST_COUNTERS = 100_000  # that wait for the log; what finds no room is in `IntakeCounters.uncounted`
 
