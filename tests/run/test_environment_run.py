@@ -18,7 +18,7 @@ from etude.weights.manifest import manifests
 from tests.helpers.tiny_environment import save_model, tables
 
 ROOT = Path(__file__).parents[2]
-STEPS = 12
+STEPS = 24
 
 
 def etude(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from etude.store import open_store
 from etude.weights.manifest import manifests
 from tests.helpers.tiny_environment import save_model, tables
 
-STEPS = 14
+STEPS = 30
 
 
 def test_the_loop_in_one_file_learns(tmp_path: Path) -> None:
