@@ -78,14 +78,14 @@ class Site:
         self.loop: Loop = open_loop(validate(LiveConfig, self.options, "test"))
         self._publisher = Publisher(open_store(str(self.trained)))
 
-    def passed(self, tensors: dict, version: int, window: int | None = None) -> str:
+    def passed(self, tensors: dict, version: int, window: int | None = None, anchor: int | None = None) -> str:
         """Publishes a version that passes the gate beside the current release; its digest."""
         manifest = self._publisher.publish(version, tensors, (), {})
         found = self.loop.read()
         parent = found.current.release.number if found.current else None
         release = Release(
             number=found.next_number, store=str(self.trained), version=version, manifest=manifest.digest, parent=parent,
-            anchor=None, report=None, window=window, at=0,
+            anchor=anchor, report=None, window=window, at=0,
         )  # fmt: skip
         releases.begin(self.loop.engine, release, ReleaseStage.GATE, "passed", "gate")
         return manifest.digest

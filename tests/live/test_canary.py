@@ -184,8 +184,8 @@ def test_the_holdback_shows_a_lift_and_rarely_one_that_is_not_there() -> None:
 
 def holdback_slot(generator: np.random.Generator, slot: int, lift: float):
     """200 new accounts, a fifth of them in the holdback; each kept its edit or not."""
-    arm = np.where(np.arange(200) % 5 == 0, 2, 1)
-    kept = (generator.random(200) < np.where(arm == 1, 0.5 + lift, 0.5)).astype(float)
+    arm = np.where(np.arange(200) % 5 == 0, 2, 0)
+    kept = (generator.random(200) < np.where(arm == 0, 0.5 + lift, 0.5)).astype(float)
     part = tallies_of([])
     values = {"edits": np.ones(200), "survived": kept}
     return replace(part, account_N=np.arange(200) + 200 * slot, arm_N=arm, slot_N=np.full(200, slot),

@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
+from etude.cli.live_status import lift_sentence
 from etude.cli.main import main
+from etude.config import validate
+from etude.config.live import LiveConfig
 from etude.errors import UserError
 from etude.live import release, releases, schema
 from etude.live.records import Arm, ReleaseStage
@@ -283,6 +287,53 @@ def test_two_deciders_cannot_both_decide(two: Site) -> None:
     releases.append(two.loop.engine, trial, ReleaseStage.CANARY, 0.5, "", "canary")
     with pytest.raises(UserError, match="another process has decided"):
         releases.append(two.loop.engine, trial, ReleaseStage.CANARY, 0.5, "", "canary")
+
+
+def test_the_status_shows_the_lift_since_the_anchor(tmp_path: Path) -> None:
+    """Of outcomes that have matured, of the control against the holdback, since the first release after the anchor:
+    each account of the control keeps 3 of 4 edits, or of 2 edits and 2 invalid calls 1; each of the holdback 1 of 4."""
+    slot = round(0.0005 * 60e9)
+    with site(tmp_path, **QUICK) as made:
+        options = {**made.options, "canary": {**QUICK["canary"], "holdback": 0.2}}
+        options["clusters"] = [
+            {**c, "holdback_urls": ["http://127.0.0.1:9"], "holdback_store": str(tmp_path / f"{c['name']}-holdback")}
+            for c in made.options["clusters"]
+        ]
+        loop = release.Loop(validate(LiveConfig, options, "test"), made.loop.engine)
+        release.start(made.loop, made.passed(FIRST, 0), 0)
+        count(loop, "control", range(60), time.time_ns() // slot - 1, edits=4, survived=0)  # before the release
+        assert release.status(loop)["lift"] is None, "the control is the anchor"
+        release.start(loop, made.passed(SECOND, 1, anchor=1), 1)
+        (second,) = (s for s in loop.read().standings if s.release.number == 2)
+        releases.append(loop.engine, second, ReleaseStage.RELEASED, 1.0, "", "ada")
+        assert release.status(loop)["lift"] is None, "nobody has used it"
+        now = -(-time.time_ns() // slot)
+        count(loop, "control", range(30), now, edits=4, survived=3)
+        count(loop, "control", range(30, 60), now + 1, edits=2, invalid_call=2, survived=1)
+        count(loop, "holdback", range(60, 120), now, edits=4, survived=1)
+        count(loop, "holdback", range(60, 120), now + 10**6, edits=4, survived=4)  # not matured
+        for arm in ("control", "holdback"):  # after a change of the holdback's share
+            count(loop, arm, [120], now, edits=4, survived=0)
+        time.sleep(0.15)
+        lift = release.status(loop)["lift"]
+    assert lift["anchor"] == 1
+    assert lift["mean"] == pytest.approx((3 / 4 + 1 / 4) / 2 - 1 / 4)
+    assert lift["accounts"] == (60, 60)
+    low, high = lift["low"], lift["high"]
+    assert 0 < low < 0.25 < high
+    assert lift_sentence(lift) == (
+        f"Kept, of edits and invalid calls, by account: +25.0% [{low:+.1%}, {high:+.1%}] over release 1, on which the "
+        "holdback stays; better (60 and 60 accounts)"
+    )
+
+
+def count(loop: release.Loop, arm: str, accounts: Iterable[int], slot: int, **counts: int) -> None:
+    """Adds counters of one slot."""
+    with loop.engine.begin() as connection:
+        connection.execute(sa.insert(schema.tallies), [
+            {"release": 1, "arm": arm, "account": f"a{number}", "slot": slot, "name": name, "tenant": "acme",
+             "count": n, "total": float(n)} for number in accounts for name, n in counts.items()
+        ])  # fmt: skip
 
 
 def test_commands_say_what_they_did(two: Site, tmp_path: Path, capsys) -> None:

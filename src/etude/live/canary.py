@@ -144,8 +144,8 @@ class CanaryTrial:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of the canary less that of the other arm, share of edits kept per account; `low` and `high` hold it with
-    the planned probability. `better`: shown at this look, or by the sequence."""
+    """Mean of the newer content's arm less that of the other, share of tries kept per account; `low` and `high` hold it
+    with the planned probability. `better`: shown at this look, or by the sequence."""
 
     mean: float
     low: float
@@ -312,15 +312,17 @@ def _differences(
 
 
 def kept_per_account(tallies: Tallies, known: np.ndarray, arm: int, without: np.ndarray | None = None) -> np.ndarray:
-    """Share of its edits that each account of an arm kept, by what is `known`."""
-    rows = np.flatnonzero(known & (tallies.arm_N == arm) & (tallies.of("edits") > 0))
+    """Share of its tries that each account of an arm kept, by what is `known`: of edits and of invalid calls, which
+    would have been edits."""
+    tries_N = tallies.of("edits") + tallies.of("invalid_call")
+    rows = np.flatnonzero(known & (tallies.arm_N == arm) & (tries_N > 0))
     if without is not None:
         rows = rows[~np.isin(tallies.account_N[rows], without)]
     accounts, place = np.unique(tallies.account_N[rows], return_inverse=True)
-    kept, edits = np.zeros(len(accounts)), np.zeros(len(accounts))
+    kept, tries = np.zeros(len(accounts)), np.zeros(len(accounts))
     np.add.at(kept, place, tallies.of("survived")[rows])
-    np.add.at(edits, place, tallies.of("edits")[rows])
-    return np.clip(kept / np.maximum(edits, 1e-9), 0.0, 1.0)
+    np.add.at(tries, place, tries_N[rows])
+    return np.clip(kept / np.maximum(tries, 1e-9), 0.0, 1.0)
 
 
 def _lift(options: CanaryConfig, trial: CanaryTrial, tallies: Tallies, known: np.ndarray) -> Difference | None:
@@ -343,11 +345,12 @@ def _bounds(shares: tuple[float, ...], alpha: float) -> tuple[float, ...]:
     return plan_looks([share / shares[-1] for share in shares], alpha).bounds
 
 
-def holdback_lift(tallies: Tallies, alpha: float = 0.05, arm: Arm = Arm.CANARY) -> Difference | None:
-    """Released accounts (those of `arm`) against the holdback, as a confidence sequence: it may be looked at for weeks.
-    For arms whose sizes keep their ratio, at n0 n1 / (n0 + n1) units."""
-    known = np.ones(len(tallies.account_N), bool)
-    new, old = kept_per_account(tallies, known, ARMS.index(arm)), kept_per_account(tallies, known, 2)
+def holdback_lift(tallies: Tallies, alpha: float = 0.05) -> Difference | None:
+    """Accounts of the control against the holdback, as a confidence sequence: it may be looked at for weeks. For arms
+    whose sizes keep their ratio, at n0 n1 / (n0 + n1) units. An account of both arms is in neither."""
+    control, held = (np.unique(tallies.account_N[tallies.arm_N == arm]) for arm in (0, 2))
+    known = ~np.isin(tallies.account_N, np.intersect1d(control, held))
+    new, old = kept_per_account(tallies, known, 0), kept_per_account(tallies, known, 2)
     if min(len(new), len(old)) < 2:
         return None
     units = len(new) * len(old) / (len(new) + len(old))

@@ -27,7 +27,15 @@ from etude.config.live import CanaryConfig, LiveConfig
 from etude.errors import UserError
 from etude.failpoints import failpoint
 from etude.live import accounts, log, releases, schema
-from etude.live.canary import CanaryDecision, CanaryTrial, TallyRow, Verdict, decide, tallies_of
+from etude.live.canary import (
+    CanaryDecision,
+    CanaryTrial,
+    TallyRow,
+    Verdict,
+    decide,
+    holdback_lift,
+    tallies_of,
+)
 from etude.live.pointers import PointerState, bring, prepare, states
 from etude.live.records import Arm, Release, ReleaseStage
 from etude.live.releases import Pointer, ReleaseLog, Standing
@@ -256,7 +264,7 @@ def _said(decision: CanaryDecision) -> str:
     if lift is None:
         return decision.reason
     verdict = "better" if lift.better else "no proof that it is better"
-    return f"{decision.reason}; edits kept {lift.mean:+.1%} [{lift.low:+.1%}, {lift.high:+.1%}], {verdict}"
+    return f"{decision.reason}; share kept {lift.mean:+.1%} [{lift.low:+.1%}, {lift.high:+.1%}], {verdict}"
 
 
 def _follow(loop: Loop) -> None:
@@ -432,6 +440,7 @@ def status(loop: Loop) -> dict[str, Any]:
             for standing in found.standings[-20:]
         ],
         "decision": None if decision is None else _as_json(decision),
+        "lift": _lift_since_anchor(loop, found, now),
         "clusters": [
             {
                 "cluster": state.pointer.cluster, "arm": str(state.pointer.arm), "store": state.pointer.store,
@@ -446,6 +455,34 @@ def status(loop: Loop) -> dict[str, Any]:
         ],
         "tainted": [msgspec.to_builtins(taint) for taint in releases.taints(loop.engine)],
     }  # fmt: skip
+
+
+def _lift_since_anchor(loop: Loop, found: ReleaseLog, now: int) -> dict[str, Any] | None:
+    """What was released since the anchor against the anchor, which the holdback stays on, by outcomes that have
+    matured; None without a holdback, or with fewer than two accounts in one of the arms."""
+    current = found.current
+    if current is None or current.release.anchor is None or not loop.canary.holdback:
+        return None
+    anchor = current.release.anchor
+    began = min(
+        event.at
+        for standing in found.standings
+        for event in standing.events
+        if standing.release.anchor == anchor and event.stage is ReleaseStage.RELEASED
+    )
+    slot, table = round(loop.canary.slot_minutes * 60e9), schema.tallies
+    matured = (now - round(loop.config.labels.delay_seconds * 1e9)) // slot
+    keys = (table.c.arm, table.c.account, table.c.name)
+    query = sa.select(*keys, sa.func.sum(table.c.count), sa.func.sum(table.c.total)).group_by(*keys).where(
+        table.c.slot >= -(-began // slot), table.c.slot < matured,
+        table.c.arm.in_([str(Arm.CONTROL), str(Arm.HOLDBACK)]),
+        table.c.name.in_(["edits", "invalid_call", "survived"]),
+    )  # fmt: skip
+    with log.reading(loop.engine) as connection:
+        rows = [TallyRow(arm, account, 0, name, int(count), float(total))
+                for arm, account, name, count, total in connection.execute(query)]  # fmt: skip
+    lift = holdback_lift(tallies_of(rows))
+    return None if lift is None else {"anchor": anchor, **msgspec.to_builtins(lift)}
 
 
 def _as_json(decision: CanaryDecision) -> dict[str, Any]:

@@ -377,7 +377,7 @@ def _outcome(o: ReleaseOutcome) -> str:
 
 def _lift(outcome: ReleaseOutcome) -> str:
     """What the canary last said of the share of edits that are kept."""
-    told = [reason.partition("; ")[2] for reason in outcome.reasons if "; edits kept" in reason]
+    told = [reason.partition("; ")[2] for reason in outcome.reasons if "; share kept " in reason]
     return told[-1] if told else "-"
 
 
