@@ -48,7 +48,7 @@ def test_the_report_tells_what_the_canary_said_of_a_release() -> None:
     ]
     lines = report(done).splitlines()
     assert "| 2 | released: 251 accounts in 0.6 minutes | 3:57 | 0.500 | " \
-           "share kept +16.9% [+5.1%, +28.7%], better |" in lines  # fmt: skip
+           "edits kept, of edits and invalid calls: +16.9 points [+5.1, +28.7], better |" in lines  # fmt: skip
     assert "| 3 (planted) | rolled back: invalid calls | 5:04 | 0.100 | - |" in lines
 
 

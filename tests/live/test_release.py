@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -9,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
-from etude.cli.live_status import lift_sentence
+from etude.cli import live_status
 from etude.cli.main import main
 from etude.config import validate
 from etude.config.live import LiveConfig
@@ -23,7 +25,7 @@ from etude.live import release, releases, schema
 from etude.live.records import Arm, ReleaseStage
 from etude.store import open_store
 from etude.weights.manifest import read
-from tests.helpers.followers import Site, site
+from tests.helpers.followers import Follower, Site, site
 from tests.helpers.small_tensors import nudged, tensors
 
 QUICK = {
@@ -289,16 +291,16 @@ def test_two_deciders_cannot_both_decide(two: Site) -> None:
         releases.append(two.loop.engine, trial, ReleaseStage.CANARY, 0.5, "", "canary")
 
 
-def test_the_status_shows_the_lift_since_the_anchor(tmp_path: Path) -> None:
+def test_the_status_shows_the_lift_since_the_anchor(tmp_path: Path, monkeypatch, capsys) -> None:
     """Of outcomes that have matured, of the control against the holdback, since the first release after the anchor:
     each account of the control keeps 3 of 4 edits, or of 2 edits and 2 invalid calls 1; each of the holdback 1 of 4."""
     slot = round(0.0005 * 60e9)
-    with site(tmp_path, **QUICK) as made:
+    with site(tmp_path, **QUICK) as made, closing(Follower(tmp_path / "holdback")) as holdback:
+        holdback.store.mkdir()
         options = {**made.options, "canary": {**QUICK["canary"], "holdback": 0.2}}
-        options["clusters"] = [
-            {**c, "holdback_urls": ["http://127.0.0.1:9"], "holdback_store": str(tmp_path / f"{c['name']}-holdback")}
-            for c in made.options["clusters"]
-        ]
+        east, west = made.options["clusters"]
+        held = {"holdback_urls": [holdback.url], "holdback_store": str(holdback.store)}
+        options["clusters"] = [east | held, west]
         loop = release.Loop(validate(LiveConfig, options, "test"), made.loop.engine)
         release.start(made.loop, made.passed(FIRST, 0), 0)
         count(loop, "control", range(60), time.time_ns() // slot - 1, edits=4, survived=0)  # before the release
@@ -315,16 +317,17 @@ def test_the_status_shows_the_lift_since_the_anchor(tmp_path: Path) -> None:
         for arm in ("control", "holdback"):  # after a change of the holdback's share
             count(loop, arm, [120], now, edits=4, survived=0)
         time.sleep(0.15)
-        lift = release.status(loop)["lift"]
+        monkeypatch.setattr(live_status, "opened", lambda config: nullcontext(loop))
+        live_status.run(argparse.Namespace(config=tmp_path, json=True))
+    printed = capsys.readouterr().out
+    lift = json.loads(printed.splitlines()[-1])["lift"]
     assert lift["anchor"] == 1
     assert lift["mean"] == pytest.approx((3 / 4 + 1 / 4) / 2 - 1 / 4)
-    assert lift["accounts"] == (60, 60)
+    assert lift["accounts"] == [60, 60]
     low, high = lift["low"], lift["high"]
     assert 0 < low < 0.25 < high
-    assert lift_sentence(lift) == (
-        f"Kept, of edits and invalid calls, by account: +25.0% [{low:+.1%}, {high:+.1%}] over release 1, on which the "
-        "holdback stays; better (60 and 60 accounts)"
-    )
+    said = f"edits kept, of edits and invalid calls: +25.0 points [{100 * low:+.1f}, {100 * high:+.1f}], better"
+    assert f"\nSince release 1, on which the holdback of 60 accounts stays, {said}\n" in printed
 
 
 def count(loop: release.Loop, arm: str, accounts: Iterable[int], slot: int, **counts: int) -> None:

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from etude.cli.live_release import opened
 
@@ -35,7 +34,8 @@ def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
         for name, value in decision["evidence"].items():
             print(f"| {name} | {math.exp(min(value, 40.0)):.2g} |")
     if (lift := told["lift"]) is not None:
-        print(f"\n{lift_sentence(lift)}")
+        print(f"\nSince release {lift['anchor']}, on which the holdback of {lift['accounts'][1]:,} accounts stays, "
+              f"{lift['sentence']}")  # fmt: skip
     print("\n| cluster | arm | release | version | servers | |\n|---|---|---|---|---|---|")
     for cluster in told["clusters"]:
         late = f"{len(cluster['lagging'])} lag for {cluster['lagging_seconds']:.0f} s" if cluster["lagging"] else "all"
@@ -47,13 +47,3 @@ def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
               f"{len(taint['turns'])} turns of {len(taint['accounts'])} accounts (--json lists them)")  # fmt: skip
     if arguments.json:
         print(json.dumps(told))
-
-
-def lift_sentence(lift: dict[str, Any]) -> str:
-    """What the holdback shows, of the object "lift" of `etude.live.release.status`."""
-    verdict = "better" if lift["better"] else "no proof that it is better"
-    control, held = lift["accounts"]
-    return (
-        f"Kept, of edits and invalid calls, by account: {lift['mean']:+.1%} [{lift['low']:+.1%}, {lift['high']:+.1%}] "
-        f"over release {lift['anchor']}, on which the holdback stays; {verdict} ({control:,} and {held:,} accounts)"
-    )

@@ -144,14 +144,21 @@ class CanaryTrial:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of the newer content's arm less that of the other, share of tries kept per account; `low` and `high` hold it
-    with the planned probability. `better`: shown at this look, or by the sequence."""
+    """Mean of the newer content's arm less that of the other, of `kept_per_account`; `low` and `high` hold it with the
+    planned probability. `better`: shown at this look, or by the sequence."""
 
     mean: float
     low: float
     high: float
     accounts: tuple[int, int]
     better: bool
+
+    @property
+    def sentence(self) -> str:
+        """For people, in points."""
+        mean, low, high = (f"{100 * share:+.1f}" for share in (self.mean, self.low, self.high))
+        verdict = "better" if self.better else "no proof that it is better"
+        return f"edits kept, of edits and invalid calls: {mean} points [{low}, {high}], {verdict}"
 
 
 @dataclass(frozen=True)
@@ -312,8 +319,8 @@ def _differences(
 
 
 def kept_per_account(tallies: Tallies, known: np.ndarray, arm: int, without: np.ndarray | None = None) -> np.ndarray:
-    """Share of its tries that each account of an arm kept, by what is `known`: of edits and of invalid calls, which
-    would have been edits."""
+    """Share of its tries (edits, and invalid calls, which would have been edits) that each account of an arm kept, by
+    what is `known`."""
     tries_N = tallies.of("edits") + tallies.of("invalid_call")
     rows = np.flatnonzero(known & (tallies.arm_N == arm) & (tries_N > 0))
     if without is not None:
@@ -345,9 +352,9 @@ def _bounds(shares: tuple[float, ...], alpha: float) -> tuple[float, ...]:
     return plan_looks([share / shares[-1] for share in shares], alpha).bounds
 
 
-def holdback_lift(tallies: Tallies, alpha: float = 0.05) -> Difference | None:
-    """Accounts of the control against the holdback, as a confidence sequence: it may be looked at for weeks. For arms
-    whose sizes keep their ratio, at n0 n1 / (n0 + n1) units. An account of both arms is in neither."""
+def holdback_lift(tallies: Tallies) -> Difference | None:
+    """Accounts of the control against the holdback, as a confidence sequence of 95 %, which may be looked at for weeks.
+    For arms whose sizes keep their ratio, at n0 n1 / (n0 + n1) units. An account of both arms is in neither."""
     control, held = (np.unique(tallies.account_N[tallies.arm_N == arm]) for arm in (0, 2))
     known = ~np.isin(tallies.account_N, np.intersect1d(control, held))
     new, old = kept_per_account(tallies, known, 0), kept_per_account(tallies, known, 2)
@@ -355,7 +362,7 @@ def holdback_lift(tallies: Tallies, alpha: float = 0.05) -> Difference | None:
         return None
     units = len(new) * len(old) / (len(new) + len(old))
     deviation = math.sqrt(units * (new.var(ddof=1) / len(new) + old.var(ddof=1) / len(old)))
-    mean, reach = float(new.mean() - old.mean()), sequence_reach(deviation, int(units), alpha)
+    mean, reach = float(new.mean() - old.mean()), sequence_reach(deviation, int(units))
     return Difference(mean, mean - reach, mean + reach, (len(new), len(old)), mean > reach)
 
 

@@ -27,15 +27,7 @@ from etude.config.live import CanaryConfig, LiveConfig
 from etude.errors import UserError
 from etude.failpoints import failpoint
 from etude.live import accounts, log, releases, schema
-from etude.live.canary import (
-    CanaryDecision,
-    CanaryTrial,
-    TallyRow,
-    Verdict,
-    decide,
-    holdback_lift,
-    tallies_of,
-)
+from etude.live.canary import CanaryDecision, CanaryTrial, TallyRow, Verdict, decide, holdback_lift, tallies_of
 from etude.live.pointers import PointerState, bring, prepare, states
 from etude.live.records import Arm, Release, ReleaseStage
 from etude.live.releases import Pointer, ReleaseLog, Standing
@@ -260,11 +252,7 @@ def _advance(loop: Loop, trial: Standing, decision: CanaryDecision, by: str) -> 
 
 
 def _said(decision: CanaryDecision) -> str:
-    lift = decision.lift
-    if lift is None:
-        return decision.reason
-    verdict = "better" if lift.better else "no proof that it is better"
-    return f"{decision.reason}; share kept {lift.mean:+.1%} [{lift.low:+.1%}, {lift.high:+.1%}], {verdict}"
+    return decision.reason + (f"; {decision.lift.sentence}" if decision.lift else "")
 
 
 def _follow(loop: Loop) -> None:
@@ -458,8 +446,8 @@ def status(loop: Loop) -> dict[str, Any]:
 
 
 def _lift_since_anchor(loop: Loop, found: ReleaseLog, now: int) -> dict[str, Any] | None:
-    """What was released since the anchor against the anchor, which the holdback stays on, by outcomes that have
-    matured; None without a holdback, or with fewer than two accounts in one of the arms."""
+    """Matured outcomes of the control since the first release after the anchor, against those of the holdback, which
+    stays on the anchor; None without a holdback, or with fewer than two accounts in one of the arms."""
     current = found.current
     if current is None or current.release.anchor is None or not loop.canary.holdback:
         return None
@@ -482,7 +470,7 @@ def _lift_since_anchor(loop: Loop, found: ReleaseLog, now: int) -> dict[str, Any
         rows = [TallyRow(arm, account, 0, name, int(count), float(total))
                 for arm, account, name, count, total in connection.execute(query)]  # fmt: skip
     lift = holdback_lift(tallies_of(rows))
-    return None if lift is None else {"anchor": anchor, **msgspec.to_builtins(lift)}
+    return None if lift is None else {"anchor": anchor, "sentence": lift.sentence, **msgspec.to_builtins(lift)}
 
 
 def _as_json(decision: CanaryDecision) -> dict[str, Any]:

@@ -376,8 +376,8 @@ def _outcome(o: ReleaseOutcome) -> str:
 
 
 def _lift(outcome: ReleaseOutcome) -> str:
-    """What the canary last said of the share of edits that are kept."""
-    told = [reason.partition("; ")[2] for reason in outcome.reasons if "; share kept " in reason]
+    """The canary's last sentence on the share of edits that are kept."""
+    told = [reason.partition("; ")[2] for reason in outcome.reasons if "; edits kept" in reason]
     return told[-1] if told else "-"
 
 
