@@ -8,8 +8,10 @@ TORCH = torch==2.13.0
 PIP = $(BIN)/python -m pip install --quiet
 PYTEST = $(BIN)/python -m pytest
 PARALLEL = -n 2 --dist loadfile
+# Runs what failed once more, alone, and writes what passed then to .ci/flaky.txt.
+SUITE = $(BIN)/python -m tests.helpers.suite
 
-.PHONY: setup demo demo-live check test test-slow gpu device fuzz lint format bench lock matrix core wheel release agents harbor chaos mutants test-triton
+.PHONY: setup demo demo-live check test smoke test-slow gpu device fuzz lint format bench lock matrix core wheel release agents harbor chaos mutants test-triton
 
 setup: .venv/installed
 
@@ -37,10 +39,14 @@ demo-live: .venv/installed-dev
 check: lint test
 
 test: .venv/installed-dev
-	$(PYTEST) $(PARALLEL) -m "not slow and not gpu and not release"
+	$(SUITE) "not slow and not gpu and not release"
+
+# Of the slow tests one per kind of process, server and stage; with `make lint` and `make test` the gate (.ci/run).
+smoke: .venv/installed-dev
+	$(SUITE) "smoke"
 
 test-slow: .venv/installed-dev .venv/agents/installed
-	ETUDE_MINI_SWE_AGENT=$(CURDIR)/.venv/agents $(PYTEST) $(PARALLEL) -m "slow and not gpu and not release"
+	ETUDE_MINI_SWE_AGENT=$(CURDIR)/.venv/agents $(SUITE) "slow and not gpu and not release"
 
 # What waits for a GPU, step by step; results as JSON in outputs/gpu. Installs nothing, since the machine may have no
 # network: with .venv if it is there, else with what PYTHON has.

@@ -28,7 +28,9 @@ def test_padding_the_experts_changes_nothing(tokens, chosen):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_alone_goes_through_the_same_experts(dtype):
-    """Without gradients one token takes a path of its own; it may round otherwise, by a unit of the type or so."""
+    """Without gradients one token takes a path of its own, whose sums of 48 and of 16 products have another order. By
+    the processor's kernels that is up to 5.6 units of the largest output (200 draws of float32); 16 are allowed, and
+    another expert would be off by 1e5 of them."""
     model = random_model("moe").to(dtype)
     model.set_experts_implementation(experts.NAME)
     module = next(m for m in model.modules() if type(m).__name__ == "Qwen3MoeExperts")
@@ -41,5 +43,5 @@ def test_a_row_alone_goes_through_the_same_experts(dtype):
             alone = experts.etude_experts(module, hidden_1D, index_1K, weight_1K)
         assert alone.dtype == dtype
         size = float(grouped.float().abs().max())
-        torch.testing.assert_close(alone, grouped, rtol=0, atol=4 * torch.finfo(dtype).eps * max(size, 1e-3))
+        torch.testing.assert_close(alone, grouped, rtol=0, atol=16 * torch.finfo(dtype).eps * max(size, 1e-3))
         assert torch.equal(choices.stacked()[:, 0], index_1K.to(torch.uint8))

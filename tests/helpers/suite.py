@@ -1,0 +1,48 @@
+"""Runs a part of the tests as the gate does: `python -m tests.helpers.suite "MARKERS"`.
+
+The tests run in two processes. What failed runs once more, alone and serially, and a part fails if a test fails twice.
+A test that passed the second time is written to `.ci/flaky.txt` with the date and the commit; the file is committed, and
+tests/test_suite.py fails when a test stands there twice: the test is to be mended or dropped.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FLAKY = ROOT / ".ci/flaky.txt"
+MAX_AGAIN = 10  # more failures than that are no accident
+PARALLEL = ["-n", "2", "--dist", "loadfile"]
+TESTS_FAILED = 1  # pytest's exit status; other ones but 0 mean that not all tests ran
+
+
+def run_twice(arguments: list[str], root: Path = ROOT, flaky: Path = FLAKY, parallel: list[str] = PARALLEL) -> int:
+    """pytest's exit status for `arguments`, after what failed has run once more."""
+    status = _pytest([*parallel, *arguments, "--cache-clear"], root)
+    if status != TESTS_FAILED:
+        return status
+    failed = list(json.loads((root / ".pytest_cache/v/cache/lastfailed").read_text()))
+    if not failed or len(failed) > MAX_AGAIN:
+        return status
+    print(f"\n{len(failed)} failed, and run once more, alone:", *failed, sep="\n  ", flush=True)
+    if status := _pytest([*failed, "-p", "no:xdist"], root):
+        return status
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True).stdout
+    with flaky.open("a") as file:
+        file.writelines(f"{date.today()} {commit.strip()} {test}\n" for test in failed)
+    print(f"passed the second time, and written to {flaky.name}: mend these tests, and commit the file", flush=True)
+    return 0
+
+
+def _pytest(arguments: list[str], root: Path) -> int:
+    return subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=root).returncode
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    ended = run_twice(["-m", sys.argv[1], *sys.argv[2:]])
+    print(f"{sys.argv[1]}: {time.monotonic() - began:.0f} s, exit status {ended}", flush=True)
+    sys.exit(ended)
