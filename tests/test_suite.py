@@ -58,5 +58,3 @@ def test_a_suite_that_did_not_run_whole_is_no_flake(tmp_path, broken):
 def test_no_test_stands_in_the_list_twice():
     names = [line.split(" ", 2)[2] for line in FLAKY.read_text().splitlines() if line and not line.startswith("#")]
     assert [name for name, times in collections.Counter(names).items() if times > 1] == [], "mend or drop these tests"
-
-

@@ -76,6 +76,7 @@ def test_a_table_that_is_none_is_refused(folder, capsys):
     assert "does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_shipped_suite_is_what_its_card_says():
     examples = tables.load(SUITE)
     assert len(examples) == 450

@@ -60,6 +60,7 @@ def taught(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_engine_answers_as_the_training_pass_says(
     taught: Path, repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

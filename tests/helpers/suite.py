@@ -1,7 +1,7 @@
 """Runs a part of the tests as the gate does: `python -m tests.helpers.suite "MARKERS"`.
 
-The tests run in two processes. What failed runs once more, alone and serially, and a part fails if a test fails twice.
-A test that passed the second time is written to `.ci/flaky.txt` with the date and the commit; the file is committed, and
+The tests run in two processes. What failed runs once more, alone and serially; a part fails if a test fails twice. A
+test that passed the second time is written to `.ci/flaky.txt` with the date and the commit. The file is committed, and
 tests/test_suite.py fails when a test stands there twice: the test is to be mended or dropped.
 """
 

@@ -105,6 +105,7 @@ def test_values_and_gradients_are_those_of_the_cpu(graph, above, heads, seed):
         assert torch.allclose(a, b, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_graphs_of_any_shape_share_few_compilations():
     """PyTorch gives up after eight, and then writes out the whole matrix of scores: four with gradients and without."""
     rng, counter = np.random.default_rng(0), CompileCounter()

@@ -137,6 +137,7 @@ def model() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_model_proposes(repository: Path, index: Path, tmp_path: Path, model: str) -> None:
     _Model.goals = [{"command": "python -c 'import helperlib; print(helperlib.three())'", "expected": "^3"}]
     _Model.answers, _Model.prompts = [[], ["helperlib", "--index-url=x"]], []
@@ -150,6 +151,7 @@ def test_a_model_proposes(repository: Path, index: Path, tmp_path: Path, model: 
     assert "Tried:" in third
 
 
+@pytest.mark.slow
 def test_a_model_that_repeats_itself_is_not_asked_for_ever(
     repository: Path, index: Path, tmp_path: Path, model: str
 ) -> None:

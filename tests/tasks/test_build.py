@@ -113,6 +113,7 @@ def test_only_tasks_that_a_visible_test_notices(tmp_path: Path) -> None:
     assert telling[False] - telling[True] == {"clamp"}
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes(built: dataset.Dataset, tmp_path: Path) -> None:
     again = build(TINY, tmp_path / "again", OPTIONS, quiet)
     assert dataset.tree_digest(again.root) == dataset.tree_digest(built.root)

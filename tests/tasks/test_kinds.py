@@ -328,6 +328,7 @@ def test_a_command_writes_tests(tmp_path: Path) -> None:
         synthesis.by_command("/nonexistent/writer")(function, SHELF)
 
 
+@pytest.mark.slow
 def test_an_installed_copy_of_the_answer_is_found(repository: Path, tmp_path: Path) -> None:
     data = build(repository, tmp_path / "out", BuildConfig(max_tasks=6, visible="half", kinds=("removal",)), quiet)
     folders = {"repository": data.repository, "site": data.site}

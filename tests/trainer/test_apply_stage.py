@@ -102,6 +102,7 @@ def test_renamed_examples_are_never_the_same_twice_and_still_merge(folder: Path)
     assert 0.2 < len(set(shown) - set(words[:20])) / len(set(shown)) < 0.9
 
 
+@pytest.mark.slow
 def test_exact_by_likelihood_is_exact_by_greedy_decoding(folder: Path) -> None:
     """A model taught a few edits: where all its likeliest tokens are the answer's, it says the answer."""
     renderer = renderer_for(folder / "model")

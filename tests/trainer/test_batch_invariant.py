@@ -46,13 +46,14 @@ def sampled(model, temperature, groups, tokens):
     return out
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("moe", 1.0), ("moe", 0.7), ("qwen3", 1.0), ("llama", 1.0)])
+@pytest.mark.parametrize(("kind", "temperature"), [("moe", 0.7), ("qwen3", 1.0), ("llama", 1.0)])
 def test_no_bit_differs(tmp_path, kind, temperature):
     """About 2000 tokens each; `etude bench mismatch` compares 100,000."""
     model = load_model(save_random_model(tmp_path / "model", kind))
     assert_equal_bits(model, sampled(model, temperature, 6, 40), temperature)
 
 
+@pytest.mark.slow
 def test_no_bit_of_the_bundled_model_differs():
     model = load_model(NANO)
     assert_equal_bits(model, sampled(model, 1.0, 3, 24), 1.0)

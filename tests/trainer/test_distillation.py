@@ -55,6 +55,7 @@ def test_a_student_that_equals_its_teacher_has_no_divergence_and_no_gradient() -
     assert all(p.grad is None for p in (*teacher.parameters(), *other.parameters()))
 
 
+@pytest.mark.slow
 def test_a_smaller_student_learns_from_a_folder_and_takes_its_tokenizer(folder: Path) -> None:
     apply.finetune(config(folder, tokens=20_000, phases=PHASES))
     small = {"vocab_size": 360, "hidden_size": 24, "intermediate_size": 32, "layers": 2, "heads": 2, "kv_heads": 1,

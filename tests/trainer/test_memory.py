@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from etude.trainer.rl.memory import bound_kernels
 
 PRODUCTS = """
@@ -21,6 +23,7 @@ print(resident_bytes() - before)
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_shapes_that_are_gone_are_let_go() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     bound_kernels(environment)

@@ -138,6 +138,7 @@ def test_routes_of_a_segment(played):
         recorded_routes(segment, length, (3, 2))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_replay_at_least_halves_the_mismatch_of_bfloat16():
     """Engine and trainer both in bfloat16, passes of other sizes on each side: sixteen MoE layers, real flips.

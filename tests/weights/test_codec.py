@@ -60,7 +60,7 @@ def pairs(draw: st.DrawFn) -> tuple[str, Bits, Bits]:
     return dtype, old, new
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(pairs())
 def test_bytes_are_those_of_the_oracle_and_every_bit_is_restored(pair: tuple[str, Bits, Bits]) -> None:
     dtype, old, new = pair
