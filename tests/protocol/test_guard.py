@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import threading
 import time
@@ -36,9 +37,14 @@ async def echo(http: Request) -> Response:
     return JSONResponse({"keys": sorted(data)})
 
 
+arrived, go_on = threading.Semaphore(0), threading.Event()  # requests to /wait whose bodies are read; their answers
+
+
 async def wait(http: Request) -> Response:
     await http.body()
-    await asyncio.sleep(1.5)
+    arrived.release()
+    while not go_on.is_set():
+        await asyncio.sleep(0.01)
     return JSONResponse({})
 
 
@@ -249,29 +255,39 @@ def test_connections_with_requests_are_not_closed_for_others(quick: int) -> None
     def run(results: list[int]) -> None:
         results.append(ask(quick, post(b"{}", path=b"/wait"))[0])
 
+    go_on.clear()
     results: list[int] = []
     threads = [threading.Thread(target=run, args=(results,)) for _ in range(20)]
     for thread in threads:
         thread.start()
-    time.sleep(0.7)
+    for _ in threads:
+        assert arrived.acquire(timeout=30)
     status, headers, _ = ask(quick, post(b"{}"))
+    go_on.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(30)
     assert (status, headers["retry-after"]) == (503, "1")
     assert results == [200] * 20
 
 
 def test_bodies_together_are_bounded(quick: int) -> None:
     """Small ones are taken all the same."""
+    go_on.clear()
     body = b'{"a": "' + b"x" * 190_000 + b'"}'
     with ExitStack() as stack:
         links = [stack.enter_context(connect(quick)) for _ in range(4)]
         for link in links:
             link.sendall(post(body, path=b"/wait"))
-        time.sleep(0.5)
+        for _ in range(2):
+            assert arrived.acquire(timeout=30)
         assert ask(quick, post(b'{"a": 1}'))[0] == 200
-        statuses = sorted(read(link)[0] for link in links)
-    assert statuses == [200, 200, 503, 503]
+        refused: list[socket.socket] = []
+        while len(refused) < 2:
+            refused, _, _ = select.select(links, [], [], 30)
+            assert refused
+        assert [read(link)[0] for link in refused] == [503, 503]
+        go_on.set()
+        assert [read(link)[0] for link in links if link not in refused] == [200, 200]
     assert ask(quick, post(body))[0] == 200, "room is given back"
 
 
