@@ -65,6 +65,7 @@ def test_what_was_missed_is_named_beside_the_counts(
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_no_attack_succeeds_on_this_machine() -> None:
     command = [sys.executable, "-m", "etude.cli.main", "doctor", "sandbox", "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)

@@ -47,6 +47,7 @@ def found(python, url, *clients):
     return json.loads(child.stdout.splitlines()[-1])
 
 
+@pytest.mark.smoke
 def test_openai(url):
     of_openai = found(sys.executable, url, "openai")["openai"]
     assert of_openai == {

@@ -154,6 +154,7 @@ def test_swaps_that_are_undone_do_not_end_the_engine():
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_streaming_client_sees_no_error_while_versions_arrive(tmp_path):
     """Clients stream and generate at a real server, which takes payloads from a real relay; three versions arrive."""
     store = open_store(str(tmp_path / "weights"))

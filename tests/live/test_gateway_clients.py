@@ -73,6 +73,7 @@ def contents(config) -> list[tuple]:
     return [(turn, msgspec.msgpack.decode(data, type=TurnContent)) for turn, data in zip(turns, opened, strict=True)]
 
 
+@pytest.mark.smoke
 def test_stock_clients_get_what_the_server_sent_and_their_tokens_are_exact(tmp_path, nano):
     tap, url = nano
     config = live_config(tmp_path, url)

@@ -34,6 +34,7 @@ def column(folder, database, of) -> list:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_killed_gateway_keeps_every_acknowledged_signal(tmp_path, database):
     with answering(stub()) as url:
         lost, told = kill_rounds(tmp_path, url, kills=2, seed=5, database=database)

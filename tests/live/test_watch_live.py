@@ -274,6 +274,7 @@ def test_kills_of_watcher_and_gateway_lose_no_signal(place: Place) -> None:
     )
 
 
+@pytest.mark.smoke
 def test_a_hook_tells_of_a_commit_without_a_watcher(place: Place) -> None:
     place.serve()
     tail = place.folder / "agent.jsonl"

@@ -53,6 +53,7 @@ eval = {{ max_tasks = 1, samples = 1, after = false }}
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_an_outside_agents_episodes_are_trained_on(tmp_path: Path) -> None:
     (tmp_path / "agent").mkdir()
     (tmp_path / "agent/talk.py").write_text(AGENT)

@@ -88,6 +88,7 @@ def prepare(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_run_trains_on_applied_edits(tmp_path: Path) -> None:
     prepare(tmp_path)
     done = etude(tmp_path, "train", "run.toml")

@@ -46,6 +46,7 @@ def write_toml(folder: Path, steps: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_run_learns_an_environment(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     write_toml(tmp_path, STEPS)

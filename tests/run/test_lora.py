@@ -16,6 +16,7 @@ LORA = CONFIG.replace("steps = 3\nlr = 1e-3", "steps = 2\nlr = 2e-2\nrouter_repl
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_run_trains_adapters_engines_serve_the_sum_and_a_killed_one_continues_bit_for_bit(tmp_path, capsys):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()

@@ -91,6 +91,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_run_trains_and_leaves_a_whole_folder(undisturbed):
     run = undisturbed / "outputs/run"
     published = versions(undisturbed)
@@ -113,6 +114,7 @@ def test_a_run_trains_and_leaves_a_whole_folder(undisturbed):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_episodes_keep_their_tokens(undisturbed):
     store = open_store(str(undisturbed / "outputs/run/rollouts"))
     episodes = [decode(store.get(key), Episode) for key in store.list()]
@@ -156,6 +158,7 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(un
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 @pytest.mark.parametrize("victim", ["etude.inference.server.server", "zygote"])
 def test_a_run_survives_the_death_of_an_engine_or_the_zygote(undisturbed, tmp_path, victim):
     process = start(tmp_path)

@@ -261,6 +261,7 @@ def test_sft_learns_from_a_teacher_with_wider_embeddings(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_midtraining_goes_on_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from etude.corpus import build
     from etude.corpus.filters import function_texts
@@ -288,6 +289,7 @@ def test_midtraining_goes_on_from_a_folder(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_a_killed_command_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """kill -9 of `etude train` at any time: before the first state is saved, and after."""
     model = write_folder(tmp_path / "model", "llama", 1300)
