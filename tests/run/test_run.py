@@ -158,8 +158,7 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(un
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
-@pytest.mark.parametrize("victim", ["etude.inference.server.server", "zygote"])
+@pytest.mark.parametrize("victim", [pytest.param("etude.inference.server.server", marks=pytest.mark.smoke), "zygote"])
 def test_a_run_survives_the_death_of_an_engine_or_the_zygote(undisturbed, tmp_path, victim):
     process = start(tmp_path)
     metrics = tmp_path / "outputs/run/metrics.jsonl"
