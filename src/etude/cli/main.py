@@ -34,9 +34,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command and exits: 0, or the command's code; 2 with one sentence for an error that the user can fix, 1 for
     another failure of a run, 130 after Ctrl-C."""
-    if sys.version_info < OLDEST:
-        _fail(f"this is Python {sys.version.split()[0]}; make a virtual environment of Python "
-              f"{OLDEST[0]}.{OLDEST[1]} or later, and install etude there")  # fmt: skip
+    if refusal := too_old(sys.version_info[:3]):
+        _fail(refusal)
     words = list(sys.argv[1:] if argv is None else argv)
     arguments, rest = command_parser(words).parse_known_args(words)
     if rest and not arguments.takes_overrides:
@@ -63,6 +62,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\netude: interrupted; {advice}", file=sys.stderr)
         sys.exit(130)
     sys.exit(code or 0)
+
+
+def too_old(version: tuple[int, ...]) -> str:
+    """The sentence for an interpreter that cannot run etude; "" for others."""
+    if version >= OLDEST:
+        return ""
+    oldest, this = ".".join(map(str, OLDEST)), ".".join(map(str, version))
+    return f"this is Python {this}; make a virtual environment of Python {oldest} or later, and install etude there"
 
 
 def command_parser(words: Sequence[str]) -> argparse.ArgumentParser:

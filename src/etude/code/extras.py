@@ -15,13 +15,13 @@ from packaging.utils import canonicalize_name
 
 from etude.errors import UserError
 
-# Extra -> what it is for, as half a sentence, in the order of README. Those of developers are left out.
+# Extra -> what does not work without it, in the order of README. That of developers is left out.
 EXTRAS = {
     "play": "episodes against an engine elsewhere",
-    "serve": "the engine: `etude serve`, `eval` and `weights`",
-    "train": "training: `etude train`, `demo` and `bench`",
-    "apply": "tables of edits, and JavaScript",
-    "live": "the live loop: `etude live`",
+    "serve": "`etude serve`, `eval` and `weights`",
+    "train": "`etude train`, `demo` and `bench`",
+    "apply": "tables of edits and JavaScript",
+    "live": "`etude live`",
     "modal": "boxes of Modal",
     "postgres": "ledgers and logs in PostgreSQL",
 }

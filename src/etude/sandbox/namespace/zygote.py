@@ -18,7 +18,7 @@ from etude.errors import UserError
 from etude.sandbox.base import BoxDead
 from etude.sandbox.connection import START_SECONDS, Connection
 from etude.sandbox.guest import root
-from etude.sandbox.kernel import cause
+from etude.sandbox.kernel import cause, read_host
 
 DIED = "the process that makes boxes has died"
 _PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
@@ -76,7 +76,7 @@ class Zygote:
             data = await asyncio.get_running_loop().sock_recv(self.control, 65536)
         answer = msgspec.json.decode(data or b'{"error": "it died"}', type=_Start)
         if answer.error:
-            raise UserError(f"boxes cannot be made here ({answer.error}); {cause()}.")
+            raise UserError(f"boxes cannot be made here ({answer.error}); {cause(read_host())}.")
         return answer.joins
 
     def handler(
