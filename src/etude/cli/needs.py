@@ -20,6 +20,10 @@ _ALWAYS = {
     "live demo": ("train", "live"),
     "live train": ("train", "live"),
     "live gate": ("serve", "live"),
+    "live release": ("serve", "live"),
+    "live rollback": ("serve", "live"),
+    "live drill": ("serve", "live"),
+    "live watch-canary": ("serve", "live"),
     "live plan": (),
     "live simulate": (),
 }
