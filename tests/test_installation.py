@@ -64,6 +64,26 @@ def test_the_core_helps_with_every_command_and_loads_nothing_of_the_extras(core:
     assert not modules & HEAVY
 
 
+ROOMS = (
+    "live", "run", "dashboard", "rollout", "harness", "tasks", "grading", "sandbox", "edits", "ledger", "protocol",
+    "renderers", "code", "config",
+)  # fmt: skip
+
+
+def test_the_rooms_of_the_core_import_without_the_extras(core: Path, tmp_path: Path) -> None:
+    """Whatever a command imports when it runs."""
+    program = f"""
+import importlib, json, pkgutil, sys, etude
+for module in pkgutil.walk_packages(etude.__path__, "etude."):
+    if module.name.split(".")[1] in {ROOMS} and not module.name.startswith("etude.sandbox.guest."):
+        importlib.import_module(module.name)
+print(json.dumps(sorted(sys.modules)))
+"""
+    done = run(core, tmp_path, "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert not {name.partition(".")[0] for name in json.loads(done.stdout)} & HEAVY
+
+
 LIVE = 'folder = "live"\n[[clusters]]\nname = "main"\nurls = ["http://127.0.0.1:9"]\nstore = "none"\n'
 LACKING = {
     "train demo.toml": "train",
@@ -71,7 +91,7 @@ LACKING = {
     "serve nano": "serve",
     "eval nano --suite tasks": "serve",
     "eval nano --suite fast-apply": "serve,apply",
-    "weights inspect store": "serve",
+    "weights verify store": "serve",
     "weights keygen key": "serve",
     "bench weights": "train",
     "apply file.py --edit x --model nano-apply": "serve",

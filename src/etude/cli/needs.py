@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-# Commands and actions that the core does not bring; those that depend on their arguments stand in `extras_of`.
-_ALWAYS = {
+# Commands and actions that the core does not bring; an action's row goes before its command's. Those that depend on
+# their arguments stand in `extras_of`.
+_ALWAYS: dict[str, tuple[str, ...]] = {
     "demo": ("train",),
     "serve": ("serve",),
-    "weights": ("serve",),
     "bench": ("train",),
     "export": ("play",),
     "tasks fast-apply": ("apply",),
@@ -17,6 +17,11 @@ _ALWAYS = {
     "doctor models": ("serve",),
     "doctor replay": ("serve",),
     "doctor sandbox": ("serve",),
+    "weights": ("serve",),
+    "weights feed": (),  # it runs in vLLM's environment, beside a part of the packages
+    "weights inspect": (),
+    "weights keygen": (),  # of `live`, too
+    "live": ("live",),
     "live demo": ("train", "live"),
     "live train": ("train", "live"),
     "live gate": ("serve", "live"),
@@ -26,14 +31,16 @@ _ALWAYS = {
     "live watch-canary": ("serve", "live"),
     "live plan": (),
     "live simulate": (),
+    "live watch": (),  # of developers, who have no part of the loop
+    "live hook": (),
 }
 
 
 def name_of(arguments: argparse.Namespace) -> str:
     """The command with its action, as in "tasks build"."""
     match arguments.command:  # "live serve" and its like hold the action already
-        case "tasks":
-            return f"tasks {arguments.action}"
+        case "tasks" | "weights" as command:
+            return f"{command} {arguments.action}"
         case "doctor" if arguments.check is not None:
             return f"doctor {arguments.check}"
         case command:
@@ -42,18 +49,14 @@ def name_of(arguments: argparse.Namespace) -> str:
 
 def extras_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     """The extras that a parsed command line needs."""
-    match name_of(arguments):
+    match name := name_of(arguments):
         case "train":
             return () if arguments.dry_run else ("train",)
         case "apply":
             return ("serve",) if arguments.model is not None else ()
         case "eval":
             return _of_evaluation(arguments)
-        case name if name in _ALWAYS:
-            return _ALWAYS[name]
-        case name if name.startswith("live "):
-            return ("live",)
-    return ()
+    return _ALWAYS.get(name, _ALWAYS.get(name.partition(" ")[0], ()))
 
 
 def _of_evaluation(arguments: argparse.Namespace) -> tuple[str, ...]:
