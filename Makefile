@@ -11,7 +11,7 @@ PARALLEL = -n 2 --dist loadfile
 # Runs what failed once more, alone, and writes what passed then to .ci/flaky.txt.
 SUITE = $(BIN)/python -m tests.helpers.suite
 
-.PHONY: setup demo demo-live check test smoke test-slow gpu device fuzz lint format bench lock matrix core wheel release agents harbor chaos mutants test-triton
+.PHONY: setup demo demo-live check test smoke test-slow gpu device fuzz lint format bench lock matrix install-check release agents harbor chaos mutants test-triton
 
 setup: .venv/installed
 
@@ -84,19 +84,16 @@ lock:
 
 # For a release; the results stand in docs/results.md ------------------------------------------------------------------
 
-release: matrix core wheel agents harbor test-triton device
+release: matrix install-check agents harbor test-triton device
 	ETUDE_MINI_SWE_AGENT=$(CURDIR)/.venv/agents HARBOR_PYTHON=$(CURDIR)/.venv/harbor/bin/python $(PYTEST) -m "release and not gpu" --ignore tests/device
 
 matrix:
 	$(PYTHON) requirements/matrix.py
 
-# The core from a wheel in an empty environment: its size, and that it works without torch.
-core: .venv/installed-dev
-	$(BIN)/python requirements/installed.py core
-
-# The wheel with [train] in an empty environment and folder: demo, doctor, bench, eval.
-wheel: .venv/installed-dev
-	$(BIN)/python requirements/installed.py train
+# The wheel in new environments, of several Pythons and users, each extra alone; prints a table. PYTHONS= and EXTRAS=
+# choose rows.
+install-check: .venv/installed-dev
+	PYTHONS="$(PYTHONS)" EXTRAS="$(EXTRAS)" $(BIN)/python requirements/installed.py
 
 # An outside agent and clients as they are published; their model library imports mcp and does not ask for it, and wants
 # an older openai than the tests.

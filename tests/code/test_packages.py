@@ -32,11 +32,60 @@ def test_unpack(tmp_path: Path) -> None:
         packages.verify(tmp_path / "a.tar.gz", "0" * 64)
 
 
-def test_archives_cannot_escape(tmp_path: Path) -> None:
-    _archive(tmp_path / "a.tar.gz", {"lib-1.0/a": b"", "lib-1.0/../../escaped": b"x"})
+def _member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.mode, info.mtime = kind, link, mode, 86_400
+    return info
+
+
+def _unpacked(folder: Path, *members: tarfile.TarInfo) -> Path:
+    """What becomes of a package that holds lib-1.0/a, three bytes long, and these members."""
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        first = _member("lib-1.0/a")
+        first.size = 3
+        tar.addfile(first, io.BytesIO(b"abc"))
+        for member in members:
+            tar.addfile(member)
+    return packages.unpack(folder / "a.tar", folder / "deep/out")
+
+
+@pytest.mark.parametrize("member", [
+    _member("lib-1.0/../../escaped"), _member("/lib-1.0/escaped"), _member("lib-1.0/pipe", tarfile.FIFOTYPE),
+    _member("lib-1.0/null", tarfile.CHRTYPE), _member("lib-1.0/escaped", tarfile.SYMTYPE, "/etc/passwd"),
+    _member("lib-1.0/escaped", tarfile.SYMTYPE, "../../escaped"), _member("lib-1.0/escaped", tarfile.LNKTYPE, "../x"),
+    _member("lib-1.0/circle", tarfile.SYMTYPE, "circle"), _member("lib-1.0/a/b"),
+], ids=lambda member: f"{member.name}-{member.linkname}")  # fmt: skip
+def test_archives_cannot_escape(tmp_path: Path, member: tarfile.TarInfo) -> None:
     with pytest.raises(UserError, match="cannot be unpacked safely"):
-        packages.unpack(tmp_path / "a.tar.gz", tmp_path / "deep/out")
+        _unpacked(tmp_path, member)
     assert not list(tmp_path.rglob("escaped"))
+    assert not list(tmp_path.rglob("null"))
+
+
+def test_a_link_becomes_a_copy_and_nothing_is_written_through_it(tmp_path: Path) -> None:
+    """Links to folders are left out: the file below `way` lies in a folder of its own."""
+    members = [_member("lib-1.0/b", tarfile.SYMTYPE, "a"), _member("lib-1.0/sub/c", tarfile.SYMTYPE, "../b")]
+    members += [_member("lib-1.0/d", tarfile.LNKTYPE, "lib-1.0/a"), _member("lib-1.0/gone", tarfile.SYMTYPE, "nothing")]
+    members += [
+        _member("lib-1.0/way", tarfile.SYMTYPE, "sub"),
+        _member("lib-1.0/way/e"),
+        _member("lib-1.0/run", mode=0o755),
+    ]
+    folder = _unpacked(tmp_path, *members, _member("lib-1.0/sub", tarfile.DIRTYPE))
+    assert {name: (folder / name).read_bytes() for name in ("b", "sub/c", "d")} == dict.fromkeys(
+        ("b", "sub/c", "d"), b"abc"
+    )
+    assert not any(path.is_symlink() for path in folder.rglob("*"))
+    assert not (folder / "gone").exists()
+    assert sorted(path.name for path in (folder / "sub").iterdir()) == ["c"]
+    assert (folder / "run").stat().st_mode & 0o777 == 0o755
+    assert (folder / "b").stat().st_mtime == 86_400
+
+
+def test_copies_of_links_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "_MAX_BYTES", 8)
+    with pytest.raises(UserError, match="unpacks to more than"):
+        _unpacked(tmp_path, *(_member(f"lib-1.0/{n}", tarfile.SYMTYPE, "a") for n in range(2)))
 
 
 def test_a_member_of_a_wheel_cannot_leave_its_folder(tmp_path: Path) -> None:

@@ -478,7 +478,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert {check["name"] for check in found["checks"]} >= {"boxes: isolation", "no network", "live box", "test run"}
     monkeypatch.setattr(kernel.platform, "system", lambda: "Darwin")
     assert show_machine(as_json=False) == 1
-    assert "cure: use a Linux machine" in capsys.readouterr().out
+    assert "cure: no boxes, since macOS has no Linux namespaces" in capsys.readouterr().out
 
 
 def test_backends_that_are_not_there_are_no_fault(
@@ -490,12 +490,15 @@ def test_backends_that_are_not_there_are_no_fault(
     async def reached() -> dict[str, str]:
         return {"docker": "no daemon answers", "podman": ""}
 
-    monkeypatch.setattr(machine, "machine", list)
+    monkeypatch.setattr(machine, "requirements", lambda host: [])
     monkeypatch.setattr(machine, "probe", probed)
     monkeypatch.setattr(machine, "reachable", reached)
+    monkeypatch.setattr(machine, "read_gpu", lambda: machine.GpuFacts(name="H100"))
+    monkeypatch.setattr(machine, "installed", list)
     assert show_machine(as_json=False) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [" ".join(line.split()) for line in shown] == [
+        "ok device H100",
         "no backend docker no daemon answers",
         "ok backend podman can be reached",
     ]

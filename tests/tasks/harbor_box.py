@@ -32,7 +32,8 @@ def _main(spec: dict) -> None:
     prefix = os.path.realpath(sys.base_prefix)
     runner = installed_runner()
     linux.unshare(linux.NEWNS) if os.geteuid() == 0 else linux.become(None, root.BOX_ID, linux.NEWNS)
-    root.build(prefix, runner)
+    interpreter = os.path.realpath(sys.executable)
+    root.build(prefix, interpreter, runner)
     data = Path(root.HOST + spec["dataset"])
     linux.mount("tmpfs", "/workspace", "tmpfs", 0, "mode=755,size=256m")
     for name in ("grade", "tests", "solution", "logs", "verifier", "hidden"):
@@ -50,7 +51,7 @@ def _main(spec: dict) -> None:
     for source, target in ((folder / "environment/files", "/workspace"), (folder / "tests", "/tests"),
                            (folder / "solution", "/solution")):  # fmt: skip
         shutil.copytree(source, target, dirs_exist_ok=True)
-    environment = {"PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", **search}
+    environment = {"PATH": f"{root.programs(interpreter)}:/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", **search}
     if spec["solved"]:
         subprocess.run(["/solution/solve.sh"], check=True, timeout=30, cwd="/workspace", env=environment)
     for path, text in spec["extra"].items():

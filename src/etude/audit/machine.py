@@ -1,19 +1,21 @@
-"""What this machine gives to boxes: properties of the kernel, and probes run inside a real box."""
+"""What this machine gives: properties of the kernel, probes run inside a real box, the device, installed extras."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from etude.code import extras
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox
 from etude.sandbox.backend import Backend
 from etude.sandbox.backends.choose import reachable
 from etude.sandbox.base import BoxError, Image, Limits
-from etude.sandbox.kernel import MachineCheck, cause, machine
+from etude.sandbox.kernel import MachineCheck, read_host, requirements
 from etude.sandbox.namespace.backend import NamespaceBackend
 
 # Each line runs in a box and must print nothing; the text before the colon names the property.
@@ -91,12 +93,65 @@ async def _backends() -> list[MachineCheck]:
     ]
 
 
+@dataclass(frozen=True)
+class GpuFacts:
+    """`driver`: NVIDIA's is loaded; `torch`: version, "" if it is not installed; `built`: with CUDA; `name`: of the GPU
+    that PyTorch found, "" if none."""
+
+    driver: bool = False
+    torch: str = ""
+    built: bool = False
+    name: str = ""
+
+
+def read_gpu() -> GpuFacts:
+    """The facts of this machine. PyTorch is loaded where there is a driver alone."""
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:
+        installed = ""
+    if not Path("/dev/nvidiactl").exists() or not installed:
+        return GpuFacts(Path("/dev/nvidiactl").exists(), installed)
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return GpuFacts(True, installed, torch.backends.cuda.is_built(), name)
+
+
+def device(gpu: GpuFacts) -> MachineCheck:
+    """What models run on."""
+    if gpu.name:
+        return MachineCheck("device", True, gpu.name, needed=False)
+    slow = "models run on the CPU, which is enough for the bundled ones alone"
+    if not gpu.driver:
+        cure = f"{slow}: use a machine with an NVIDIA GPU and its driver"
+        return MachineCheck("device", False, "no GPU", cure, needed=False)
+    if not gpu.torch:
+        return MachineCheck("device", False, "a GPU, but no PyTorch", "no model runs: see the extras", needed=False)
+    if not gpu.built:
+        cure = f"{slow}: install the CUDA build of PyTorch, as its installation page shows"
+        return MachineCheck("device", False, f"a GPU, but PyTorch {gpu.torch} is a build for CPUs", cure, needed=False)
+    cure = f"{slow}: update the driver, or give the container its GPU"
+    return MachineCheck("device", False, f"a GPU that PyTorch {gpu.torch} cannot use", cure, needed=False)
+
+
+def installed() -> list[MachineCheck]:
+    """The extras. None of them is needed for boxes."""
+    found: list[MachineCheck] = []
+    for name, purpose in extras.EXTRAS.items():
+        lacking = extras.missing(name)
+        detail = "installed" if not lacking else f"{len(lacking)} of {len(extras.packages(name))} packages are missing"
+        cure = f"{purpose} will not work: pip install 'etude[{name}]'" if lacking else ""
+        found.append(MachineCheck(f"extra {name}", not lacking, detail, cure, needed=False))
+    return found
+
+
 def checks() -> list[MachineCheck]:
-    """Every property: of the kernel, of a box if the kernel allows one, and of the other backends."""
-    results = machine()
+    """Every property: of the kernel, of a box if the kernel allows one, of the device, the extras, other backends."""
+    results = requirements(read_host())
     if all(check.ok for check in results):
         try:
             results += asyncio.run(probe())
         except (UserError, BoxError) as e:
-            results.append(MachineCheck("boxes", False, str(e), cause()))
-    return results + asyncio.run(_backends())
+            results.append(MachineCheck("boxes", False, str(e)))
+    return [*results, device(read_gpu()), *installed(), *asyncio.run(_backends())]

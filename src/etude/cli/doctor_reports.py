@@ -39,7 +39,8 @@ def show_machine(*, as_json: bool) -> int:
         return 0 if ok else 1
     for check in results:
         mark = "ok  " if check.ok else "FAIL" if check.needed else "no  "
-        print(f"{mark} {check.name:32} {check.detail}" + (f"\n     cure: {check.cure}" if mark == "FAIL" else ""))
+        cure = f"\n     cure: {check.cure}" if check.cure and not check.ok else ""
+        print(f"{mark} {check.name:32} {check.detail}{cure}")
     return 0 if ok else 1
 
 

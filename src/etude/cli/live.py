@@ -36,8 +36,13 @@ ACTIONS = {
 
 
 def read_config(path: Path) -> LiveConfig:
-    """The configuration of a live loop. Raises UserError."""
-    return validate(LiveConfig, read_toml(path), str(path))
+    """The configuration of a live loop. Raises UserError, also for a database that cannot be opened here."""
+    config = validate(LiveConfig, read_toml(path), str(path))
+    if config.database is not None:
+        from etude.ledger.database import parse
+
+        parse(config.database, "live log")
+    return config
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -26,9 +26,8 @@ def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     RunFailed."""
     if not 1 <= arguments.windows <= 100:
         raise UserError(f"--windows {arguments.windows}: give a number from 1 to 100")
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "detect_secrets", "openai")):
-        raise UserError("the demo trains, runs the gateway, and its users ask with OpenAI's client library: "
-                        "pip install 'etude[train,live]' openai")  # fmt: skip
+    if importlib.util.find_spec("openai") is None:
+        raise UserError("the users of the demo ask with OpenAI's client library: pip install openai")
     from etude.live.simulate.demo import as_json, report
     from etude.live.simulate.demo import run as run_demo
 

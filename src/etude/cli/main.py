@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 from etude.errors import RunFailed, UserError
 
+OLDEST = (3, 11)  # Python; as `requires-python` in pyproject.toml
+
 COMMANDS = {
     "demo": "train the bundled nano model on a real library, on two CPU cores",
     "tasks": "make and check tasks from a repository",
@@ -32,14 +34,26 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command and exits: 0, or the command's code; 2 with one sentence for an error that the user can fix, 1 for
     another failure of a run, 130 after Ctrl-C."""
+    if refusal := too_old(sys.version_info[:3]):
+        _fail(refusal)
     words = list(sys.argv[1:] if argv is None else argv)
     arguments, rest = command_parser(words).parse_known_args(words)
     if rest and not arguments.takes_overrides:
         _fail(f"unexpected argument {rest[0]!r}; see `etude {arguments.command} --help`")
+    from etude.cli import needs
+    from etude.code import extras
+
+    name = f"`etude {needs.name_of(arguments)}`"
     try:
+        extras.need(name, *needs.extras_of(arguments))
         code = arguments.run(arguments, rest)
     except UserError as e:
         _fail(str(e))
+    except ModuleNotFoundError as e:  # what a configuration asks for, such as a table of edits
+        sentence = extras.lacks(name, e.name or "")
+        if sentence is None:
+            raise
+        _fail(sentence)
     except RunFailed as e:
         print(f"etude: {e}", file=sys.stderr)
         sys.exit(1)
@@ -48,6 +62,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\netude: interrupted; {advice}", file=sys.stderr)
         sys.exit(130)
     sys.exit(code or 0)
+
+
+def too_old(version: tuple[int, ...]) -> str:
+    """The sentence for an interpreter that cannot run etude; "" for others."""
+    if version >= OLDEST:
+        return ""
+    oldest, this = ".".join(map(str, OLDEST)), ".".join(map(str, version))
+    return f"this is Python {this}; make a virtual environment of Python {oldest} or later, and install etude there"
 
 
 def command_parser(words: Sequence[str]) -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from etude.code import archives
 from etude.code.declared import dependencies
 from etude.errors import UserError
 
@@ -62,15 +63,14 @@ def fetch_wheel(requirement: str, into: Path, timeout: float = 600.0) -> Path:
 
 
 def unpack(archive: Path, into: Path) -> Path:
-    """Extract a source package below `into`; returns the one folder inside. Tarfile's data filter refuses absolute
-    paths, links that lead outside and devices. Raises UserError for these, for an archive of more than 512 MiB and for
-    one that holds several folders."""
+    """Extract a source package below `into`; returns the one folder inside. Raises UserError for paths and links that
+    lead outside, for devices, for an archive of more than 512 MiB and for one that holds several folders."""
     try:
         with tarfile.open(archive) as tar:
-            members = tar.getmembers()
-            if sum(member.size for member in members) > _MAX_BYTES:
+            found = archives.contents(tar)
+            if sum(file.size for file in found.values() if file is not None) > _MAX_BYTES:
                 raise UserError(f"{archive.name} unpacks to more than {_MAX_BYTES >> 20} MiB; give a smaller library.")
-            tar.extractall(into, members, filter="data")
+            archives.extract(tar, found, into)
     except tarfile.TarError as e:
         raise UserError(f"{archive.name} cannot be unpacked safely ({e}); use another package.") from None
     folders = [path for path in into.iterdir() if path.is_dir()]

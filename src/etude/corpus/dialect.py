@@ -3,11 +3,16 @@
 A piece of text is never parsed for special tokens: these are separate pieces.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SPECIALS: tuple[str, ...] = (
     "<|endoftext|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<|call|>", "<|arg|>",

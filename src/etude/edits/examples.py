@@ -71,9 +71,7 @@ def load(path: Path) -> list[Example]:
 
 
 def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError("tables of edits need pyarrow: install etude with the extra `apply`") from None
+    import pyarrow
+    from pyarrow import parquet
+
     return pyarrow, parquet

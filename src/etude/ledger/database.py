@@ -10,6 +10,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.event import listens_for
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
+from etude.code import extras
 from etude.errors import UserError
 from etude.ledger.outages import OPEN_SECONDS, Outage, is_outage, persist
 
@@ -21,8 +22,8 @@ which waits for locks without end by itself, how long any statement may take."""
 def open_database(url: str, create: Callable[[sa.Connection], None], what: str) -> sa.Engine:
     """An engine on the database at `url`, after `create` has made its tables, or checked them, in a transaction that no
     other process shares; `what` names it in messages. Raises UserError."""
-    parsed = _parse(url, what)
-    engine = _sqlite(parsed) if parsed.get_backend_name() == "sqlite" else _postgresql(parsed, what)
+    parsed = parse(url, what)
+    engine = _sqlite(parsed) if parsed.get_backend_name() == "sqlite" else _postgresql(parsed)
     return persist(lambda _: _connected(engine, create, what), OPEN_SECONDS)
 
 
@@ -48,7 +49,8 @@ def reason(error: DBAPIError) -> str:
     return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
 
 
-def _parse(url: str, what: str) -> URL:
+def parse(url: str, what: str) -> URL:
+    """The URL, if a database can be opened by it. Raises UserError, also without the driver that it needs."""
     try:
         parsed = sa.make_url(url)
     except ArgumentError:
@@ -59,6 +61,8 @@ def _parse(url: str, what: str) -> URL:
         raise UserError(f"a {what} cannot live in {parsed.drivername}; give sqlite:///PATH or postgresql://...")
     if parsed.drivername == "sqlite" and parsed.database in (None, "", ":memory:"):
         raise UserError(f"a {what} in memory would be lost with its process; give sqlite:///PATH")
+    if parsed.drivername != "sqlite":
+        extras.need(f"a {what} in PostgreSQL", "postgres")
     return parsed
 
 
@@ -85,10 +89,7 @@ def _sqlite(url: URL) -> sa.Engine:
     return engine
 
 
-def _postgresql(url: URL, what: str) -> sa.Engine:
-    try:
-        milliseconds = int(BUSY_SECONDS * 1000)
-        limits = {"connect_timeout": 10, "options": f"-c statement_timeout={milliseconds}"}
-        return sa.create_engine(url, pool_pre_ping=True, connect_args=limits)
-    except ImportError:
-        raise UserError(f"a {what} in PostgreSQL needs psycopg; install etude[postgres]") from None
+def _postgresql(url: URL) -> sa.Engine:
+    milliseconds = int(BUSY_SECONDS * 1000)
+    limits = {"connect_timeout": 10, "options": f"-c statement_timeout={milliseconds}"}
+    return sa.create_engine(url, pool_pre_ping=True, connect_args=limits)

@@ -133,10 +133,8 @@ def unseal(key: bytes, data: bytes, name: str) -> bytes:
 
 
 def _cipher(key: bytes) -> Any:
-    try:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    except ImportError:
-        raise UserError("the live loop encrypts what it keeps; install etude[live]") from None
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
     return AESGCM(key)
 
 

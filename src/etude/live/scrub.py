@@ -31,8 +31,6 @@ from typing import Any
 
 import msgspec
 
-from etude.errors import UserError
-
 _SECONDS = 10.0  # for one record, in the child; the records of everybody wait meanwhile
 _NOBODY = frozenset({
     "user", "username", "users", "runner", "root", "ubuntu", "vscode", "node", "app", "coder", "codespace", "jovyan",
@@ -129,10 +127,8 @@ _OWN: tuple[tuple[str, str, int, Check], ...] = (
 
 @cache
 def _rules() -> tuple[tuple[str, re.Pattern[str], int, Check], ...]:
-    try:
-        import detect_secrets.plugins.keyword as keyword
-    except ImportError:
-        raise UserError("the gateway looks for secrets with detect-secrets; install etude[live]") from None
+    import detect_secrets.plugins.keyword as keyword
+
     found: list[tuple[str, re.Pattern[str], int, Check]] = []
     for path in _PLUGINS:
         module, name = path.split(".")

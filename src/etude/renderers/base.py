@@ -1,19 +1,23 @@
 """What the agent loop needs of a dialect, and the tokenisation of text that can never yield a special token."""
 
+from __future__ import annotations
+
 import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-from tokenizers import Tokenizer
 
 from etude.errors import UserError
 from etude.records import ToolCall
 from etude.renderers.text import document_text, one_line, printable
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Message = Mapping[str, Any]  # OpenAI chat format: role, content, tool_calls, tool_call_id
 Tool = Mapping[str, Any]  # OpenAI tool format: {"type": "function", "function": {"name", "description", "parameters"}}
@@ -173,7 +177,7 @@ def _without_added_tokens(tokenizer: Tokenizer, prepend: str | None = None) -> T
         for part in _parts(config.get("pre_tokenizer")):
             if part.get("type") == "Metaspace":
                 part["prepend_scheme"] = prepend
-    return Tokenizer.from_str(json.dumps(config))
+    return type(tokenizer).from_str(json.dumps(config))
 
 
 def _parts(component: Any) -> Iterable[dict[str, Any]]:
@@ -220,6 +224,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError(f"{folder} has no tokenizer.json; give a Hugging Face model folder with a fast tokenizer.")
+    from tokenizers import Tokenizer
+
     try:
         return Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises bare Exception

@@ -5,15 +5,16 @@ the turn's calls, cut where the turn ends. So names and ids of calls stand in it
 tokens are never rendered again; thoughts stay in the context, also where the template would drop them.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import blake3
 import jinja2
-from tokenizers import Tokenizer
 
 from etude.errors import UserError
 from etude.renderers import trial
@@ -22,6 +23,9 @@ from etude.renderers.dialects import DIALECTS, Spoken, ToolDialect
 from etude.renderers.marked import MarkedCodec, map_strings, mark_for
 from etude.renderers.template import ChatTemplate
 from etude.renderers.trial import REQUEST, RESULTS, TURN, USER, TemplateForm, TemplateRefused, result
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # what clients and templates call it

@@ -7,18 +7,22 @@
 by turn, because every piece of text stands between special tokens.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import blake3
-from tokenizers import Tokenizer
 
 from etude.errors import UserError
 from etude.records import ToolCall
 from etude.renderers.base import Message, ParsedTurn, TextCodec, Tool, checked, content_text, malformed
 from etude.renderers.schemas import COMPACT_PARAMETERS
 from etude.renderers.text import one_line
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
 _CONTROL = tuple(f"<|{name}|>" for name in (*ROLES, "end", "call", "arg"))

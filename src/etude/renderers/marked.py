@@ -5,14 +5,17 @@ token gets a `mark` into it before it is rendered, a character of a private use 
 Sampled ids are read the same way: in `seen`, only a sampled token spells its name without the mark.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
-from tokenizers import AddedToken, Tokenizer
+from typing import TYPE_CHECKING, Any
 
 from etude.renderers.base import TextCodec
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
 
 
 class MarkedCodec(TextCodec):

@@ -12,6 +12,7 @@ from etude.code.packages import fetch_library
 from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.config.engine import CPU_CACHE_MB
 from etude.errors import UserError
+from etude.ledger import database
 from etude.models.files import check_folder
 from etude.renderers import Renderer
 from etude.rollout import apply_edits
@@ -40,6 +41,8 @@ def check_inputs(config: RLConfig) -> None:
 
     check_folder(Path(config.model.path))
     check_python(config.inference)
+    if config.ledger is not None:
+        database.parse(config.ledger, "ledger")
     if config.weights.signing_key is not None:
         private_key(Path(config.weights.signing_key))
         public_key(Path(f"{config.weights.signing_key}.pub"))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tokenizers import Tokenizer
 
 from etude import runfolder
 from etude.dashboard.page import write_report
@@ -127,6 +126,8 @@ def _earlier_attempts(timeline: list[dict[str, Any]], started: float) -> float:
 
 def _shown(run: Run, before: EvalResult | None, after: EvalResult | None) -> list[ShownEpisode]:
     """Held-out pairs that changed either way, and whole groups of the last steps with their advantages."""
+    from tokenizers import Tokenizer
+
     tokenizer = Tokenizer.from_file(str(Path(run.config.model.path) / "tokenizer.json"))
     shown: list[ShownEpisode] = []
     for task in _changed_first(before, after):

@@ -1,26 +1,55 @@
-"""What boxes need of the kernel, as far as it can be known without making a box."""
+"""What boxes need of a machine, as far as it can be known without making a box: facts, and what follows from them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 MINIMUM = (5, 12)  # recursive read-only mounts, overlays in user namespaces
-_SWITCHES = {
-    "/proc/sys/user/max_user_namespaces": ("0", "set user.max_user_namespaces to 10000 with sysctl"),
-    "/proc/sys/kernel/unprivileged_userns_clone": ("0", "set kernel.unprivileged_userns_clone to 1 with sysctl"),
-    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": (
+_LINUX = "run etude on a Linux machine, or in a virtual machine with Linux"
+_SWITCHES = {  # below /proc/sys; what forbids namespaces to users
+    "user/max_user_namespaces": ("0", "no user may make namespaces: `sudo sysctl user.max_user_namespaces=10000`"),
+    "kernel/unprivileged_userns_clone": (
+        "0",
+        "only root may make namespaces: `sudo sysctl kernel.unprivileged_userns_clone=1`",
+    ),
+    "kernel/apparmor_restrict_unprivileged_userns": (
         "1",
-        "set kernel.apparmor_restrict_unprivileged_userns to 0 with sysctl, or allow userns in a profile for Python",
+        "AppArmor keeps users from making namespaces, as in Ubuntu since 23.10: `sudo sysctl "
+        "kernel.apparmor_restrict_unprivileged_userns=0`, or a profile for Python that allows userns",
     ),
 }
+_CONTAINERS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
+
+
+@dataclass(frozen=True)
+class Host:
+    """The facts of a machine. `container` names what this process is in; `filtered`: a system-call filter is on it;
+    `switches` are settings of the kernel by path below /proc/sys, those that it has."""
+
+    system: str = "Linux"
+    release: str = "6.8.0"
+    processor: str = "x86_64"
+    root: bool = False
+    bash: bool = True
+    container: str = ""
+    filtered: bool = False
+    switches: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def wsl(self) -> bool:
+        """Whether this is the Windows Subsystem for Linux."""
+        return "microsoft" in self.release.lower()
 
 
 @dataclass(frozen=True)
 class MachineCheck:
-    """One property. `cure` says what to do if it is missing; boxes can do without one that is not `needed`."""
+    """One property. `cure` says what will not work without, and what to do; what is not `needed` boxes can miss."""
 
     name: str
     ok: bool
@@ -29,32 +58,69 @@ class MachineCheck:
     needed: bool = True
 
 
-def machine() -> list[MachineCheck]:
-    """What can be known without making a box."""
-    if platform.system() != "Linux":
-        cure = "use a Linux machine, or Linux in a container or virtual machine"
-        return [MachineCheck("Linux", False, platform.system(), cure)]
-    release = platform.release()
-    version = tuple(int(part) for part in release.replace("-", ".").split(".")[:2])
-    known = platform.machine() in ("x86_64", "aarch64")
+def read_host() -> Host:
+    """The facts of this machine."""
+    switches: dict[str, str] = {}
+    for name in _SWITCHES:
+        with contextlib.suppress(OSError):
+            switches[name] = Path("/proc/sys", name).read_text().strip()
+    status = ""
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+    return Host(
+        platform.system(), platform.release(), platform.machine(), os.geteuid() == 0,
+        os.path.exists("/bin/bash"), next((name for path, name in _CONTAINERS.items() if os.path.exists(path)), ""),
+        "Seccomp:\t2" in status, switches,
+    )  # fmt: skip
+
+
+def requirements(host: Host) -> list[MachineCheck]:
+    """What can be known of a machine without making a box."""
+    if host.system != "Linux":
+        return [MachineCheck("Linux", False, host.system, _elsewhere(host.system))]
+    known = host.processor in ("x86_64", "aarch64")
+    calls = "no boxes, since the system-call filter knows no other processors: use x86_64 or aarch64"
     checks = [
-        MachineCheck("kernel", version >= MINIMUM, release, f"use Linux {MINIMUM[0]}.{MINIMUM[1]} or later"),
-        MachineCheck("processor", known, platform.machine(), "use x86_64 or aarch64; the call filter knows no other"),
-        MachineCheck("bash", os.path.exists("/bin/bash"), "/bin/bash", "install bash"),
+        MachineCheck("kernel", _version(host.release) >= MINIMUM, host.release, _newer(host)),
+        MachineCheck("processor", known, host.processor, calls),
+        MachineCheck("bash", host.bash, "/bin/bash", "no boxes without /bin/bash: install bash"),
     ]
-    if os.geteuid() != 0:
-        for path, (bad, cure) in _SWITCHES.items():
-            try:
-                value = Path(path).read_text().strip()
-            except OSError:
-                continue
-            checks.append(MachineCheck(path.rpartition("/")[2], value != bad, value, cure))
+    for name, (bad, cure) in _SWITCHES.items():
+        if name in host.switches and not host.root:
+            value = host.switches[name]
+            checks.append(MachineCheck(name.rpartition("/")[2], value != bad, value, f"no boxes, since {cure}"))
     return checks
 
 
-def cause() -> str:
-    """Why boxes can't be made here, and the cure, as half a sentence."""
-    for check in machine():
+def _version(release: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.?(\d*)", release)
+    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
+
+
+def _elsewhere(system: str) -> str:
+    match system:
+        case "Darwin":
+            return f"no boxes, since macOS has no Linux namespaces: {_LINUX} (Lima, UTM)"
+        case "Windows":
+            return "no boxes, since Windows has no Linux namespaces: install WSL 2 and run etude there"
+    return f"no boxes, since they are Linux namespaces: {_LINUX}"
+
+
+def _newer(host: Host) -> str:
+    if host.wsl:
+        wanted = "`wsl --set-version DISTRIBUTION 2`, then `wsl --update`, both in Windows"
+        return f"no boxes, since this kernel of WSL is too old or none: {wanted}"
+    return f"no boxes, since they need Linux {MINIMUM[0]}.{MINIMUM[1]} or later: update the kernel"
+
+
+def cause(host: Host) -> str:
+    """Why boxes cannot be made although one was tried, and the cure, as half a sentence."""
+    for check in requirements(host):
         if not check.ok:
             return f"{check.name} is {check.detail}: {check.cure}"
-    return "in a container, allow mount and unshare in its seccomp profile, or run it with SYS_ADMIN"
+    if host.container == "docker" or (host.filtered and not host.container):
+        options = "--security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+        return f"a container refuses what boxes are made of: start it with {options} --cap-add SYS_ADMIN"
+    if host.container:
+        return f"{host.container} refuses what boxes are made of: start the container with --privileged"
+    return "the kernel, or what etude runs in, refuses namespaces or mounts: run etude outside of it"

@@ -64,7 +64,7 @@ class Shell:
         self,
         limits: dict[str, float],
         layers: Changes,
-        prefix: str,
+        programs: str,
         variables: Mapping[str, str],
         host_socket: tuple[str, int] | None,
         below: Sequence[Layer] = (),
@@ -72,7 +72,7 @@ class Shell:
     ) -> None:
         """Make the box. Raises BoxDead or LaunchFailed, and what is wrong with `layers` if an agent has made them so.
 
-        `prefix` is the Python installation, `variables` join the environment, and `host_socket` is the path of a unix
+        `programs` is the folder of Python, `variables` join the environment, and `host_socket` is the path of a unix
         socket in the box and the port that leads there. `places` are further paths of folders of the work tree.
         """
         profile = None if self._template is None else self._template.machine_profile
@@ -82,7 +82,7 @@ class Shell:
                 "HOME": "/home/user",
                 "LANG": "C.UTF-8",
                 "LOGNAME": "user",
-                "PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+                "PATH": f"{programs}:/usr/local/bin:/usr/bin:/bin",
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "PYTHONPATH": ":".join(search),
                 "SHELL": "/bin/bash",
@@ -90,7 +90,7 @@ class Shell:
                 "USER": "user",
             }
         else:
-            environment = {"HOME": f"/home/{profile.user}", "PATH": _path(f"{prefix}/bin", profile.path)}
+            environment = {"HOME": f"/home/{profile.user}", "PATH": _path(programs, profile.path)}
             environment |= profile.environment
         head = {
             "limits": limits,

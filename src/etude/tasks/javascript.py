@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from etude.code import extras, languages
 from etude.code import functions as discover
-from etude.code import languages
 from etude.code.functions import RepositoryLayout, Unit
 from etude.code.mutate import FLIP, ByteEdit, Mutant, MutationCandidate
 from etude.config import BuildConfig
@@ -66,8 +66,7 @@ def is_repository(repository: Path) -> bool:
 def layout(repository: Path, listed: Sequence[str] | None = None) -> RepositoryLayout:
     """Code and tests of an npm package among the files `listed` (default: all but junk). Raises UserError if there is
     no code, or no parser for it."""
-    if not languages.has_syntax("typescript") or not languages.has_syntax("javascript"):
-        raise UserError("JavaScript needs tree-sitter; install etude with the extra `apply`.")
+    extras.need("JavaScript", "apply")
     files = _without_builds(repository, discover.clean_files(repository) if listed is None else listed)
     tests = tuple(f for f in files if _belongs_to_tests(f))
     sources = tuple(f for f in files if f not in set(tests) and _is_source(f))

@@ -8,22 +8,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-    load_pem_public_key,
-)
 
 from etude.errors import UserError
 from etude.records import PolicyVersion
 from etude.store import write_durably
+
+if TYPE_CHECKING:  # manifests are read without it, too: the core has no cryptography
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 _DOMAIN = b"etude weights manifest\0"
 
@@ -35,6 +29,9 @@ class ManifestRefused(ValueError):
 def keygen(path: Path) -> Path:
     """Writes a private key to `path`, readable by its owner alone, and the public one beside it; returns that path.
     Raises UserError if either exists or cannot be written."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
     public = path.with_name(path.name + ".pub")
     key = Ed25519PrivateKey.generate()
     private_pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -55,6 +52,10 @@ def keygen(path: Path) -> Path:
 
 def private_key(path: Path) -> Ed25519PrivateKey:
     """The key to sign with. Raises UserError."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
     try:
         key = load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
@@ -66,6 +67,10 @@ def private_key(path: Path) -> Ed25519PrivateKey:
 
 def public_key(path: Path) -> Ed25519PublicKey:
     """The key to check with. Raises UserError."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
     try:
         key = load_pem_public_key(path.read_bytes())
     except (OSError, ValueError, UnsupportedAlgorithm):
@@ -116,6 +121,8 @@ class Trust:
             return
         if not manifest.signature:
             raise ManifestRefused(f"version {number} is not signed")
+        from cryptography.exceptions import InvalidSignature
+
         try:
             self.key.verify(bytes.fromhex(manifest.signature), _signed(manifest))
         except (InvalidSignature, ValueError):

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
+from etude.code import extras
 from etude.errors import UserError
 from etude.sandbox.backends.host import LIFETIME, Need, ProgramStream
 from etude.sandbox.base import Capabilities, LaunchFailed
@@ -54,10 +55,9 @@ class Modal:
 
     async def reach(self) -> None:
         """Raises UserError if the package is missing or the service does not answer."""
-        try:
-            import modal  # type: ignore[import-not-found]
-        except ImportError:
-            raise UserError("the package modal is not installed here; install etude[modal].") from None
+        extras.need("Modal", "modal")
+        import modal  # type: ignore[import-not-found]
+
         self._modal = service = cast(Any, modal)
         try:
             self._app = await service.App.lookup.aio(APP, create_if_missing=True)

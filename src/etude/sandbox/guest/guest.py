@@ -198,7 +198,8 @@ class Guest(shell.ShellServer):
         user = self.user
         assert user is not None
         self.spared = set(os.listdir("/proc"))
-        self.environment["PATH"] = f"{os.path.dirname(sys.executable)}:{self.environment['PATH']}"
+        root.link_programs(sys.executable)
+        self.environment["PATH"] = f"{root.programs(sys.executable)}:{self.environment['PATH']}"
         _folders(user)
         workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.before = files.state(workspace, files.Allowance.endless())

@@ -9,6 +9,7 @@ from . import linux
 
 HOST = "/.host"  # the host's root, until a handler has bound what it needs
 RUNNER = "/opt/runner"  # this folder and pytest
+PROGRAMS = f"{RUNNER}/bin"  # `python` and `python3`, where the interpreter has no folder in which it goes by both names
 WORKSPACE = "/workspace"
 SITE = "/site"
 RUN = "/run"  # private mounts; its entries can't be listed
@@ -25,10 +26,27 @@ _ETC = (  # files of which none is about this machine or its users
     *("bash.bashrc", "profile", "inputrc", "nanorc", "debian_version", "issue", "issue.net", "host.conf", "gai.conf"),
     *("login.defs", "magic", "deluser.conf", "adduser.conf", "debconf.conf", "xattr.conf", "e2scrub.conf"),
 )
+_NAMES = ("python", "python3")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
-def build(prefix: str, runner: dict[str, str]) -> None:
+def programs(interpreter: str) -> str:
+    """The folder where `python` and `python3` are this interpreter: its own, or PROGRAMS. Debian's has no `python`, and
+    the names may be another version's."""
+    own = os.path.dirname(interpreter)
+    named = all(os.path.realpath(f"{own}/{name}") == os.path.realpath(interpreter) for name in _NAMES)
+    return own if named else PROGRAMS
+
+
+def link_programs(interpreter: str, at: str = PROGRAMS) -> None:
+    """Make the folder PROGRAMS, as `at`, unless the interpreter does without."""
+    if programs(interpreter) == PROGRAMS:
+        os.makedirs(at, exist_ok=True)
+        for name in _NAMES:
+            os.symlink(interpreter, f"{at}/{name}")
+
+
+def build(prefix: str, interpreter: str, runner: dict[str, str]) -> None:
     """Make and enter the root in this mount namespace, with the Python at `prefix` and host paths by name in RUNNER."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     new = "/tmp"  # any folder will do: it is covered in this namespace only, and only until pivot_root
@@ -39,6 +57,7 @@ def build(prefix: str, runner: dict[str, str]) -> None:
     binds += [(source, f"{RUNNER}/{name}") for name, source in runner.items()]
     etc = {name: f"/etc/{name}" for name in _ETC if os.path.isfile(f"/etc/{name}")}
     linux.mount("tmpfs", new, "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
+    link_programs(interpreter, new + PROGRAMS)
     folders = ("/proc", "/dev/shm", "/dev/pts", "/etc", "/home/user", "/tmp", "/var/tmp")
     for folder in (HOST, WORKSPACE, SITE, LAYER, SHARED, *folders):
         os.makedirs(new + folder, 0o755)

@@ -33,7 +33,7 @@ def main() -> None:
         linux.offer_to_the_kernel(500)  # before the owner, and the trainer and engines beside it
         linux.unshare(linux.NEWNS) if real_root else linux.become(None, root.BOX_ID, linux.NEWNS)
         linux.die_with_parent(owner)
-        root.build(config["prefix"], config["runner"])
+        root.build(config["prefix"], config["interpreter"], config["runner"])
         joins = _joins(config["groups"], root.BASE_ID if real_root else None)
     except (OSError, KeyError) as e:
         control.send(json.dumps({"error": str(e)}).encode())

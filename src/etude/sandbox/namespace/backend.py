@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 import time
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from etude.sandbox.egress.gate import Gate, Network
 from etude.sandbox.guest.root import RUN
 from etude.sandbox.namespace.image_templates import ImageTemplate, ImageTemplates, Layer
 from etude.sandbox.namespace.run_templates import RunTemplates, folder_of
-from etude.sandbox.namespace.zygote import DIED, Zygote
+from etude.sandbox.namespace.zygote import DIED, PYTHON_FOLDER, Zygote
 from etude.sandbox.shell import Shell
 
 ROOM_MB = 256  # of free memory, below which no further box is made without control groups
@@ -134,7 +133,7 @@ class NamespaceBackend(Backend):
                 variables["PYTHONHASHSEED"] = "0"
             variables |= image.environment
             try:
-                await shell.start(limits_of(limits), own, sys.base_prefix, variables, host_socket, below, image.places)
+                await shell.start(limits_of(limits), own, PYTHON_FOLDER, variables, host_socket, below, image.places)
             except BaseException:
                 await shell.close()
                 raise

@@ -17,10 +17,14 @@ import msgspec
 from etude.errors import UserError
 from etude.sandbox.base import BoxDead
 from etude.sandbox.connection import START_SECONDS, Connection
-from etude.sandbox.kernel import cause
+from etude.sandbox.guest import root
+from etude.sandbox.kernel import cause, read_host
 
 DIED = "the process that makes boxes has died"
 _PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
+_INTERPRETER: str = sys._base_executable  # type: ignore[attr-defined]  # outside of any virtual environment
+PYTHON_FOLDER = root.programs(_INTERPRETER)
+"""The folder of a box in which `python` is this interpreter."""
 _SANDBOX = Path(__file__).resolve().parent.parent
 
 
@@ -72,7 +76,7 @@ class Zygote:
             data = await asyncio.get_running_loop().sock_recv(self.control, 65536)
         answer = msgspec.json.decode(data or b'{"error": "it died"}', type=_Start)
         if answer.error:
-            raise UserError(f"boxes cannot be made here ({answer.error}); {cause()}.")
+            raise UserError(f"boxes cannot be made here ({answer.error}); {cause(read_host())}.")
         return answer.joins
 
     def handler(
@@ -99,16 +103,17 @@ class Zygote:
 
 
 async def _start_process(theirs: socket.socket, groups: Sequence[int]) -> asyncio.subprocess.Process:
-    config = json.dumps({"prefix": sys.base_prefix, "runner": installed_runner(), "groups": groups})
+    places = {"prefix": sys.base_prefix, "interpreter": _INTERPRETER, "runner": installed_runner()}
+    config = json.dumps({**places, "groups": groups})
     start = f"import sys; sys.path.append({str(_SANDBOX)!r}); from guest.zygote import main; main()"
     environment = {
-        "PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+        "PATH": f"{PYTHON_FOLDER}:/usr/local/bin:/usr/bin:/bin",
         "HOME": "/tmp",
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",
     }
     argv = [start, str(theirs.fileno()), str(os.getpid()), config]
-    command = [sys._base_executable, "-S", "-s", "-P", "-B", "-c", *argv]  # type: ignore[attr-defined]
+    command = [_INTERPRETER, "-S", "-s", "-P", "-B", "-c", *argv]
     null, passed = asyncio.subprocess.DEVNULL, [theirs.fileno(), *groups]
     # In a session of its own, where Ctrl-C of the owner's terminal does not reach it: the owner ends it.
     return await asyncio.create_subprocess_exec(

@@ -12,7 +12,6 @@ import posixpath
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile, pairwise
@@ -23,6 +22,7 @@ from etude.errors import UserError
 from etude.grading.harbor import STATE, note_state
 from etude.sandbox.base import WORKSPACE, BoxError, Image, Limits, Sandbox
 from etude.sandbox.guest.root import RUNNER, SITE
+from etude.sandbox.namespace.zygote import PYTHON_FOLDER
 from etude.tasks.foreign.dockerfile import ASIDE, HOME, CopyStep, FolderRefused, Layout, RunStep, pieces, words
 from etude.tasks.foreign.folder import Folder
 
@@ -82,7 +82,7 @@ async def make(sandbox: Sandbox, folder: Folder, root: Path, limits: Limits) -> 
 
 def _search(folder: Folder) -> dict[str, str]:
     """PATH and PYTHONPATH: what boxes provide first, and no folder of the agent's."""
-    path = f"{PROVIDED}/bin:{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"
+    path = f"{PROVIDED}/bin:{PYTHON_FOLDER}:/usr/local/bin:/usr/bin:/bin"
     given = folder.recipe.environment.get("PATH", "$PATH").replace("${PATH}", "$PATH")
     return {
         "PATH": f"{PROVIDED}/bin:{given.replace('$PATH', path)}" if "$PATH" in given else path,

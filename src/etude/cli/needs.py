@@ -1,0 +1,68 @@
+"""Which extras a command line needs: `main` asks before the command begins, so that none stops half-way."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+# Commands and actions that the core does not bring; an action's row goes before its command's. Those that depend on
+# their arguments stand in `extras_of`.
+_ALWAYS: dict[str, tuple[str, ...]] = {
+    "demo": ("train",),
+    "serve": ("serve",),
+    "bench": ("train",),
+    "export": ("play",),
+    "tasks fast-apply": ("apply",),
+    "doctor mismatch": ("serve",),
+    "doctor models": ("serve",),
+    "doctor replay": ("serve",),
+    "doctor sandbox": ("serve",),
+    "weights": ("serve",),
+    "weights feed": (),  # it runs in vLLM's environment, beside a part of the packages
+    "weights inspect": (),
+    "weights keygen": (),  # of `live`, too
+    "live": ("live",),
+    "live demo": ("train", "live"),
+    "live train": ("train", "live"),
+    "live gate": ("serve", "live"),
+    "live release": ("serve", "live"),
+    "live rollback": ("serve", "live"),
+    "live drill": ("serve", "live"),
+    "live watch-canary": ("serve", "live"),
+    "live plan": (),
+    "live simulate": (),
+    "live watch": (),  # of developers, who have no part of the loop
+    "live hook": (),
+}
+
+
+def name_of(arguments: argparse.Namespace) -> str:
+    """The command with its action, as in "tasks build"."""
+    match arguments.command:  # "live serve" and its like hold the action already
+        case "tasks" | "weights" as command:
+            return f"{command} {arguments.action}"
+        case "doctor" if arguments.check is not None:
+            return f"doctor {arguments.check}"
+        case command:
+            return command
+
+
+def extras_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The extras that a parsed command line needs."""
+    match name := name_of(arguments):
+        case "train":
+            return () if arguments.dry_run else ("train",)
+        case "apply":
+            return ("serve",) if arguments.model is not None else ()
+        case "eval":
+            return _of_evaluation(arguments)
+    return _ALWAYS.get(name, _ALWAYS.get(name.partition(" ")[0], ()))
+
+
+def _of_evaluation(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """A model behind a chat API is measured without an engine."""
+    models = [model for model in (arguments.model, arguments.against) if model]
+    suites: list[Path] = arguments.suite
+    edits = any(str(suite) == "fast-apply" or suite.suffix == ".parquet" for suite in suites)
+    engine = any("://" not in model for model in models)
+    return (*(("serve",) if engine else ()), *(("apply",) if edits else ()))

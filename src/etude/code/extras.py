@@ -1,0 +1,82 @@
+"""The extras of this installation, as in `pip install 'etude[train]'`: what each brings, and what of it is missing.
+
+The metadata of the installed package says what an extra brings. A checkout that is on the path without an installation
+has no metadata: there nothing counts as missing, and an import says what is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from etude.errors import UserError
+
+# Extra -> what does not work without it, in the order of README. That of developers is left out.
+EXTRAS = {
+    "play": "episodes against an engine elsewhere",
+    "serve": "`etude serve`, `eval` and `weights`",
+    "train": "`etude train`, `demo` and `bench`",
+    "apply": "tables of edits and JavaScript",
+    "live": "`etude live`",
+    "modal": "boxes of Modal",
+    "postgres": "ledgers and logs in PostgreSQL",
+}
+_SHOWN = 3
+
+
+@cache
+def packages(extra: str) -> tuple[str, ...]:
+    """The names of the packages that an extra brings, with those of the extras it includes."""
+    try:
+        lines = requires("etude") or []
+    except PackageNotFoundError:
+        return ()
+    found: list[str] = []
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if requirement.marker.evaluate({"extra": ""}):
+            continue  # the core's
+        if requirement.name == "etude":
+            found += [name for inner in sorted(requirement.extras) for name in packages(inner)]
+        else:
+            found.append(canonicalize_name(requirement.name))
+    return tuple(dict.fromkeys(found))
+
+
+def missing(extra: str) -> list[str]:
+    """The packages of an extra that are not installed."""
+    return [name for name in packages(extra) if not _installed(name)]
+
+
+def need(what: str, *extras: str) -> None:
+    """Raises UserError if a package of `extras` is not installed; `what` is the command or the thing that needs it."""
+    lacking = {extra: names for extra in extras if (names := missing(extra))}
+    if lacking:
+        raise UserError(_sentence(what, list(dict.fromkeys(n for names in lacking.values() for n in names)), lacking))
+
+
+def lacks(what: str, module: str) -> str | None:
+    """The sentence about a module that could not be imported, which names its extra; None if no extra brings it."""
+    name = canonicalize_name(module.partition(".")[0])
+    return next((_sentence(what, [name], [extra]) for extra in EXTRAS if name in packages(extra)), None)
+
+
+def _sentence(what: str, names: list[str], extras: Iterable[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    verb = "is" if len(names) == 1 else "are"
+    named = ", ".join(names[:_SHOWN]) + more
+    return f"{what} needs {named}, which {verb} not installed: pip install 'etude[{','.join(extras)}]'"
+
+
+def _installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
