@@ -115,7 +115,7 @@ def test_a_history_is_as_deep_as_asked_and_must_be_readable(source: Path, tmp_pa
         histories.load(tmp_path, repository)
     assert histories.load(source, repository) is None
     shutil.rmtree(source / ".git/objects")
-    with pytest.raises(UserError, match="git cannot read .*: give a fresh clone"):
+    with pytest.raises(UserError, match=r"git cannot read .*: give a fresh clone"):
         histories.read(source, "lib-1", REPOSITORY)
 
 

@@ -75,11 +75,13 @@ class Clone:
         form = self.settings.get("extensions.objectformat", "sha1").lower()
         refs = self.settings.get("extensions.refstorage", "files").lower()
         if form != "sha1":
-            raise UserError(f"{root} names its objects by {form}, and etude reads SHA-1 alone: give another clone of it.")
+            raise UserError(f"{root} names its objects by {form}, and etude reads SHA-1 alone: give another clone.")
         if refs != "files":
             raise UserError(f"{root} keeps its refs as a {refs}: run `git refs migrate --ref-format=files` in it.")
 
-    def run(self, *arguments: str, given: bytes = b"", within: Path | None = None) -> subprocess.CompletedProcess[bytes]:
+    def run(
+        self, *arguments: str, given: bytes = b"", within: Path | None = None
+    ) -> subprocess.CompletedProcess[bytes]:
         """One command of git, whatever its exit code; in the folder `within` of the work tree if it needs that. Raises
         UserError if it takes too long."""
         places = {"GIT_DIR": str(self._own), "GIT_INDEX_FILE": str(self.directory / "index")}
@@ -93,7 +95,8 @@ class Clone:
                 cwd=within or self._own, env=inherited | _ENVIRONMENT | places,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise UserError(f"git {arguments[0]} took over {SECONDS:.0f} s in {self.root}; give a smaller clone.") from None
+            took = f"git {arguments[0]} took over {SECONDS:.0f} s in {self.root}"
+            raise UserError(f"{took}; give a smaller clone.") from None
 
     def output(self, *arguments: str) -> bytes | None:
         """What a command prints; None if it fails."""
@@ -123,7 +126,9 @@ class Clone:
     def contents(self, ids: Iterable[str]) -> dict[str, bytes]:
         """Objects by id. Raises UserError if one is missing."""
         wanted = list(dict.fromkeys(ids))
-        out = self.demand("cat-file", "--batch", given="".join(f"{one}\n" for one in wanted).encode()) if wanted else b""
+        out = (
+            self.demand("cat-file", "--batch", given="".join(f"{one}\n" for one in wanted).encode()) if wanted else b""
+        )
         found, at = {}, 0
         for one in wanted:
             end = out.index(b"\n", at)
@@ -142,8 +147,8 @@ class Clone:
     def _lacking(self, said: str) -> UserError:
         if (self.common / "objects/info/alternates").exists():
             return UserError(
-                f"objects of {self.root} lie in another repository (objects/info/alternates), which etude does not read "
-                f"({said}): give a clone that was made without --shared or --reference, or with --dissociate."
+                f"objects of {self.root} lie in another repository (objects/info/alternates), which etude does not "
+                f"read ({said}): give a clone that was made without --shared or --reference, or with --dissociate."
             )
         marked = next((self.common / "objects/pack").glob("*.promisor"), None)
         if marked or any(_PARTIAL.fullmatch(name) for name in self.settings):
@@ -189,7 +194,7 @@ class Clone:
             return {}
         listed = self.run("config", "--file", str(self.common / "config"), "--no-includes", "--list", "-z")
         if listed.returncode:
-            raise UserError(f"the settings of {self.root} ({self.common / 'config'}) cannot be read: give a fresh clone.")
+            raise UserError(f"git cannot read the settings of {self.root} (.git/config): give a fresh clone of it.")
         pairs = (entry.partition("\n") for entry in os.fsdecode(listed.stdout).split("\0") if entry)
         return {name: value for name, _, value in pairs}
 
@@ -228,8 +233,8 @@ def _directory(root: Path) -> Path:
         if outer is not None and directory.is_relative_to(_directory(outer).resolve() / "modules"):
             return directory
     raise UserError(
-        f"{dot} leads to a git directory elsewhere that does not name this folder: run `git worktree repair` if it is a "
-        "worktree, or give a clone whose .git is a folder."
+        f"{dot} leads to a git directory elsewhere that does not name this folder: run `git worktree repair` if it is "
+        "a worktree, or give a clone whose .git is a folder."
     )
 
 

@@ -145,4 +145,3 @@ def _mapped(data: bytes) -> Iterable[tuple[str, bytes]]:
             )
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-

@@ -104,8 +104,8 @@ def _checked(repository: Path, inventory: Inventory) -> Inventory:
     pointers = tuple(path for path in inventory.files if _is_pointer(repository / path))
     if code := [path for path in pointers if language_of(path) not in (None, "json", "markdown")]:
         raise UserError(
-            f"{code[0]} of {repository} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`, or leave it "
-            f"out with `--exclude {code[0]!r}`."
+            f"{code[0]} of {repository} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`, or leave "
+            f"it out with `--exclude {code[0]!r}`."
         )
     inventory = replace(inventory, pointers=pointers)
     secrets = dict(_secrets(repository, inventory.files))
