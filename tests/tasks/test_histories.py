@@ -63,7 +63,7 @@ def box_of(source: Path, root: Path, files: dict[str, str] = REPOSITORY, task=TA
     for path, text in files.items():
         (repository / path).parent.mkdir(parents=True, exist_ok=True)
         (repository / path).write_text(text)
-    histories.build(source, "lib-1", repository, [task], root)
+    histories.build(histories.read(source, "lib-1", files), repository, [task], root)
     found = histories.load(root, repository)
     assert found is not None
     shutil.copytree(repository, root / "box")
@@ -108,14 +108,15 @@ def test_what_holds_no_answer_is_told_as_it_was(source: Path, tmp_path: Path) ->
 def test_a_history_is_as_deep_as_asked_and_must_be_readable(source: Path, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     shutil.copytree(source, repository, ignore=shutil.ignore_patterns(".git"))
-    assert histories.build(source, "lib-1", repository, [TASK], tmp_path, depth=2) == 2
+    past = histories.read(source, "lib-1", REPOSITORY, depth=2)
+    assert histories.build(past, repository, [TASK], tmp_path) == 2
     (tmp_path / histories.FILE).write_bytes(b"no")
     with pytest.raises(UserError, match="build the dataset again"):
         histories.load(tmp_path, repository)
     assert histories.load(source, repository) is None
     shutil.rmtree(source / ".git/objects")
-    with pytest.raises(UserError, match="no commit"):
-        histories.build(source, "lib-1", repository, [TASK], tmp_path)
+    with pytest.raises(UserError, match=r"git cannot read .*: give a fresh clone"):
+        histories.read(source, "lib-1", REPOSITORY)
 
 
 @needs_git

@@ -10,7 +10,6 @@ import pytest
 
 from etude.config import BuildConfig
 from etude.errors import UserError
-from etude.sandbox import history
 from etude.tasks import dataset, inventory
 from etude.tasks.build import build
 from tests.tasks.test_build import TINY, quiet
@@ -19,10 +18,11 @@ KEY = "-----BEGIN OPENSSH " + "PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAABG5vbmU
 TOKEN = "ghp_" + "Ab1" * 12
 
 
-def git(folder: Path, *arguments: str) -> None:
+def git(folder: Path, *arguments: str) -> str:
     environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1"}
     people = ["-c", "user.name=A", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
-    subprocess.run(["git", *people, *arguments], cwd=folder, check=True, capture_output=True, env=environment)
+    command = ["git", *people, *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, env=environment).stdout
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -110,7 +110,7 @@ def test_no_secrets(tmp_path: Path) -> None:
 def test_git_that_cannot_list(tmp_path: Path) -> None:
     root = clone(tmp_path / "r", {"a.py": ""})
     (root / ".git/HEAD").write_text("nonsense")
-    with pytest.raises(UserError, match="git cannot list the files"):
+    with pytest.raises(UserError, match=r"git cannot read .*HEAD is broken"):
         inventory.take(root)
 
 
@@ -131,8 +131,8 @@ def test_a_dataset_of_a_clone_with_private_files(tmp_path: Path) -> None:
         assert b"private notes" not in path.read_bytes(), path
         assert TOKEN.encode() not in path.read_bytes(), path
     write_git(tmp_path / "box", dict(data.image(data.tasks[0]).history))
-    assert history.git(tmp_path / "box", "log", "--all", "--format=%s") == b"Update\nAll of it\n"
-    assert TOKEN.encode() not in (history.git(tmp_path / "box", "log", "-p", "--all") or b"")
+    assert git(tmp_path / "box", "log", "--all", "--format=%s") == "Update\nAll of it\n"
+    assert TOKEN not in git(tmp_path / "box", "log", "-p", "--all")
     card = (data.root / "DATACARD.md").read_text()
     assert "Left out, since git does not track them (1): `notes-private.txt`." in card
     assert "With changes since the last commit (1): `README`." in card

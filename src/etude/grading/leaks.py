@@ -12,7 +12,6 @@ import functools
 import io
 import json
 import re
-import subprocess
 import tarfile
 import zipfile
 import zlib
@@ -21,11 +20,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.code import git
+
 SHINGLE = 8  # tokens
 MIN_CONSTANT = 8  # characters of a text constant that gives an answer away
 SHARE = 0.5  # of an answer's shingles in one place
 MAX_FILE = 64 << 20
-GIT_SECONDS = 300.0
 
 _TOKEN = re.compile(r"[A-Za-z_]\w*|\d+(?:\.\d+)?|\"[^\"\n]*\"|'[^'\n]*'|[^\s\w]")
 _INLINE_MAP = re.compile(rb"sourceMappingURL=data:application/json[^,\s]*;base64,([A-Za-z0-9+/=]+)")
@@ -101,8 +101,9 @@ def contents(root: Path) -> Iterator[tuple[str, bytes]]:
         if path.is_symlink():
             continue
         if path.is_dir():
-            if (path / "objects").is_dir() and (path / "HEAD").is_file():
-                yield from ((f"{name}: object {object_id}", data) for object_id, data in git_objects(path))
+            if git.is_git_directory(path):
+                objects = git.in_folder(path).every_object()
+                yield from ((f"{name}: object {object_id}", data) for object_id, data in objects)
         elif path.is_file() and path.stat().st_size <= MAX_FILE:
             data = path.read_bytes()
             yield name, data
@@ -144,14 +145,3 @@ def _mapped(data: bytes) -> Iterable[tuple[str, bytes]]:
             )
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-
-
-def git_objects(repository: Path) -> Iterator[tuple[str, bytes]]:
-    """(id, content) of every object, reachable or not; git's plumbing starts no program of the repository."""
-    command = ["git", "--git-dir", str(repository), "cat-file", "--batch-all-objects", "--batch", "--buffer"]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=GIT_SECONDS)
-    stream = io.BytesIO(done.stdout)
-    while head := stream.readline():
-        name, _, size = head.decode().split()
-        content = stream.read(int(size) + 1)[:-1]
-        yield name, content

@@ -50,6 +50,7 @@ def remove_hooks(repository: TextRepository) -> list[Path]:
 def _line(repository: TextRepository, gateway: str, agents: Sequence[Path]) -> str:
     command = [
         sys.executable,
+        "-P",  # git runs it in the work tree, whose modules are not to be imported
         "-m",
         "etude.cli.main",
         "live",

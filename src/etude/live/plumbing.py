@@ -1,8 +1,6 @@
-"""A git repository, read by plumbing commands that execute nothing of it.
+"""A git repository that somebody works in, read as text by `code/git.py`: nothing that it names is run.
 
-A clone's settings and attributes may name programs: hooks, filters, pagers, helpers of remotes. Only commands that
-convert no file and start no transport are used, with hooks, the file monitor and every transport off, and with no
-configuration but the repository's own. Files of the tree are read as they are; links are not followed.
+Files of the tree are read as they are; links are not followed.
 """
 
 from __future__ import annotations
@@ -10,20 +8,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.code import git
 from etude.errors import UserError
 
-SECONDS = 60.0
 MOST_BYTES = 1 << 20  # of a file whose edits are followed
 MOST_COMMITS = 1000  # looked at when a branch moved
-_COMMAND = ("git", "--no-pager", "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "gc.auto=0",
-            "-c", "protocol.allow=never", "-c", "log.showSignature=false")  # fmt: skip
-_SETTINGS = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_TERMINAL_PROMPT": "0",
-             "GIT_OPTIONAL_LOCKS": "0", "GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1", "LC_ALL": "C"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,10 +40,13 @@ class TextRepository:
         self.root = root.resolve()
         if not self.root.is_dir():
             raise UserError(f"{root} is not a folder; give the root of a git repository")
-        top = self._line("rev-parse", "--show-toplevel", what=f"{root} is not a git repository that can be read")
-        if Path(top).resolve() != self.root:
-            raise UserError(f"{root} lies in the git repository {top}; give its root")
-        self.common = Path(self._line("rev-parse", "--path-format=absolute", "--git-common-dir", what=str(root)))
+        clone = git.around(self.root)
+        if clone is None:
+            raise UserError(f"{root} is not a git repository that can be read")
+        if clone.root != self.root:
+            raise UserError(f"{root} lies in the git repository {clone.root}; give its root")
+        self._clone = clone
+        self.common = clone.common
 
     def state(self) -> TreeState:
         """Commit, branch, stash and main branch."""
@@ -72,18 +68,14 @@ class TextRepository:
     def files(self) -> dict[str, str]:
         """Path -> blob id of the index, or an empty text for a file that is not in it and not ignored."""
         found: dict[str, str] = {}
-        for entry in self._parts("ls-files", "-z", "--others", "--exclude-standard"):
+        for entry in self._parts("ls-files", "-z", "--others", "--exclude-standard", within=self.root):
             found[entry] = ""
-        for entry in self._parts("ls-files", "-z", "-s"):
-            head, _, path = entry.partition("\t")
-            mode, blob, _ = head.split()
-            if mode.startswith("100"):
-                found[path] = blob
-        return found
+        staged = self._clone.staged().items()
+        return found | {path: blob for path, (mode, blob) in staged if mode.startswith("100")}
 
     def is_behind(self, old: str, new: str) -> bool:
         """Whether `new` descends from `old`, or is it."""
-        return self._run("merge-base", "--is-ancestor", old, new).returncode == 0
+        return self._clone.run("merge-base", "--is-ancestor", old, new).returncode == 0
 
     def commits(self, old: str, new: str) -> list[str]:
         """First-parent commits after `old` up to `new`, oldest first; `new` alone if `old` is not behind it."""
@@ -113,7 +105,7 @@ class TextRepository:
         size = self._text("cat-file", "-s", name).strip()
         if not size.isdigit() or int(size) > MOST_BYTES:
             return None
-        return _decoded(self._run("cat-file", "blob", name).stdout)
+        return _decoded(self._clone.run("cat-file", "blob", name).stdout)
 
     def note(self, ref: str, commit: str) -> str | None:
         """The note of a commit in a notes ref."""
@@ -137,35 +129,18 @@ class TextRepository:
 
     def setting(self, name: str) -> str:
         """A value of the repository's own configuration; empty if it has none."""
-        return self._text("config", "--local", "--get", name).strip()
+        return self._clone.settings.get(name.lower(), "").strip()
 
     def tracked(self, path: str) -> bool:
         """Whether a file is checked in, or staged."""
         return bool(self._text("ls-files", "--", path).strip())
 
-    def _parts(self, *arguments: str) -> Iterable[str]:
-        done = self._run(*arguments)
+    def _parts(self, *arguments: str, within: Path | None = None) -> Iterable[str]:
+        done = self._clone.run(*arguments, within=within)
         return (os.fsdecode(part) for part in done.stdout.split(b"\0") if part)
 
     def _text(self, *arguments: str) -> str:
-        return os.fsdecode(self._run(*arguments).stdout)
-
-    def _line(self, *arguments: str, what: str) -> str:
-        done = self._run(*arguments)
-        if done.returncode:
-            told = os.fsdecode(done.stderr).strip().splitlines()
-            raise UserError(f"{what}: {told[0] if told else 'git failed'}")
-        return os.fsdecode(done.stdout).rstrip("\n")
-
-    def _run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        try:
-            return subprocess.run([*_COMMAND, "-C", str(self.root), *arguments], capture_output=True, timeout=SECONDS,
-                                  env=inherited | _SETTINGS, stdin=subprocess.DEVNULL)  # fmt: skip
-        except FileNotFoundError:
-            raise UserError("git is not installed; `etude live watch` reads the repository with it") from None
-        except subprocess.TimeoutExpired:
-            raise UserError(f"git {arguments[0]} took more than {SECONDS:.0f} s in {self.root}") from None
+        return os.fsdecode(self._clone.run(*arguments).stdout)
 
 
 def excluded(path: str, patterns: Sequence[str]) -> bool:

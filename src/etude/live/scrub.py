@@ -285,7 +285,7 @@ class Scrubber:
         self._child = self._started()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "etude.live.scrub"]
+        command = [sys.executable, "-P", "-m", "etude.live.scrub"]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
 
     def scrub(self, *documents: bytes, keep: Sequence[str] = ()) -> tuple[list[bytes], dict[str, int]]:

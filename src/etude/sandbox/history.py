@@ -2,7 +2,7 @@
 
 Ancestors are written anew, oldest first: with the same authors, dates and messages, but of every tree only the files
 that the box has, and other versions where a version holds the answer. Nothing else of the original repository is
-copied, so there is no unreachable object, stash, note or tag. git only reads the original (`read`), the user's own.
+copied, so there is no unreachable object, stash, note or tag. `code/git.py` reads the original.
 Formats: gitformat-pack(5), gitformat-index(5).
 """
 
@@ -11,23 +11,18 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-import subprocess
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etude.code import git
+from etude.code.git import Tree
 from etude.errors import UserError
 
-SECONDS = 300.0
 SILENT = b"Update\n"  # in the place of a message that says too much
-# A clone's settings may name programs: none of them runs.
-_QUIET = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "log.showSignature=false",
-          "-c", "gc.auto=0")  # fmt: skip
 _KINDS = {"commit": 1, "tree": 2, "blob": 3}
 _FILE = "100644"
-
-Tree = Mapping[str, tuple[str, str]]  # path -> mode, blob id
 
 
 @dataclass(frozen=True)
@@ -62,24 +57,29 @@ Shown = Callable[[str, str], bytes | None]  # path, blob -> what a box may see o
 
 
 def read(source: Path, base: str, paths: Iterable[str], depth: int) -> Past:
-    """Up to `depth` first-parent commits to `base`, with what they hold of `paths`. Raises UserError: no commit."""
+    """Up to `depth` first-parent commits to `base`, with what they hold of `paths`. Raises UserError: no commit, or
+    objects are missing."""
     wanted = set(paths)
-    listed = git(source, "rev-list", "--first-parent", "--reverse", f"--max-count={depth}", base, "--")
-    if listed is None:
+    clone = git.around(source)
+    tip = clone.id_of(base) if clone is not None else ""
+    if clone is None or not tip:
         raise UserError(f"{base!r} is no commit of {source}; name one that `git log` shows.")
+    listed = clone.demand("rev-list", "--first-parent", "--reverse", f"--max-count={depth}", tip, "--")
     names = listed.decode().split()
-    raw = _batch(source, names)
-    trees = [_tree(source, name, wanted) for name in names]
-    contents = _batch(source, sorted({blob for tree in trees for _, blob in tree.values()}))
+    raw = clone.contents(names)
+    trees = [
+        {path: (mode, blob) for path, (mode, blob) in clone.tree(name).items() if mode[:3] == "100" and path in wanted}
+        for name in names
+    ]
+    contents = clone.contents(sorted({blob for tree in trees for _, blob in tree.values()}))
     commits = []
     for name, tree in zip(names, trees, strict=True):
         head, _, message = raw[name].partition(b"\n\n")
         people = [line for line in head.split(b"\n") if line.startswith((b"author ", b"committer "))]
         commits.append(Commit(b"\n".join(people) + b"\n", message, tree))
-    branch = (git(source, "symbolic-ref", "--short", "HEAD") or b"main").decode().strip()
-    return Past(
-        tuple(commits), {blob: _entry("blob", data) for blob, data in contents.items()}, branch, _origin(source)
-    )
+    branch = (clone.output("symbolic-ref", "--short", "-q", "HEAD") or b"main").decode().strip()
+    entries = {blob: _entry("blob", data) for blob, data in contents.items()}
+    return Past(tuple(commits), entries, branch, _origin(clone))
 
 
 def single(people: bytes, message: bytes) -> Past:
@@ -121,13 +121,6 @@ def folder(
     return {f".git/{name}": data for name, data in files_of_git.items()}
 
 
-def git(repository: Path, *arguments: str) -> bytes | None:
-    """Output of a plumbing command; None if it fails."""
-    command = ["git", *_QUIET, "-C", str(repository), *arguments]
-    done = subprocess.run(command, capture_output=True, timeout=SECONDS)
-    return done.stdout if done.returncode == 0 else None
-
-
 def blob_id(data: bytes) -> str:
     """Id that git gives to a file with that content."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -138,36 +131,9 @@ def entry_of(data: bytes) -> bytes:
     return _entry("blob", data)
 
 
-def _tree(source: Path, commit: str, wanted: set[str]) -> Tree:
-    listing = git(source, "ls-tree", "-r", "-z", commit)
-    assert listing is not None
-    tree = {}
-    for entry in filter(None, listing.split(b"\0")):
-        head, _, name = entry.partition(b"\t")
-        mode, _, blob = head.decode().split()
-        path = name.decode("utf-8", "surrogateescape")
-        if mode.startswith("100") and path in wanted:
-            tree[path] = (mode, blob)
-    return tree
-
-
-def _batch(source: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Contents of objects by id."""
-    command = ["git", *_QUIET, "-C", str(source), "cat-file", "--batch"]
-    done = subprocess.run(command, input="\n".join(names).encode(), capture_output=True, check=True, timeout=SECONDS)
-    contents, place = {}, 0
-    while place < len(done.stdout):
-        end = done.stdout.index(b"\n", place)
-        name, _, size = done.stdout[place:end].decode().split()
-        contents[name] = done.stdout[end + 1 : end + 1 + int(size)]
-        place = end + int(size) + 2
-    return contents
-
-
-def _origin(source: Path) -> str:
+def _origin(clone: git.Clone) -> str:
     """The remote's address, without a password in it; folders of this machine are none."""
-    url = (git(source, "config", "--get", "remote.origin.url") or b"").decode("utf-8", "replace").strip()
-    url = re.sub(r"^(\w+://)[^/@]*@", r"\1", url)
+    url = re.sub(r"^(\w+://)[^/@]*@", r"\1", clone.settings.get("remote.origin.url", "").strip())
     return url if re.match(r"(?:https?|ssh|git)://|[\w.-]+@[\w.-]+:", url) else ""
 
 

@@ -21,6 +21,7 @@ from etude.errors import UserError
 from etude.grading.javascript import is_script
 from etude.grading.runner import open_sandbox
 from etude.sandbox.base import Image, Limits, Sandbox
+from etude.sandbox.history import Past
 from etude.tasks import (
     bootstrap,
     card,
@@ -70,6 +71,7 @@ def build(
         writer = synthesis.by_command(options.write_tests)
     taken = inventory.take(repo, options.exclude)
     script = javascript.is_repository(repo)
+    past = histories.read(repo, declared.find_name(repo), taken.files)
     version = environment.version_of(repo)
     generated = {} if script else environment.version_files(repo, taken, version)
     pytest = PytestSettings() if script else settings.read(repo)
@@ -107,6 +109,7 @@ def build(
             options,
             progress,
             taken,
+            past,
             layout,
             pytest,
             version,
@@ -148,6 +151,7 @@ class _BuildPlan:
     options: BuildConfig
     progress: Progress
     inventory: Inventory
+    past: Past
     layout: discover.RepositoryLayout
     pytest: PytestSettings
     version: str
@@ -186,7 +190,7 @@ async def _run(plan: _BuildPlan) -> None:
     shutil.rmtree(plan.tree)  # not before: the folders of a sandbox stay as they are while it is open
     if not tasks:
         raise _nothing_fit(plan, searched)
-    commits = histories.build(plan.repo, bench.name, bench.repository, tasks, work)
+    commits = histories.build(plan.past, bench.repository, tasks, work)
     fit = searched.tried - sum(searched.rejected.values())
     manifest = dataset.Manifest(
         format=dataset.FORMAT, name=bench.name, licence=licence_name, licence_source=licence_source, seed=options.seed,

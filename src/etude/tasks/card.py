@@ -156,20 +156,25 @@ _POLICY = {
 }
 
 
+_POINTERS = " Pointers of Git LFS, whose files were not fetched: tests that read them fail"
+
+
 def _files(taken: Inventory) -> list[str]:
     """Which files the dataset was made of, and which were left out."""
     if not taken.tracked:
         whole = (
             f"{len(taken.files)} files: git tracks nothing of the folder, so it was taken whole, less caches, builds"
         )
-        return ["## Files\n", f"{whole} and archives.{_named(' Left out by `exclude`', taken.excluded)}\n"]
+        left_out = _named(" Left out by `exclude`", taken.excluded)
+        return ["## Files\n", f"{whole} and archives.{left_out}{_named(_POINTERS, taken.pointers)}\n"]
     return [
         "## Files\n",
         f"{len(taken.files)} files that git tracks, as they stand in the working tree; none looks like a secret."
         f"{_named(' With changes since the last commit', taken.changed)}"
         f"{_named(' Left out, since git does not track them', taken.untracked)}"
         f"{_named(' Left out by `exclude`', taken.excluded)}"
-        f"{_named(' Submodules that were not fetched, and are empty', taken.absent)}\n",
+        f"{_named(' Submodules that were not fetched, and are empty', taken.absent)}"
+        f"{_named(_POINTERS, taken.pointers)}\n",
     ]
 
 

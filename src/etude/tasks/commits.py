@@ -6,7 +6,6 @@ cleanly are used. So one repository, one set of dependencies and one suite serve
 
 import ast
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,15 +13,14 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 from etude.code import functions as discover
+from etude.code import git
 from etude.code.functions import Function
 from etude.code.mutate import ByteEdit, Mutant, MutationCandidate
 from etude.grading import leaks
-from etude.sandbox.history import git
 
 MAX_COMMITS = 300  # looked at, newest first
 MAX_FILES = 8
 MAX_LINES = 200  # that a reversal changes
-MERGE_SECONDS = 30.0
 _WISH = 800  # characters of what a commit says besides its first line
 _CHANGES = re.compile(r"(^|/)(change|history|news|release)[\w.-]*(/[^/]*)?$", re.IGNORECASE)
 _TRAILER = re.compile(
@@ -47,25 +45,30 @@ class Reversal:
 def reversals(
     repository: Path, sources: Mapping[str, str], functions: Iterable[Function], modules: Iterable[str]
 ) -> Iterator[Reversal]:
-    """Reversible commits of a git clone, newest first; none of a folder without history. `modules` hold the tests."""
-    if not (repository / ".git").exists():
+    """Reversible commits of a git clone, newest first; none of a folder without history. `modules` hold the tests.
+    Raises UserError if objects are missing."""
+    clone = git.around(repository) if (repository / ".git").exists() else None
+    head = clone.id_of("HEAD") if clone is not None else ""
+    if clone is None or not head:
         return
     table, tested = list(functions), frozenset(modules)
-    listed = git(repository, "rev-list", "--first-parent", f"--max-count={MAX_COMMITS}", "HEAD", "--") or b""
+    listed = clone.demand("rev-list", "--first-parent", f"--max-count={MAX_COMMITS}", head, "--")
     for commit in listed.decode().split():
-        reversal = _reversal(repository, commit, sources, table, tested)
+        reversal = _reversal(clone, commit, sources, table, tested)
         if reversal is not None:
             yield reversal
 
 
 def _reversal(
-    repository: Path, commit: str, sources: Mapping[str, str], functions: list[Function], modules: frozenset[str]
+    clone: git.Clone, commit: str, sources: Mapping[str, str], functions: list[Function], modules: frozenset[str]
 ) -> Reversal | None:
-    raw = git(repository, "diff-tree", "-r", "--no-renames", "--name-status", "-z", f"{commit}^1", commit, "--")
-    if raw is None:  # the first commit
+    parent = clone.id_of(f"{commit}^1")
+    if not parent:  # the first commit
         return None
+    raw = clone.demand("diff-tree", "-r", "--no-renames", "--raw", "--no-abbrev", "-z", parent, commit, "--")
     words = raw.decode("utf-8", "replace").split("\0")[:-1]
-    status = dict(zip(words[1::2], words[::2], strict=True))
+    entries = {path: entry.split() for entry, path in zip(words[::2], words[1::2], strict=True)}
+    status = {path: entry[4] for path, entry in entries.items()}
     tests = tuple(sorted(p for p, s in status.items() if p in modules and s in "AM"))
     code = sorted(
         p for p in status if p.endswith(".py") and not (discover.is_test(p) or p in modules) and p != "setup.py"
@@ -75,7 +78,7 @@ def _reversal(
     changed: dict[str, Mutant] = {}
     members: list[str] = []
     for path in code:
-        text = _taken_back(repository, commit, path, sources[path])
+        text = _taken_back(clone, *entries[path][2:4], sources[path])
         if text is None:
             return None
         if text != sources[path]:
@@ -84,12 +87,12 @@ def _reversal(
             members += [f.id for f in inside if any(f.first_line <= line <= f.last_line for line in lines)]
     if not changed or not members or sum(m.original.count("\n") for m in changed.values()) > MAX_LINES:
         return None
-    said = (git(repository, "log", "-1", "--format=%s%n%n%b", commit, "--") or b"").decode("utf-8", "replace")
+    said = clone.demand("log", "-1", "--format=%s%n%n%b", commit, "--").decode("utf-8", "replace")
     request = _request(said)
     if not request:
         return None
     answers = [leaks.answer(mutant.source, mutant.text) for mutant in changed.values()]
-    notes = [_body(said, request), *(_noted(repository, commit, p) for p in status if _CHANGES.search(p))]
+    notes = [_body(said, request), *(_noted(clone, parent, commit, p) for p in status if _CHANGES.search(p))]
     wish = "\n".join(note for note in notes if note and not any(answer.in_data(note.encode()) for answer in answers))
     path = members[0].split("::")[0]
     where = ", ".join(changed)
@@ -99,18 +102,16 @@ def _reversal(
     return Reversal(commit, path, program, tests, tuple(members))
 
 
-def _taken_back(repository: Path, commit: str, path: str, now: str) -> str | None:
-    """The text of a source file without what the commit did to it; None if later changes are in the way."""
-    after = git(repository, "cat-file", "blob", f"{commit}:{path}")
-    before = git(repository, "cat-file", "blob", f"{commit}^1:{path}")
-    if after is None or before is None:
-        return None
+def _taken_back(clone: git.Clone, before: str, after: str, now: str) -> str | None:
+    """The text of a source file without what the commit did to it, between two blobs; None if later changes are in the
+    way."""
+    blobs = clone.contents([before, after])
     with tempfile.TemporaryDirectory() as folder:
         names = []
-        for name, data in (("now", now.encode()), ("after", after), ("before", before)):
+        for name, data in (("now", now.encode()), ("after", blobs[after]), ("before", blobs[before])):
             names.append(str(Path(folder, name)))
             Path(folder, name).write_bytes(data)
-        done = subprocess.run(["git", "merge-file", "-p", "-q", *names], capture_output=True, timeout=MERGE_SECONDS)
+        done = clone.run("merge-file", "-p", "-q", *names)
     if done.returncode != 0:
         return None
     try:
@@ -158,11 +159,9 @@ def _body(message: str, request: str) -> str:
     return text[:_WISH].strip() if len(text.split()) >= 3 else ""
 
 
-def _noted(repository: Path, commit: str, path: str) -> str:
+def _noted(clone: git.Clone, parent: str, commit: str, path: str) -> str:
     """The lines that a commit added to a list of changes."""
-    diff = git(
-        repository, "diff-tree", "-p", "-U0", "--no-ext-diff", "--no-textconv", f"{commit}^1", commit, "--", path
-    )
-    added = [line[1:].strip() for line in (diff or b"").decode("utf-8", "replace").splitlines() if line[:1] == "+"]
+    diff = clone.demand("diff-tree", "-p", "-U0", "--no-ext-diff", "--no-textconv", parent, commit, "--", path)
+    added = [line[1:].strip() for line in diff.decode("utf-8", "replace").splitlines() if line[:1] == "+"]
     kept = [line for line in added if len(line.split()) >= 3 and not line.startswith(("++", "==", "--"))]
     return "\n".join(re.sub(r"\s*[:(]?#\d+\)?", "", line) for line in kept)[:_WISH].strip()

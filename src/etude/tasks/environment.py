@@ -10,9 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.code import declared, packages
+from etude.code import declared, git, packages
 from etude.errors import UserError
-from etude.sandbox.history import git
 from etude.tasks import requirements, settings
 from etude.tasks.coverage import SuiteTrace, last_lines
 from etude.tasks.inventory import Inventory
@@ -102,7 +101,9 @@ def version_of(repository: Path) -> str:
     found = re.search(r"-(\d[\w.+!]*)$", name)
     if found:
         return found[1]
-    tag = (git(repository, "describe", "--tags", "--abbrev=0") or b"").decode("utf-8", "replace").strip()
+    clone = git.around(repository)
+    described = clone.output("describe", "--tags", "--abbrev=0") if clone is not None else None
+    tag = (described or b"").decode("utf-8", "replace").strip()
     numbers = re.search(r"\d+(\.\d+)*([a-z]+\d+)?$", tag)
     return numbers[0] if numbers else UNKNOWN
 

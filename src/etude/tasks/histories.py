@@ -15,9 +15,8 @@ A release has no history. It gets what somebody who imports it gets: one commit,
 from __future__ import annotations
 
 import re
-import shutil
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from email.parser import Parser
 from functools import cached_property
@@ -130,16 +129,21 @@ class Damage:
         return version[:place] + self.wrong.encode() + version[place + len(right) :]
 
 
-def build(source: Path, name: str, repository: Path, tasks: Sequence[Task], out: Path, depth: int = DEPTH) -> int:
-    """Write `out`/history.msgpack for `tasks` of the repository that was taken from `source`. Returns the number of
-    commits. Raises UserError if `source` has a history that cannot be read."""
-    paths = {path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file()}
+def read(source: Path, name: str, paths: Iterable[str], depth: int = DEPTH) -> Past:
+    """The last commits of `source`, with what they hold of `paths`; of a release, the one that imports it. Raises
+    UserError if `source` has a history that cannot be read."""
     if (source / ".git").exists():
-        if shutil.which("git") is None:
-            raise UserError(f"{source} has a history, which takes git to read; install git, or remove {source}/.git.")
-        past = history.read(source, "HEAD", paths, depth)
-    else:
-        past = history.single(*_imported(source, name))
+        return history.read(source, "HEAD", paths, depth)
+    return history.single(*_imported(source, name))
+
+
+def build(past: Past, repository: Path, tasks: Sequence[Task], out: Path) -> int:
+    """Write `out`/history.msgpack for `tasks` of the repository whose history is `past`. Returns the number of
+    commits."""
+    paths = {path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file()}
+    past = replace(past, commits=tuple(
+        replace(commit, tree={path: at for path, at in commit.tree.items() if path in paths}) for commit in past.commits
+    ))  # fmt: skip
     present = {path: (repository / path).read_bytes() for path in paths}
     tests = {path for path in paths if functions.is_test(path) or (out / "hidden" / path).is_file()}
     past = _without_credentials(_without_tests(past, {path: present[path] for path in tests}), present)

@@ -1,22 +1,23 @@
 """The files of a repository that go into a dataset: what git tracks, as it stands in the working tree.
 
 A dataset is read by an agent and passed on, so files that git does not track or ignores are left out, and files that
-look like secrets are refused. A folder of which git tracks nothing (a release) is taken whole. git only lists; none of
-the programs that a clone's settings may name is run.
+look like secrets are refused. A folder of which git tracks nothing (a release) is taken whole. `code/git.py` lists:
+nothing that a clone's settings name is run.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from etude.code import functions
+from etude.code import functions, git
+from etude.code.languages import language_of
 from etude.errors import UserError
 from etude.sandbox import history
-from etude.sandbox.history import git
 
 _SHOWN = 5
+_POINTER = b"version https://git-lfs.github.com/spec/v1\n"
 _MAX_BYTES = 4 << 20  # of a file that is searched for secrets
 _SECRET_NAMES = {
     ".env": "settings that often hold passwords", ".netrc": "passwords", ".pypirc": "passwords",
@@ -51,27 +52,45 @@ class Inventory:
     changed: tuple[str, ...] = ()  # tracked files that differ from the last commit: taken as they are
     absent: tuple[str, ...] = ()  # submodules that were not fetched
     excluded: tuple[str, ...] = ()  # by the option
+    pointers: tuple[str, ...] = ()  # files that Git LFS did not fetch: what stands in them is their address
 
 
 def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     """What of `repository` goes into a dataset. `exclude` are paths, folders or patterns (`*.pem`). Raises UserError if
-    git cannot list its files, and if a file looks like a secret."""
-    listed = git(repository, "ls-files", "-z", "--recurse-submodules")
-    if listed is None and (repository / ".git").exists():
-        raise UserError(f"git cannot list the files of {repository}; try `git -C {repository} status`, and mend it.")
-    names = _paths(listed)
-    if not names:
+    git cannot list its files, if a file looks like a secret, and if code is not there but a pointer of Git LFS."""
+    clone = git.around(repository)
+    below = repository.resolve().relative_to(clone.root).as_posix() if clone is not None else "."
+    staged = _staged(clone, "" if below == "." else f"{below}/") if clone is not None else {}
+    names = _named(staged)
+    if clone is None or not names:
         found = functions.clean_files(repository)
         excluded = tuple(path for path in found if _matches(path, exclude))
         return _checked(repository, Inventory(tuple(sorted({*found} - {*excluded})), excluded=excluded))
     tracked = [path for path in names if not functions.is_junk(path) and _is_plain(repository, path)]
     excluded = tuple(path for path in tracked if _matches(path, exclude))
-    modules = [path for path in names if (repository / path).is_dir() and not (repository / path).is_symlink()]
-    others = _paths(git(repository, "ls-files", "-z", "--others", "--directory", "--no-empty-directory"))
+    modules = [path for path in names if staged[path][0] == git.SUBMODULE]
+    options = ("ls-files", "-z", "--others", "--directory", "--no-empty-directory")
+    others = clone.demand(*options, within=repository.resolve()).split(b"\0")
     return _checked(repository, Inventory(
-        files=tuple(sorted({*tracked} - {*excluded})), tracked=True, untracked=tuple(sorted(others)),
-        changed=_changed(repository, names), absent=tuple(sorted(modules)), excluded=excluded,
+        files=tuple(sorted({*tracked} - {*excluded})), tracked=True,
+        untracked=tuple(sorted(_named(name.decode("utf-8", "surrogateescape") for name in others if name))),
+        changed=_changed(repository, clone, below, names), absent=tuple(sorted(modules)), excluded=excluded,
     ))  # fmt: skip
+
+
+def _staged(clone: git.Clone, below: str) -> git.Tree:
+    """What the index has below a folder, by the paths from there; of submodules that were fetched, what theirs has.
+    Raises UserError."""
+    found: dict[str, tuple[str, str]] = {}
+    for path, (mode, name) in clone.staged().items():
+        if not path.startswith(below):
+            continue
+        folder = clone.root / path
+        if mode != git.SUBMODULE or folder.resolve() != folder or not (folder / ".git").exists():
+            found[path.removeprefix(below)] = mode, name
+        elif (inner := git.around(folder)) is not None:
+            found |= {f"{path}/{one}".removeprefix(below): entry for one, entry in _staged(inner, "").items()}
+    return found
 
 
 def secret(data: bytes) -> str | None:
@@ -81,7 +100,14 @@ def secret(data: bytes) -> str | None:
 
 
 def _checked(repository: Path, inventory: Inventory) -> Inventory:
-    """Raises UserError, with the option that leaves them out, if files look like secrets."""
+    """Raises UserError, with the option that leaves them out, if files look like secrets or code was not fetched."""
+    pointers = tuple(path for path in inventory.files if _is_pointer(repository / path))
+    if code := [path for path in pointers if language_of(path) not in (None, "json", "markdown")]:
+        raise UserError(
+            f"{code[0]} of {repository} is a pointer of Git LFS, not the file: fetch it with `git lfs pull`, or leave "
+            f"it out with `--exclude {code[0]!r}`."
+        )
+    inventory = replace(inventory, pointers=pointers)
     secrets = dict(_secrets(repository, inventory.files))
     if not secrets:
         return inventory
@@ -105,17 +131,17 @@ def _secrets(repository: Path, files: Iterable[str]) -> Iterable[tuple[str, str]
             yield path, kind
 
 
-def _changed(repository: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Tracked files whose content is not that of the last commit, by their ids: git's own comparison would run the
-    filters that a clone's settings name."""
-    listed = git(repository, "ls-tree", "-r", "-z", "HEAD") or b""
-    known: Mapping[str, str] = {
-        path.decode("utf-8", "surrogateescape"): head.split()[2].decode()
-        for head, _, path in (entry.partition(b"\t") for entry in listed.split(b"\0") if entry)
-        if head.startswith(b"100")
-    }
+def _changed(repository: Path, clone: git.Clone, below: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Tracked files whose content is not that of the last commit, by their ids: git's own comparison would convert
+    them as attributes say."""
+    head = clone.id_of("HEAD")
+    base = "" if below == "." else f"{below}/"
+    tree = clone.tree(head) if head else {}
+    listed = {path.removeprefix(base): entry for path, entry in tree.items() if path.startswith(base)}
+    known = {path: name for path, (mode, name) in listed.items() if mode.startswith("100")}
+    modules = [path for path, (mode, _) in listed.items() if mode == git.SUBMODULE]
     inside = [path for path in {*names, *known} if not (repository / path).is_dir()]
-    submodules = {path for path in inside if path not in known and any(_within(path, name) for name in _links(listed))}
+    submodules = {path for path in inside if path not in known and any(_within(path, name) for name in modules)}
 
     def differs(path: str) -> bool:
         file = repository / path
@@ -126,25 +152,18 @@ def _changed(repository: Path, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(path for path in inside if path not in submodules and differs(path)))
 
 
-def _links(listed: bytes) -> list[str]:
-    """The submodules of a listing of `git ls-tree`."""
-    entries = (entry.partition(b"\t") for entry in listed.split(b"\0") if entry.startswith(b"160000"))
-    return [path.decode("utf-8", "surrogateescape") for _, _, path in entries]
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as data:
+        return data.read(len(_POINTER)) == _POINTER
 
 
 def _within(path: str, folder: str) -> bool:
     return path.startswith(f"{folder}/")
 
 
-def _paths(listed: bytes | None) -> list[str]:
-    """Names of a NUL-separated listing; those that are no UTF-8 are left out: no dataset can name them."""
-    names: list[str] = []
-    for name in (listed or b"").split(b"\0"):
-        try:
-            names += [name.decode()] if name else []
-        except UnicodeDecodeError:
-            continue
-    return names
+def _named(paths: Iterable[str]) -> list[str]:
+    """Without those that are no UTF-8: no dataset can name them."""
+    return [path for path in paths if path == path.encode("utf-8", "replace").decode()]
 
 
 def _is_plain(repository: Path, path: str) -> bool:

@@ -153,7 +153,8 @@ def prepare(root: Path) -> Library:
     _write(root / "hidden", HIDDEN)
     _write(root / "site", {"dependency.py": "VALUE = 7\n"})
     if (source / ".git").exists():
-        histories.build(source, "lib-1", root / "repository", [TASK], root)
+        past = histories.read(source, "lib-1", clean_files(source))
+        histories.build(past, root / "repository", [TASK], root)
     readable(root)
     return Library(root)
 

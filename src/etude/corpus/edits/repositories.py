@@ -5,19 +5,18 @@ two successive releases is an edit that people made. Nothing of a repository is 
 """
 
 import re
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
+from etude.code import git
 from etude.code.declared import find_name
 from etude.code.languages import language_of
 from etude.code.licence import find_permissive_licence, permissive
 from etude.corpus.filters import generated
 from etude.errors import UserError
 
-SECONDS = 300.0  # that one git command may take
 MAX_COMMITS = 2000
 MAX_BYTES = 200_000
 _VENDORED = frozenset({"vendor", "_vendor", "vendored", "node_modules", "third_party", "extern", "dist", "bundled"})
@@ -64,8 +63,8 @@ def read(argument: str) -> Repository:
     path = Path(argument)
     if path.is_dir():
         licence = _licence(path)
-        if (path / ".git").exists():
-            texts, changes = tuple(_head(path)), tuple(_commits(path))
+        if (path / ".git").exists() and (clone := git.around(path)) is not None:
+            texts, changes = tuple(_head(clone)), tuple(_commits(clone))
             return Repository(find_name(path), *licence, "commits", texts, changes)
         return Repository(find_name(path), *licence, "files", tuple(_files(path).values()), ())
     if folders := _chain(argument):
@@ -141,31 +140,18 @@ def _releases(folders: Sequence[Path]) -> Repository:
 # --- git ------------------------------------------------------------------------------------------------------------
 
 
-def _git(root: Path, *arguments: str, given: bytes | None = None) -> bytes:
-    command = ["git", "-C", str(root), "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", *arguments]
-    try:
-        done = subprocess.run(command, input=given, capture_output=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"git did not answer within {SECONDS:.0f} seconds in {root}: give a smaller clone") from None
-    if done.returncode:
-        errors = done.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"git failed in {root} ({errors[-1] if errors else 'no message'}): give a clone with a history")
-    return done.stdout
-
-
-def _head(root: Path) -> Iterator[Text]:
-    listed = _git(root, "ls-tree", "-r", "-z", "HEAD").decode(errors="replace").split("\0")
-    rows = [(line.split("\t", 1)[1], line.split()[2]) for line in listed if line.startswith("100")]
-    rows = [(path, blob) for path, blob in rows if language_of(path)]
-    for (path, _), data in zip(rows, _blobs(root, [blob for _, blob in rows]), strict=True):
-        if (text := _decoded(path, data)) is not None:
+def _head(clone: git.Clone) -> Iterator[Text]:
+    rows = {path: blob for path, (mode, blob) in clone.tree("HEAD").items() if mode[:3] == "100" and language_of(path)}
+    contents = clone.contents(rows.values())
+    for path, blob in rows.items():
+        if (text := _decoded(path, contents[blob])) is not None:
             yield text
 
 
-def _commits(root: Path) -> Iterator[FileChange]:
+def _commits(clone: git.Clone) -> Iterator[FileChange]:
     """Files that a commit without a second parent modified, newest first."""
-    log = _git(root, "log", "--no-merges", "--no-renames", "--diff-filter=M", "--raw", "--no-abbrev",
-               f"--max-count={MAX_COMMITS}", "--format=%x00%s", "-z").decode(errors="replace")  # fmt: skip
+    log = clone.demand("log", "--no-merges", "--no-renames", "--diff-filter=M", "--raw", "--no-abbrev",
+                       f"--max-count={MAX_COMMITS}", "--format=%x00%s", "-z").decode(errors="replace")  # fmt: skip
     rows: list[tuple[str, str, str, str]] = []
     subject = ""
     fields = iter(log.split("\0"))
@@ -178,19 +164,8 @@ def _commits(root: Path) -> Iterator[FileChange]:
                 rows.append((path, old, new, subject))
         elif field:
             subject = field
-    blobs = iter(_blobs(root, [blob for row in rows for blob in row[1:3]]))
-    for path, _, _, first_line in rows:
-        before, after = _decoded(path, next(blobs)), _decoded(path, next(blobs))
+    contents = clone.contents(blob for row in rows for blob in row[1:3])
+    for path, old, new, first_line in rows:
+        before, after = _decoded(path, contents[old]), _decoded(path, contents[new])
         if before is not None and after is not None and before.text != after.text:
             yield FileChange(path, before.language, before.text, after.text, first_line)
-
-
-def _blobs(root: Path, ids: list[str]) -> list[bytes]:
-    out = _git(root, "cat-file", "--batch", given="".join(f"{i}\n" for i in ids).encode()) if ids else b""
-    blobs, at = [], 0
-    for _ in ids:
-        end = out.index(b"\n", at)
-        size = int(out[at:end].split()[-1])
-        blobs.append(out[end + 1 : end + 1 + size])
-        at = end + 2 + size
-    return blobs
