@@ -62,16 +62,24 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     names = _paths(listed)
     if not names:
         found = functions.clean_files(repository)
-        excluded = tuple(path for path in found if _matches(path, exclude))
+        excluded = tuple(path for path in found if excludes(path, exclude))
         return _checked(repository, Inventory(tuple(sorted({*found} - {*excluded})), excluded=excluded))
     tracked = [path for path in names if not functions.is_junk(path) and _is_plain(repository, path)]
-    excluded = tuple(path for path in tracked if _matches(path, exclude))
+    excluded = tuple(path for path in tracked if excludes(path, exclude))
     modules = [path for path in names if (repository / path).is_dir() and not (repository / path).is_symlink()]
     others = _paths(git(repository, "ls-files", "-z", "--others", "--directory", "--no-empty-directory"))
     return _checked(repository, Inventory(
         files=tuple(sorted({*tracked} - {*excluded})), tracked=True, untracked=tuple(sorted(others)),
         changed=_changed(repository, names), absent=tuple(sorted(modules)), excluded=excluded,
     ))  # fmt: skip
+
+
+def excludes(path: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns (a path, a folder, or as a shell writes them) leaves a file out."""
+    name = PurePosixPath(path).name
+    return any(
+        fnmatchcase(path, p) or fnmatchcase(name, p) or path.startswith(p.removesuffix("/") + "/") for p in patterns
+    )
 
 
 def secret(data: bytes) -> str | None:
@@ -155,10 +163,3 @@ def _is_plain(repository: Path, path: str) -> bool:
         if file.is_symlink():
             return False
     return file.is_file()
-
-
-def _matches(path: str, patterns: Sequence[str]) -> bool:
-    name = PurePosixPath(path).name
-    return any(
-        fnmatchcase(path, p) or fnmatchcase(name, p) or path.startswith(p.removesuffix("/") + "/") for p in patterns
-    )
