@@ -1,4 +1,4 @@
-"""`etude init`: a configuration to begin with, for the repository in the current folder; or an environment of one's own.
+"""`etude init`: a configuration to begin with, for the repository in the current folder; or an environment.
 
 What is written runs as it stands, with the bundled nano model on two CPU cores. A file that is there is never replaced.
 """
@@ -19,7 +19,9 @@ CONFIG, MODULE = "etude.toml", "my_environment"
 def add(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude init`."""
     parser.add_argument(
-        "--environment", action="store_true", help=f"write {MODULE}.py and {MODULE}.toml: tasks, tools, reward in Python"
+        "--environment",
+        action="store_true",
+        help=f"write {MODULE}.py and {MODULE}.toml: tasks, tools, reward in Python",
     )
     parser.add_argument(
         "--exclude", nargs="+", default=[], metavar="FILE", help="leave out of the tasks: paths, folders or patterns"

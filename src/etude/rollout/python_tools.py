@@ -86,10 +86,12 @@ class PythonTools(FullTools):
         taken = {*box_tools, "finish"} & set(own)
         if taken:
             raise UserError(f"the tool {min(taken)} of the environment has the name of a built-in tool")
-        for name in sorted(COMPACT_PARAMETERS.keys() & own if compact else ()):  # which the dialect reads by their names
+        for name in sorted(
+            COMPACT_PARAMETERS.keys() & own if compact else ()
+        ):  # which the dialect reads by their names
             if list(own[name]["function"]["parameters"]["properties"]) != list(COMPACT_PARAMETERS[name]):
                 raise UserError(
-                    f"the tool {name} of the environment takes other parameters than the model's own tool of that name: "
+                    f"the tool {name} of the environment must take the parameters of the model's own: "
                     f"({', '.join(COMPACT_PARAMETERS[name])})"
                 )
         if wrong := sorted(set(box_tools) - BOX_TOOLS):
