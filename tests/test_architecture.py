@@ -5,6 +5,7 @@ Every import counts: at the top of a file, inside a function, and below `TYPE_CH
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -187,6 +188,24 @@ def test_every_room_says_what_it_is_for():
     for room in ROOMS:
         text = ast.get_docstring(tree(ROOT / room / "__init__.py")) or ""
         assert len(text.split()) >= 25, f"{room}/__init__.py: what it is for, what it may import, what is public"
+
+
+def test_pages_name_the_rooms_in_their_order() -> None:
+    root = ROOT.parents[1]
+    for page, before, after in (
+        ("AGENTS.md", "Imports go down only: `", "`"),
+        ("docs/decisions/0038-rooms.md", "imports go down only**: ", ", the seven"),
+    ):
+        named = (root / page).read_text().partition(before)[2].partition(after)[0]
+        assert tuple(re.split(r",\s+", named)) == ROOMS, page
+    pictures = {
+        page: set(re.findall(r"\w+", next(block for block in (root / page).read_text().split("```") if "──" in block)))
+        for page in ("README.md", "docs/overview.md")
+    }
+    drawn = {room for room in ROOMS if room in pictures["README.md"]}
+    assert {"tasks", "live", "trainer", "inference"} <= drawn <= pictures["docs/overview.md"]
+    overview = (root / "docs/overview.md").read_text()
+    assert {room for room in ROOMS if f"`{room}/" in overview} | pictures["docs/overview.md"] >= {*ROOMS}
 
 
 def test_trainer_and_inference_do_not_import_each_other():

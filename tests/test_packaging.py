@@ -43,6 +43,12 @@ def test_the_demo_finds_its_recipe_and_its_model_from_any_folder(installed, tmp_
     assert str(installed / "etude/bundled/models/nano") in done.stdout
 
 
+def test_what_init_writes_comes_with_the_wheel(installed, tmp_path):
+    done = run(installed, tmp_path, "init", "--environment")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "my_environment.py").read_text() == (ROOT / "recipes/init/my_environment.py").read_text()
+
+
 def test_an_evaluation_finds_the_bundled_model_by_name(installed, tmp_path):
     done = run(installed, tmp_path, "eval", "nano", "--suite", "missing")
     assert done.returncode == 2

@@ -6,9 +6,13 @@ import itertools
 import json
 import re
 import shlex
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -21,8 +25,13 @@ TINY = ROOT / "tests/tasks/repositories/tiny-1.0"
 ETUDE = [sys.executable, "-m", "etude.cli.main"]
 
 
+def fenced(page: str, kind: str) -> list[str]:
+    """The blocks of a page that are marked as `kind`."""
+    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```", page, re.S | re.M) if name == kind]
+
+
 def blocks() -> list[str]:
-    return re.findall(r"```\n(.*?)```", README, re.S)
+    return fenced(README, "")
 
 
 def commands() -> list[str]:
@@ -59,6 +68,11 @@ def test_linked_files_exist() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_every_page_is_listed() -> None:
+    pages = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert pages - set(re.findall(r"\]\(([^)#:]+)\)", README)) == set()
+
+
 def test_tasks_are_built_and_checked(tmp_path: Path) -> None:
     out = tmp_path / "tiny"
     for words in (["tasks", "build", str(TINY), "-o", str(out), "--max-tasks", "4"], ["tasks", "check", str(out)]):
@@ -71,9 +85,11 @@ def test_doctor() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_conversation_with_a_served_model() -> None:
+@contextmanager
+def served() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The README's server on a free port: the URL and the body of the README's request."""
     (block,) = [block for block in blocks() if block.startswith("etude serve ")]
-    serve, curl = block.replace("\\\n", " ").splitlines()
+    serve, curl = block.replace("\\\n", " ").split("\n", 1)
     words = shlex.split(curl)
     assert words[:2] == ["curl", "-s"]
     argv = ["0" if word == "8000" else word for word in shlex.split(serve)[1:]]
@@ -84,11 +100,57 @@ def test_the_conversation_with_a_served_model() -> None:
             announced = next((line for line in lines if line.startswith("serving at http://127.0.0.1:")), "")
             assert announced
             url = words[2].replace("localhost:8000", announced.split("//")[1].strip())
-            body = json.loads(words[words.index("-d") + 1])
-            response = httpx2.post(f"http://{url}", json=body, timeout=60)
+            yield f"http://{url}", json.loads(words[words.index("-d") + 1])
         finally:
             server.terminate()
-    assert response.status_code == 200, response.text
-    answer = response.json()
-    assert answer["choices"][0]["message"]["role"] == "assistant"
-    assert answer["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_the_served_model_mends_what_the_readme_asks_for() -> None:
+    with served() as (url, body):
+        assert "len(items) != 0" in body["messages"][0]["content"]
+        for seed in range(5):
+            response = httpx2.post(url, json=body | {"seed": seed}, timeout=60)
+            assert response.status_code == 200, response.text
+            message = response.json()["choices"][0]["message"]
+            assert message["role"] == "assistant"
+            edit = json.loads(message["tool_calls"][0]["function"]["arguments"])
+            assert edit["new"].strip() == "return len(items) == 0"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_the_live_loop_of_its_page_starts(tmp_path: Path) -> None:
+    page = (ROOT / "docs/live.md").read_text()
+    server, gateway = _free_port(), _free_port()
+    (tmp_path / "live.toml").write_text(
+        fenced(page, "toml")[0].replace("8000", str(server)) + f"\n[gateway]\nport = {gateway}\n"
+    )
+    lines = next(block for block in fenced(page, "") if "etude live serve" in block).splitlines()
+    running: list[subprocess.Popen[str]] = []
+    key = ""
+    try:
+        for line in lines:
+            words = shlex.split(line.partition("#")[0].replace("8000", str(server)))
+            if words[1] == "serve" or words[2] == "serve":
+                running.append(subprocess.Popen([*ETUDE, *words[1:]], cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+                assert next(said for said in running[-1].stdout or () if " at http://127.0.0.1:" in said)
+            else:
+                done = subprocess.run([*ETUDE, *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+                assert done.returncode == 0, done.stderr
+                key = key or (done.stdout.strip() if words[2:4] == ["key", "create"] else "")
+        body = {"model": "nano", "messages": [{"role": "user", "content": "Fix `f` in m.py\ndef f():\n    return 1"}]}
+        response = httpx2.post(
+            f"http://127.0.0.1:{gateway}/v1/chat/completions", json=body, timeout=60,
+            headers={"authorization": f"Bearer {key}"},
+        )  # fmt: skip
+        assert (response.status_code, response.headers["X-Etude-Recorded"]) == (200, "true"), response.text
+    finally:
+        for process in reversed(running):
+            process.terminate()
+        for process in running:
+            process.communicate(timeout=60)

@@ -257,6 +257,8 @@ def test_what_the_detectors_found_is_shown_and_inert(tmp_path, report):
     assert "1,234" in section
     assert "60 impossible tasks were played: 0 passed" in section
     assert "4.9" in section
+    assert '<table class="explained">' in section
+    assert ".explained tr > :last-child { text-align: left; white-space: normal;" in page
     assert "edits per episode: 1.25 in the 10 versions before 31, 2.5 since" in section
     saved = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=RunReport)
     assert saved.cheating == figures

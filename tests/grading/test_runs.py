@@ -10,14 +10,17 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest._io.saferepr import saferepr
 
 from etude.grading.runner import open_sandbox
 from etude.sandbox.base import BoxDead, Image, LaunchFailed, Limits
 from etude.sandbox.connection import Connection
+from etude.sandbox.guest import suite
 from tests.helpers.boxlibrary import BROKEN, CHUNKS, CORE, DOCTEST, NUMBERS, OTHERS, PATH, Place
 
 ALL = (
@@ -60,6 +63,25 @@ def test_addresses_are_masked(place: Place) -> None:
     assert message == "AssertionError: assert <object object at 0x...> == 'b'"
     text = CORE.replace("return items[-1]", "raise ValueError(object())")
     assert place.test({PATH: text}, (OTHERS[1],)).messages[OTHERS[1]] == "ValueError: <object object at 0x...>"
+
+
+@dataclass(frozen=True)
+class _Shown:
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def test_addresses_that_pytest_has_cut_are_masked() -> None:
+    """A long value loses its middle, wherever the address stands in it."""
+    for before in range(80):
+        for after in range(0, 80, 7):
+            told: set[str] = set()
+            for address in ("7f21abcdef10", "7fa4b35f2e98"):
+                shown = f"{'y' * before}<object object at 0x{address}>{'y' * after}"
+                told.add(suite.one_line(f"assert {saferepr(_Shown(shown), 60)} == 1"))
+            assert len(told) == 1, told
 
 
 def test_unknown_tests_and_broken_files_are_errors(place: Place) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from etude.errors import UserError
 from etude.live import spool
 from etude.live.agents import AgentFile
+from etude.live.hooks import install_hooks, log_of, remove_hooks
 from etude.live.plumbing import TextRepository, excluded
 from etude.live.watch import HORIZONS, Watcher, open_watcher
 
@@ -340,6 +342,30 @@ def test_a_hostile_clone_runs_nothing(desk: Desk, tmp_path: Path) -> None:
     assert repository.read("link.py") is None
     assert kinds(desk.look(130)) == ["survived"]
     assert not marker.exists()
+
+
+def test_what_goes_wrong_in_a_hook_is_seen_and_stops_no_commit(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ETUDE_API_KEY", raising=False)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    repository = TextRepository(desk.root)
+    install_hooks(repository, "http://127.0.0.1:9", [])
+    desk.watcher.state.close()
+    log = log_of(repository)
+
+    def commit() -> str:
+        names = ["-c", "user.name=Ann", "-c", "user.email=a@example.com"]
+        command = ["git", "-C", str(desk.root), *names, "commit", "-q", "--allow-empty", "-m", "More"]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stderr
+
+    assert commit() == "etude live hook: ETUDE_API_KEY is not set, so the gateway is told nothing of this\n"
+    deadline = time.monotonic() + 60
+    while not log.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    monkeypatch.setenv("ETUDE_API_KEY", "key")
+    assert "etude live hook, the last time: etude: the gateway asks for an API key: set ETUDE_API_KEY" in commit()
+    remove_hooks(repository)
+    assert not log.exists()
 
 
 def test_only_a_project_that_agreed_is_watched(desk: Desk, tmp_path: Path) -> None:

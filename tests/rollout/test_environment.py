@@ -141,6 +141,44 @@ def test_calls_that_do_not_fit_a_tool_are_malformed(dialect: tuple[Renderer, Spe
     assert episode.reward == 1.0, "0 + 0"
 
 
+class Edited(Sums):
+    """Its own `edit` has the name and the parameters of the compact dialect's."""
+
+    def tools(self, episode: EnvironmentEpisode) -> list[Callable[..., Any]]:
+        def edit(old: str, new: str) -> str:
+            """Replaces a text."""
+            episode.state["edit"] = (old, new)
+            return "ok"
+
+        def undo(steps: int) -> str:
+            """Takes edits back."""
+            return ""
+
+        return [edit, *([undo] if self.given is not None else [])]
+
+
+def test_a_tool_may_take_the_place_of_one_that_the_model_knows(
+    dialect: tuple[Renderer, Speaker], tmp_path: Path
+) -> None:
+    renderer, speaker = dialect
+    edited: list[Any] = []
+    setting = context(
+        renderer, Scripted(turns(speaker, {"tool": "edit", "old": "a", "new": "b"}, answer="")), tmp_path,
+        environment=f"{__name__}:Edited", reward=lambda episode: edited.append(episode.state["edit"]) or 1.0,
+    )  # fmt: skip
+    episode = play(setting)
+    assert episode.turns[0].results == ("ok",)
+    assert (edited, episode.metrics.get("malformed", 0)) == ([("a", "b")], 0)
+
+
+def test_such_a_tool_with_other_parameters_is_refused(compact: Renderer, compact_folder: Path, tmp_path: Path) -> None:
+    given = [EnvironmentTask(id="a", prompt="a"), EnvironmentTask(id="b", prompt="b")]
+    policy = Scripted([Speaker(compact_folder).turn(text="")])
+    setting = context(compact, policy, tmp_path, environment=f"{__name__}:Edited", tasks=given)
+    with pytest.raises(UserError, match="the tool undo of the environment must take the parameters"):
+        play(setting)
+
+
 def test_a_task_with_files_has_a_box(hermes: Renderer, hermes_folder: Path, tmp_path: Path) -> None:
     speaker = Speaker(hermes_folder)
     policy = Scripted(turns(speaker, {"tool": "run", "command": "echo two >> a.txt; cat a.txt"}, answer="Done."))

@@ -37,6 +37,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dataset.Dataset:
     return build(TINY, tmp_path_factory.mktemp("built") / "tiny", OPTIONS, quiet)
 
 
+def test_a_dataset_may_lie_in_a_folder_that_is_left_out(tmp_path: Path) -> None:
+    inside = shutil.copytree(TINY, tmp_path / "inside")
+    (inside / "outputs/earlier").mkdir(parents=True)
+    (inside / "outputs/earlier/copy.py").write_text((inside / "src/tiny/lists.py").read_text())
+    out = inside / "outputs/tasks"
+    here = build(inside, out, OPTIONS.model_copy(update={"exclude": ("outputs",), "max_tasks": 2}), quiet)
+    assert here.tasks
+    assert not list(out.rglob("copy.py"))
+
+
 def test_tasks(built: dataset.Dataset) -> None:
     assert len(built.tasks) == 14
     assert {task.kind for task in built.tasks} == {"mutation", "removal"}
@@ -228,7 +238,8 @@ def test_refusals(tmp_path: Path) -> None:
     refused(_repository(tmp_path / "empty", {"README": ""}), "no Python package")
     refused(_repository(tmp_path / "untested", {"m.py": "def f():\n    return 1\n"}), "has no test modules")
     refused(_repository(tmp_path / "broken", {"m.py": "def f(:\n", "test_m.py": ""}), "m.py, line 1 is not valid")
-    refused(TINY, "lies inside the repository", TINY / "out")
+    inside = shutil.copytree(TINY, tmp_path / "inside")
+    refused(inside, "leave it out with `--exclude outputs`", inside / "outputs/tasks")
     refused(TINY, "cannot be written", Path("/proc/out"))
     refused(TINY, "cannot be written", tmp_path / "empty/README/out")
     taken = _repository(tmp_path / "taken", {"file": ""})

@@ -11,7 +11,7 @@ from etude.code import functions as discover
 from etude.config import BuildConfig, TasksConfig
 from etude.errors import UserError
 from etude.sandbox.base import BoxDead, BoxError, Escape, ExecResult, NotRegular, TooLarge
-from etude.tasks import coverage, environment, inventory, requirements, settings
+from etude.tasks import coverage, environment, inventory, requirements, search, settings
 from etude.tasks.build import build
 from tests.tasks.test_build import quiet
 from tests.tasks.test_inventory import clone, git, write
@@ -160,6 +160,25 @@ def test_a_broken_suite_is_quoted() -> None:
     assert "said: x / INTERNALERROR> KeyError: 'a'. To go on, run its suite" in str(
         environment.explained(Path("r"), trace)
     )
+
+
+def test_a_module_of_the_repository_is_not_taken_for_a_package(tmp_path: Path) -> None:
+    """It cannot be found where it lies, or is a link, which no dataset holds."""
+    root = write(tmp_path / "r", {"lib/coerce.py": "", "tests/test_a.py": "", ".venv/frozen/__init__.py": ""})
+    trace = coverage.SuiteTrace({}, 0, {}, {"a": "No module named 'coerce'"}, "")
+    assert "To go on, run its suite by hand" in str(environment.explained(root, trace))
+    (root / "tests/coerce.py").symlink_to("../lib/coerce.py")
+    (root / "lib/coerce.py").unlink()
+    assert "To go on, tests/coerce.py is a link, and links are left out: put a copy in its place." in str(
+        environment.explained(root, trace)
+    )
+    trace = coverage.SuiteTrace({}, 0, {}, {"a": "No module named 'frozen'"}, "")
+    assert "`--requires frozen`" in str(environment.explained(root, trace))
+
+
+def test_a_docstring_in_the_first_column_is_no_hindrance() -> None:
+    method = '    def f(self):\n        """First.\n\nSecond.\n"""\n        return 1\n'
+    assert search._meaning(method) == search._meaning("def f(self):\n    return 1\n")
 
 
 class _NoResult:

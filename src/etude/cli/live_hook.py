@@ -20,9 +20,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Writes or removes post-commit, post-merge and post-rewrite. Raises UserError."""
     from etude.errors import UserError
-    from etude.live.hooks import install_hooks, remove_hooks
+    from etude.live.hooks import install_hooks, log_of, remove_hooks
     from etude.live.plumbing import TextRepository
     from etude.live.watch import read_consent
+    from etude.protocol.access import TOKEN_VARIABLE
 
     repository = TextRepository(arguments.repository)
     if arguments.what == "remove":
@@ -34,3 +35,5 @@ def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
         raise UserError("a hook sends to a gateway: give --gateway URL")
     for path in install_hooks(repository, arguments.gateway, arguments.agent):
         print(f"wrote {path}")
+    print(f"git needs {TOKEN_VARIABLE} in its environment; what goes wrong is printed by the next hook, from "
+          f"{log_of(repository)}")  # fmt: skip

@@ -29,14 +29,20 @@ def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Watches until SIGTERM or SIGINT, and prints what was told. Raises UserError."""
     from etude.errors import UserError
     from etude.live.delivery import Delivery
+    from etude.live.spool import AlreadyWatched
     from etude.live.watch import open_watcher
     from etude.protocol.access import TOKEN_VARIABLE
 
     if arguments.interval <= 0 or arguments.seconds < 0:
         raise UserError("--interval is above 0 seconds, and --seconds at least 0")
+    try:
+        watcher = open_watcher(arguments.repository, arguments.agent)
+    except AlreadyWatched:
+        if not arguments.once:
+            raise
+        return print("another `etude live watch` has the repository, and tells the gateway")
     ended: list[int] = []
     handlers = [signal.signal(number, lambda n, _: ended.append(n)) for number in (signal.SIGTERM, signal.SIGINT)]
-    watcher = open_watcher(arguments.repository, arguments.agent)
     delivery = None
     try:
         delivery = Delivery(watcher.state, arguments.gateway, os.environ.get(TOKEN_VARIABLE, ""))

@@ -18,6 +18,7 @@ OLDEST = (3, 11)  # Python; as `requires-python` in pyproject.toml
 
 COMMANDS = {
     "demo": "train the bundled nano model on a real library, on two CPU cores",
+    "init": "write a configuration for the repository in this folder, or an environment of your own",
     "tasks": "make and check tasks from a repository",
     "train": "run a training stage: midtrain, sft, apply or rl",
     "eval": "measure a model on a task dataset",

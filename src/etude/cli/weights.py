@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from etude.cli.progress import bar
+from etude.config import find_model
 from etude.errors import UserError
 from etude.inference.vllm import feed as following
 from etude.records import PolicyVersion
@@ -56,7 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     apply.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     apply.add_argument("--version", type=int, help="default: the newest")
     publish = action("publish", "publish the weights of a model folder as the next version", json=True)
-    publish.add_argument("folder", type=Path, help="HF folder")
+    publish.add_argument("folder", type=Path, help="HF folder, or the name of a bundled model such as nano")
     publish.add_argument("--key", type=Path, help="private key to sign with")
     fetch = trusting(action("fetch", "write a version as a model folder"))
     fetch.add_argument("--base", type=Path, required=True, help="HF folder of the model that the run began with")
@@ -178,9 +179,10 @@ def publish(arguments: argparse.Namespace) -> int:
     from etude.weights import export
 
     key = signature.private_key(arguments.key) if arguments.key else None
+    folder = find_model(arguments.folder)
     with bar() as progress:
         progress("publish", 0, 1)
-        manifest = export.publish_folder(open_store(arguments.store, durable=True), arguments.folder, key)
+        manifest = export.publish_folder(open_store(arguments.store, durable=True), folder, key)
     if arguments.json:
         print(json.dumps(_row(manifest)))
     else:

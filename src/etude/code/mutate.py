@@ -201,7 +201,7 @@ def _apply(place: FunctionBytes, operator: str, edits: tuple[ByteEdit, ...]) -> 
     for edit in ordered:
         data = data[: edit.start - place.first] + edit.text + data[edit.end - place.first :]
     snippet = data.decode().removesuffix("\n")
-    parsed = _parse(snippet)
+    parsed = parse_snippet(snippet)
     if parsed is None or type(parsed) is not type(place.function.node) or ast.dump(parsed) == place.dump:
         return None
     if ast.get_docstring(parsed, clean=False) != ast.get_docstring(place.function.node, clean=False):
@@ -213,7 +213,7 @@ def _apply(place: FunctionBytes, operator: str, edits: tuple[ByteEdit, ...]) -> 
     )  # fmt: skip
 
 
-def _parse(snippet: str) -> FunctionNode | ast.ClassDef | None:
+def parse_snippet(snippet: str) -> FunctionNode | ast.ClassDef | None:
     """The one function or class in a (possibly indented) snippet; None if it is anything else."""
     indented = snippet[:1] in (" ", "\t")
     try:

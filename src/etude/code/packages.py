@@ -92,6 +92,10 @@ def unpack_wheel(wheel: Path, into: Path) -> None:
             target.write_bytes(archive.read(member))
 
 
+class NoWheel(UserError):
+    """A package would have to be built."""
+
+
 def verify(archive: Path, sha256: str) -> None:
     """Compare the digest of a file. Raises UserError if it is another."""
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
@@ -187,9 +191,9 @@ def _pip(arguments: list[str], timeout: float) -> None:
     missing = re.search(r"No matching distribution found for (\S+)", done.stderr)
     if missing:
         version = ".".join(map(str, sys.version_info[:2]))
-        raise UserError(
+        raise NoWheel(
             f"{missing[1]} has no wheel for Python {version} on the package index, and etude builds nothing on this "
-            "machine; build a wheel elsewhere and name its folder in PIP_FIND_LINKS, or try `--bootstrap rules`."
+            "machine; build a wheel elsewhere and name its folder in PIP_FIND_LINKS."
         )
     reason = errors[-1].removeprefix("ERROR: ").rstrip(".")
     raise UserError(f"pip {arguments[0]} failed ({reason}); check the network and the requirement.")

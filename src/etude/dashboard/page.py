@@ -88,13 +88,13 @@ def _grid(charts: Sequence[str], wide: bool = False) -> str:
     return f'<div class="{"pair" if wide else "grid"}">{"".join(present)}</div>'
 
 
-def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], kind: str = "") -> str:
     top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     body = "".join(
         f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
         for name, cells in rows
     )
-    return f'<div class="scroll"><table><tr><th></th>{top}</tr>{body}</table></div>'
+    return f'<div class="scroll"><table class="{kind}"><tr><th></th>{top}</tr>{body}</table></div>'
 
 
 def _head(report: RunReport) -> str:
@@ -268,7 +268,7 @@ def _cheating(report: RunReport, view: RunView) -> str:
         (name, ["violation" if name in VIOLATIONS else "note", f"{figures.flags.get(name, 0):,}", sentence])
         for name, sentence in known.items()
     ]
-    table = _table(["kind", "episodes", "what it means"], rows)
+    table = _table(["kind", "episodes", "what it means"], rows, "explained")
     withheld = f"{figures.violations:,} episodes have violations; {figures.rewarded:,} of them a reward above zero."
     cards = [f'<div class="card"><h3>Flags of training episodes</h3>{table}<p class="note">{withheld}</p></div>']
     counts = figures.impossible

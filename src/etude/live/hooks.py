@@ -1,6 +1,7 @@
 """Hooks of a repository that run `etude live watch --once` in the background after a commit, merge, amend or rebase.
 
-A watcher that runs already has the repository's lock: the hook's own then ends at once, and says nothing.
+A watcher that runs already has the repository's lock: the hook's own then ends at once, and says nothing. A hook holds
+git up for nothing and fails never: what it had to say against is in a file, and the next hook prints it on stderr.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ from pathlib import Path
 
 from etude.errors import UserError
 from etude.live.plumbing import TextRepository
+from etude.protocol.access import TOKEN_VARIABLE
 
 HOOKS = ("post-commit", "post-merge", "post-rewrite")
 _MARK = "# Written by `etude live hook install`."
+
+
+def log_of(repository: TextRepository) -> Path:
+    """The file with what the last hook's watcher said on stderr; empty if all went well."""
+    return repository.common / "etude-live-hook.log"
 
 
 def install_hooks(repository: TextRepository, gateway: str, agents: Sequence[Path]) -> list[Path]:
@@ -44,6 +51,7 @@ def remove_hooks(repository: TextRepository) -> list[Path]:
     ours = [place for place in found if place.exists() and _MARK in place.read_text(errors="replace")]
     for place in ours:
         place.unlink()
+    log_of(repository).unlink(missing_ok=True)
     return ours
 
 
@@ -62,4 +70,9 @@ def _line(repository: TextRepository, gateway: str, agents: Sequence[Path]) -> s
     ]
     for agent in agents:
         command += ["--agent", str(agent.absolute())]
-    return f"{shlex.join(command)} </dev/null >/dev/null 2>&1 &"
+    log = shlex.quote(str(log_of(repository)))
+    return (
+        f'[ -n "${TOKEN_VARIABLE}" ] || echo "etude live hook: {TOKEN_VARIABLE} is not set, so the gateway is told '
+        f'nothing of this" >&2; [ ! -s {log} ] || sed "s/^/etude live hook, the last time: /" {log} >&2; '
+        f"{{ {shlex.join(command)} 2>{log}.$$; mv {log}.$$ {log}; }} </dev/null >/dev/null 2>&1 &"
+    )

@@ -81,8 +81,12 @@ class SeenText:
     text: str | None
 
 
+class AlreadyWatched(UserError):
+    """Another process has the state of the repository."""
+
+
 class WatchState:
-    """The state of one repository, held by one process at a time. Raises UserError if another has it."""
+    """The state of one repository, held by one process at a time. Raises AlreadyWatched if another has it."""
 
     def __init__(self, root: Path) -> None:
         self.folder = state_folder(root)
@@ -92,7 +96,7 @@ class WatchState:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise UserError(f"{root} is watched by another `etude live watch`; end that one first") from None
+            raise AlreadyWatched(f"{root} is watched by another `etude live watch`; end that one first") from None
         place = self.folder / "state.db"
         place.touch(mode=0o600)
         self._db = sqlite3.connect(place, isolation_level=None)

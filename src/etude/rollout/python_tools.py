@@ -83,9 +83,17 @@ class PythonTools(FullTools):
         super().__init__(no_box if box is None else box, task)
         schemas = list(map(schema_of, functions))
         own = {schema["function"]["name"]: schema for schema in schemas}
-        taken = (set(COMPACT_PARAMETERS) if compact else set(box_tools) | {"finish"}) & set(own)
+        taken = {*box_tools, "finish"} & set(own)
         if taken:
             raise UserError(f"the tool {min(taken)} of the environment has the name of a built-in tool")
+        for name in sorted(
+            COMPACT_PARAMETERS.keys() & own if compact else ()
+        ):  # which the dialect reads by their names
+            if list(own[name]["function"]["parameters"]["properties"]) != list(COMPACT_PARAMETERS[name]):
+                raise UserError(
+                    f"the tool {name} of the environment must take the parameters of the model's own: "
+                    f"({', '.join(COMPACT_PARAMETERS[name])})"
+                )
         if wrong := sorted(set(box_tools) - BOX_TOOLS):
             raise UserError(f"box_tools: {wrong[0]} is none of {', '.join(sorted(BOX_TOOLS))}")
         if box_tools and compact:
@@ -98,10 +106,12 @@ class PythonTools(FullTools):
         self._handlers |= {function.__name__: _handler(function) for function in functions}
 
     def summary(self) -> str:
-        """A line per tool, for prompts without schemas."""
+        """A line per tool, for prompts of the compact dialect, whose own tools are known by heart."""
         lines: list[str] = []
         for schema in self.schemas:
             about = schema["function"]
+            if about["name"] in COMPACT_PARAMETERS:
+                continue
             lines.append(f"{about['name']}({', '.join(about['parameters']['properties'])}): {about['description']}")
         return "\n".join(lines)
 

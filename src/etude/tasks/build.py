@@ -69,28 +69,11 @@ def build(
     _check_paths(repo, out)
     if writer is None and options.write_tests is not None:
         writer = synthesis.by_command(options.write_tests)
-    taken = inventory.take(repo, options.exclude)
-    script = javascript.is_repository(repo)
-    past = histories.read(repo, declared.find_name(repo), taken.files)
-    version = environment.version_of(repo)
-    generated = {} if script else environment.version_files(repo, taken, version)
-    pytest = PytestSettings() if script else settings.read(repo)
-    if script:
-        layout = javascript.layout(repo, taken.files)
-        javascript.test_modules(repo, layout.tests)
-    else:
-        layout = discover.layout(repo, (*taken.files, *generated), pytest.is_module, pytest.pythonpath)
-        if not layout.modules:
-            where = f" in {', '.join(pytest.testpaths)} ({pytest.source})" if pytest.testpaths else ""
-            raise UserError(
-                f"{repo} has no test modules (test_*.py){where}, and doctests alone could be edited; add tests."
-            )
-    if script:
-        sources = {path: (repo / path).read_text("utf-8", "replace") for path in layout.sources}
-        functions: list[Unit] = [f for path, text in sources.items() for f in javascript.functions(path, text)]
-    else:
-        sources = {path: discover.read_source(repo, path) for path in layout.sources if path not in generated}
-        functions = [f for path, text in sources.items() for f in discover.functions(path, text)]
+    found = survey(repo, options.exclude)
+    _check_place(repo, out, found.inventory, options)
+    layout, generated = found.layout, found.generated
+    sources, functions = read_functions(repo, found)
+    past = histories.read(repo, declared.find_name(repo), found.inventory.files)
     work = out.with_name(out.name + ".incomplete")
     shutil.rmtree(work, ignore_errors=True)
     try:
@@ -108,11 +91,11 @@ def build(
             work,
             options,
             progress,
-            taken,
+            found.inventory,
             past,
             layout,
-            pytest,
-            version,
+            found.pytest,
+            found.version,
             tuple(generated),
             sources,
             functions,
@@ -127,6 +110,49 @@ def build(
     return dataset.load(out)
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What a repository holds, read without running anything of it: its files, where its code and tests are, pytest's
+    settings, its version, and the files that its build would write (path -> text)."""
+
+    inventory: Inventory
+    layout: discover.RepositoryLayout
+    script: bool  # JavaScript or TypeScript
+    pytest: PytestSettings
+    version: str
+    generated: Mapping[str, str]
+    modules: tuple[str, ...]  # files that define tests
+
+
+def survey(repo: Path, exclude: Sequence[str]) -> Survey:
+    """What tasks could be made of. Raises UserError for a folder without code or without tests."""
+    taken = inventory.take(repo, exclude)
+    version = environment.version_of(repo)
+    if javascript.is_repository(repo):
+        layout = javascript.layout(repo, taken.files)
+        modules = tuple(javascript.test_modules(repo, layout.tests))
+        return Survey(taken, layout, True, PytestSettings(), version, {}, modules)
+    generated = environment.version_files(repo, taken, version)
+    pytest = settings.read(repo)
+    layout = discover.layout(repo, (*taken.files, *generated), pytest.is_module, pytest.pythonpath)
+    if not layout.modules:
+        where = f" in {', '.join(pytest.testpaths)} ({pytest.source})" if pytest.testpaths else ""
+        raise UserError(
+            f"{repo} has no test modules (test_*.py){where}, and doctests alone could be edited; add tests."
+        )
+    return Survey(taken, layout, False, pytest, version, generated, layout.modules)
+
+
+def read_functions(repo: Path, found: Survey) -> tuple[dict[str, str], list[Unit]]:
+    """The texts of the sources by path, and their functions. Raises UserError for a file that does not parse."""
+    paths = [path for path in found.layout.sources if path not in found.generated]
+    if found.script:
+        sources = {path: (repo / path).read_text("utf-8", "replace") for path in paths}
+        return sources, [f for path, text in sources.items() for f in javascript.functions(path, text)]
+    sources = {path: discover.read_source(repo, path) for path in paths}
+    return sources, [f for path, text in sources.items() for f in discover.functions(path, text)]
+
+
 def check_operators(options: BuildConfig) -> None:
     """Raises UserError if `options` name a mutation operator that does not exist."""
     known = {**mutate.OPERATORS, **classes.OPERATORS}
@@ -139,8 +165,20 @@ def _check_paths(repo: Path, out: Path) -> None:
         raise UserError(f"{repo} is not a folder; give the root of a Python repository.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another folder or remove it.")
-    if out.resolve().is_relative_to(repo.resolve()):
-        raise UserError(f"{out} lies inside the repository and would become part of it; choose a folder outside.")
+
+
+def _check_place(repo: Path, out: Path, taken: Inventory, options: BuildConfig) -> None:
+    """Raises UserError for a dataset that the next build would take for a part of the repository."""
+    root, place = repo.resolve(), out.resolve()
+    if taken.tracked or not place.is_relative_to(root):
+        return
+    path = place.relative_to(root).as_posix()
+    if not inventory.excludes(f"{path}/_", options.exclude):
+        first = path.partition("/")[0]
+        raise UserError(
+            f"{out} lies inside the repository and would become part of it; choose a folder outside, or leave it out "
+            f"with `--exclude {first}`."
+        )
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ The suite runs once with what the project declares. As long as tests fail for wa
 source is added: test extras and groups, requirements files, what CI installs. The best run counts. Code runs in boxes.
 """
 
+import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.code import declared, git, packages
+from etude.code import declared, functions, git, packages
 from etude.errors import UserError
 from etude.tasks import requirements, settings
 from etude.tasks.coverage import SuiteTrace, last_lines
@@ -45,6 +46,8 @@ async def find(
             packages.install(wanted, site)
         except UserError as e:
             shutil.rmtree(site, ignore_errors=True)
+            if not tried and isinstance(e, packages.NoWheel):
+                raise UserError(f"{str(e).removesuffix('.')}, or try `--bootstrap rules`.") from None
             if not tried:
                 raise
             tried.append(PythonEnvironment(wanted, SuiteTrace({}, 0, {}, {}, ""), len(tried) + 1, str(e)))
@@ -140,12 +143,26 @@ def explained(repository: Path, trace: SuiteTrace, refused: str = "") -> UserErr
     """Why no test passes: what pytest said, and what to try."""
     modules, fixtures = trace.missing
     lacking = [requirements.MISSING.get(name, name.replace("_", "-")) for name in (*modules, *fixtures)]
-    own = {name for name in modules if (repository / name).exists() or (repository / "src" / name).exists()}
+    own = {name: place for name in modules if (place := _place_of(repository, name)) is not None}
     lacking = [name for name in lacking if name.replace("-", "_") not in own]
+    links = [f"{place} is a link, and links are left out: put a copy in its place" for place in own.values()
+             if (repository / place).is_symlink()]  # fmt: skip
     said = last_lines(next(iter([*trace.broken.values(), *trace.failed.values()]), trace.printed))
-    if lacking:
+    if links:
+        advice = links[0]
+    elif lacking:
         advice = f"name what is missing: add `--requires {' '.join(lacking[:5])}` to the command"
     else:
         advice = "run its suite by hand (`python -m pytest`) and mend it, or leave test files out with `--exclude FILE`"
     why = f" {refused[0].upper()}{refused[1:]}" if refused else ""
     return UserError(f"no test of {repository} passes under pytest, which said: {said}.{why} To go on, {advice}.")
+
+
+def _place_of(repository: Path, module: str) -> str | None:
+    """Where the repository itself has a module or package of this name, links included."""
+    for folder, folders, files in os.walk(repository):
+        folders[:] = sorted(name for name in folders if not functions.is_junk(name))
+        for name in (f"{module}.py", module):
+            if name in files or name in folders:
+                return (Path(folder) / name).relative_to(repository).as_posix()
+    return None

@@ -64,10 +64,10 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     names = _named(staged)
     if clone is None or not names:
         found = functions.clean_files(repository)
-        excluded = tuple(path for path in found if _matches(path, exclude))
+        excluded = tuple(path for path in found if excludes(path, exclude))
         return _checked(repository, Inventory(tuple(sorted({*found} - {*excluded})), excluded=excluded))
     tracked = [path for path in names if not functions.is_junk(path) and _is_plain(repository, path)]
-    excluded = tuple(path for path in tracked if _matches(path, exclude))
+    excluded = tuple(path for path in tracked if excludes(path, exclude))
     modules = [path for path in names if staged[path][0] == git.SUBMODULE]
     options = ("ls-files", "-z", "--others", "--directory", "--no-empty-directory")
     others = clone.demand(*options, within=repository.resolve()).split(b"\0")
@@ -91,6 +91,14 @@ def _staged(clone: git.Clone, below: str) -> git.Tree:
         elif (inner := git.around(folder)) is not None:
             found |= {f"{path}/{one}".removeprefix(below): entry for one, entry in _staged(inner, "").items()}
     return found
+
+
+def excludes(path: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns (a path, a folder, or as a shell writes them) leaves a file out."""
+    name = PurePosixPath(path).name
+    return any(
+        fnmatchcase(path, p) or fnmatchcase(name, p) or path.startswith(p.removesuffix("/") + "/") for p in patterns
+    )
 
 
 def secret(data: bytes) -> str | None:
@@ -174,10 +182,3 @@ def _is_plain(repository: Path, path: str) -> bool:
         if file.is_symlink():
             return False
     return file.is_file()
-
-
-def _matches(path: str, patterns: Sequence[str]) -> bool:
-    name = PurePosixPath(path).name
-    return any(
-        fnmatchcase(path, p) or fnmatchcase(name, p) or path.startswith(p.removesuffix("/") + "/") for p in patterns
-    )

@@ -2,7 +2,6 @@
 
 import ast
 import random
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -178,7 +177,7 @@ def _next(queue: Iterator[Candidate], seen: set[str], rejected: Counter[str]) ->
 
 def _meaning(snippet: str) -> str:
     """The parameters and statements of a function, whatever its name, layout and docstring."""
-    node = ast.parse(textwrap.dedent(snippet)).body[0]
+    node = mutate.parse_snippet(snippet)
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
     return ast.dump(node.args) + "".join(ast.dump(statement) for statement in body)

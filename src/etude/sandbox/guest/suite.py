@@ -60,6 +60,14 @@ class _Reporter:
         return TestReport(item.nodeid, item.location, {}, outcome, None, call.when)  # type: ignore[arg-type]
 
 
+# An object's address, whole or as pytest has cut it: long values lose their middle.
+_ADDRESS = re.compile(
+    r"(?:0x|\.\.\.x?)[0-9a-fA-F]{6,}(?=\W|$)"
+    r"|(?<=at )0(?:x[0-9a-fA-F]*)?\.\.\.(?:[0-9a-fA-F]*(?=>))?"
+    r"|(?<!0x)\.\.\.(?:x[0-9a-fA-F]*|[0-9a-fA-F]+)(?=>)"
+)
+
+
 def describe(error: BaseException) -> str:
     """`Type: first line`, without addresses, so that it is the same on every run."""
     try:
@@ -72,8 +80,7 @@ def describe(error: BaseException) -> str:
 
 def one_line(text: str) -> str:
     """A message on one line, cut to MESSAGE characters."""
-    text = re.sub(r"(?:0x|\.\.\.)[0-9a-fA-F]{6,}(?=\W|$)", "0x...", text[:4000])  # long values are cut in the middle
-    return " ".join(text.split())[:MESSAGE]
+    return " ".join(_ADDRESS.sub("0x...", text[:4000]).split())[:MESSAGE]
 
 
 def search_path() -> list[str]:

@@ -1,0 +1,30 @@
+"""Pages that quote the program: what they say is what it prints."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import etude
+
+SOURCE = Path(etude.__file__).parent
+DOCS = SOURCE.parents[1] / "docs"
+
+
+def texts() -> Iterator[str]:
+    """The texts of the program; "..." stands for what a message fills in."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_program() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), re.M)
+    assert len(rows) > 15
+    program = "\n".join(texts())
+    assert [message for message in rows if message not in program] == []
