@@ -22,6 +22,7 @@ import pytest
 from etude.code import functions
 from etude.corpus.edits import repositories
 from etude.errors import UserError
+from etude.grading import leaks
 from etude.live.plumbing import TextRepository
 from etude.tasks import commits, environment, histories, inventory
 from tests.tasks.test_inventory import git, write
@@ -267,6 +268,9 @@ def others(clone: Hostile) -> Hostile:
         {"log.showSignature": "true", "core.worktree": str(clone.folder), "remote.origin.url": "ext::" + clone.program}
     )
     clone.set({f"url.ext::{clone.program}.insteadOf": "https://"})
+    git(clone.root, "init", "-q", "untracked")
+    write(clone.root, {"untracked/a.py": ""})
+    clone.set({"core.fsmonitor": clone.program, "filter.x.clean": clone.program}, clone.root / "untracked/.git/config")
     return clone
 
 
@@ -383,6 +387,7 @@ def test_reading_a_hostile_clone_runs_nothing(clone: Hostile, kind: str, monkeyp
     modules = ["tests/test_lib.py"]
     (reversal,) = commits.reversals(root, sources, functions.functions("lib/__init__.py", LIB), modules)
     assert "- Items below zero do not count in a total." in reversal.program.instruction
+    assert [place for place, _ in leaks.contents(root)]
     check_other_readers(Hostile(clone.folder, root, clone.program, clone.ran))
     count, children = read_trace(clone)
     assert count > 10
