@@ -90,6 +90,14 @@ def test_unreachable_git_objects_are_found(repository: Path) -> None:
 
 
 @needs_git
+def test_a_git_directory_that_cannot_be_searched_is_said(tmp_path: Path) -> None:
+    command = ["git", "init", "-q", "--bare", "--object-format=sha256", str(tmp_path / "data/kept.git")]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(UserError, match=r"leave it out with `--exclude data/kept.git` .*sha256"):
+        list(leaks.scan(tmp_path, WANTED))
+
+
+@needs_git
 def test_a_rewritten_history_holds_no_answer(repository: Path, tmp_path: Path) -> None:
     files = {PATH: BROKEN.encode(), "README.md": b"new\n"}
     target = tmp_path / "box" / ".git"

@@ -280,6 +280,8 @@ def test_a_hook_tells_of_a_commit_without_a_watcher(place: Place) -> None:
     tail = place.folder / "agent.jsonl"
     install = place.start("hook", "install", str(place.root), "--gateway", place.url, "--agent", str(tail))
     assert "post-commit" in install.communicate(timeout=SECONDS)[0]
+    ran = place.folder / "ran"  # git starts a hook in the work tree, whose modules are not to be imported
+    (place.root / "argparse.py").write_text(f"open({str(ran)!r}, 'w')\n")
     place.watch(tail, "--once").communicate(timeout=SECONDS)
     started = time.time()
     (place.root / "new.py").write_text("def made(value):\n    return value * 3 + 1\n")
@@ -290,6 +292,7 @@ def test_a_hook_tells_of_a_commit_without_a_watcher(place: Place) -> None:
     subprocess.run(["git", "commit", "-q", "-m", "New"], cwd=place.root, env=place.environment, check=True,
                    timeout=SECONDS)  # fmt: skip
     until(lambda: has_kinds(place, "shown", "applied", "committed"), "the hook's own watcher sends")
+    assert not ran.exists()
     again = place.start("hook", "remove", str(place.root))
     assert again.communicate(timeout=SECONDS)[0].count("removed") == 3
     (place.root / ".git/hooks/post-commit").write_text("#!/bin/sh\n")

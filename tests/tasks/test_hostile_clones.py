@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import pytest
 from etude.code import functions
 from etude.corpus.edits import repositories
 from etude.errors import UserError
+from etude.grading import leaks
 from etude.live.plumbing import TextRepository
 from etude.tasks import commits, environment, histories, inventory
 from tests.tasks.test_inventory import git, write
@@ -46,6 +47,12 @@ READING = {"cat-file", "config", "describe", "diff-tree", "log", "ls-files", "ls
            "rev-parse", "symbolic-ref"}  # fmt: skip
 HOOKS = ("post-checkout", "post-index-change", "pre-auto-gc", "reference-transaction", "post-commit",
          "fsmonitor-watchman", "proc-receive", "pre-push")  # fmt: skip
+PROGRAMS = (
+    "core.pager", "core.editor", "core.sshCommand", "core.askPass", "core.gitProxy", "core.alternateRefsCommand",
+    "gpg.program", "gpg.x509.program", "credential.helper", "sequence.editor", "pager.log", "pager.ls-files",
+    "interactive.diffFilter", "uploadpack.packObjectsHook", "gc.recentObjectsHook", "trailer.x.command",
+    "browser.x.cmd", "man.x.cmd", "difftool.x.cmd", "mergetool.x.cmd",
+)  # fmt: skip
 # The command, which writes down what it starts and which modules it has loaded at its end.
 AUDITED = """
 import atexit, json, os, sys
@@ -76,29 +83,40 @@ class Hostile:
     program: str
     ran: Path
 
-    def set(self, **settings: str) -> None:
-        """Settings of the clone; two underscores stand for a dot."""
-        for name, value in settings.items():
-            git(self.root, "config", name.replace("__", "."), value)
+    def set(self, settings: Mapping[str, str], file: Path | None = None) -> None:
+        """Settings of the clone, or in another file."""
+        with (file or self.root / ".git/config").open("a") as config:
+            for name, value in settings.items():
+                outer, _, key = name.rpartition(".")
+                section, _, part = outer.partition(".")
+                head = f'[{section} "{part}"]' if part else f"[{section}]"
+                config.write(f'{head}\n\t{key} = "{value}"\n')
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Hostile:
-    """With a commit that can be taken back, and code that would be noticed if the host imported it."""
-    root, ran = tmp_path / "clone", tmp_path / "ran"
-    program = tmp_path / "program"
-    program.write_text(f'#!/bin/sh\necho "$0 $@" >> {ran}\ncat\n')
-    program.chmod(0o755)
-    noticed = f"try:\n    open({str(ran)!r}, 'a').write(__file__)\nexcept OSError:\n    pass\n"
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone with a commit that can be taken back, and with code that would be noticed if the host imported it."""
+    root = tmp_path_factory.mktemp("template")
+    place = "__import__('os').path.dirname(__file__) + '/../ran'"
+    noticed = f"try:\n    open({place}, 'a').write(__file__)\nexcept OSError:\n    pass\n"
     imported = ("conftest", "setup", "sitecustomize", "usercustomize", "numpy", "pydantic", "etude")
     write(root, FILES | {f"{name}.py": noticed for name in imported})
-    write(root, {"a.pth": f"import os; open({str(ran)!r}, 'a')\n"})
     git(root, "init", "-q", "-b", "main")
     git(root, "add", "-A")
     git(root, "commit", "-q", "-m", "Begin a library")
     write(root, {"lib/__init__.py": LIB, "tests/test_lib.py": FILES["tests/test_lib.py"] + TEST,
                  "CHANGES.md": "# Changes\n\n- Items below zero do not count in a total.\n"})  # fmt: skip
     git(root, "commit", "-q", "-a", "-m", "Leave out what is below zero")
+    return root
+
+
+@pytest.fixture
+def clone(template: Path, tmp_path: Path) -> Hostile:
+    """A copy, and a program."""
+    root, ran, program = tmp_path / "clone", tmp_path / "ran", tmp_path / "program"
+    shutil.copytree(template, root)
+    program.write_text(f'#!/bin/sh\necho "$0 $@" >> {ran}\ncat\n')
+    program.chmod(0o755)
     return Hostile(tmp_path, root, str(program), ran)
 
 
@@ -107,20 +125,20 @@ def hooks(clone: Hostile) -> Hostile:
         folder.mkdir(exist_ok=True)
         for name in HOOKS:
             shutil.copy(clone.program, folder / name)
-    clone.set(core__hooksPath=str(clone.folder / "hooks"))
+    clone.set({"core.hooksPath": str(clone.folder / "hooks")})
     return clone
 
 
 def filters(clone: Hostile) -> Hostile:
-    clone.set(filter__x__clean=clone.program, filter__x__smudge=clone.program, filter__x__required="true")
-    clone.set(filter__y__process=clone.program)
+    clone.set({"filter.x.clean": clone.program, "filter.x.smudge": clone.program, "filter.x.required": "true"})
+    clone.set({"filter.y.process": clone.program})
     write(clone.root, {".gitattributes": "*.py filter=x\n*.md filter=y\n", "lib/__init__.py": LIB + "\n"})
     return clone
 
 
 def monitor(clone: Hostile) -> Hostile:
     git(clone.root, "update-index", "--untracked-cache")
-    clone.set(core__fsmonitor=clone.program, core__untrackedCache="true")
+    clone.set({"core.fsmonitor": clone.program, "core.untrackedCache": "true"})
     return clone
 
 
@@ -129,7 +147,7 @@ def alternates(clone: Hostile) -> Hostile:
     git(clone.folder, "clone", "-q", "--bare", str(clone.root), str(other))
     shutil.rmtree(clone.root / ".git/objects")
     write(clone.root, {".git/objects/info/alternates": f"{other}/objects\n"})
-    clone.set(core__alternateRefsCommand=clone.program)
+    clone.set({"core.alternateRefsCommand": clone.program})
     return clone
 
 
@@ -137,9 +155,16 @@ def partial(clone: Hostile) -> Hostile:
     """Without the blob that the last commit replaced."""
     blob = git(clone.root, "rev-parse", "HEAD~1:lib/__init__.py").strip()
     (clone.root / ".git/objects" / blob[:2] / blob[2:]).unlink()
-    clone.set(remote__origin__url=str(clone.folder), remote__origin__promisor="true", protocol__allow="always",
-              remote__origin__uploadpack=clone.program, core__repositoryFormatVersion="1",
-              extensions__partialClone="origin")  # fmt: skip
+    clone.set(
+        {
+            "remote.origin.url": str(clone.folder),
+            "remote.origin.promisor": "true",
+            "protocol.allow": "always",
+            "remote.origin.uploadpack": clone.program,
+            "core.repositoryFormatVersion": "1",
+            "extensions.partialClone": "origin",
+        }
+    )
     return clone
 
 
@@ -151,9 +176,9 @@ def submodules(clone: Hostile) -> Hostile:
     git(inner, "commit", "-q", "-m", "inner")
     git(clone.root, "submodule", "add", "-q", str(inner), "vendor/inner")
     git(clone.root, "commit", "-q", "-a", "-m", "with a submodule")
-    git(clone.root, "config", "submodule.vendor/inner.update", f"!{clone.program}")
-    for name in ("core.fsmonitor", "core.sshCommand", "filter.x.clean", "alias.ls-files"):
-        git(clone.root / "vendor/inner", "config", name, clone.program)
+    clone.set({"submodule.vendor/inner.update": f"!{clone.program}"})
+    names = ("core.fsmonitor", "core.sshCommand", "filter.x.clean", "alias.ls-files")
+    clone.set(dict.fromkeys(names, clone.program), clone.root / ".git/modules/vendor/inner/config")
     return clone
 
 
@@ -170,8 +195,15 @@ def large_files(clone: Hostile) -> Hostile:
     write(clone.root, {"data.bin": pointer, ".gitattributes": "*.bin filter=lfs diff=lfs merge=lfs -text\n"})
     git(clone.root, "add", "-A")
     git(clone.root, "commit", "-q", "-m", "Large files")
-    clone.set(filter__lfs__clean=clone.program, filter__lfs__smudge=clone.program, filter__lfs__process=clone.program,
-              lfs__customtransfer__x__path=clone.program, lfs__url="https://localhost:1")  # fmt: skip
+    clone.set(
+        {
+            "filter.lfs.clean": clone.program,
+            "filter.lfs.smudge": clone.program,
+            "filter.lfs.process": clone.program,
+            "lfs.customtransfer.x.path": clone.program,
+            "lfs.url": "https://localhost:1",
+        }
+    )
     return clone
 
 
@@ -185,9 +217,18 @@ def attributes(clone: Hostile) -> Hostile:
     lines = "* filter=x diff=x merge=x text eol=crlf ident working-tree-encoding=UTF-16\n"
     write(clone.root, {".gitattributes": lines, ".git/info/attributes": lines})
     write(clone.folder, {"attributes": lines})
-    clone.set(core__attributesFile=str(clone.folder / "attributes"), diff__x__textconv=clone.program,
-              diff__x__command=clone.program, diff__x__cachetextconv="true", diff__external=clone.program,
-              merge__x__driver=clone.program, merge__default="x", filter__x__clean=clone.program)  # fmt: skip
+    clone.set(
+        {
+            "core.attributesFile": str(clone.folder / "attributes"),
+            "diff.x.textconv": clone.program,
+            "diff.x.command": clone.program,
+            "diff.x.cachetextconv": "true",
+            "diff.external": clone.program,
+            "merge.x.driver": clone.program,
+            "merge.default": "x",
+            "filter.x.clean": clone.program,
+        }
+    )
     return clone
 
 
@@ -198,9 +239,8 @@ def includes(clone: Hostile) -> Hostile:
     ))  # fmt: skip
     write(clone.folder, {"included": named})
     write(clone.root, {".gitattributes": "* filter=x\n", "lib/__init__.py": LIB + "\n"})
-    clone.set(include__path=str(clone.folder / "included"))
-    git(clone.root, "config", f"includeIf.gitdir:{clone.folder}/.path", str(clone.folder / "included"))
-    git(clone.root, "config", "includeIf.onbranch:main.path", str(clone.folder / "included"))
+    names = ("include.path", f"includeIf.gitdir:{clone.folder}/.path", "includeIf.onbranch:main.path")
+    clone.set(dict.fromkeys(names, str(clone.folder / "included")))
     return clone
 
 
@@ -208,9 +248,9 @@ def worktree(clone: Hostile) -> Hostile:
     git(clone.root, "branch", "other")
     root = clone.folder / "clone-2"
     git(clone.root, "worktree", "add", "-q", str(root), "other")
-    clone.set(extensions__worktreeConfig="true")
-    for name in ("core.fsmonitor", "core.sshCommand", "filter.x.clean", "diff.external"):
-        git(root, "config", "--worktree", name, clone.program)
+    clone.set({"extensions.worktreeConfig": "true"})
+    names = ("core.fsmonitor", "core.sshCommand", "filter.x.clean", "diff.external")
+    clone.set(dict.fromkeys(names, clone.program), clone.root / ".git/worktrees/clone-2/config.worktree")
     return Hostile(clone.folder, root, clone.program, clone.ran)
 
 
@@ -223,13 +263,14 @@ def worktree_elsewhere(clone: Hostile) -> Hostile:
 
 
 def others(clone: Hostile) -> Hostile:
-    names = ["core.pager", "core.editor", "core.sshCommand", "core.askPass", "core.gitProxy", "gpg.program", "gpg.x509.program", "credential.helper", "sequence.editor", "pager.log", "pager.ls-files", "interactive.diffFilter", "gc.recentObjectsHook", "uploadpack.packObjectsHook", "trailer.x.command", "browser.x.cmd", "man.x.cmd", "difftool.x.cmd", "mergetool.x.cmd", "core.alternateRefsCommand"]  # fmt: skip
-    for name in names:
-        git(clone.root, "config", name, clone.program)
-    for name in READING:
-        git(clone.root, "config", f"alias.{name}", f"!{clone.program}")
-    clone.set(log__showSignature="true", core__worktree=str(clone.folder), remote__origin__url="ext::" + clone.program)
-    git(clone.root, "config", f"url.ext::{clone.program}.insteadOf", "https://")
+    clone.set(dict.fromkeys(PROGRAMS, clone.program) | {f"alias.{name}": f"!{clone.program}" for name in READING})
+    clone.set(
+        {"log.showSignature": "true", "core.worktree": str(clone.folder), "remote.origin.url": "ext::" + clone.program}
+    )
+    clone.set({f"url.ext::{clone.program}.insteadOf": "https://"})
+    git(clone.root, "init", "-q", "untracked")
+    write(clone.root, {"untracked/a.py": ""})
+    clone.set({"core.fsmonitor": clone.program, "filter.x.clean": clone.program}, clone.root / "untracked/.git/config")
     return clone
 
 
@@ -346,6 +387,7 @@ def test_reading_a_hostile_clone_runs_nothing(clone: Hostile, kind: str, monkeyp
     modules = ["tests/test_lib.py"]
     (reversal,) = commits.reversals(root, sources, functions.functions("lib/__init__.py", LIB), modules)
     assert "- Items below zero do not count in a total." in reversal.program.instruction
+    assert [place for place, _ in leaks.contents(root)]
     check_other_readers(Hostile(clone.folder, root, clone.program, clone.ran))
     count, children = read_trace(clone)
     assert count > 10

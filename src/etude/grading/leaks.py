@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.code import git
+from etude.errors import UserError
 
 SHINGLE = 8  # tokens
 MIN_CONSTANT = 8  # characters of a text constant that gives an answer away
@@ -95,19 +96,28 @@ def scan(root: Path, wanted: AnswerFingerprint) -> Iterator[str]:
 
 
 def contents(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Everything below `root` that could hold an answer, by its place: files, members of archives, git objects."""
+    """Everything below `root` that could hold an answer, by its place: files, members of archives, git objects. Raises
+    UserError for a git directory that cannot be read."""
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
         if path.is_symlink():
             continue
         if path.is_dir():
             if git.is_git_directory(path):
-                objects = git.in_folder(path).every_object()
-                yield from ((f"{name}: object {object_id}", data) for object_id, data in objects)
+                yield from ((f"{name}: object {object_id}", data) for object_id, data in _objects(name, path))
         elif path.is_file() and path.stat().st_size <= MAX_FILE:
             data = path.read_bytes()
             yield name, data
             yield from ((f"{name}!{member}", content) for member, content in (*_members(data), *_mapped(data)))
+
+
+def _objects(name: str, folder: Path) -> Iterable[tuple[str, bytes]]:
+    try:
+        return git.in_folder(folder).every_object()
+    except UserError as e:
+        raise UserError(
+            f"{name} is a git directory that cannot be searched for answers; leave it out with `--exclude {name}` ({e})"
+        ) from None
 
 
 def _members(data: bytes) -> Iterable[tuple[str, bytes]]:

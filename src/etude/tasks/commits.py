@@ -78,7 +78,8 @@ def _reversal(
     changed: dict[str, Mutant] = {}
     members: list[str] = []
     for path in code:
-        text = _taken_back(clone, *entries[path][2:4], sources[path])
+        _, _, before, after, _ = entries[path]
+        text = _taken_back(clone, before, after, sources[path])
         if text is None:
             return None
         if text != sources[path]:
