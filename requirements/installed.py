@@ -43,7 +43,7 @@ gateway.port = {GATEWAY}
 [[clusters]]
 name = "main"
 urls = ["http://127.0.0.1:{ENGINE}"]
-store = "none"
+store = "weights"
 """
 RENDER = (
     "from etude.config import find_model; from etude.renderers import renderer_for; "
@@ -83,7 +83,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
     ),
     "live": (
         Step("live key create live.toml tenant name"), Step("live tenant live.toml tenant --consent"),
-        Step("live serve live.toml", url=f"http://127.0.0.1:{GATEWAY}/health"), Step("live status live.toml"),
+        Step("live serve live.toml", url=f"http://127.0.0.1:{GATEWAY}/v1/models"), Step("live status live.toml"),
         Step("live gate live.toml", 2),
     ),
     "apply": (
