@@ -135,3 +135,16 @@ def test_descendants_end_with_a_server_that_is_killed(module, tmp_path, monkeypa
 def test_a_process_that_descends_from_no_child_goes_on(monkeypatch):
     monkeypatch.delenv(processes.SERVER, raising=False)
     processes.end_with_server()
+
+
+def test_modules_are_not_looked_for_in_the_working_folder(module, monkeypatch, tmp_path):
+    """A run may begin in a repository that tasks are made of."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in ("msgspec", "json", "etude"):
+        (clone / f"{name}.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    name = module("reader", "import json, msgspec; print(json.dumps(1))")
+    monkeypatch.chdir(clone)
+    child = processes.start("worker", [name], tmp_path / "log")
+    assert child.popen.wait(60) == 0, (tmp_path / "log").read_text()
+    assert not (tmp_path / "marker").exists()

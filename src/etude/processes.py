@@ -1,7 +1,7 @@
 """Child processes of a run: each has a log, is watched, and dies with its parent.
 
-`python -m etude.processes PARENT MODULE ARGUMENT...` is how a child begins: it asks for the parent-death signal before
-it imports MODULE, whose imports may take seconds.
+`python -P -m etude.processes PARENT MODULE ARGUMENT...` is how a child begins: it asks for the parent-death signal
+before it imports MODULE, whose imports may take seconds.
 """
 
 from __future__ import annotations
@@ -102,10 +102,11 @@ def start(
     python: str = sys.executable,
 ) -> Child:  # fmt: skip
     """Starts `python -m argv...` with both outputs in `log`. The child dies with the thread that called this. It keeps
-    the descriptors `holds` open, and with them their locks. Another `python` must find this module, too."""
+    the descriptors `holds` open, and with them their locks. Another `python` must find this module, too. The working
+    folder may be a repository that tasks are made of, so modules are not looked for in it."""
     with log.open("ab") as file:
         popen = subprocess.Popen(
-            [python, "-m", "etude.processes", str(os.getpid()), *argv],
+            [python, "-P", "-m", "etude.processes", str(os.getpid()), *argv],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -128,12 +128,12 @@ def error_sentence(
 
 def import_object(path: str, what: str) -> Any:
     """The object at the import path "module:name", for the option `what`. Raises UserError. Modules are looked for in
-    the current folder, too."""
+    the current folder, too, after the installed ones: it may be a repository that nothing else is to be taken from."""
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise UserError(f'{what}: {path!r} is no import path; write "module:name"')
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), name)
     except AttributeError:

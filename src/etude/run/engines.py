@@ -114,7 +114,7 @@ class VersionFolders:
                 shutil.rmtree(old)
             key = config.weights.signing_key
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "etude.cli.main", "weights", "fetch",
+                sys.executable, "-P", "-m", "etude.cli.main", "weights", "fetch",
                 f"{config.store or self._folder.parent}/weights", "--base", config.model.path, "--version",
                 str(version), "-o", str(out), *(["--public-key", f"{key}.pub"] if key else []),
                 stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
