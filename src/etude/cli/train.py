@@ -15,6 +15,7 @@ from etude.config import RLConfig, Section, keys, validate
 from etude.config.secrets import check_whole, without_secrets
 from etude.errors import UserError
 from etude.renderers.template import read_json
+from etude.weights.runs import with_models
 
 OUTPUTS = Path("outputs")
 
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         stage = data.get("stage", "rl")
         if stage != "rl":
             return _finetune(arguments, stage, data, where)
-        config = validate(RLConfig, data, where)
+        config = with_models(validate(RLConfig, data, where))
         folder, toml = OUTPUTS / config.name, given_text(files, overrides)
         if arguments.resume and not arguments.dry_run:
             if not folder.exists():
@@ -119,7 +120,7 @@ def _finetune(arguments: argparse.Namespace, stage: str, data: dict[str, Any], w
     kinds = _kinds()
     if stage not in kinds:
         raise UserError(f"{where}: unknown stage {stage!r}; use midtrain, sft, apply or rl")
-    config: Any = validate(kinds[stage], data, where)
+    config: Any = with_models(validate(kinds[stage], data, where))
     if arguments.dry_run:
         return print(config.model_dump_json(indent=2))
     from etude.trainer.finetune import apply, pretrain

@@ -52,7 +52,9 @@ def find_model(name: str | Path) -> Path:
         return path.absolute()
     folder = bundled(f"models/{path.name}") if path.parent.name in ("", "models") else None
     if folder is None:
-        raise UserError(f"{name} is not a folder, nor the name of a bundled model such as nano: give an HF folder")
+        raise UserError(
+            f"{name} is not a folder, nor the name of a bundled model such as nano: give an HF folder, or that of a run"
+        )
     return folder
 
 

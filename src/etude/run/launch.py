@@ -100,6 +100,8 @@ def train_rl(
             for child in children:
                 child.stop(10)
     Console().print(final_table(report, folder / "report.html"))
+    for line in (*report.notes, f"Serve it: {report.serve}"):
+        print(line, flush=True)
     return report
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from etude import runfolder
 from etude.errors import UserError
 from etude.models.activations import checkpoint_activations
 from etude.trainer import checkpoint as checkpoints
@@ -100,6 +101,11 @@ def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: St
     """Trains on all steps once, in order, or until the token target or the time budget is reached. Writes
     output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/checkpoints (for resuming). Returns the
     model in evaluation mode. Raises UserError if a gradient is not finite, or the disk is full."""
+    with runfolder.lock(run.output):
+        return _fit(model, work, config, run)
+
+
+def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: StageRun) -> PreTrainedModel:
     output = run.output
     torch.set_num_threads(config.threads)
     model.train()
