@@ -57,6 +57,14 @@ def write(path: Path, data: bytes, mode: int = 0o666) -> None:
         raise UserError(f"{path} cannot be written: {e.strerror}; check the disk") from None
 
 
+def make(folder: Path) -> None:
+    """The folder and those above it, where they are missing. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"{folder} cannot be made: {e.strerror}; name another folder") from None
+
+
 def check_new(folder: Path) -> None:
     """Raises UserError if the folder exists."""
     if folder.exists():

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 import types
@@ -8,6 +9,8 @@ import pytest
 
 from etude.cli import main
 
+ROOT = Path(__file__).parents[2]
+TOML, TINY = str(ROOT / "recipes/demo.toml"), str(ROOT / "tests/tasks/data/tiny")
 ON_POLICY = ["--rollout.staleness", "0"]  # --deterministic is on-policy
 
 
@@ -58,7 +61,12 @@ def test_every_command_explains_itself_without_torch():
         (["doctor", "replay", "none"], "none holds no run (no config.json); name the folder of a run\n"),
         (["export", "none", "-o", "out"], "none holds no run (no config.json); name the folder of a run\n"),
         (["doctor", "--what"], "unexpected argument '--what'"),
-        (["serve", "none"], "none"),
+        (["serve", "none"], "none is not a folder, nor the name of a bundled model such as nano"),
+        (["serve", "none@3"], "none@3 is not a folder"),
+        (["serve", TOML], "demo.toml is not a folder"),
+        (["eval", "nano", "--suite", TINY, "--device", "nonsense"], "device = 'nonsense' is not there"),
+        (["eval", "nano", "--suite", TINY, "-o", TOML], "demo.toml/model-0 cannot be made: Not a directory"),
+        (["eval", "nano", "--suite", TOML], "demo.toml is not a task dataset"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, sentence, capsys, tmp_path, monkeypatch):
@@ -70,6 +78,27 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, sentence, capsys, 
     assert sentence in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("words", [["tasks", "build", "REPO", "-o", "LOCKED/a/b"], ["weights", "inspect", "LOCKED/a"]])
+def test_a_path_below_a_folder_of_somebody_else_s(words, tmp_path, capsys):
+    locked, repo = tmp_path / "locked", tmp_path / "repo"
+    for folder in (locked, repo):
+        folder.mkdir()
+    (repo / "m.py").write_text("def f():\n    return 1\n")
+    main.command_parser(words)  # imports what it needs while it may
+    locked.chmod(0)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            main.main([word.replace("LOCKED", str(locked)).replace("REPO", str(repo)) for word in words])
+    finally:
+        os.seteuid(0)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "is not yours to read or write (Permission denied)" in error
+    assert error.count("\n") == 1
 
 
 def test_an_unknown_stage(tmp_path, monkeypatch, capsys):

@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = arguments.run(arguments, rest)
     except UserError as e:
         _fail(str(e))
+    except PermissionError as e:
+        _fail(f"{e.filename} is not yours to read or write ({e.strerror}): name another path, or change its rights")
     except RunFailed as e:
         print(f"etude: {e}", file=sys.stderr)
         sys.exit(1)

@@ -38,6 +38,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     name = Path(arguments.model).resolve().name
     if not config.served_model_name:
         config = config.model_copy(update={"served_model_name": (name,)})
+    if not (folder / "tokenizer.json").is_file():
+        print(f"{folder} has no tokenizer.json: /generate takes token ids, texts are refused", flush=True)
     if folder.name != name:
         print(f"{arguments.model}: {folder}", flush=True)
     from etude.inference.server import server

@@ -107,6 +107,8 @@ def train_rl(
 
 def _open_inputs(config: RLConfig, folder: Path, view: LiveView) -> _Inputs:
     """Before any process leases or trains: tasks are built, the ledger recovers, and the logprob probes are stored."""
+    if config.sandbox.type != "namespace":
+        print(f"sandbox.type = {config.sandbox.type!r} is for episodes; tasks are built in namespaces", file=sys.stderr)
     with _stage(folder, view, "build tasks"):
         dataset = build_dataset(config, folder, view.note)
     for part in dataset.parts:

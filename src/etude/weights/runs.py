@@ -30,7 +30,7 @@ def with_models(config: Any) -> Any:
     """The configuration of a stage, with model folders where it names runs. Raises UserError."""
     changed: dict[str, Any] = {}
     for table, key in (("model", "path"), ("distill", "teacher")):
-        part = getattr(config, table)
+        part = getattr(config, table, None)
         if isinstance(part, Section) and isinstance(given := getattr(part, key, None), str | Path):
             if (folder := _of_run(given)) is not None:
                 changed[table] = part.model_copy(update={key: type(given)(folder)})

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from etude import runfolder
 from etude.corpus import build, foreign, packing, retrieval, vocabulary
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS, SPECIALS, TextPiece, special
@@ -24,6 +25,7 @@ from etude.corpus.episodes import WEIGHTS
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
 from etude.harness.prompts import SYSTEM
+from etude.models.devices import check_device
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.base import load_tokenizer
 from etude.trainer.finetune import data, distillation, documents, folder, packed
@@ -84,7 +86,7 @@ def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
 
 def refuse(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
     """Raises UserError if the folder holds a run and `resume` is off, or if it is on and the folder holds none, or one
-    of another configuration."""
+    of another configuration; also if the device is not there."""
     path = output / "config.json"
     if path.exists() and not resume:
         raise UserError(f"{output} already holds a run; choose another output, or continue the run with --resume")
@@ -92,13 +94,14 @@ def refuse(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resum
         raise UserError(f"{output} holds no saved state to resume from; start it without --resume")
     if resume and path.read_text(encoding="utf-8") != config.model_dump_json(indent=1):
         raise UserError(f"the configuration differs from that of {path}; resume with the same one")
+    check_device(config.optim.device, "optim.device")
 
 
 def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
     """Makes the run folder and records its configuration; see `refuse`. A run that was killed before it saved a state
     is resumed from its beginning."""
     refuse(output, config, resume)
-    output.mkdir(parents=True, exist_ok=True)
+    runfolder.make(output)
     (output / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
 
 
