@@ -81,6 +81,8 @@ def check_inputs(config: RLConfig) -> None:
 
 def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
     sandbox = config.sandbox
+    if source.sha256 is not None and "==" not in source.repository:
+        raise UserError(f"{table}.sha256 is the digest of a package NAME==VERSION, and {source.where} is none: drop it")
     if source.dataset is not None:
         dataset = datasets.load(Path(source.dataset))
         _check_decidable(dataset, sandbox)

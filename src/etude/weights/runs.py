@@ -30,12 +30,10 @@ def with_models(config: Any) -> Any:
     """The configuration of a stage, with model folders where it names runs. Raises UserError."""
     changed: dict[str, Any] = {}
     for table, key in (("model", "path"), ("distill", "teacher")):
-        part = getattr(config, table, None)
-        if isinstance(part, Section) and isinstance(given := getattr(part, key, None), str | Path):
-            if (folder := _of_run(given)) is not None:
-                changed[table] = part.model_copy(update={key: type(given)(folder)})
-        elif isinstance(part, Path) and (folder := _of_run(part)) is not None:
-            changed[table] = folder
+        part: Section | None = getattr(config, table, None)
+        given: str | Path | None = getattr(part, key, None)
+        if part is not None and given is not None and (folder := _of_run(given)) is not None:
+            changed[table] = part.model_copy(update={key: str(folder) if isinstance(given, str) else folder})
     return config.model_copy(update=changed)
 
 
