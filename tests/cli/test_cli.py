@@ -49,6 +49,7 @@ def test_every_command_explains_itself_without_torch():
     ("arguments", "sentence"),
     [
         (["train", "none.toml"], "none.toml does not exist"),
+        (["train", TINY], "tiny is a folder; give a TOML file, or continue a run with --resume"),
         (["eval", "none", "--suite", "also-none"], "none"),
         (["tasks", "build", "none", "-o", "out"], "none is not a folder"),
         (["tasks", "build", ".", "-o", "out", "--max-lines", "1"], "min_lines must not be above max_lines"),
@@ -181,7 +182,7 @@ def test_keys_of_the_other_stages_are_printed_and_their_run_folders_resumed(tmp_
     from etude.trainer.finetune import pretrain
     from etude.trainer.finetune.config import SftConfig
 
-    for stage, key in (("sft", "data.min_reward"), ("midtrain", "mix.code"), ("apply", "distill.teacher")):
+    for stage, key in (("sft", "data.min_reward"), ("midtrain", "mix.code"), ("apply", "measured")):
         with pytest.raises(SystemExit) as stop:
             main.main(["train", "--keys", stage])
         assert not stop.value.code

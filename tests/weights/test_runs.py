@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from etude import runfolder
+from etude.cli import main
 from etude.config import RLConfig, validate
 from etude.errors import UserError
 from etude.models.loading import load_model, named_tensors
@@ -50,6 +51,15 @@ def test_the_newest_version_another_one_and_the_best(made):
     with pytest.raises(UserError, match=r"report.json is damaged .*: name a version, as .*run@3"):
         model_folder(run)
     (run / "report.json").unlink()
+
+
+def test_commands_on_weights_name_runs(made, tmp_path, monkeypatch):
+    run, config = made
+    monkeypatch.chdir(run.parent)
+    with pytest.raises(SystemExit) as stop:
+        main.main(["weights", "fetch", "run/weights", "--version", "1", "--base", "run@2", "-o", str(tmp_path / "out")])
+    assert not stop.value.code
+    assert holds(tmp_path / "out", run, config, 1)
 
 
 def test_configurations_name_runs(made, tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ theirs. `RUN@12` names version 12.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,18 @@ from etude.errors import UserError
 from etude.store import Store, open_store
 
 _VERSION = re.compile(r"(.+)@(\d+)")
+
+
+class _Stage(msgspec.Struct):
+    """Of config.json, what a run's has and a model's has not."""
+
+    stage: str | None = None
+
+
+class _Report(msgspec.Struct):
+    """Of report.json, the version that the run measured as its best."""
+
+    best: int | None = None
 
 
 def model_folder(name: str | Path) -> Path:
@@ -40,10 +51,9 @@ def with_models(config: Any) -> Any:
 def stage_of(folder: Path) -> str | None:
     """The stage of the run whose folder this is, None if it is no run's."""
     try:
-        about = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return msgspec.json.decode((folder / "config.json").read_bytes(), type=_Stage).stage
+    except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return None
-    return about.get("stage") if isinstance(about, dict) else None
 
 
 def _of_run(name: str | Path) -> Path | None:
@@ -54,7 +64,6 @@ def _of_run(name: str | Path) -> Path | None:
     stage = stage_of(run)
     if stage is None:
         return None
-    run = run.absolute()
     if version is None and runfolder.is_running(run):
         how = f"wait for its end, or name a version: {name}@N" if stage == "rl" else "wait for its end"
         raise UserError(f"{name} is still running: {how}")
@@ -64,7 +73,7 @@ def _of_run(name: str | Path) -> Path | None:
         raise UserError(f"{run} keeps its last model alone: name it without @{version}")
     if not (run / "checkpoint").is_dir():
         raise _nothing_yet(run)
-    return run / "checkpoint"
+    return (run / "checkpoint").absolute()
 
 
 def _exported(run: Path, config: RLConfig, version: int | None) -> Path:
@@ -76,7 +85,7 @@ def _exported(run: Path, config: RLConfig, version: int | None) -> Path:
         raise _nothing_yet(run)
     store = open_store(f"{config.store or run}/weights")
     version = _newest_or_best(run, store) if version is None else version
-    out = run / "models" / str(version)
+    out = run.absolute() / "models" / str(version)
     if not out.is_dir():
         base = model_folder(config.model.path)
         export(store, version, base, out, Trust(None, model=model_id(base)))
@@ -92,14 +101,11 @@ def _newest_or_best(run: Path, store: Store) -> int:
     none."""
     from etude.weights.manifest import versions
 
-    class Report(msgspec.Struct):
-        best: int | None = None
-
     numbers = versions(store)
     if not numbers:
         raise _nothing_yet(run)
     try:
-        best = msgspec.json.decode((run / "report.json").read_bytes(), type=Report).best
+        best = msgspec.json.decode((run / "report.json").read_bytes(), type=_Report).best
     except FileNotFoundError:
         best = None
     except (OSError, msgspec.MsgspecError) as e:
