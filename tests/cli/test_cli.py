@@ -182,7 +182,7 @@ def test_keys_of_the_other_stages_are_printed_and_their_run_folders_resumed(tmp_
     from etude.trainer.finetune import pretrain
     from etude.trainer.finetune.config import SftConfig
 
-    for stage, key in (("sft", "data.min_reward"), ("midtrain", "mix.code"), ("apply", "measured")):
+    for stage, key in (("sft", "max_lines"), ("midtrain", "mix.code"), ("apply", "measured")):
         with pytest.raises(SystemExit) as stop:
             main.main(["train", "--keys", stage])
         assert not stop.value.code

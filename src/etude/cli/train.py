@@ -118,7 +118,7 @@ def _print_memory(config: RLConfig) -> None:
         raise UserError(refusal)
 
 
-class _Said(logging.Handler):
+class _PrintedLog(logging.Handler):
     """Log lines go where prints go now, above a screen that is drawn."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -149,7 +149,7 @@ def _finetune(
     from etude.dashboard.live import LiveView
     from etude.trainer.finetune import apply, pretrain
 
-    logging.basicConfig(level=logging.INFO, format="etude: %(message)s", handlers=[_Said()])
+    logging.basicConfig(level=logging.INFO, format="etude: %(message)s", handlers=[_PrintedLog()])
     arguments.interrupted = f"`etude train --resume {folder}` continues the run"
     stages: dict[str, Any] = {"midtrain": pretrain.midtrain, "sft": pretrain.sft, "apply": apply.finetune}
     with LiveView(config.name, ("train",)) as view:

@@ -82,7 +82,7 @@ def validate(kind: type[S], data: dict[str, Any], where: str) -> S:
 
 
 @dataclass(frozen=True)
-class Key:
+class OptionKey:
     """An option of a stage: its dotted name, what is used where it is left out, and what it means."""
 
     name: str
@@ -93,7 +93,7 @@ class Key:
     heading: bool = False  # it is a table, and its options follow
 
 
-def keys(kind: type[Section], above: str = "", given: Section | None = None, off: bool = False) -> Iterator[Key]:
+def keys(kind: type[Section], above: str = "", given: Section | None = None, off: bool = False) -> Iterator[OptionKey]:
     """Every option below `kind`, whose values by default are those of `given`; of a choice between tables the default
     one's first, a key of several tables once."""
     seen = set[str]()
@@ -102,16 +102,16 @@ def keys(kind: type[Section], above: str = "", given: Section | None = None, off
         needed = given is None and field.is_required()
         default = None if needed else getattr(given, name) if given is not None else field.get_default()
         tables = sorted(_tables(field.annotation, needed), key=lambda table: not isinstance(default, table))
-        entries: list[Key] = []
+        entries: list[OptionKey] = []
         for number, table in enumerate(tables):
             here = isinstance(default, table)
             apart = off or not (here or (needed and number == 0))
             entries += keys(table, f"{key}.", default if here else None, apart)
-        single = Key(key, default, meaning, needed, off, heading=isinstance(default, Section))
+        single = OptionKey(key, default, meaning, needed, off, heading=isinstance(default, Section))
         if not tables or (meaning and not needed) or (default is None and not needed):
             entries.insert(0, single)
         elif typing.get_origin(field.annotation) is tuple:
-            entries.insert(0, Key(f"[{key}]", None, meaning, heading=True))
+            entries.insert(0, OptionKey(f"[{key}]", None, meaning, heading=True))
         for entry in entries:
             if entry.name not in seen:
                 seen.add(entry.name)

@@ -20,13 +20,13 @@ from etude.store import Store, open_store
 _VERSION = re.compile(r"(.+)@(\d+)")
 
 
-class _Stage(msgspec.Struct):
+class _RunHead(msgspec.Struct):
     """Of config.json, what a run's has and a model's has not."""
 
     stage: str | None = None
 
 
-class _Report(msgspec.Struct):
+class _ReportHead(msgspec.Struct):
     """Of report.json, the version that the run measured as its best."""
 
     best: int | None = None
@@ -51,7 +51,7 @@ def with_models(config: Any) -> Any:
 def stage_of(folder: Path) -> str | None:
     """The stage of the run whose folder this is, None if it is no run's."""
     try:
-        return msgspec.json.decode((folder / "config.json").read_bytes(), type=_Stage).stage
+        return msgspec.json.decode((folder / "config.json").read_bytes(), type=_RunHead).stage
     except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return None
 
@@ -105,7 +105,7 @@ def _newest_or_best(run: Path, store: Store) -> int:
     if not numbers:
         raise _nothing_yet(run)
     try:
-        best = msgspec.json.decode((run / "report.json").read_bytes(), type=_Report).best
+        best = msgspec.json.decode((run / "report.json").read_bytes(), type=_ReportHead).best
     except FileNotFoundError:
         best = None
     except (OSError, msgspec.MsgspecError) as e:
