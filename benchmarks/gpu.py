@@ -238,12 +238,12 @@ def sft(setting: Setting) -> dict[str, Any]:
     """A model of random weights is fine-tuned on conversations, and its folder loads with plain transformers."""
     from transformers import AutoModelForCausalLM
 
-    folder, output = _model_folder(setting), _emptied(setting.out / "sft")
+    folder, output = _model_folder(setting), _emptied(setting.out / "outputs" / "sft")
     words = [{"role": "user", "content": "Reverse: abc"}, {"role": "assistant", "content": "cba"}]
     data = setting.out / "chat.jsonl"
     data.write_text("".join(json.dumps({"messages": words}) + "\n" for _ in range(64)))
     config = setting.out / "sft.toml"
-    config.write_text(SFT.format(model=str(folder), output=str(output), data=str(data), device=setting.device))
+    config.write_text(SFT.format(model=str(folder), data=str(data), device=setting.device))
     _etude(setting, "train", str(config))
     AutoModelForCausalLM.from_pretrained(output / "checkpoint")
     return {"files": sorted(path.name for path in (output / "checkpoint").iterdir())}
@@ -291,11 +291,11 @@ STEPS = {
 STEPS_OF_A_RUN = 3
 SFT = """
 stage = "sft"
-model = {model!r}
-output = {output!r}
+name = "sft"
+model.path = {model!r}
 [data]
 files = [{data!r}]
-[optim]
+[trainer]
 device = {device!r}
 dtype = "bfloat16"
 length = 128

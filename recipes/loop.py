@@ -46,6 +46,7 @@ from etude.trainer.optimizer import for_policy
 from etude.trainer.rl.batch import make_batch
 from etude.trainer.rl.step import Learner, train_step
 from etude.weights.publisher import Publisher
+from etude.weights.runs import with_models
 
 RETRIES = 2  # of an episode that infrastructure lost
 
@@ -218,6 +219,6 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     path = Path(sys.argv[1])
-    rl_config = validate(RLConfig, read_toml(path, sys.argv[2:]), str(path))
+    rl_config = with_models(validate(RLConfig, read_toml(path, sys.argv[2:]), str(path)))
     with tempfile.TemporaryDirectory(prefix="etude-loop-") as root:
         asyncio.run(train(rl_config, Path(root)))

@@ -28,7 +28,7 @@ def test_defaults_lie_below_the_file_and_the_file_below_the_command_line(toml):
     ("overrides", "sentence"),
     [
         (["--rollout.gruop", "4"], "unknown key rollout.gruop; did you mean rollout.group?"),
-        (["--rollout.zzz", "4"], "unknown key rollout.zzz; `etude train --keys` prints the known ones"),
+        (["--rollout.zzz", "4"], "unknown key rollout.zzz; `etude train --keys rl` prints the known ones"),
         (["--rollout.group", "1"], "rollout.group: Input should be greater than or equal to 2"),
         (["--rollout.group", "many"], "rollout.group: Input should be a valid integer"),
         (["--rollout.max_in_flight", "0"], 'rollout.max_in_flight: give a number of live episodes from 1, or "auto"'),

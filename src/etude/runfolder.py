@@ -10,6 +10,7 @@ outputs/NAME/
   timeline.jsonl               who did what from when to when
   ledger.db                    or a PostgreSQL URL in config.json
   impossible/                  hidden tests of impossible tasks
+  models/N/                    version N as a model folder, once somebody has asked for it
   tasks/                       the task dataset, unless config.json names another
   weights/  rollouts/  probes/ versions, token blobs and engines' scores, unless config.json names a store
   checkpoints/step_N/          rank_R.safetensors and manifest.json; complete ones only
@@ -54,6 +55,14 @@ def write(path: Path, data: bytes, mode: int = 0o666) -> None:
         write_durably(path, data, mode)
     except OSError as e:
         raise UserError(f"{path} cannot be written: {e.strerror}; check the disk") from None
+
+
+def make(folder: Path) -> None:
+    """The folder and those above it, where they are missing. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"{folder} cannot be made: {e.strerror}; name another folder") from None
 
 
 def check_new(folder: Path) -> None:
@@ -132,6 +141,18 @@ def lock(folder: Path) -> Iterator[int]:
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield file.fileno()
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process holds the run."""
+    try:
+        with (folder / "lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock, so nobody has begun
+        return False
+    return False
 
 
 def _lives(pid: str) -> bool:

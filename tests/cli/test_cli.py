@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 import types
@@ -6,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli import main
+from etude.cli import main, train
+from etude.config import validate
 
+ROOT = Path(__file__).parents[2]
+TOML, TINY = str(ROOT / "recipes/demo.toml"), str(ROOT / "tests/tasks/data/tiny")
 ON_POLICY = ["--rollout.staleness", "0"]  # --deterministic is on-policy
 
 
@@ -45,6 +49,7 @@ def test_every_command_explains_itself_without_torch():
     ("arguments", "sentence"),
     [
         (["train", "none.toml"], "none.toml does not exist"),
+        (["train", TINY], "tiny is a folder; give a TOML file, or continue a run with --resume"),
         (["eval", "none", "--suite", "also-none"], "none"),
         (["tasks", "build", "none", "-o", "out"], "none is not a folder"),
         (["tasks", "build", ".", "-o", "out", "--max-lines", "1"], "min_lines must not be above max_lines"),
@@ -58,7 +63,12 @@ def test_every_command_explains_itself_without_torch():
         (["doctor", "replay", "none"], "none holds no run (no config.json); name the folder of a run\n"),
         (["export", "none", "-o", "out"], "none holds no run (no config.json); name the folder of a run\n"),
         (["doctor", "--what"], "unexpected argument '--what'"),
-        (["serve", "none"], "none"),
+        (["serve", "none"], "none is not a folder, nor the name of a bundled model such as nano"),
+        (["serve", "none@3"], "none@3 is not a folder"),
+        (["serve", TOML], "demo.toml is not a folder"),
+        (["eval", "nano", "--suite", TINY, "--device", "nonsense"], "device = 'nonsense' is not there"),
+        (["eval", "nano", "--suite", TINY, "-o", TOML], "demo.toml/model-0 cannot be made: Not a directory"),
+        (["eval", "nano", "--suite", TOML], "demo.toml is not a task dataset"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, sentence, capsys, tmp_path, monkeypatch):
@@ -70,6 +80,27 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, sentence, capsys, 
     assert sentence in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("words", [["tasks", "build", "REPO", "-o", "LOCKED/a/b"], ["weights", "inspect", "LOCKED/a"]])
+def test_a_path_below_a_folder_of_somebody_else_s(words, tmp_path, capsys):
+    locked, repo = tmp_path / "locked", tmp_path / "repo"
+    for folder in (locked, repo):
+        folder.mkdir()
+    (repo / "m.py").write_text("def f():\n    return 1\n")
+    main.command_parser(words)  # imports what it needs while it may
+    locked.chmod(0)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            main.main([word.replace("LOCKED", str(locked)).replace("REPO", str(repo)) for word in words])
+    finally:
+        os.seteuid(0)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "is not yours to read or write (Permission denied)" in error
+    assert error.count("\n") == 1
 
 
 def test_an_unknown_stage(tmp_path, monkeypatch, capsys):
@@ -139,32 +170,32 @@ def test_resume_reaches_every_stage(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     asked = []
-    monkeypatch.setattr(pretrain, "midtrain", lambda config, *, resume: asked.append(resume))
-    (tmp_path / "m.toml").write_text('stage = "midtrain"\noutput = "out"\n')
+    monkeypatch.setattr(pretrain, "midtrain", lambda config, output, *, resume, show: asked.append((output, resume)))
+    (tmp_path / "m.toml").write_text('stage = "midtrain"\nname = "out"\n')
     with pytest.raises(SystemExit) as stop:
         main.main(["train", "m.toml", "--resume"])
     assert not stop.value.code
-    assert asked == [True]
+    assert asked == [(Path("outputs/out"), True)]
 
 
 def test_keys_of_the_other_stages_are_printed_and_their_run_folders_resumed(tmp_path, monkeypatch, capsys):
     from etude.trainer.finetune import pretrain
     from etude.trainer.finetune.config import SftConfig
 
-    for stage, key in (("sft", "data.min_reward"), ("midtrain", "mix.code"), ("apply", "distill.teacher")):
+    for stage, key in (("sft", "max_lines"), ("midtrain", "mix.code"), ("apply", "measured")):
         with pytest.raises(SystemExit) as stop:
             main.main(["train", "--keys", stage])
         assert not stop.value.code
         assert f"\n{key} = " in capsys.readouterr().out
-    config = SftConfig(output=tmp_path / "run", model=tmp_path, data={"files": ["chats.jsonl"]})
-    pretrain.prepare(config.output, config, resume=False)
+    config = SftConfig(model={"path": tmp_path}, data={"files": ["chats.jsonl"]})
+    pretrain.prepare(tmp_path / "run", config, resume=False)
     asked = []
-    monkeypatch.setattr(pretrain, "sft", lambda config, *, resume: asked.append((config, resume)))
+    monkeypatch.setattr(pretrain, "sft", lambda config, output, *, resume, show: asked.append((config, output, resume)))
     with pytest.raises(SystemExit) as stop:
         main.main(["train", "--resume", str(tmp_path / "run")])
     assert not stop.value.code
-    assert asked == [(config, True)]
-    pretrain.refuse(config.output, asked[0][0], True)  # the same one, to the letter
+    assert asked == [(config, tmp_path / "run", True)]
+    pretrain.refuse(tmp_path / "run", asked[0][0], True)  # the same one, to the letter
 
 
 def test_keys_are_printed_with_defaults_and_meanings(capsys):
@@ -173,9 +204,62 @@ def test_keys_are_printed_with_defaults_and_meanings(capsys):
     assert not stop.value.code
     lines = capsys.readouterr().out.splitlines()
     assert "rollout.group = 16  # G: episodes per group" in lines
-    known = [line.partition(" = ")[0] for line in lines]
+    known = [line.removeprefix("# ").partition(" = ")[0] for line in lines]
     assert len(set(known)) == len(known), "a key of several shapes stands once"
     assert {"sandbox.type", "sandbox.image", "guards.probes", "tasks.repository"} <= set(known)
+
+
+CLUSTER = {"name": "a", "urls": ["http://a:1"], "store": "s"}
+LEAST = {
+    "rl": {"tasks": {"repository": "here"}},
+    "midtrain": {},
+    "sft": {"model": {"path": "nano"}},
+    "apply": {"model": {"path": "nano"}, "data": "a", "held_out": "b", "phases": [{"share": 1, "longest": 99}]},
+    "live": {"folder": "live", "clusters": [CLUSTER]},
+}
+
+
+def with_key(tables, key, value):
+    """A copy of `tables` that has a key which it lacks."""
+    first, _, rest = key.partition(".")
+    return tables | {first: with_key(tables.get(first, {}), rest, value) if rest else value}
+
+
+@pytest.mark.parametrize("stage", LEAST)
+def test_a_printed_default_is_what_is_used_where_the_key_is_left_out(stage, capsys):
+    """Every default may be given as printed and changes nothing; one that needs a table may not."""
+    kind = train.stage_kinds()[stage]
+    least = LEAST[stage]
+    left_out = validate(kind, least, "least.toml")
+    with pytest.raises(SystemExit):
+        main.main(["train", "--keys", stage])
+    lines = [line for line in capsys.readouterr().out.splitlines() if " = " in line and not line.startswith("#")]
+    printed = dict(line.partition("  # ")[0].split(" = ", 1) for line in lines if " =  # needed" not in line)
+    assert len(printed) > 20
+    given = {key for key, value in least.items() if not isinstance(value, dict)}
+    given |= {f"{table}.{key}" for table, value in least.items() if isinstance(value, dict) for key in value}
+    for key, text in printed.items():
+        if key not in given and key.partition(".")[0] not in given:
+            assert validate(kind, with_key(least, key, json.loads(text)), key) == left_out, key
+
+
+def test_the_defaults_that_were_not_told(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["train", "--keys"])
+    lines = [line.partition("  # ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert {'guards.lag.action = "halt"', "guards.probe_growth.stop = 10.0", "trainer.lora = null"} <= set(lines)
+    assert {"# trainer.lora.rank = 16", "trainer.lr = 0.0001"} <= set(lines)
+    assert "# [guards.lag] versions a trained token lags; stop: the staleness bound, unless given" in lines
+    rates = {}
+    for stage in ("midtrain", "sft"):
+        with pytest.raises(SystemExit):
+            main.main(["train", "--keys", stage])
+        rates |= {stage: [line for line in capsys.readouterr().out.splitlines() if line.startswith("trainer.lr = ")]}
+    assert [line.partition("  #")[0] for line in rates["midtrain"] + rates["sft"]] == [
+        "trainer.lr = 0.002", "trainer.lr = 2e-05",
+    ]  # fmt: skip
+    adapters = validate(train.stage_kinds()["sft"], {"model": {"path": "nano"}, "trainer": {"lora": {}}}, "sft.toml")
+    assert adapters.trainer.lr == 2e-4
 
 
 def test_a_demo_is_resumed_by_its_name(tmp_path, monkeypatch, capsys):

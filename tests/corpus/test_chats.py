@@ -181,7 +181,7 @@ def test_a_corpus_whose_examples_are_all_too_long_is_refused_and_not_waited_for(
         return [(np.zeros(99, np.uint32), np.ones(99, np.uint8)) for _ in range(16)]
 
     words = Vocabulary(encode, pad=0, separator=0, together=16)
-    with pytest.raises(UserError, match=r"of 99 tokens, are longer than optim.length = 98: raise it"):
+    with pytest.raises(UserError, match=r"of 99 tokens, are longer than trainer.length = 98: raise it"):
         build.take(itertools.repeat(()), words, 500, 98)
     assert len(build.take(itertools.repeat(()), words, 500, 99)) == 6
 

@@ -17,7 +17,9 @@ from etude.dashboard.report import (
     RunReport,
     RunSetup,
     WeightFigures,
+    best_version,
     held_out_figures,
+    silence,
 )
 from etude.dashboard.view import RunView, ShownEpisode
 from etude.evals.stats import Estimate
@@ -182,6 +184,32 @@ def test_the_verdict_follows_the_interval(tmp_path, report, low, high, said):
     diff = Estimate(mean=(low + high) / 2, low=low, high=high)
     text = "".join(page_of(tmp_path, msgspec.structs.replace(report, paired_diff=diff)).text)
     assert said in text
+
+
+def test_the_page_says_how_to_serve_and_what_to_change(tmp_path, report):
+    note = silence(0.75, 0.1, 0.5)
+    page = page_of(tmp_path, msgspec.structs.replace(report, serve="etude serve outputs/<demo>", notes=(note,)))
+    text = "".join(page.text)
+    assert "Serve it: etude serve outputs/<demo>" in text
+    assert note in text
+    assert "Serve it" not in "".join(page_of(tmp_path, report).text)
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [(0.1, "too hard: give easier ones"), (0.9, "too easy: give harder"), (0.5, "pass always or never")],
+)
+def test_a_run_that_learns_nothing_says_what_to_do(rate, said):
+    note = silence(0.75, rate, 0.5)
+    assert note.startswith("75 % of the groups teach nothing: all their members got the same reward.")
+    assert said in note
+    assert silence(0.5, rate, 0.5) is None
+
+
+@pytest.mark.parametrize(("low", "high", "version"), [(-0.2, -0.1, 0), (-0.2, 0.1, 7), (0.1, 0.2, 7)])
+def test_the_best_version_is_the_newest_unless_it_is_known_to_be_worse(low, high, version):
+    assert best_version(7, Estimate(mean=(low + high) / 2, low=low, high=high)) == version
+    assert best_version(7, None) == 7
 
 
 def test_bytes_ratio_and_pause_are_shown_per_version(tmp_path, report):

@@ -47,13 +47,13 @@ def fill(folder: Path) -> Path:
 
 
 def config(folder: Path, **changes: object) -> ApplyConfig:
-    """Of a short run in `folder`; `changes` are keys of the stage or of its section `optim`."""
-    optim = {"tokens": 60_000, "batch": 4, "length": 256, "lr": 4e-3, "compile": False, "threads": 1, "log_every": 1}
+    """Of a short run in `folder`; `changes` are keys of the stage or of its table `trainer`."""
+    trainer = {"tokens": 60_000, "batch": 4, "length": 256, "lr": 4e-3, "compile": False, "threads": 1, "log_every": 1}
     values: dict[str, object] = {
-        "output": folder / "run", "model": folder / "model", "data": folder / "train.parquet",
+        "model": {"path": folder / "model"}, "data": folder / "train.parquet",
         "held_out": folder / "heldout.parquet", "context": 256, "phases": ({"share": 0.5, "longest": 180},
         {"share": 0.5, "longest": 256}),
     }  # fmt: skip
-    values |= {key: value for key, value in changes.items() if key not in optim}
-    optim |= {key: value for key, value in changes.items() if key in optim}
-    return ApplyConfig.model_validate(values | {"optim": optim})
+    values |= {key: value for key, value in changes.items() if key not in trainer}
+    trainer |= {key: value for key, value in changes.items() if key in trainer}
+    return ApplyConfig.model_validate(values | {"trainer": trainer})

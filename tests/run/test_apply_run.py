@@ -79,11 +79,11 @@ def prepare(folder: Path) -> None:
     texts = [question(e.file, e.sketch).content + "<updated-code>\n" + e.result + "</updated-code>" for e in train]
     save_tokenizer(bpe.train(texts, 360), folder / "model", 128)
     pretrain.new_model(SHAPE, 0).save_pretrained(folder / "model")
-    optim = {"tokens": 110_000, "batch": 4, "length": 128, "lr": 5e-3, "compile": False, "threads": 1}
-    values = {"output": folder / "sft", "model": folder / "model", "data": folder / "edits/train.parquet",
+    trainer = {"tokens": 110_000, "batch": 4, "length": 128, "lr": 5e-3, "compile": False, "threads": 1}
+    values = {"model": {"path": folder / "model"}, "data": folder / "edits/train.parquet",
               "held_out": folder / "edits/heldout.parquet", "phases": ({"share": 1.0, "longest": 128},),
-              "optim": optim}  # fmt: skip
-    apply.finetune(ApplyConfig.model_validate(values))
+              "trainer": trainer}  # fmt: skip
+    apply.finetune(ApplyConfig.model_validate(values), folder / "sft")
     (folder / "run.toml").write_text(CONFIG)
 
 

@@ -1,10 +1,13 @@
 """What a run refuses of its model before any process starts."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
 from etude.audit.architectures.families import FAMILIES, make
-from etude.config import RLConfig, validate
+from etude.config import RLConfig, find_model, validate
 from etude.errors import UserError
 from etude.run.inputs import check_inputs
 from tests.helpers.mixtures import TINY
@@ -18,6 +21,9 @@ SAID = {
 
 
 def config(folder, **tables):
+    if not (Path(folder) / "tokenizer.json").exists():
+        for file in find_model("nano").glob("*token*"):
+            shutil.copy(file, folder)
     return validate(RLConfig, {"model": {"path": str(folder)}, "tasks": {"dataset": str(TINY)}} | tables, "run.toml")
 
 
@@ -58,7 +64,40 @@ def test_engines_that_share_a_device_are_given_their_memory(tmp_path):
     for tables in ({"trainer": {"device": "cuda"}}, {"inference": {"servers": 2}}):
         inference = {"device": "cuda"} | tables.get("inference", {})
         assert "inference.cache_mb is not given" in refused(model, **tables | {"inference": inference})
-    check_inputs(config(model, inference={"device": "cuda"}))
+    if not torch.cuda.is_available():
+        assert refused(model, inference={"device": "cuda"}).startswith("inference.device = 'cuda' is not there")
+
+
+@pytest.mark.parametrize("key", ["trainer", "inference"])
+def test_a_device_that_is_not_there(tmp_path, key):
+    model = save_random_model(tmp_path, "qwen3")
+    for device in ("nonsense", "meta", "cuda:99"):
+        said = refused(
+            model, **{key: {"device": device}}, **({"inference": {"cache_mb": 64}} if key == "trainer" else {})
+        )
+        assert said.startswith(f"{key}.device = {device!r} is not there: ")
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    folder = config(save_random_model(tmp_path, "qwen3"))
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"has no tokenizer.json"):
+        check_inputs(folder)
+
+
+@pytest.mark.parametrize("kind", ["docker", "podman", "kubernetes", "modal", "e2b"])
+def test_boxes_that_cannot_decide_hidden_tests(tmp_path, kind):
+    sandbox, model = {"type": kind, "image": "i"}, save_random_model(tmp_path, "qwen3")
+    python, script = tmp_path / "python", tmp_path / "script"
+    for folder, file in ((python, "pyproject.toml"), (script, "package.json")):
+        folder.mkdir()
+        (folder / file).write_text("{}")
+    sentence = f'boxes of sandbox.type = "{kind}" cannot decide hidden tests of Python'
+    package = {"repository": "pydash==8.1.0", "sha256": "0" * 64}
+    for tasks in ({"dataset": str(TINY)}, {"repository": str(python)}, package, {"sources": [package]}):
+        assert sentence in refused(model, sandbox=sandbox, tasks=tasks)
+    check_inputs(config(model, sandbox=sandbox, tasks={"repository": str(script)}))
+    check_inputs(config(model, tasks={"repository": str(python)}))
 
 
 def test_a_type_that_engines_would_round(tmp_path):

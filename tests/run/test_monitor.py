@@ -66,7 +66,12 @@ def test_what_is_left_follows_the_clock_of_training(minutes, tmp_path, monkeypat
     assert left(20) == (55 if minutes else 360), "the wait for the first groups is no training"
     step(tmp_path, 2, 59.0)
     left(1)
-    assert left(2) == (None if minutes else 43 / 2 * 8), "the clock is over, and nobody knows how long the step takes"
+    assert left(2) == (0 if minutes else 43 / 2 * 8), "the clock is over: the step that has begun is the last"
+    if minutes is None:  # a resumed run
+        shown = monitor.Monitor(tmp_path, RLConfig.model_validate(data), view, {}, tmp_path / "trainer.log")
+        assert left(5) is None, "the steps of the attempt before tell nothing about this one's"
+        step(tmp_path, 3, 70.0)
+        assert left(5) == 10 * 7
 
 
 def test_a_report_counts_the_time_of_earlier_attempts():

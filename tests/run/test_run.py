@@ -87,6 +87,8 @@ def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     code, output = finished(start(folder))
     assert code == 0, output
+    assert output.splitlines()[-1] == "Serve it: etude serve outputs/run"
+    assert "of the groups teach nothing" in output, "rewards of two turns hardly differ"
     return folder
 
 

@@ -63,7 +63,7 @@ def test_an_edit_whose_file_holds_lines_of_the_format_is_not_learned_in_it(folde
 
 def test_a_format_is_trained_and_measured(folder: Path) -> None:
     phases = ({"share": 1.0, "longest": 512},)
-    apply.finetune(config(folder, length=512, tokens=20_000, format="search-replace", phases=phases))
+    apply.finetune(config(folder, length=512, tokens=20_000, format="search-replace", phases=phases), folder / "run")
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss/token"] for row in rows if "loss/token" in row]
     assert losses[-1] < 0.8 * losses[0]

@@ -22,12 +22,12 @@ from etude.edits.sketch import draw
 from etude.errors import UserError
 from etude.renderers import renderer_for
 from etude.trainer.finetune import apply, pretrain
-from etude.trainer.finetune.config import PhaseConfig
+from etude.trainer.finetune.config import FolderModelConfig, PhaseConfig
 from tests.helpers.apply_edits import MODEL, config, example
 
 
 def test_the_loss_falls_and_held_out_edits_are_measured(folder: Path) -> None:
-    checkpoint = apply.finetune(config(folder))
+    checkpoint = apply.finetune(config(folder), folder / "run")
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss/token"] for row in rows if "loss/token" in row]
     assert np.mean(losses[-5:]) < 0.6 * losses[0]
@@ -134,8 +134,8 @@ def test_exact_by_likelihood_is_exact_by_greedy_decoding(folder: Path) -> None:
 
 def test_a_killed_run_goes_on(folder: Path) -> None:
     setting = config(folder, tokens=6_000)
-    apply.finetune(setting, stop_after=2)
-    apply.finetune(setting, resume=True)
+    apply.finetune(setting, folder / "run", stop_after=2)
+    apply.finetune(setting, folder / "run", resume=True)
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "loss/token" in row]
     assert steps == sorted(set(steps))
@@ -145,12 +145,12 @@ def test_a_killed_run_goes_on(folder: Path) -> None:
 def test_bad_input_is_one_sentence(folder: Path) -> None:
     tables.write([example(1)], folder / "heldout.parquet")
     with pytest.raises(UserError, match="both trained on and held out"):
-        apply.finetune(config(folder))
+        apply.finetune(config(folder), folder / "run")
     with pytest.raises(UserError, match="does not exist"):
-        apply.finetune(config(folder).model_copy(update={"data": folder / "none.parquet"}))
+        apply.finetune(config(folder).model_copy(update={"data": folder / "none.parquet"}), folder / "run")
     with pytest.raises(UserError, match="not a model folder"):
-        apply.finetune(config(folder).model_copy(update={"model": folder}))
+        apply.finetune(config(folder).model_copy(update={"model": FolderModelConfig(path=folder)}), folder / "run")
     (folder / "broken.parquet").write_text("no table")
     with pytest.raises(UserError, match="no table of edits"):
-        apply.finetune(config(folder).model_copy(update={"data": folder / "broken.parquet"}))
+        apply.finetune(config(folder).model_copy(update={"data": folder / "broken.parquet"}), folder / "run")
     assert not (folder / "run").exists()

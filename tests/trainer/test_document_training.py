@@ -248,9 +248,10 @@ def base(tmp_path: Path, corpus: build.Corpus) -> Path:
     return tmp_path / "base"
 
 
-def config(base: Path, output: Path, tokens: int, **chosen: object) -> SftConfig:
+def config(base: Path, tokens: int, **chosen: object) -> SftConfig:
     optim = OptimConfig(tokens=tokens, batch=2, length=512, lr=1e-2, compile=False, threads=1, log_every=1, warmup=0.05)
-    return SftConfig(output=output, model=base, optim=optim, corpus=CorpusConfig(), documents=DocumentsConfig(**chosen))
+    given = {"path": base}
+    return SftConfig(model=given, trainer=optim, corpus=CorpusConfig(), documents=DocumentsConfig(**chosen))
 
 
 def test_samples_are_encoded_as_the_engine_encodes_chats(base: Path, corpus: build.Corpus) -> None:
@@ -272,14 +273,14 @@ def test_samples_are_encoded_as_the_engine_encodes_chats(base: Path, corpus: bui
 @pytest.mark.slow
 def test_fine_tuning_on_documents_learns_and_resumes_bit_for_bit(base: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    folder = pretrain.sft(config(base, whole, 40_000, share=0.8))
+    folder = pretrain.sft(config(base, 40_000, share=0.8), whole)
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss/token"] for row in rows if "loss/token" in row]
     assert np.mean(losses[-5:]) < 0.8 * losses[0]
     assert {"eval/full/nll", "eval/full/exact", "eval/own/nll", "eval/own/exact"} <= rows[-1].keys()
     assert (folder / "tokenizer.json").is_file()
-    pretrain.sft(config(base, parts, 40_000, share=0.8), stop_after=7)
-    pretrain.sft(config(base, parts, 40_000, share=0.8), resume=True)
+    pretrain.sft(config(base, 40_000, share=0.8), parts, stop_after=7)
+    pretrain.sft(config(base, 40_000, share=0.8), parts, resume=True)
     one, two = state_of(whole), state_of(parts)
     assert all(torch.equal(one[key], two[key]) for key in one)
 
@@ -301,7 +302,7 @@ def test_impossible_configurations_are_refused(chosen: dict[str, object], messag
 def test_compilation_is_refused(tmp_path: Path) -> None:
     optim = OptimConfig(compile=True, packing="crossing")
     with pytest.raises(ValidationError, match="without compilation"):
-        SftConfig(output=tmp_path, model=tmp_path, optim=optim, documents=DocumentsConfig())
+        SftConfig(model={"path": tmp_path}, trainer=optim, documents=DocumentsConfig())
 
 
 def test_the_recipe_loads() -> None:

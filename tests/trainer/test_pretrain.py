@@ -43,8 +43,8 @@ def _optim(**changes: object) -> OptimConfig:
     return OptimConfig.model_validate({**values, **changes})
 
 
-def _midtrain(output: Path, **changes: object) -> MidtrainConfig:
-    return MidtrainConfig(output=output, seed=3, model=MODEL, optim=_optim(**changes), corpus=CorpusConfig())
+def _midtrain(**changes: object) -> MidtrainConfig:
+    return MidtrainConfig(seed=3, model=MODEL, trainer=_optim(**changes), corpus=CorpusConfig())
 
 
 def _losses(output: Path) -> list[float]:
@@ -53,13 +53,11 @@ def _losses(output: Path) -> list[float]:
 
 
 def test_midtrain_then_sft_lower_the_loss_and_give_a_loadable_model(tmp_path: Path) -> None:
-    folder = pretrain.midtrain(_midtrain(tmp_path / "mid"))
+    folder = pretrain.midtrain(_midtrain(), tmp_path / "mid")
     losses = _losses(tmp_path / "mid")
     assert np.mean(losses[-5:]) < 0.6 * losses[0]
-    config = SftConfig(
-        output=tmp_path / "sft", model=folder, optim=_optim(tokens=20_000, lr=3e-3), corpus=CorpusConfig()
-    )
-    tuned = pretrain.sft(config)
+    config = SftConfig(model={"path": folder}, trainer=_optim(tokens=20_000, lr=3e-3), corpus=CorpusConfig())
+    tuned = pretrain.sft(config, tmp_path / "sft")
     after = _losses(tmp_path / "sft")
     assert np.mean(after[-5:]) < 0.8 * after[0]
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -74,14 +72,13 @@ def test_midtrain_then_sft_lower_the_loss_and_give_a_loadable_model(tmp_path: Pa
 def test_interrupted_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path, stage: str) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     if stage == "midtrain":
-        run, configs = pretrain.midtrain, [_midtrain(output, tokens=6_000) for output in (whole, parts)]
+        run, config = pretrain.midtrain, _midtrain(tokens=6_000)
     else:
-        model = pretrain.midtrain(_midtrain(tmp_path / "mid", tokens=1_000))
-        optim = _optim(tokens=6_000)
-        run, configs = pretrain.sft, [SftConfig(output=output, model=model, optim=optim) for output in (whole, parts)]
-    run(configs[0])
-    run(configs[1], stop_after=4)
-    run(configs[1], resume=True)
+        model = pretrain.midtrain(_midtrain(tokens=1_000), tmp_path / "mid")
+        run, config = pretrain.sft, SftConfig(model={"path": model}, trainer=_optim(tokens=6_000))
+    run(config, whole)
+    run(config, parts, stop_after=4)
+    run(config, parts, resume=True)
     one, two = state_of(whole), state_of(parts)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[key], two[key]) for key in one)
@@ -91,17 +88,17 @@ def test_interrupted_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp
 
 def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown operator 'op_magic'; known: op_change"):
-        SftConfig(output=tmp_path / "sft", model=tmp_path, operators={"op_magic": 1.0})
+        SftConfig(model={"path": tmp_path}, operators={"op_magic": 1.0})
 
 
 def test_run_folder_is_not_reused_and_resume_needs_a_state(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no saved state"):
-        pretrain.midtrain(_midtrain(tmp_path / "run"), resume=True)
-    pretrain.midtrain(_midtrain(tmp_path / "run", tokens=2_000), stop_after=1)
+        pretrain.midtrain(_midtrain(), tmp_path / "run", resume=True)
+    pretrain.midtrain(_midtrain(tokens=2_000), tmp_path / "run", stop_after=1)
     with pytest.raises(UserError, match="already holds a run"):
-        pretrain.midtrain(_midtrain(tmp_path / "run"))
+        pretrain.midtrain(_midtrain(), tmp_path / "run")
     with pytest.raises(UserError, match="not a model folder"):
-        pretrain.sft(SftConfig(output=tmp_path / "sft", model=tmp_path / "nothing"))
+        pretrain.sft(SftConfig(model={"path": tmp_path / "nothing"}), tmp_path / "sft")
 
 
 def test_loss_counts_only_labelled_targets(tmp_path: Path) -> None:
@@ -151,9 +148,9 @@ def test_master_weights_keep_updates_smaller_than_bfloat16_can_hold() -> None:
     ("table", "message"),
     [
         ('stage = "other"\n', "stage must be one of"),
-        ('stage = "midtrain"\noutput = "x"\nspeed = 1\n', "speed"),
-        ('stage = "midtrain"\noutput = "x"\n[mix]\ncode = 0.9\n', "sum to 1"),
-        ('stage = "sft"\noutput = "x"\n', "model"),
+        ('stage = "midtrain"\nname = "x"\nspeed = 1\n', "speed"),
+        ('stage = "midtrain"\nname = "x"\n[mix]\ncode = 0.9\n', "sum to 1"),
+        ('stage = "sft"\nname = "x"\n', "model"),
     ],
 )
 def test_bad_configuration_is_refused(tmp_path: Path, table: str, message: str) -> None:

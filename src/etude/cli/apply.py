@@ -10,9 +10,10 @@ import tempfile
 from pathlib import Path
 
 from etude.cli.flags import add_flags, from_flags
-from etude.config import EngineConfig, find_model
+from etude.config import EngineConfig
 from etude.edits.edit import Edit, read_text
 from etude.errors import UserError
+from etude.weights.runs import model_folder
 
 _SECONDS = 600.0  # for the model's answer
 _COLOURS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[36m"}
@@ -25,7 +26,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--edit-file", type=Path, metavar="FILE", help="the same from a file")
     parser.add_argument("--instruction", default="", help="what the edit is about, for the model")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", help="HF folder of an apply model, or the name of a bundled one such as nano-apply")
+    which.add_argument(
+        "--model", help="HF or run folder of an apply model, or the name of a bundled one such as nano-apply"
+    )
     which.add_argument("--no-model", action="store_true", help="only the deterministic merge (the default)")
     parser.add_argument("--check", action="store_true", help="print the difference and write nothing")
     add_flags(parser.add_argument_group("engine", "with --model"), EngineConfig, ("device", "dtype"))
@@ -42,7 +45,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     edit = Edit(before, sketch, arguments.instruction)
     after = edit.merged()  # an error in the sketch is reported before a model is loaded
     if arguments.model is not None:
-        after = _rewritten(edit, find_model(arguments.model), from_flags(arguments, EngineConfig))
+        after = _rewritten(edit, model_folder(arguments.model), from_flags(arguments, EngineConfig))
     show(path, before, after)
     if not arguments.check and after != before:
         write(path, before, after)

@@ -12,6 +12,7 @@ from etude.cli.overlays import given_text, read_toml
 from etude.cli.train import OUTPUTS
 from etude.config import RLConfig, bundled, validate
 from etude.errors import UserError
+from etude.weights.runs import with_models
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     if recipe is None:
         raise UserError("this installation has no recipes/demo.toml: install etude's wheel, or work in its repository")
     overrides = rest if arguments.seed is None else [*rest, "--seed", str(arguments.seed)]
-    config = validate(RLConfig, read_toml(recipe, overrides), str(recipe))
+    config = with_models(validate(RLConfig, read_toml(recipe, overrides), str(recipe)))
     folder = OUTPUTS / config.name
     arguments.interrupted = f"`etude train --resume {folder}` continues the run"
     if arguments.resume:

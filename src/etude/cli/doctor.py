@@ -8,6 +8,7 @@ from pathlib import Path
 from etude.cli import doctor_reports as reports
 from etude.config import SANDBOX_TYPES, validate_sandbox
 from etude.errors import UserError
+from etude.weights.runs import model_folder
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     replay.add_argument("folder", type=Path, help="run folder")
     replay.add_argument("episode", nargs="*", help="as GROUP-MEMBER-ATTEMPT, e.g. 3-1-0; default: all in the ledger")
     models = check("models", "which architectures are computed exactly, and what is said of the others")
-    models.add_argument("folder", type=Path, nargs="*", help="Hugging Face folders; default: a table of known families")
+    models.add_argument(
+        "folder",
+        type=Path,
+        nargs="*",
+        help="HF folders, run folders, or names of bundled models; default: a table of known families",
+    )
     models.add_argument("--docs", type=Path, metavar="FILE", help="write the table of families into this page")
     by_name = "folders with tokenizer and chat template, by the names of the families' templates"
     models.add_argument("--templates", type=Path, metavar="DIR", help=by_name)
@@ -42,8 +48,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         case "replay":
             return reports.show_replay(arguments.folder, arguments.episode, as_json=arguments.json)
         case "models":
+            folders = [model_folder(name) for name in arguments.folder]
             return reports.show_models(
-                arguments.folder, as_json=arguments.json, docs=arguments.docs, templates=arguments.templates
+                folders, as_json=arguments.json, docs=arguments.docs, templates=arguments.templates
             )
         case "sandbox":
             return _sandbox(arguments)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.cli.flags import add_flags, from_flags
-from etude.config import EvalConfig, InferenceConfig, ModelConfig, RolloutConfig, find_model, validate
+from etude.config import EvalConfig, InferenceConfig, ModelConfig, RolloutConfig, validate
 from etude.errors import UserError
+from etude.weights.runs import model_folder
 
 if TYPE_CHECKING:
     from etude.run.evaluate import Remote
@@ -24,7 +25,9 @@ KEYS = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude eval`."""
-    parser.add_argument("model", help="HF folder, name of a bundled model such as nano, or the URL of a chat API")
+    parser.add_argument(
+        "model", help="HF folder, run folder, name of a bundled model such as nano, or the URL of a chat API"
+    )
     suites = "task datasets made by `etude tasks build`, or `retrieval`, or `fast-apply`, or a table of edits"
     parser.add_argument("--suite", type=Path, nargs="+", required=True, metavar="SUITE", help=suites)
     parser.add_argument("--split", choices=("heldout", "train"), default="heldout")
@@ -115,7 +118,7 @@ def _folders(names: Sequence[str]) -> list[Path]:
     """Models that are no URLs. Raises UserError."""
     if url := next((name for name in names if "://" in name), None):
         raise UserError(f"{url}: a chat API is measured on task datasets alone")
-    return [find_model(name) for name in names]
+    return [model_folder(name) for name in names]
 
 
 def _models(arguments: argparse.Namespace, given: Sequence[str]) -> list[Path | Remote]:
@@ -130,14 +133,14 @@ def _models(arguments: argparse.Namespace, given: Sequence[str]) -> list[Path | 
     if not urls:
         if arguments.key_file or arguments.temperature is not None:
             raise UserError("--key-file and --temperature belong to the URL of a chat API")
-        return [find_model(name) for name in given]
+        return [model_folder(name) for name in given]
     if bad := next((url for url in urls if not url.startswith(("http://", "https://"))), None):
         raise UserError(f"{bad} is no URL of an API: give its base, such as https://host/v1")
     key, left = _key(arguments), iter(names)
     models: list[Path | Remote] = []
     for name in given:
         if name not in urls:
-            models.append(find_model(name))
+            models.append(model_folder(name))
         else:
             models.append(Remote(ChatModel(name, next(left), arguments.api, arguments.temperature), key))
     return models

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from etude.cli.live_release import add_version, opened
+from etude.errors import UserError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,11 @@ def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int:
         budget, engine, dialect = RolloutConfig().budget(), InferenceConfig(), "auto"
         if loop.config.train is not None:
             recipe = validate(RLConfig, read_toml(Path(loop.config.train)), loop.config.train)
+            if recipe.sandbox.type != "namespace":
+                kind = recipe.sandbox.type
+                raise UserError(f'{loop.config.train}: sandbox.type = "{kind}", and the gate plays in namespaces alone')
+            if recipe.sandbox.egress or recipe.sandbox.index is not None:
+                print(f"boxes of the gate reach nothing, whatever {loop.config.train} says", file=sys.stderr)
             budget, engine, dialect = recipe.rollout.budget(), recipe.inference, recipe.model.dialect
         found = candidate(loop, arguments.store, arguments.version)
         with Player(loop, budget, engine, dialect) as player:

@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if sentence is None:
             raise
         _fail(sentence)
+    except PermissionError as e:
+        _fail(f"{e.filename} is not yours to read or write ({e.strerror}): name another path, or change its rights")
     except RunFailed as e:
         print(f"etude: {e}", file=sys.stderr)
         sys.exit(1)

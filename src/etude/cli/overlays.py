@@ -52,6 +52,8 @@ def given_text(files: Sequence[Path], overrides: Sequence[str]) -> str:
 def _load(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; give a TOML file, or continue a run with --resume {path}") from None
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; give the path of a TOML configuration") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:

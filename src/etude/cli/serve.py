@@ -6,17 +6,19 @@ import argparse
 from pathlib import Path
 
 from etude.cli.flags import add_flags, from_flags, given
-from etude.config import ServerConfig, WeightSource, find_model, validate
+from etude.config import ServerConfig, WeightSource, validate
 from etude.errors import UserError
 from etude.models.files import check_folder
 from etude.protocol.access import access_of, add_access_flags
+from etude.weights.runs import model_folder
 
 _OWN = [name for name in ServerConfig.model_fields if name not in ("model", "source")]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude serve`."""
-    parser.add_argument("model", help="HF folder, or the name of a bundled model such as nano")
+    named = "HF folder, run folder (RUN@12: version 12), or the name of a bundled model such as nano"
+    parser.add_argument("model", help=named)
     add_flags(parser, ServerConfig, _OWN)
     add_access_flags(parser.add_argument_group("access", "who may ask (docs/serving.md)"))
     add_flags(parser.add_argument_group("weights", "follow a store (docs/weights.md)"), WeightSource)
@@ -30,9 +32,16 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
             flags = ", ".join("--" + name.replace("_", "-") for name in following)
             raise UserError(f"{flags}: give the store with --weights, too")
         source = validate(WeightSource, following, "etude serve")
-    model = str(find_model(arguments.model))
-    config = from_flags(arguments, ServerConfig, model=model, source=source)
-    check_folder(Path(model))
+    folder = model_folder(arguments.model)
+    config = from_flags(arguments, ServerConfig, model=str(folder), source=source)
+    check_folder(folder)
+    name = Path(arguments.model).resolve().name
+    if not config.served_model_name:
+        config = config.model_copy(update={"served_model_name": (name,)})
+    if not (folder / "tokenizer.json").is_file():
+        print(f"{folder} has no tokenizer.json: /generate takes token ids, texts are refused", flush=True)
+    if folder.name != name:
+        print(f"{arguments.model}: {folder}", flush=True)
     from etude.inference.server import server
 
     server.run(config, access)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from etude import runfolder
 from etude.cli.overlays import given_text, read_toml, split_overlays
-from etude.config import RLConfig, Section, keys, validate
+from etude.config import LiveConfig, RLConfig, Section, keys, validate
 from etude.config.secrets import check_whole, without_secrets
 from etude.errors import UserError
 from etude.renderers.template import read_json
+from etude.weights.runs import with_models
 
 OUTPUTS = Path("outputs")
 
@@ -40,9 +42,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         action=_PrintKeys,
         nargs="?",
         const="rl",
-        choices=("midtrain", "sft", "apply", "rl"),
+        choices=("midtrain", "sft", "apply", "rl", "live"),
         metavar="STAGE",
-        help="print the keys of a stage (default: rl), their defaults and meanings",
+        help="print the keys of a stage (midtrain, sft, apply, rl, live; default: rl), their defaults and meanings",
     )
 
 
@@ -50,8 +52,15 @@ class _PrintKeys(argparse.Action):
     """`--keys`: needs no configuration, like `--help`."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, stage: Any, __: object = None) -> None:
-        for key, default, meaning in keys(RLConfig if stage == "rl" else _kinds()[stage]):
-            print(f"{key} = {json.dumps(default, default=_plain)}{f'  # {meaning}' if meaning else ''}")
+        print("# what is left out has these values; lines that begin with # need a table that is not there by default")
+        for key in keys(stage_kinds()[stage]):
+            meaning = f"  # {key.meaning}" if key.meaning else ""
+            if key.heading:
+                print(f"# [{key.name}] {key.meaning}")
+            elif key.needed:
+                print(f"{'# ' if key.off else ''}{key.name} =  # needed{key.meaning and f': {key.meaning}'}")
+            else:
+                print(f"{'# ' if key.off else ''}{key.name} = {json.dumps(key.default, default=_plain)}{meaning}")
         parser.exit()
 
 
@@ -71,7 +80,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         folder, toml = arguments.config, None
         stored = read_json(folder / "config.json")
         if stored.get("stage", "rl") != "rl":
-            return _finetune(arguments, stored["stage"], stored, f"{folder}/config.json")
+            return _finetune(arguments, stored["stage"], stored, f"{folder}/config.json", folder)
         config = runfolder.load_config(folder)
         check_whole(config)
     else:
@@ -79,7 +88,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         stage = data.get("stage", "rl")
         if stage != "rl":
             return _finetune(arguments, stage, data, where)
-        config = validate(RLConfig, data, where)
+        config = with_models(validate(RLConfig, data, where))
         folder, toml = OUTPUTS / config.name, given_text(files, overrides)
         if arguments.resume and not arguments.dry_run:
             if not folder.exists():
@@ -109,23 +118,41 @@ def _print_memory(config: RLConfig) -> None:
         raise UserError(refusal)
 
 
-def _kinds() -> dict[str, type[Section]]:
+class _PrintedLog(logging.Handler):
+    """Log lines go where prints go now, above a screen that is drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints a line."""
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def stage_kinds() -> dict[str, type[Section]]:
+    """The configuration of every stage."""
     from etude.trainer.finetune.config import ApplyConfig, MidtrainConfig, SftConfig
 
-    return {"midtrain": MidtrainConfig, "sft": SftConfig, "apply": ApplyConfig}
+    finetune: dict[str, type[Section]] = {"midtrain": MidtrainConfig, "sft": SftConfig, "apply": ApplyConfig}
+    return {**finetune, "rl": RLConfig, "live": LiveConfig}
 
 
-def _finetune(arguments: argparse.Namespace, stage: str, data: dict[str, Any], where: str) -> None:
-    kinds = _kinds()
+def _finetune(
+    arguments: argparse.Namespace, stage: str, data: dict[str, Any], where: str, folder: Path | None = None
+) -> None:
+    kinds = stage_kinds()
+    if stage == "live":
+        raise UserError(f"{where} is of stage live: see `etude live --help`")
     if stage not in kinds:
         raise UserError(f"{where}: unknown stage {stage!r}; use midtrain, sft, apply or rl")
-    config: Any = validate(kinds[stage], data, where)
+    config: Any = with_models(validate(kinds[stage], data, where))
+    folder = folder or OUTPUTS / config.name
     if arguments.dry_run:
         return print(config.model_dump_json(indent=2))
+    from etude.dashboard.live import LiveView
     from etude.trainer.finetune import apply, pretrain
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    arguments.interrupted = f"`etude train --resume {config.output}` continues the run"
+    logging.basicConfig(level=logging.INFO, format="etude: %(message)s", handlers=[_PrintedLog()])
+    arguments.interrupted = f"`etude train --resume {folder}` continues the run"
     stages: dict[str, Any] = {"midtrain": pretrain.midtrain, "sft": pretrain.sft, "apply": apply.finetune}
-    stages[stage](config, resume=arguments.resume)
-    print(f"{config.output / 'checkpoint'} holds the model")
+    with LiveView(config.name, ("train",)) as view:
+        view.stage("train", unit="steps")
+        stages[stage](config, folder, resume=arguments.resume, show=view.update)
+    print(f"Serve it: etude serve {shlex.quote(str(folder))}", flush=True)

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from etude.cli.progress import bar
-from etude.config import find_model
 from etude.errors import UserError
 from etude.inference.vllm import feed as following
 from etude.records import PolicyVersion
 from etude.store import Store, open_store
 from etude.weights import retention, signature
 from etude.weights.manifest import manifests, versions
+from etude.weights.runs import model_folder
 from etude.weights.signature import Trust
 
 SHOWN_PROBLEMS = 10
@@ -53,14 +53,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("a", type=int, help="version to compare")
     diff.add_argument("b", type=int, help="version to compare it with")
     apply = trusting(action("apply", "bring a model folder that holds one version to another by the fewest bytes"))
-    apply.add_argument("folder", type=Path, help="HF folder")
+    apply.add_argument("folder", help="HF folder, run folder, or name of a bundled model")
     apply.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     apply.add_argument("--version", type=int, help="default: the newest")
     publish = action("publish", "publish the weights of a model folder as the next version", json=True)
-    publish.add_argument("folder", type=Path, help="HF folder, or the name of a bundled model such as nano")
+    publish.add_argument("folder", help="HF folder, run folder, or name of a bundled model")
     publish.add_argument("--key", type=Path, help="private key to sign with")
     fetch = trusting(action("fetch", "write a version as a model folder"))
-    fetch.add_argument("--base", type=Path, required=True, help="HF folder of the model that the run began with")
+    began = "model that the run began with: HF folder, run folder, or name of a bundled model"
+    fetch.add_argument("--base", required=True, help=began)
     fetch.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     fetch.add_argument("--version", type=int, help="default: the newest")
     fetch.add_argument("--adapters", action="store_true", help="of a run with trainer.lora the adapters, for PEFT")
@@ -167,9 +168,10 @@ def apply(arguments: argparse.Namespace) -> int:
 
     store = _store(arguments.store)
     version = _version(store, arguments.version)
-    trust = _trust(arguments, arguments.folder)
+    folder = model_folder(arguments.folder)
+    trust = _trust(arguments, folder)
     with bar() as progress:
-        held = export.advance(store, arguments.folder, version, arguments.output, trust, progress)
+        held = export.advance(store, folder, version, arguments.output, trust, progress)
     print(f"{arguments.folder} holds version {held}; {arguments.output} holds version {version}")
     return 0
 
@@ -179,7 +181,7 @@ def publish(arguments: argparse.Namespace) -> int:
     from etude.weights import export
 
     key = signature.private_key(arguments.key) if arguments.key else None
-    folder = find_model(arguments.folder)
+    folder = model_folder(arguments.folder)
     with bar() as progress:
         progress("publish", 0, 1)
         manifest = export.publish_folder(open_store(arguments.store, durable=True), folder, key)
@@ -196,11 +198,12 @@ def fetch(arguments: argparse.Namespace) -> int:
 
     store = _store(arguments.store)
     version = _version(store, arguments.version)
-    trust = _trust(arguments, arguments.base)
+    base = model_folder(arguments.base)
+    trust = _trust(arguments, base)
     with bar() as progress:
         progress("fetch", 0, 1)
         write = export.export_adapters if arguments.adapters else export.export
-        manifest = write(store, version, arguments.base, arguments.output, trust)
+        manifest = write(store, version, base, arguments.output, trust)
     held = manifest.digest if arguments.adapters else manifest.live
     print(f"{arguments.output} holds version {version}, {held}")
     return 0

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 from etude.config.engine import InferenceConfig
 from etude.config.sandbox import NamespaceSandboxConfig, SandboxConfig
 from etude.config.sections import (
+    NAME,
     LocalPath,
     LocalPathOrNone,
     ModelPath,
@@ -347,7 +348,7 @@ class RLConfig(Section):
     """Stage "rl": asynchronous reinforcement learning in sandboxes."""
 
     stage: Literal["rl"] = "rl"
-    name: str = option("rl", "run folder: outputs/NAME", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = option("rl", "run folder: outputs/NAME", pattern=NAME)
     seed: int = 1
     deterministic: bool = option(False, "repeat bit for bit, on-policy")
     store: LocalPath | None = option(None, "URL for versions and rollouts; default: the run folder")
@@ -358,7 +359,7 @@ class RLConfig(Section):
     sandbox: SandboxConfig = NamespaceSandboxConfig()
     reward: RewardConfig = RewardConfig()
     cheats: CheatsConfig = CheatsConfig()
-    loss: LossConfig = LossConfig()
+    loss: LossConfig = option(LossConfig(), "the loss; what is null is the preset's (docs/losses.md)")
     distill: OnPolicyDistillConfig | None = option(None, "learn from a teacher, too")
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -9,6 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
@@ -19,6 +20,7 @@ import etude
 from etude.errors import UserError
 
 S = TypeVar("S", bound="Section")
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, and of its folder
 
 
 class Section(BaseModel):
@@ -52,7 +54,9 @@ def find_model(name: str | Path) -> Path:
         return path.absolute()
     folder = bundled(f"models/{path.name}") if path.parent.name in ("", "models") else None
     if folder is None:
-        raise UserError(f"{name} is not a folder, nor the name of a bundled model such as nano: give an HF folder")
+        raise UserError(
+            f"{name} is not a folder, nor the name of a bundled model such as nano: give an HF folder, or that of a run"
+        )
     return folder
 
 
@@ -77,26 +81,52 @@ def validate(kind: type[S], data: dict[str, Any], where: str) -> S:
         raise UserError(error_sentence(e, data, where, kind=kind)) from None
 
 
-def keys(kind: type[Section], above: str = "") -> Iterator[tuple[str, Any, str]]:
-    """(dotted key, default, meaning) of every option below `kind`; of a table the options in it, of a choice between
-    tables those of each, a key of several tables once."""
+@dataclass(frozen=True)
+class OptionKey:
+    """An option of a stage: its dotted name, what is used where it is left out, and what it means."""
+
+    name: str
+    default: Any
+    meaning: str
+    needed: bool = False  # there is no default
+    off: bool = False  # it counts only with a table, or the shape of one, that is not there by default
+    heading: bool = False  # it is a table, and its options follow
+
+
+def keys(kind: type[Section], above: str = "", given: Section | None = None, off: bool = False) -> Iterator[OptionKey]:
+    """Every option below `kind`, whose values by default are those of `given`; of a choice between tables the default
+    one's first, a key of several tables once."""
     seen = set[str]()
     for name, field in kind.model_fields.items():
-        tables = list(_tables(field.annotation))
-        entries = [entry for table in tables for entry in keys(table, f"{above}{name}.")]
-        default = None if field.is_required() or tables else field.default
-        for entry in entries or [(f"{above}{name}", default, field.description or "")]:
-            if entry[0] not in seen:
-                seen.add(entry[0])
+        key, meaning = f"{above}{name}", field.description or ""
+        needed = given is None and field.is_required()
+        default = None if needed else getattr(given, name) if given is not None else field.get_default()
+        tables = sorted(_tables(field.annotation, needed), key=lambda table: not isinstance(default, table))
+        entries: list[OptionKey] = []
+        for number, table in enumerate(tables):
+            here = isinstance(default, table)
+            apart = off or not (here or (needed and number == 0))
+            entries += keys(table, f"{key}.", default if here else None, apart)
+        single = OptionKey(key, default, meaning, needed, off, heading=isinstance(default, Section))
+        if not tables or (meaning and not needed) or (default is None and not needed):
+            entries.insert(0, single)
+        elif typing.get_origin(field.annotation) is tuple:
+            entries.insert(0, OptionKey(f"[{key}]", None, meaning, heading=True))
+        for entry in entries:
+            if entry.name not in seen:
+                seen.add(entry.name)
                 yield entry
 
 
-def _tables(annotation: Any) -> Iterator[type[Section]]:
+def _tables(annotation: Any, listed: bool) -> Iterator[type[Section]]:
+    """The tables that a value may be; those of a list, if it is needed."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated):
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated) or (
+        listed and typing.get_origin(annotation) is tuple
+    ):
         for part in typing.get_args(annotation):
-            yield from _tables(part)
+            yield from _tables(part, listed)
 
 
 def error_sentence(
@@ -110,17 +140,25 @@ def error_sentence(
     table, shape = data, ""
     location = (*above, *map(str, first["loc"]))
     for number, part in enumerate(location):
+        if isinstance(table, str | int | float):
+            break
         inside = isinstance(table, dict) and part in table
         if not inside and number < len(location) - 1 and isinstance(table, dict):
-            shape = f' with {".".join(parts)}.type = "{part}"'  # pydantic names the chosen shape of a union, too
+            # Pydantic names the chosen shape of a union, too.
+            shape = f" of a {part} model" if parts == ["model"] else f' with {".".join(parts)}.type = "{part}"'
             continue
         parts.append(part)
         table = cast(dict[str, Any], table)[part] if inside else None
     key = ".".join(parts) or "the configuration"
     if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key, [name for name, _, _ in keys(kind)] if kind else [], 1, 0.7)
-        hint = f"did you mean {close[0]}?" if close else "`etude train --keys` prints the known ones"
+        close = difflib.get_close_matches(key, [k.name for k in keys(kind)] if kind else [], 1, 0.7)
+        stage = kind.model_fields["stage"].default if kind and "stage" in kind.model_fields else "rl"
+        hint = f"did you mean {close[0]}?" if close else f"`etude train --keys {stage}` prints the known ones"
         return f"{where}: unknown key {key}{shape}; {hint}"
+    if first["type"] in ("model_type", "dict_type") and kind:
+        below = [k.name for k in keys(kind) if k.name.startswith(f"{key}.")]
+        if below:
+            return f"{where}: {key} is a table: give its keys, such as {below[0]}"
     if first["type"] == "missing":
         return f"{where}: {key} is needed{shape}"
     return f"{where}: {key}: {first['msg'].removeprefix('Value error, ')}"

@@ -178,7 +178,7 @@ def take(
             if longer == _TOO_LONG:
                 raise UserError(
                     f"{longer} examples of the corpus on end, the last one of {len(ids)} tokens, are longer than "
-                    f"optim.length = {max_length}: raise it"
+                    f"trainer.length = {max_length}: raise it"
                 )
             if total < tokens and not longer:
                 out.append((ids, mask))

@@ -101,10 +101,12 @@ def _head(report: RunReport) -> str:
     setup = report.setup
     about = [setup.model, setup.dataset, f"seed {report.seed}", duration(report.seconds), setup.hardware]
     spans = "".join(f"<span>{escape(text)}</span>" for text in about if text)
+    serve = f"<p>Serve it: <code>{escape(report.serve)}</code></p>" if report.serve else ""
     return (
         '<header><p class="brand">etude<button id="theme" aria-label="light or dark">◐</button></p>'
         f'<h1>{_headline(report)}</h1><p class="lead">{escape(_verdict(report)).replace(" %", "&nbsp;%")}</p>'
-        f'<p class="about"><b>{escape(setup.name)}</b>{spans}</p></header>'
+        f"{''.join(f'<p>{escape(note)}</p>' for note in report.notes)}"
+        f'<p class="about"><b>{escape(setup.name)}</b>{spans}</p>{serve}</header>'
     )
 
 

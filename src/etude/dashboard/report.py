@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from etude.dashboard.text import percent
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, compare
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
@@ -99,6 +100,10 @@ class RunReport(Record, frozen=True):
     mismatch: MismatchSummary
     checks: dict[str, bool]  # at least ledger_conserved, weights_digest_served, tokens_prefix_property
 
+    best: int | None = None  # the version that `etude serve RUN` takes
+    serve: str = ""  # the command that serves it
+    silent: float | None = None  # share of the groups that taught nothing, since their members' rewards were equal
+    notes: tuple[str, ...] = ()  # what should be changed before the next run
     setup: RunSetup = RunSetup()
     stages: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by stage
     held_out: HeldOutFigures = HeldOutFigures()
@@ -126,6 +131,27 @@ def held_out_figures(before: EvalResult | None, after: EvalResult | None) -> tup
         },
     )  # fmt: skip
     return figures, both.difference if both else None
+
+
+def best_version(newest: int, difference: Estimate | None) -> int:
+    """The newest version, unless the run has measured that it is worse than version 0, with 95 % confidence."""
+    return 0 if difference is not None and difference.high < 0 else newest
+
+
+def silence(silent: float, pass_rate: float, warn: float) -> str | None:
+    """What to do if more than the share `warn` of the groups taught nothing; `pass_rate` is that of all episodes."""
+    if silent <= warn:
+        return None
+    if pass_rate < 0.2:
+        why, cure = "the tasks are too hard", "give easier ones, or a model that was fine-tuned before"
+    elif pass_rate > 0.8:
+        why, cure = "the tasks are too easy", "give harder ones"
+    else:
+        why, cure = "most tasks pass always or never", "give tasks in between"
+    return (
+        f"{percent(silent, 0)} of the groups teach nothing: all their members got the same reward. "
+        f"{percent(pass_rate, 0)} of all episodes pass, so {why}: {cure}, or a larger rollout.group"
+    )
 
 
 def _side(result: EvalResult | None) -> HeldOutSide | None:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import sqlalchemy as sa
 
-from etude.config import EngineConfig, EvalConfig, ServerConfig, find_model
+from etude.config import EngineConfig, EvalConfig, ServerConfig
 from etude.evals.suite import EvalResult
 from etude.live import log, schema
 from etude.live.accounts import Accounts, open_blobs
@@ -92,10 +92,11 @@ class Player:
     def model(self, release: Release) -> Path:
         """The folder of a release's content. Raises UserError."""
         from etude.weights.export import export
+        from etude.weights.runs import model_folder
 
         out = Path(self._scratch.name) / release.manifest
         if not out.exists():
-            export(open_store(release.store), release.version, find_model(self.loop.config.gate.base), out)
+            export(open_store(release.store), release.version, model_folder(self.loop.config.gate.base), out)
         return out
 
     def measure(self, release: Release, suite: Path) -> EvalResult:

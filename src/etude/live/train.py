@@ -40,6 +40,7 @@ from etude.records import Episode, Outcome, StepRecord
 from etude.renderers import renderer_for
 from etude.store import Store, open_store
 from etude.weights.manifest import manifests, read
+from etude.weights.runs import with_models
 
 KL = 1e-3
 """Weight of the KL to version 0 where the recipe has none: no window may lead far from it."""
@@ -124,7 +125,7 @@ def live_run(config: LiveConfig, model: Path | None = None) -> RLConfig:
         tables: dict[str, Any] = tomllib.loads(Path(config.train).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise UserError(f"{config.train} cannot be read as TOML: {e}") from None
-    recipe = validate(RLConfig, tables, config.train)
+    recipe = with_models(validate(RLConfig, tables, config.train))
     loss, trainer, guards = recipe.loss, recipe.trainer, recipe.guards
     if loss.kl_beta is None and loss.preset not in _OWN_KL:
         loss = loss.model_copy(update={"kl": loss.kl or "k1", "kl_beta": KL})

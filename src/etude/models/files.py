@@ -24,6 +24,8 @@ def check_folder(root: Path) -> None:
         json.loads((root / "config.json").read_text())
     except ValueError as e:
         raise UserError(f"{root / 'config.json'} is not valid JSON: {e}") from None
+    if not (root / INDEX).is_file() and not (root / "model.safetensors").is_file():
+        raise UserError(f"{root} has no model.safetensors: give the path of a Hugging Face model folder")
     for shard in shards(root):
         check_safetensors(shard)
 

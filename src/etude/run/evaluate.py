@@ -30,6 +30,7 @@ from etude.protocol.chat import ChatClient, ChatModel
 from etude.protocol.client import EngineClient
 from etude.records import Budget, Episode, decode, encode
 from etude.renderers import Renderer, renderer_for
+from etude.renderers.base import load_tokenizer
 from etude.rollout.chat import ChatContext
 from etude.rollout.episode import RolloutContext
 from etude.run.engines import engine_token, engine_url, spawn_engine
@@ -97,10 +98,14 @@ def measure_models(
     models: Sequence[Path | Remote], measurement: Measurement, inference: EngineConfig
 ) -> list[EvalResult]:
     """Plays the tasks with each model, one model after the other. Raises UserError."""
+    from etude.models.devices import check_device
+
     dataset = mix([datasets.load(suite) for suite in measurement.suites], [1.0] * len(measurement.suites))
     for model in models:
         if isinstance(model, Path):
+            check_device(inference.device, "device")
             check_folder(model)
+            load_tokenizer(model)
             check_foreign(dataset, measurement.renderer(model))
     journals = [_open_journal(measurement, model, dataset, number) for number, model in enumerate(models)]
     with LiveView("eval", [str(m) for m in models], console=Console(stderr=True)) as view:
@@ -152,7 +157,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, dataset: Datas
     if measurement.output is None:
         return _Journal(None)
     folder = measurement.output / f"model-{number}"
-    folder.mkdir(parents=True, exist_ok=True)
+    runfolder.make(folder)
     digests = [part.manifest.digests.get("dataset.json", "") for part in dataset.parts]
     said = {
         "model": str(model), "suites": digests, "split": measurement.split, "seed": measurement.seed,

@@ -12,6 +12,7 @@ from etude.code.packages import fetch_library
 from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.config.engine import CPU_CACHE_MB
 from etude.errors import UserError
+from etude.grading.javascript import is_script
 from etude.ledger import database
 from etude.models.files import check_folder
 from etude.renderers import Renderer
@@ -28,6 +29,7 @@ from etude.tasks.foreign import build as foreign
 from etude.tasks.foreign import dataset as datasets
 from etude.tasks.foreign import folder as folders
 from etude.tasks.foreign.dataset import ForeignDataset
+from etude.tasks.javascript import is_repository
 from etude.tasks.mixture import MixedDataset, mix
 from etude.weights.signature import private_key, public_key
 
@@ -40,6 +42,7 @@ def check_inputs(config: RLConfig) -> None:
     from etude.trainer.rl.presets import loss_preset
 
     check_folder(Path(config.model.path))
+    renderer_of(config)  # says what is wrong with tokenizer and template
     check_python(config.inference)
     if config.ledger is not None:
         database.parse(config.ledger, "ledger")
@@ -72,17 +75,26 @@ def check_inputs(config: RLConfig) -> None:
         environment_dataset(config, renderer_of(config), Path())
     else:
         for source in tasks.sources or (tasks,):
-            _check_source(source, "tasks.sources" if tasks.sources else "tasks")
+            _check_source(source, "tasks.sources" if tasks.sources else "tasks", config)
     _check_architecture(config)  # last: it loads torch and transformers
+    _check_devices(config)
     if config.rollout.documents:
         _check_documents(config)
 
 
-def _check_source(source: TaskSource, table: str) -> None:
+def _check_source(source: TaskSource, table: str, config: RLConfig) -> None:
+    sandbox = config.sandbox
+    if source.sha256 is not None and "==" not in source.repository:
+        raise UserError(f"{table}.sha256 is the digest of a package NAME==VERSION, and {source.where} is none: drop it")
     if source.dataset is not None:
-        datasets.load(Path(source.dataset))
+        dataset = datasets.load(Path(source.dataset))
+        _check_decidable(dataset, sandbox)
+        check_foreign(dataset, renderer_of(config), sandbox, config.rollout.forks)
     elif source.harbor is not None:
         folders.find([Path(source.harbor)])
+        _refuse_foreign(renderer_of(config), sandbox, config.rollout.forks)
+    elif sandbox.type != "namespace" and not is_repository(Path(source.repository)):
+        raise _undecidable(sandbox)
     elif "==" in source.repository:
         if source.sha256 is None:
             raise UserError(f"{table}.repository = {source.repository!r} needs {table}.sha256, the digest of its sdist")
@@ -137,10 +149,29 @@ def build_dataset(config: RLConfig, folder: Path, note: Callable[[str, int, int]
     return mix(parts, [source.weight for source in tasks.sources])
 
 
+def _check_decidable(dataset: Dataset, sandbox: SandboxConfig) -> None:
+    """Refuses hidden tests that boxes cannot decide: those of Python need two processes that are kept apart. Raises
+    UserError."""
+    if sandbox.type != "namespace" and any(
+        not is_script(test) for task in dataset.tasks for test in (*task.fail_to_pass, *task.pass_to_pass)
+    ):
+        raise _undecidable(sandbox)
+
+
+def _undecidable(sandbox: SandboxConfig) -> UserError:
+    return UserError(
+        f'boxes of sandbox.type = "{sandbox.type}" cannot decide hidden tests of Python, which need a process of '
+        "their own: drop sandbox.type"
+    )
+
+
 def check_foreign(dataset: Dataset, renderer: Renderer, sandbox: SandboxConfig | None = None, forks: int = 1) -> None:
     """Refuses what foreign tasks cannot be played with. Raises UserError."""
-    if not any(isinstance(part, ForeignDataset) for part in dataset.parts):
-        return
+    if any(isinstance(part, ForeignDataset) for part in dataset.parts):
+        _refuse_foreign(renderer, sandbox, forks)
+
+
+def _refuse_foreign(renderer: Renderer, sandbox: SandboxConfig | None, forks: int) -> None:
     why = ""
     if renderer.dialect == "compact":
         why = "a model of the compact dialect, which has no shell of its own choice: take a chat model"
@@ -184,6 +215,15 @@ def _check_architecture(config: RLConfig) -> None:
     _check_types(config)
     if own:
         _check_cache(config, model)
+
+
+def _check_devices(config: RLConfig) -> None:
+    """Refuses devices that this machine, or its PyTorch, does not have. Engines of others bring a PyTorch of theirs."""
+    from etude.models.devices import check_device
+
+    check_device(config.trainer.device, "trainer.device")
+    if config.inference.engine == "etude" and not config.inference.urls:
+        check_device(config.inference.device, "inference.device")
 
 
 def _check_types(config: RLConfig) -> None:

@@ -100,11 +100,15 @@ def train_rl(
             for child in children:
                 child.stop(10)
     Console().print(final_table(report, folder / "report.html"))
+    for line in (*report.notes, f"Serve it: {report.serve}"):
+        print(line, flush=True)
     return report
 
 
 def _open_inputs(config: RLConfig, folder: Path, view: LiveView) -> _Inputs:
     """Before any process leases or trains: tasks are built, the ledger recovers, and the logprob probes are stored."""
+    if config.sandbox.type != "namespace":
+        print(f"sandbox.type = {config.sandbox.type!r} is for episodes; tasks are built in namespaces", file=sys.stderr)
     with _stage(folder, view, "build tasks"):
         dataset = build_dataset(config, folder, view.note)
     for part in dataset.parts:

@@ -31,11 +31,14 @@ class Monitor:
         self._log, self._log_read = trainer, 0
         self._read = 0  # bytes of metrics.jsonl that were seen
         self._steps = 0
+        self._earlier = 0  # steps of earlier attempts
         self._spent = 0.0  # seconds of training, by the last step
         self._stepped = runfolder.now()
         self._started = self._last = runfolder.now()
         self._engine: dict[str, float] = {}
         self._finished = 0
+        self._new_steps()
+        self._earlier = self._steps
 
     def tick(self, progress: Progress) -> None:
         """Reports where the run stands, unless it was reported less than half a second ago."""
@@ -61,10 +64,11 @@ class Monitor:
         """Until the clock or the number of steps ends the stage, whichever comes first."""
         trainer = self._config.trainer
         elapsed = now - self._started
-        by_steps = elapsed / self._steps * (trainer.steps - self._steps) if self._steps else None
+        taken = self._steps - self._earlier
+        by_steps = elapsed / taken * (trainer.steps - self._steps) if taken else None
         by_clock = trainer.minutes * 60 - self._spent - (now - self._stepped) if trainer.minutes else None
         known = [s for s in (by_steps, by_clock) if s is not None]
-        return min(known) if known and min(known) > 0 else None  # a step that has begun is finished
+        return max(0.0, min(known)) if known else None  # a step that has begun is finished
 
     def _notes(self) -> None:
         """Shows what the trainer wants to be known."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from etude.dashboard.report import (
     RunSetup,
     Utilisation,
     WeightFigures,
+    best_version,
     held_out_figures,
+    silence,
 )
 from etude.dashboard.view import ShownEpisode, load_view, show
 from etude.evals.suite import EvalResult
@@ -54,10 +57,13 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
         "no_episode_lost": run.ledger.counts().get("infra", 0) == 0,
         "no_episode_quarantined": run.ledger.counts().get("quarantined", 0) == 0,
     }
+    newest = max((m.version for m in published), default=0)
+    silent, note = _silent(run, steps)
     report = RunReport(
         setup=RunSetup(run.config.name, run.config.model.name, run.dataset.name, hardware), seed=run.config.seed,
         seconds=seconds + _earlier_attempts(timeline, runfolder.now() - seconds),
-        stages=_stages(timeline), steps=max((m.version for m in published), default=0),
+        stages=_stages(timeline), steps=newest, best=best_version(newest, difference),
+        serve=f"etude serve {shlex.quote(str(run.folder))}", silent=silent, notes=(note,) if note else (),
         pass_before=before and before.pass_1.mean, pass_after=after and after.pass_1.mean, paired_diff=difference,
         held_out=held_out, episodes=run.ledger.counts(), trained=trained, generated=generated,
         versions=len(published), bytes_published=sum(m.payload_bytes for m in published),
@@ -67,6 +73,17 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
     )  # fmt: skip
     write_report(run.folder, report, load_view(run.folder, _shown(run, before, after)))
     return report
+
+
+def _silent(run: Run, steps: list[dict[str, Any]]) -> tuple[float | None, str | None]:
+    """The share of groups that taught nothing, and what to say of it."""
+    groups = sum(step["rollout/groups"] for step in steps)
+    if not groups:
+        return None, None
+    share = sum(step["rollout/zero_variance"] for step in steps) / groups
+    rate = sum(step["rollout/pass_rate"] * step["rollout/groups"] for step in steps) / groups
+    warn = run.config.guards.zero_variance.warn
+    return share, None if warn is None else silence(share, rate, warn)
 
 
 def _cheating(run: Run, steps: list[dict[str, Any]]) -> CheatingFigures:

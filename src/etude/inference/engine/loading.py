@@ -13,6 +13,7 @@ from etude.errors import UserError
 from etude.inference.engine.cache import CacheTooSmall
 from etude.inference.engine.engine import Engine
 from etude.models import support
+from etude.models.devices import check_device
 from etude.models.dtypes import computed_dtype
 from etude.models.loading import load_config, load_model
 
@@ -27,6 +28,7 @@ def load_engine(
     """An engine on the model of a Hugging Face folder, not started. Raises UserError: for a folder that cannot be
     loaded, a cache that does not hold `max_length` tokens, and an architecture that the engine does not compute."""
     root = Path(folder)
+    check_device(config.device, "device")
     if why := support.refusal(load_config(root), "engine"):
         raise UserError(f"{root}: {why}")
     model = load_model(root, dtype=computed_dtype(config.dtype, config.device, root), device=config.device)

@@ -29,17 +29,19 @@ from etude.models.head import head_of
 from etude.renderers import Renderer, renderer_for
 from etude.trainer.finetune import distillation, folder, packed, pretrain
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
-from etude.trainer.finetune.loop import StageRun
+from etude.trainer.finetune.loop import Show, StageRun
 
 log = logging.getLogger(__name__)
 
 
-def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
+def finetune(
+    config: ApplyConfig, output: Path, *, resume: bool = False, stop_after: int | None = None, show: Show | None = None
+) -> Path:
     """Fine-tunes a model on applied edits; returns its Hugging Face folder. Raises UserError for bad input. `resume`
     continues from the saved state; `stop_after` ends after that many steps in all."""
-    output, optim, form, given = config.output, config.optim, config.format, config.model
+    optim, form, given = config.trainer, config.format, config.model
     pretrain.refuse(output, config, resume)
-    folders = [*([] if isinstance(given, NewModelConfig) else [given])]
+    folders = [*([] if isinstance(given, NewModelConfig) else [given.path])]
     folders += [config.distill.teacher] if config.distill else []
     distillation.check_tokenizers(folders)
     train, held_out = tables.load(config.data), tables.load(config.held_out)
@@ -64,7 +66,7 @@ def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | Non
     if config.context is not None:
         model.config.get_text_config().max_position_embeddings = config.context
     packed.train(
-        model, rows, None, optim, StageRun(output, folders[0], resume, stop_after, types, config.seed), kind=kind,
+        model, rows, None, optim, StageRun(output, folders[0], resume, stop_after, types, config.seed, show), kind=kind,
         pad=words.pad, compute=compute, measure=lambda current: summary(likelihoods(current, tests)),
     )  # fmt: skip
     return output / "checkpoint"
@@ -73,9 +75,9 @@ def finetune(config: ApplyConfig, *, resume: bool = False, stop_after: int | Non
 def _student(config: ApplyConfig) -> tuple[PreTrainedModel, dict[str, torch.dtype]]:
     """The model to train, of a folder or new, and the types in which it is saved."""
     if isinstance(config.model, NewModelConfig):
-        return pretrain.new_model(config.model, config.seed).to(config.optim.device), {}  # pyright: ignore
-    model = folder.load(config.model, config.optim)
-    return model, folder.types_of(config.model, model)
+        return pretrain.new_model(config.model, config.seed).to(config.trainer.device), {}  # pyright: ignore
+    model = folder.load(config.model.path, config.trainer)
+    return model, folder.types_of(config.model.path, model)
 
 
 def encode(examples: Sequence[Example], renderer: Renderer, form: str = "rewrite") -> list[packing.Encoded]:
@@ -110,7 +112,7 @@ def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, 
         pool = [i for i, length in enumerate(lengths) if length <= phase.longest]
         if not pool:
             raise UserError(f"no edit has at most {phase.longest} tokens: raise phases.longest or give shorter files")
-        budget, chosen = phase.share * config.optim.corpus_tokens, list[packing.Encoded]()
+        budget, chosen = phase.share * config.trainer.corpus_tokens, list[packing.Encoded]()
         while budget > 0:
             # Exponential keys divided by weights order a weighted sample without replacement.
             keys = {i: (used[i], rng.expovariate(1.0) / examples[i].weight) for i in pool}
@@ -126,7 +128,7 @@ def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, 
                 if len(ids) <= phase.longest:  # other names may be longer
                     chosen.append((ids, mask))
                     budget -= len(ids)
-        rows = packing.pack(chosen, config.optim.length, pad=words.pad, separator=words.separator)
+        rows = packing.pack(chosen, config.trainer.length, pad=words.pad, separator=words.separator)
         parts.append(packing.shuffled(rows, config.seed + number))
     return packing.joined(parts)
 

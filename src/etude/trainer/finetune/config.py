@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from etude.config import LoraConfig, Section, find_model
-from etude.config.sections import option
+from etude.config.sections import NAME, option
 from etude.corpus.episodes import WEIGHTS
 from etude.corpus.retrieval import KINDS, RetrievalOptions
 from etude.errors import UserError
@@ -24,6 +24,14 @@ def _model_folder(path: Path) -> Path:
 
 
 ModelFolder = Annotated[Path, AfterValidator(_model_folder)]
+LR = 2e-3  # of a new model
+FOLDER_LR = 2e-5  # of a model that has learned; ten times as much for adapters, which begin at zero
+
+
+class FolderModelConfig(Section):
+    """The model that training goes on from."""
+
+    path: ModelFolder = Field(description="HF folder, run folder, or name of a bundled model such as nano")
 
 
 class NewModelConfig(Section):
@@ -42,6 +50,15 @@ class NewModelConfig(Section):
     sparse_step: int = 2
     max_positions: int = 4096
     rope_theta: float = 10_000.0
+
+
+def _kind_of_model(model: Any) -> str:
+    return "folder" if isinstance(model, FolderModelConfig) or (isinstance(model, dict) and "path" in model) else "new"
+
+
+AnyModel = Annotated[
+    Annotated[FolderModelConfig, Tag("folder")] | Annotated[NewModelConfig, Tag("new")], Discriminator(_kind_of_model)
+]
 
 
 class CorpusConfig(Section):
@@ -120,11 +137,11 @@ class DocumentsConfig(Section):
 
 class OptimConfig(Section):
     """AdamW with decoupled weight decay; the schedule is linear warm-up, a plateau, and a decay to zero. The schedule
-    runs on max(tokens / `tokens`, elapsed / `max_minutes`), so a run ends on time with a decayed learning rate however
-    busy the machine is. Without `max_minutes` it depends on tokens alone and the run is reproducible."""
+    runs on max(tokens / `tokens`, elapsed / `minutes`), so a run ends on time with a decayed learning rate however
+    busy the machine is. Without `minutes` it depends on tokens alone and the run is reproducible."""
 
     tokens: int | None = option(None, "padding included; default: all of data.files, or 10 million of a corpus", gt=0)
-    max_minutes: float | None = option(None, "the learning rate has decayed by then", gt=0)
+    minutes: float | None = option(None, "the learning rate has decayed by then", gt=0)
     batch: int = option(12, "rows of an optimizer step", gt=0)
     micro_batch: int | None = option(None, "rows computed at once; default: all of a step", gt=0)
     length: int = option(512, "tokens of a row", gt=8)
@@ -132,12 +149,12 @@ class OptimConfig(Section):
         "auto", "examples share rows and see only themselves, or those before them, too; or each has a row; auto: "
         "isolated where the architecture can, else none",
     )  # fmt: skip
-    lr: float = option(2e-3, "learning rate of the plateau", gt=0)
+    lr: float = option(FOLDER_LR, "learning rate of the plateau; 2e-4 for adapters, 2e-3 for a new model", gt=0)
     warmup: float = option(0.02, "share of the run in which the learning rate rises", ge=0, lt=1)
     decay: float = option(0.5, "share of the run in which it falls to 0", gt=0, le=1)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
-    clip: float = option(1.0, "largest norm of the gradient", gt=0)
+    grad_clip: float = option(1.0, "largest norm of the gradient", gt=0)
     router_aux: float = option(0.01, "weight of the loss that balances routers with a softmax", ge=0)
     device: str = option("cpu", "torch device, e.g. cuda")
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "compute; auto: the type of the checkpoint")
@@ -153,14 +170,14 @@ class OptimConfig(Section):
     def _possible(self) -> OptimConfig:
         if self.compile and self.packing != "crossing":
             raise ValueError(
-                'a compiled step needs passes of one shape: set optim.packing to "crossing", or optim.compile to false'
+                'a compiled step needs passes of one shape: set trainer.packing to "crossing", or drop trainer.compile'
             )
         if self.compile and self.lora is not None:
-            raise ValueError("a compiled step has no adapters: drop optim.compile or optim.lora")
+            raise ValueError("a compiled step has no adapters: drop trainer.compile or trainer.lora")
         if self.offload_optimizer and self.device == "cpu":
-            raise ValueError('optim.device = "cpu" is the host: drop optim.offload_optimizer')
+            raise ValueError('trainer.device = "cpu" is the host: drop trainer.offload_optimizer')
         if self.micro_batch is not None and self.batch % self.micro_batch:
-            raise ValueError(f"optim.micro_batch = {self.micro_batch} must divide optim.batch = {self.batch}")
+            raise ValueError(f"trainer.micro_batch = {self.micro_batch} must divide trainer.batch = {self.batch}")
         return self
 
     @property
@@ -171,7 +188,7 @@ class OptimConfig(Section):
 
 class DataConfig(Section):
     """Files in place of the corpus: rows of `messages` (OpenAI's format), ATIF trajectories, and, in mid-training, rows
-    of `text`. Rows that cannot be used are counted and named in output/data.json."""
+    of `text`. Rows that cannot be used are counted and named in data.json of the run folder."""
 
     files: tuple[Path, ...] = Field(min_length=1, description=".jsonl and .json files, or folders of them")
     held_out: tuple[Path, ...] = option((), "files whose loss is measured with every checkpoint")
@@ -179,11 +196,29 @@ class DataConfig(Section):
     min_reward: float | None = option(None, "of trajectories that are learned from")
 
 
+def _name(default: str) -> Any:
+    return option(default, "run folder: outputs/NAME", pattern=NAME)
+
+
 class _Stage(Section):
-    output: Path
+    """What the stages have in common."""
+
     seed: int = 0
-    corpus: CorpusConfig = CorpusConfig()
-    optim: OptimConfig = OptimConfig()
+    trainer: OptimConfig = OptimConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_the_model(cls, data: Any) -> Any:
+        """The learning rate that suits what is trained, unless one is given."""
+        if not isinstance(data, dict):
+            return data
+        table = data.get("trainer", {})
+        given = table.model_dump(exclude_unset=True) if isinstance(table, OptimConfig) else table
+        if not isinstance(given, dict):
+            return data
+        model = data.get("model", cls.model_fields["model"].get_default())
+        rate = LR if _kind_of_model(model) == "new" else FOLDER_LR * (1 if given.get("lora") is None else 10)
+        return data | {"trainer": {"lr": rate} | given}
 
 
 class MidtrainConfig(_Stage):
@@ -191,15 +226,18 @@ class MidtrainConfig(_Stage):
     `data`, on its texts and conversations instead, of which every token is learned."""
 
     stage: Literal["midtrain"] = "midtrain"
-    model: ModelFolder | NewModelConfig = NewModelConfig()
+    name: str = _name("midtrain")
+    model: AnyModel = NewModelConfig()
+    trainer: OptimConfig = OptimConfig(lr=LR)
+    corpus: CorpusConfig = CorpusConfig()
     mix: MixConfig = MixConfig()
     data: DataConfig | None = None
 
     @model_validator(mode="after")
     def _has_a_tokenizer(self) -> MidtrainConfig:
         if self.data is not None and isinstance(self.model, NewModelConfig):
-            raise ValueError("a new model's tokenizer is made from the corpus: give a model folder to train on data")
-        _refuse_adapters(self.model, self.optim)
+            raise ValueError("a new model's tokenizer is made from the corpus: give model.path to train on data")
+        _refuse_adapters(self.model, self.trainer)
         return self
 
 
@@ -211,12 +249,14 @@ class DistillConfig(Section):
 
 
 class SftConfig(_Stage):
-    """`model` is the folder of the model to start from, or the name of a bundled one. It learns from `data`, or from
+    """`model.path` is the model to start from. It learns from `data`, or from
     repair episodes of the corpus; functions of more than `max_lines` lines are left out of these. With `documents`,
     rows of batch * length tokens hold prompts with documents, too. With `distill` it also learns from a teacher."""
 
     stage: Literal["sft"] = "sft"
-    model: ModelFolder
+    name: str = _name("sft")
+    model: FolderModelConfig
+    corpus: CorpusConfig = CorpusConfig()
     data: DataConfig | None = None
     distill: DistillConfig | None = None
     shapes: ShapesConfig = ShapesConfig()
@@ -238,8 +278,8 @@ class SftConfig(_Stage):
         if self.documents is None:
             return self
         # Every row has a mask of its own, and each would be compiled.
-        if self.optim.compile:
-            raise ValueError("prompts with documents are trained without compilation: set optim.compile to false")
+        if self.trainer.compile:
+            raise ValueError("prompts with documents are trained without compilation: set trainer.compile to false")
         if self.data is not None or self.distill is not None:
             raise ValueError("prompts with documents come from the corpus, without a teacher: drop data and distill")
         return self
@@ -254,15 +294,14 @@ class PhaseConfig(Section):
     renamed: float = Field(default=0.0, ge=0, le=1)
 
 
-class ApplyConfig(Section):
-    """Fine-tuning on applied edits. `model` is the folder to start from, or the shape of a new model, which has the
-    teacher's tokenizer; `data` and `held_out` are tables that `etude tasks fast-apply` made; `format` is how edits are
-    answered (edits/formats.py); the phases follow each other, and their shares sum to 1."""
+class ApplyConfig(_Stage):
+    """Fine-tuning on applied edits. `model.path` is the model to start from, or `model` the shape of a new one, which
+    has the teacher's tokenizer; `data` and `held_out` are tables that `etude tasks fast-apply` made; `format` is how
+    edits are answered (edits/formats.py); the phases follow each other, and their shares sum to 1."""
 
     stage: Literal["apply"] = "apply"
-    output: Path
-    seed: int = 0
-    model: ModelFolder | NewModelConfig
+    name: str = _name("apply")
+    model: AnyModel
     data: Path
     held_out: Path
     format: Literal["rewrite", "search-replace", "udiff"] = "rewrite"
@@ -270,23 +309,22 @@ class ApplyConfig(Section):
     measured: int = Field(default=64, gt=0, description="held-out edits that are measured with every checkpoint")
     context: int | None = Field(default=None, gt=0, description="max_position_embeddings of the result, if it shrinks")
     phases: tuple[PhaseConfig, ...]
-    optim: OptimConfig = OptimConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> ApplyConfig:
         if abs(sum(phase.share for phase in self.phases) - 1) > 1e-6:
             raise ValueError("the shares of [[phases]] must sum to 1")
-        if any(phase.longest > self.optim.length for phase in self.phases):
-            raise ValueError("no phase may have longer examples than optim.length")
+        if any(phase.longest > self.trainer.length for phase in self.phases):
+            raise ValueError("no phase may have longer examples than trainer.length")
         if isinstance(self.model, NewModelConfig) and self.distill is None:
-            raise ValueError("a new model takes its tokenizer from a teacher: give distill.teacher, or a model folder")
-        _refuse_adapters(self.model, self.optim)
+            raise ValueError("a new model takes its tokenizer from a teacher: give distill.teacher, or model.path")
+        _refuse_adapters(self.model, self.trainer)
         return self
 
 
-def _refuse_adapters(model: Path | NewModelConfig, optim: OptimConfig) -> None:
-    if isinstance(model, NewModelConfig) and optim.lora is not None:
-        raise ValueError("adapters are added to what a model has learned: drop optim.lora, or give a model folder")
+def _refuse_adapters(model: FolderModelConfig | NewModelConfig, trainer: OptimConfig) -> None:
+    if isinstance(model, NewModelConfig) and trainer.lora is not None:
+        raise ValueError("adapters are added to what a model has learned: drop trainer.lora, or give model.path")
 
 
 def load(path: Path) -> MidtrainConfig | SftConfig | ApplyConfig:

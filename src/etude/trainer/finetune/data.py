@@ -63,7 +63,7 @@ def _rows(
                 ids, mask = row.tokens
                 found.append((ids, mask if text is None else np.ones_like(mask)))
             elif isinstance(row, chats.LearnedRow):
-                why = f"it has {len(row.tokens[0]):,} tokens, more than optim.length = {optim.length:,}"
+                why = f"it has {len(row.tokens[0]):,} tokens, more than trainer.length = {optim.length:,}"
                 refused.append(chats.RefusedRow(row.name, why))
             else:
                 refused.append(row)

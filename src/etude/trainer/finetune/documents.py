@@ -74,7 +74,7 @@ def take(retrieved: Iterator[Questions], renderer: Renderer, tokens: int, longes
         some = [sample for sample in encode(renderer, list(islice(retrieved, _CHUNK))) if len(sample) <= longest]
         if not some:
             raise ValueError(
-                f"samples are longer than {longest} tokens, a row: raise optim.batch or lower documents.most"
+                f"samples are longer than {longest} tokens, a row: raise trainer.batch or lower documents.most"
             )
         for sample in some:
             if total < tokens:

@@ -46,16 +46,16 @@ def load(folder: Path, config: OptimConfig) -> PreTrainedModel:
     context = json.loads((folder / "config.json").read_text())
     most = (context.get("text_config") or context).get("max_position_embeddings")
     if most is not None and config.length > most:
-        raise UserError(f"{folder} has a context of {most} tokens: lower optim.length to it")
+        raise UserError(f"{folder} has a context of {most} tokens: lower trainer.length to it")
     own = dtypes.main_dtype(folder)
     if config.lora is not None and config.dtype != "float32" and own not in (torch.float32, torch.bfloat16):
-        raise UserError('adapters leave weights in float16 as they are: set optim.dtype = "float32"')
+        raise UserError('adapters leave weights in float16 as they are: set trainer.dtype = "float32"')
     if config.lora is not None and config.dtype == "bfloat16" and own == torch.float32:
-        raise UserError('adapters leave weights as they are, and optim.dtype = "bfloat16" would round them: drop it')
+        raise UserError('adapters leave weights as they are, and trainer.dtype = "bfloat16" would round them: drop it')
     try:
         return load_model(folder, dtype=own, device=config.device)
     except (RuntimeError, AssertionError) as e:  # no such device, or too little memory on it
-        raise UserError(f"{folder} cannot be loaded on optim.device = {config.device!r}: {_first_line(e)}") from e
+        raise UserError(f"{folder} cannot be loaded on trainer.device = {config.device!r}: {_first_line(e)}") from e
 
 
 def check(folder: Path) -> None:
@@ -81,7 +81,7 @@ def packing_of(model: PreTrainedModel, wanted: str) -> Packing:
         if not reason:
             return "isolated"
         if wanted == "isolated":
-            raise UserError(f'examples cannot share a row of this model: set optim.packing to "none" ({reason})')
+            raise UserError(f'examples cannot share a row of this model: set trainer.packing to "none" ({reason})')
         log.warning("examples do not share rows, each is a pass of its own: %s", reason)
     reason = ""
     for implementation in ("sdpa", "eager") if model._supports_sdpa else ("eager",):

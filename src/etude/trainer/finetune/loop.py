@@ -8,7 +8,6 @@ passes are added up in float32.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from etude import runfolder
 from etude.errors import UserError
 from etude.models.activations import checkpoint_activations
 from etude.trainer import checkpoint as checkpoints
@@ -28,8 +28,8 @@ from etude.trainer.finetune.config import OptimConfig
 from etude.trainer.lora import AdapterAdamW, Adapters
 from etude.trainer.optimizer import AdamWSettings, MasterAdamW
 
-log = logging.getLogger(__name__)
-
+Show = Callable[..., None]
+"""Takes the progress for people: `done` of `total` steps, `seconds_left`, and figures by name."""
 Loss = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """(loss, router balance, expert load [L, E], parts of the loss by the name of their metric)."""
 
@@ -58,7 +58,7 @@ class StageRun:
     """Where a stage writes, the folder of its tokenizer, and which part of it runs. `types` are those that the weights
     are saved in, by name; bfloat16 where it has none. `resume` continues from the saved state; `stop_after` ends after
     that many steps in all, with the state saved and the schedule unfinished, as a preempted run would. `seed` is that
-    of dropout, where a model has it."""
+    of dropout, where a model has it; `show` is told of the progress."""
 
     output: Path
     tokenizer: Path
@@ -66,6 +66,7 @@ class StageRun:
     stop_after: int | None = None
     types: Mapping[str, torch.dtype] = field(default_factory=dict)
     seed: int = 0
+    show: Show | None = None
 
 
 def optimizer_of(
@@ -74,12 +75,12 @@ def optimizer_of(
     """AdamW over float32 masters of the trained parameters, or of adapters whose sums with the weights have the types
     `saved`; the parameters then have the type that is computed in. Matrices decay, vectors (norms) do not."""
     if config.lora is not None:
-        settings = AdamWSettings(config.betas, config.weight_decay, config.clip, "paper")
+        settings = AdamWSettings(config.betas, config.weight_decay, config.grad_clip, "paper")
         folder.cast(model, folder.computed(model, config))
         adapters = Adapters(model, config.lora, saved, seed=seed, on_host=config.offload_optimizer)
         return AdapterAdamW(adapters, settings, offload=config.offload_optimizer)
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    settings = AdamWSettings(config.betas, config.weight_decay, config.clip, "paper", decay_vectors=False)
+    settings = AdamWSettings(config.betas, config.weight_decay, config.grad_clip, "paper", decay_vectors=False)
     dtype, own = folder.computed(model, config), {name: p.dtype for name, p in live.items()}
     main = folder.main_dtype(model)
     types = {name: dtype if kept == main else kept for name, kept in own.items()}
@@ -100,6 +101,11 @@ def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: St
     """Trains on all steps once, in order, or until the token target or the time budget is reached. Writes
     output/metrics.jsonl, output/checkpoint (a Hugging Face folder) and output/checkpoints (for resuming). Returns the
     model in evaluation mode. Raises UserError if a gradient is not finite, or the disk is full."""
+    with runfolder.lock(run.output):
+        return _fit(model, work, config, run)
+
+
+def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: StageRun) -> PreTrainedModel:
     output = run.output
     torch.set_num_threads(config.threads)
     model.train()
@@ -113,9 +119,9 @@ def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: St
     steps, elapsed = _resume(states, optimizer) if run.resume else (0, 0.0)
     checkpoints.drop_after(states, steps)
     writer = CheckpointWriter(states, keep=2)
-    record = _TrainingRecord(output / "metrics.jsonl", work.tokens, steps, elapsed)
+    record = _TrainingRecord(output / "metrics.jsonl", work.tokens, steps, elapsed, run.show)
     wanted = min(config.tokens or math.inf, len(work.steps) * work.tokens)
-    minutes = config.max_minutes or math.inf
+    minutes = config.minutes or math.inf
 
     def checkpoint() -> None:
         elapsed = record.elapsed()
@@ -137,9 +143,9 @@ def fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: St
             continue
         figures = _step(model, work.compute, passes, optimizer, lr, config.router_aux)
         if not math.isfinite(figures["optim/grad_norm"]):
-            raise UserError(f"the gradient is not finite at step {steps}; lower optim.lr")
+            raise UserError(f"the gradient is not finite at step {steps}; lower trainer.lr")
         if steps % config.log_every == 0 or steps == 1:
-            record.step(steps, figures)
+            record.step(steps, figures, wanted, minutes)
         if record.checkpoint_due(config.checkpoint_minutes):
             checkpoint()
     checkpoint()
@@ -193,8 +199,8 @@ def _step(
 class _TrainingRecord:
     """The clock of a run and its metrics.jsonl; `elapsed` seconds and `steps` lie behind it already."""
 
-    def __init__(self, path: Path, tokens: int, steps: int, elapsed: float) -> None:
-        self._path, self._tokens = path, tokens
+    def __init__(self, path: Path, tokens: int, steps: int, elapsed: float, show: Show | None) -> None:
+        self._path, self._tokens, self._show = path, tokens, show
         if path.is_file():  # a killed run wrote lines of steps that are taken again
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             path.write_text("".join(line for line in lines if _step_of(line) <= steps), encoding="utf-8")
@@ -213,19 +219,29 @@ class _TrainingRecord:
             self._saved = time.monotonic()
         return due
 
-    def step(self, steps: int, figures: dict[str, Any]) -> None:
-        """Writes the line of a step."""
+    def step(self, steps: int, figures: dict[str, Any], wanted: float, minutes: float) -> None:
+        """Writes the line of a step of a run that ends after `wanted` tokens or `minutes`."""
         now = time.monotonic()
         speed = (steps - self._steps) * self._tokens / (now - self._logged)
         line = {"step": steps, "time": round(now - self._started, 2), "tokens": steps * self._tokens}
-        self.write(line | {name: float(value) for name, value in figures.items()} | {"perf/tokens_per_s": speed})
+        line |= {name: float(value) for name, value in figures.items()} | {"perf/tokens_per_s": speed}
+        self.write(line)
         self._logged, self._steps = now, steps
+        if self._show is not None:
+            elapsed = now - self._started
+            done = max(steps * self._tokens / wanted, elapsed / 60 / minutes)
+            self._show(
+                done=steps, total=math.ceil(wanted / self._tokens), seconds_left=elapsed / done * max(0.0, 1 - done),
+                loss=line["loss/token"], lr=line["optim/lr"], tokens_per_s=speed,
+            )  # fmt: skip
 
     def write(self, line: dict[str, float]) -> None:
-        """Appends a line to the metrics and to the log."""
+        """Appends a line to the metrics, and shows the held-out figures in it."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        log.info("%s", {name: round(value, 4) for name, value in line.items()})
+        measured = {name.replace("/", " "): value for name, value in line.items() if name.startswith("eval/")}
+        if self._show is not None and measured:
+            self._show(**measured)
 
 
 def _masters(optimizer: MasterAdamW) -> dict[str, torch.Tensor]:

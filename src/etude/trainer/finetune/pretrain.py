@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from etude import runfolder
 from etude.corpus import build, foreign, packing, retrieval, vocabulary
 from etude.corpus import tokenizer as bpe
 from etude.corpus.dialect import IDS, SPECIALS, TextPiece, special
@@ -24,6 +25,7 @@ from etude.corpus.episodes import WEIGHTS
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
 from etude.harness.prompts import SYSTEM
+from etude.models.devices import check_device
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.base import load_tokenizer
 from etude.trainer.finetune import data, distillation, documents, folder, packed
@@ -35,7 +37,7 @@ from etude.trainer.finetune.config import (
     NewModelConfig,
     SftConfig,
 )
-from etude.trainer.finetune.loop import StageRun, TrainingWork, fit
+from etude.trainer.finetune.loop import Show, StageRun, TrainingWork, fit
 
 log = logging.getLogger(__name__)
 
@@ -84,21 +86,22 @@ def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
 
 def refuse(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
     """Raises UserError if the folder holds a run and `resume` is off, or if it is on and the folder holds none, or one
-    of another configuration."""
+    of another configuration; also if the device is not there."""
     path = output / "config.json"
     if path.exists() and not resume:
-        raise UserError(f"{output} already holds a run; choose another output, or continue the run with --resume")
+        raise UserError(f"{output} already holds a run; choose another name, or continue the run with --resume")
     if resume and not path.exists():
         raise UserError(f"{output} holds no saved state to resume from; start it without --resume")
     if resume and path.read_text(encoding="utf-8") != config.model_dump_json(indent=1):
         raise UserError(f"the configuration differs from that of {path}; resume with the same one")
+    check_device(config.trainer.device, "trainer.device")
 
 
 def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resume: bool) -> None:
     """Makes the run folder and records its configuration; see `refuse`. A run that was killed before it saved a state
     is resumed from its beginning."""
     refuse(output, config, resume)
-    output.mkdir(parents=True, exist_ok=True)
+    runfolder.make(output)
     (output / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
 
 
@@ -151,20 +154,27 @@ def _check_mix(model: Path, config: MidtrainConfig, words: Vocabulary, renderer:
             raise UserError(f"{model} cannot hold conversations: set mix.repair to 0 ({e})") from None
 
 
-def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
+def midtrain(
+    config: MidtrainConfig,
+    output: Path,
+    *,
+    resume: bool = False,
+    stop_after: int | None = None,
+    show: Show | None = None,
+) -> Path:
     """Trains a model, new or of a folder, on code, fill-in-the-middle and repair episodes, or on texts; returns its
     Hugging Face folder. `resume` continues from the saved state; `stop_after` ends after that many steps in all. Raises
     UserError."""
-    output, optim, given = config.output, config.optim, config.model
+    optim, given = config.trainer, config.model
     refuse(output, config, resume)
     data.check(config.data)
     model, types = None, dict[str, torch.dtype]()
     if not isinstance(given, NewModelConfig):
-        model = folder.load(given, optim)
-        types = folder.types_of(given, model)
+        model = folder.load(given.path, optim)
+        types = folder.types_of(given.path, model)
         if config.data is None:
-            renderer = cache(partial(renderer_for, given, tools=False))
-            _check_mix(given, config, vocabulary_of(given, folder.pad_of(model), renderer), renderer)
+            renderer = cache(partial(renderer_for, given.path, tools=False))
+            _check_mix(given.path, config, vocabulary_of(given.path, folder.pad_of(model), renderer), renderer)
     prepare(output, config, resume)
     corpus = None
     if config.data is None:
@@ -178,7 +188,7 @@ def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | 
             save_tokenizer(bpe.train(texts, given.vocab_size), source, given.max_positions)
         model = new_model(given, config.seed).to(optim.device)  # pyright: ignore[reportArgumentType]
     else:
-        source = given
+        source = given.path
     assert model is not None
     pad, renderer = folder.pad_of(model), cache(partial(renderer_for, source, tools=False))
     words = vocabulary_of(source, pad, renderer)
@@ -197,26 +207,28 @@ def midtrain(config: MidtrainConfig, *, resume: bool = False, stop_after: int | 
 
     rows, held_out = rows_once(output, make)
     kind = folder.packing_of(model, optim.packing)
-    run = StageRun(output, source, resume, stop_after, types, config.seed)
+    run = StageRun(output, source, resume, stop_after, types, config.seed, show)
     packed.train(model, rows, held_out, optim, run, kind=kind, pad=pad)
     return output / "checkpoint"
 
 
-def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = None) -> Path:
+def sft(
+    config: SftConfig, output: Path, *, resume: bool = False, stop_after: int | None = None, show: Show | None = None
+) -> Path:
     """Fine-tunes a model on conversations, on repair episodes with its tools, or on prompts with documents. Returns its
     Hugging Face folder. `resume` continues from the saved state; `stop_after` ends after that many steps in all. Raises
     UserError."""
-    output, optim = config.output, config.optim
+    optim, given = config.trainer, config.model.path
     refuse(output, config, resume)
-    folder.check(config.model)
+    folder.check(given)
     data.check(config.data)
     if config.distill is not None:
-        distillation.check_tokenizers([config.model, config.distill.teacher])
-    renderer = cache(partial(renderer_for, config.model, tools=False))
+        distillation.check_tokenizers([given, config.distill.teacher])
+    renderer = cache(partial(renderer_for, given, tools=False))
     renderer()  # says what is wrong with a template before anything is written
-    model = folder.load(config.model, optim)
+    model = folder.load(given, optim)
     kind, pad = folder.packing_of(model, optim.packing), folder.pad_of(model)
-    run = StageRun(output, config.model, resume, stop_after, folder.types_of(config.model, model), config.seed)
+    run = StageRun(output, given, resume, stop_after, folder.types_of(given, model), config.seed, show)
     compute = None
     if config.distill is not None:
         teacher = distillation.teacher(config.distill, optim, kind)
@@ -229,11 +241,11 @@ def sft(config: SftConfig, *, resume: bool = False, stop_after: int | None = Non
         )
         packed.train(model, rows, held_out, optim, run, kind=kind, pad=pad, compute=compute)
         return output / "checkpoint"
-    corpus, words = _corpus(config.corpus, config.seed), vocabulary_of(config.model, pad, renderer)
+    corpus, words = _corpus(config.corpus, config.seed), vocabulary_of(given, pad, renderer)
     (output / "corpus.json").write_text(json.dumps(corpus.report, indent=1), encoding="utf-8")
     if config.documents is not None:
         if kind != "isolated":
-            raise UserError(f'{config.model} cannot be trained on documents: optim.packing is "{kind}", not "isolated"')
+            raise UserError(f'{given} cannot be trained on documents: trainer.packing is "{kind}", not "isolated"')
         work = _document_work(model, config, config.documents, corpus, words, renderer())
         fit(model, work, optim, run)
         return output / "checkpoint"
@@ -255,7 +267,7 @@ def _document_work(
     renderer: Renderer,
 ) -> TrainingWork:  # fmt: skip
     """Samples of cross-file retrieval, and for the share of tokens without documents, repair episodes."""
-    optim, options, seed = config.optim, chosen.options(), chosen.seed
+    optim, options, seed = config.trainer, chosen.options(), chosen.seed
     length, tokens = optim.batch * optim.length, optim.corpus_tokens
     wanted = int(chosen.share * tokens)
     samples = documents.take(retrieval.samples(corpus.train, options, seed), renderer, wanted, length)

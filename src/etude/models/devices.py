@@ -1,0 +1,26 @@
+"""Whether a device is there, said before anything is loaded onto it."""
+
+from __future__ import annotations
+
+from etude.errors import UserError
+from etude.models.files import first_line
+
+
+def check_device(name: str, option: str) -> None:
+    """Raises UserError unless tensors can be made on the device `name`, the value of `option`."""
+    if name == "cpu":
+        return
+    import torch
+
+    try:
+        device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("its tensors hold no numbers")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        why = first_line(e)
+        if name.startswith("cuda") and torch.version.cuda is None:
+            why = f"PyTorch {torch.__version__} is built without CUDA, so install a build with it"
+        elif "device type" in why:  # a list of all that PyTorch knows
+            why = "PyTorch knows no such device"
+        raise UserError(f"{option} = {name!r} is not there: {why}; or take cpu") from None

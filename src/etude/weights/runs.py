@@ -1,0 +1,113 @@
+"""A model by any of its names: a Hugging Face folder, a bundled model, or the run that trained it.
+
+Of a run in stage rl a version is written as a model folder, once, to RUN/models/VERSION; the other stages have written
+theirs. `RUN@12` names version 12.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from etude import runfolder
+from etude.config import RLConfig, Section, find_model
+from etude.errors import UserError
+from etude.store import Store, open_store
+
+_VERSION = re.compile(r"(.+)@(\d+)")
+
+
+class _RunHead(msgspec.Struct):
+    """Of config.json, what a run's has and a model's has not."""
+
+    stage: str | None = None
+
+
+class _ReportHead(msgspec.Struct):
+    """Of report.json, the version that the run measured as its best."""
+
+    best: int | None = None
+
+
+def model_folder(name: str | Path) -> Path:
+    """The Hugging Face folder that `name` stands for. Raises UserError."""
+    return _of_run(name) or find_model(name)
+
+
+def with_models(config: Any) -> Any:
+    """The configuration of a stage, with model folders where it names runs. Raises UserError."""
+    changed: dict[str, Any] = {}
+    for table, key in (("model", "path"), ("distill", "teacher")):
+        part: Section | None = getattr(config, table, None)
+        given: str | Path | None = getattr(part, key, None)
+        if part is not None and given is not None and (folder := _of_run(given)) is not None:
+            changed[table] = part.model_copy(update={key: str(folder) if isinstance(given, str) else folder})
+    return config.model_copy(update=changed)
+
+
+def stage_of(folder: Path) -> str | None:
+    """The stage of the run whose folder this is, None if it is no run's."""
+    try:
+        return msgspec.json.decode((folder / "config.json").read_bytes(), type=_RunHead).stage
+    except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
+        return None
+
+
+def _of_run(name: str | Path) -> Path | None:
+    """The model of a run; None if `name` is no run. Raises UserError if the run has none, or not yet."""
+    run, version = Path(name), None
+    if not run.exists() and (match := _VERSION.fullmatch(str(name))):
+        run, version = Path(match[1]), int(match[2])
+    stage = stage_of(run)
+    if stage is None:
+        return None
+    if version is None and runfolder.is_running(run):
+        how = f"wait for its end, or name a version: {name}@N" if stage == "rl" else "wait for its end"
+        raise UserError(f"{name} is still running: {how}")
+    if stage == "rl":
+        return _exported(run, runfolder.load_config(run), version)
+    if version is not None:
+        raise UserError(f"{run} keeps its last model alone: name it without @{version}")
+    if not (run / "checkpoint").is_dir():
+        raise _nothing_yet(run)
+    return (run / "checkpoint").absolute()
+
+
+def _exported(run: Path, config: RLConfig, version: int | None) -> Path:
+    from etude.models.loading import model_id
+    from etude.weights.export import export
+    from etude.weights.signature import Trust
+
+    if config.store is None and not (run / "weights").is_dir():  # looking at a store does not make one
+        raise _nothing_yet(run)
+    store = open_store(f"{config.store or run}/weights")
+    version = _newest_or_best(run, store) if version is None else version
+    out = run.absolute() / "models" / str(version)
+    if not out.is_dir():
+        base = model_folder(config.model.path)
+        export(store, version, base, out, Trust(None, model=model_id(base)))
+    return out
+
+
+def _nothing_yet(run: Path) -> UserError:
+    return UserError(f"{run} has no model yet: continue it with `etude train --resume {run}`")
+
+
+def _newest_or_best(run: Path, store: Store) -> int:
+    """The version that the run's report names as its best; without one the newest. Raises UserError if there is
+    none."""
+    from etude.weights.manifest import versions
+
+    numbers = versions(store)
+    if not numbers:
+        raise _nothing_yet(run)
+    try:
+        best = msgspec.json.decode((run / "report.json").read_bytes(), type=_ReportHead).best
+    except FileNotFoundError:
+        best = None
+    except (OSError, msgspec.MsgspecError) as e:
+        raise UserError(f"{run / 'report.json'} is damaged ({e}): name a version, as {run}@{numbers[-1]}") from None
+    return numbers[-1] if best is None else best
