@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import etude
+from etude.cli.main import COMMANDS
+from etude.config import RLConfig, keys
 
 SOURCE = Path(etude.__file__).parent
 DOCS = SOURCE.parents[1] / "docs"
@@ -28,3 +30,13 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_program() -> None
     assert len(rows) > 15
     program = "\n".join(texts())
     assert [message for message in rows if message not in program] == []
+
+
+def test_commands_of_the_walk_through_exist() -> None:
+    page = (DOCS / "your-repository.md").read_text()
+    commands = re.findall(r"^etude ([a-z]+)", page, re.M)
+    assert {"init", "tasks", "train", "eval", "serve", "doctor"} <= {*commands} <= {*COMMANDS}
+    assert len(re.sub(r"^```.*?^```", "", page, flags=re.S | re.M).split()) <= 700
+    quoted = re.findall(r"`((?:tasks|rollout|trainer|eval)\.\w+)`", page + (DOCS / "troubleshooting.md").read_text())
+    known = {name for name, _, _ in keys(RLConfig)}
+    assert {*quoted} <= known
