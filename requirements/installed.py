@@ -20,7 +20,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -140,17 +140,24 @@ def version(python: str) -> tuple[int, ...]:
     return ()
 
 
-def readable(python: str, account: Account, folder: Path) -> str:
-    """The interpreter, or a copy of its installation where the account cannot read it."""
-    with contextlib.suppress(OSError):
-        if not subprocess.run([*account.prefix, python, "-c", ""], capture_output=True, cwd="/", timeout=60).returncode:
-            return python
+# Opens an installation of Python that lies in a folder of root's: the command sees that installation there alone.
+_OPEN = """
+mount --bind "$1" "$2" && mount -t tmpfs -o mode=755 none "$3" && mkdir -p "$1" && mount --move "$2" "$1" || exit 126
+shift 3
+exec "$@"
+"""
+
+
+def reaching(account: Account, python: str, folder: Path) -> Account:
+    """The account, with an interpreter opened to it that it could not read."""
     code = "import sys; print(sys.base_prefix)"
     prefix = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.strip()
-    copy = folder / f"python-{'.'.join(map(str, version(python)))}"
-    if not copy.exists():
-        shutil.copytree(prefix, copy, symlinks=True)
-    return str(copy / "bin/python3")
+    closed = [parent for parent in (Path(prefix), *Path(prefix).parents) if not parent.stat().st_mode & 0o001]
+    if not account.prefix or not closed:
+        return account
+    (folder / "hold").mkdir(exist_ok=True)
+    opened = ("unshare", "--mount", "sh", "-c", _OPEN, "sh", prefix, str(folder / "hold"), str(closed[-1]))
+    return replace(account, prefix=(*opened, *account.prefix))
 
 
 def accounts(folder: Path) -> list[Account]:
@@ -257,12 +264,11 @@ def main() -> int:
         users = accounts(folder)
         for python in pythons():
             shown = ".".join(map(str, version(python)))
-            usable = readable(python, users[0], folder)
             for extra in chosen:
                 for account in users if extra == "core" else users[:1]:
                     log, began = folder / f"{shown}-{account.name}-{extra}.log", time.monotonic()
                     other = extra in WITH_TORCH and version(python)[:2] != sys.version_info[:2]
-                    problem = "" if other else row(usable, account, extra, wheel, log)
+                    problem = "" if other else row(python, reaching(account, python, folder), extra, wheel, log)
                     end = "no build of torch at hand" if other else problem or "ok"
                     lines.append(f"| {shown} {python} | {account.name} | {extra} | {end} | "
                                  f"{(time.monotonic() - began) / 60:.1f} |")  # fmt: skip

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -141,7 +143,29 @@ def test_a_module_that_a_configuration_asks_for_names_its_extra(core: Path, tmp_
 
 def test_a_box_of_debians_python_has_this_interpreter_as_python(core: Path, tmp_path: Path) -> None:
     """/usr/bin has python3 alone."""
-    program = """
+    (tmp_path / "work").mkdir()
+    done = run(core, tmp_path / "work", "-c", BOX)
+    first, second, own = (line.strip() for line in done.stdout.splitlines() if line.strip())
+    assert first == second == own, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(system_python() == sys.executable, reason="needs Debian's Python, whose library may lie elsewhere")
+def test_a_box_finds_a_python_in_a_folder_that_boxes_cover(tmp_path: Path) -> None:
+    """As uv and pyenv have theirs in a home; tmp_path is below /tmp."""
+    name = os.path.realpath(system_python())
+    prefix, here = tmp_path / "python", f"python3.{sys.version_info.minor}"
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "lib").mkdir()
+    shutil.copy(name, prefix / "bin" / here)
+    (prefix / "lib" / here).symlink_to(f"/usr/lib/{here}")
+    (tmp_path / "work").mkdir()
+    python = environment(tmp_path / "venv", python=str(prefix / "bin" / here))
+    done = run(python, tmp_path / "work", "-c", BOX)
+    first, second, own = (line.strip() for line in done.stdout.splitlines() if line.strip())
+    assert first == second == own, done.stdout + done.stderr
+
+
+BOX = """
 import asyncio, sys
 from pathlib import Path
 from etude.grading.runner import open_sandbox
@@ -149,17 +173,15 @@ from etude.sandbox.base import Image, Limits
 
 async def main():
     async with open_sandbox() as sandbox:
+        Path("module.py").write_text("")
         box = await sandbox.create(Image(Path("."), None, {}), Limits())
-        line = "for name in python python3; do $name -c 'import sys, pytest; print(*sys.version_info)'; done"
-        print((await box.exec(line, 20)).output, *sys.version_info)
+        code = "import sys, pytest; print(sys.base_prefix, *sys.version_info)"
+        line = f"for name in python python3; do $name -c '{code}'; done"
+        print((await box.exec(line, 20)).output, sys.base_prefix, *sys.version_info)
         await box.close()
 
 asyncio.run(main())
 """
-    (tmp_path / "module.py").write_text("")
-    done = run(core, tmp_path, "-c", program)
-    first, second, own = (line.strip() for line in done.stdout.splitlines() if line.strip())
-    assert first == second == own, done.stdout + done.stderr
 
 
 def test_an_old_python_is_told() -> None:

@@ -55,9 +55,10 @@ class Modal:
 
     async def reach(self) -> None:
         """Raises UserError if the package is missing or the service does not answer."""
-        extras.need("Modal", "modal")
-        import modal  # type: ignore[import-not-found]
-
+        try:
+            import modal  # type: ignore[import-not-found]
+        except ModuleNotFoundError:
+            raise UserError(extras.lacks("Modal", "modal") or "Modal needs the package modal") from None
         self._modal = service = cast(Any, modal)
         try:
             self._app = await service.App.lookup.aio(APP, create_if_missing=True)

@@ -13,6 +13,7 @@ import resource
 import socket
 import stat
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,9 +45,10 @@ def furnish(
     os.chmod(f"{layer}/tmp", 0o1777)
     os.chmod(f"{layer}/shm", 0o1777)
     overlay(0, lowers, changes)
-    linux.mount(f"{layer}/tmp", "/tmp", None, linux.MS_BIND)
-    linux.mount(f"{layer}/shm", "/dev/shm", None, linux.MS_BIND)
-    linux.mount(f"{layer}/home", "/home/user", None, linux.MS_BIND)
+    with linux.staying(sys.base_prefix, "/tmp", "/dev/shm", "/home/user"):  # where some keep their Python
+        linux.mount(f"{layer}/tmp", "/tmp", None, linux.MS_BIND)
+        linux.mount(f"{layer}/shm", "/dev/shm", None, linux.MS_BIND)
+        linux.mount(f"{layer}/home", "/home/user", None, linux.MS_BIND)
     for place, folder in sorted((places or {}).items()):
         for path in (place, f"{root.WORKSPACE}/{folder}"):
             os.makedirs(path, exist_ok=True)

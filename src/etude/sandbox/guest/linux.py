@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -9,7 +10,7 @@ import os
 import platform
 import signal
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
@@ -73,6 +74,20 @@ def bind(source: str, target: str, read_only: bool = True) -> None:
 def clone_tree(path: str) -> int:
     """Descriptor of a copy of the mount at `path`, with that folder as its root, attached nowhere."""
     return _check(libc.syscall(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), _CLONE_TREE | os.O_CLOEXEC), "clone")
+
+
+@contextlib.contextmanager
+def staying(path: str, *covered: str) -> Iterator[None]:
+    """Keeps the mount at `path` in its place while folders above it, if they are among `covered`, get other mounts."""
+    tree = clone_tree(path) if any(path.startswith(folder + "/") for folder in covered) else -1
+    try:
+        yield
+        if tree >= 0:
+            os.makedirs(path, exist_ok=True)
+            attach(tree, path)
+    finally:
+        if tree >= 0:
+            os.close(tree)
 
 
 def attach(tree: int, target: str) -> None:

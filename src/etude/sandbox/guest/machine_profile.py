@@ -62,7 +62,8 @@ def _home(profile: dict[str, Any], search: Sequence[str]) -> None:
     # What `pip install --user --editable` leaves; variables of the environment would stand out.
     site = f"{home}/.local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
     _write(f"{site}/project.pth", "".join(f"{folder}\n" for folder in search) + _NO_BYTECODE)
-    linux.mount(HOMES, "/home", None, linux.MS_BIND)
+    with linux.staying(sys.base_prefix, "/home"):
+        linux.mount(HOMES, "/home", None, linux.MS_BIND)
 
 
 def _date(checkout: float, rate: float) -> None:

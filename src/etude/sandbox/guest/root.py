@@ -38,12 +38,12 @@ def programs(interpreter: str) -> str:
     return own if named else PROGRAMS
 
 
-def link_programs(interpreter: str, at: str = PROGRAMS) -> None:
-    """Make the folder PROGRAMS, as `at`, unless the interpreter does without."""
+def link_programs(interpreter: str) -> None:
+    """Make the folder PROGRAMS, unless the interpreter does without."""
     if programs(interpreter) == PROGRAMS:
-        os.makedirs(at, exist_ok=True)
+        os.makedirs(PROGRAMS, exist_ok=True)
         for name in _NAMES:
-            os.symlink(interpreter, f"{at}/{name}")
+            os.symlink(interpreter, f"{PROGRAMS}/{name}")
 
 
 def build(prefix: str, interpreter: str, runner: dict[str, str]) -> None:
@@ -57,7 +57,6 @@ def build(prefix: str, interpreter: str, runner: dict[str, str]) -> None:
     binds += [(source, f"{RUNNER}/{name}") for name, source in runner.items()]
     etc = {name: f"/etc/{name}" for name in _ETC if os.path.isfile(f"/etc/{name}")}
     linux.mount("tmpfs", new, "tmpfs", linux.MS_NOSUID, "mode=755,size=16m")
-    link_programs(interpreter, new + PROGRAMS)
     folders = ("/proc", "/dev/shm", "/dev/pts", "/etc", "/home/user", "/tmp", "/var/tmp")
     for folder in (HOST, WORKSPACE, SITE, LAYER, SHARED, *folders):
         os.makedirs(new + folder, 0o755)
@@ -76,6 +75,7 @@ def build(prefix: str, interpreter: str, runner: dict[str, str]) -> None:
         os.symlink(target, path)
     for source, target in binds:
         _bind(HOST + source, target)
+    link_programs(interpreter)
     linux.bind(f"{HOST}/proc", "/proc", read_only=False)
     _etc()
     _dev()
