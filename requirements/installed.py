@@ -79,7 +79,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
         Step("doctor"), Step("demo --trainer.steps 2 --eval.max_tasks 8 --tasks.max_tasks 40"),
         Step("eval nano --suite outputs/demo/tasks --max-tasks 4 --samples 1"),
         Step("weights inspect outputs/demo/weights"), Step("export outputs/demo -o trajectories"),
-        Step("doctor mismatch outputs/demo"), Step("bench shared-prompt --quick --json"),
+        Step("bench shared-prompt --quick --json"),
     ),
     "live": (
         Step("live key create live.toml tenant name"), Step("live tenant live.toml tenant --consent"),
