@@ -170,6 +170,7 @@ def test_the_command_measures_an_url_and_goes_on_where_it_stopped(
         (("nano", "--key-file", "k"), "--key-file and --temperature belong to the URL"),
         (("ftp://h/v1", "--model", "m"), "is no URL of an API"),
         (("http://h/v1", "--model", "m", "--key-file", "gone"), "--key-file gone cannot be read"),
+        (("http://127.0.0.1:9/v1", "--model", "m"), "nothing answers at http://127.0.0.1:9/v1"),
         (("nano", "--turns", "0"), "turns"),
         (("nano", "--concurrency", "0"), "--concurrency is a number"),
         (

@@ -25,6 +25,7 @@ Api = Literal["openai", "anthropic"]
 Message = dict[str, Any]
 PATIENCE = 300.0  # seconds that one turn may wait for busy servers in all
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+REACH_SECONDS = 30.0  # for the first sign of a server
 _BUSY = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _TOO_LONG = ("context_length_exceeded", "prompt is too long", "maximum context length", "too many tokens")
 
@@ -82,6 +83,18 @@ class ChatModel:
     model: str
     api: Api = "openai"
     temperature: float | None = None
+
+
+def check_reachable(model: ChatModel) -> None:
+    """Raises UserError if nothing answers at the model's URL; any answer will do. Later on a server that is away is
+    waited for."""
+    try:
+        httpx2.get(model.url, timeout=REACH_SECONDS)
+    except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as e:
+        raise UserError(f"{model.url} is no URL of an API: {e}") from None
+    except httpx2.TransportError as e:
+        reason = str(e) or type(e).__name__
+        raise UserError(f"nothing answers at {model.url} ({reason}): check the address, or start the server") from None
 
 
 class ChatClient:

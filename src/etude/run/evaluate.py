@@ -26,7 +26,7 @@ from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
 from etude.models.files import check_folder
-from etude.protocol.chat import ChatClient, ChatModel
+from etude.protocol.chat import ChatClient, ChatModel, check_reachable
 from etude.protocol.client import EngineClient
 from etude.records import Budget, Episode, decode, encode
 from etude.renderers import Renderer, renderer_for
@@ -107,6 +107,8 @@ def measure_models(
             check_folder(model)
             load_tokenizer(model)
             check_foreign(dataset, measurement.renderer(model))
+        else:
+            check_reachable(model.chat)
     journals = [_open_journal(measurement, model, dataset, number) for number, model in enumerate(models)]
     with LiveView("eval", [str(m) for m in models], console=Console(stderr=True)) as view:
         results = []

@@ -53,7 +53,8 @@ def run(config: ServerConfig, access: Access = LOOPBACK) -> None:
         torch.set_num_threads(config.threads)
         # The engine's thread takes the GIL back from the event loop after this long: 5 ms would be a whole step.
         sys.setswitchinterval(0.0005)
-        with _stage(f"loading {Path(config.model).resolve().name} on {config.device}, and trying it"):
+        name = (*config.served_model_name, Path(config.model).resolve().name)[0]
+        with _stage(f"loading {name} on {config.device}, and trying it"):
             engine = load_engine(
                 config.model, config, max_length=config.max_model_len, deterministic=config.deterministic,
                 routes=config.routes,
