@@ -38,5 +38,5 @@ def test_commands_of_the_walk_through_exist() -> None:
     assert {"init", "tasks", "train", "eval", "serve", "doctor"} <= {*commands} <= {*COMMANDS}
     assert len(re.sub(r"^```.*?^```", "", page, flags=re.S | re.M).split()) <= 700
     quoted = re.findall(r"`((?:tasks|rollout|trainer|eval)\.\w+)`", page + (DOCS / "troubleshooting.md").read_text())
-    known = {name for name, _, _ in keys(RLConfig)}
+    known = {key.name for key in keys(RLConfig)}
     assert {*quoted} <= known

@@ -141,7 +141,7 @@ def test_damaged_folders_are_named(tmp_path):
     assert "is damaged" in broken("scramble", scramble)
     assert "model.norm.weight" in broken("drop", drop_tensor)
     assert "is missing" in broken("shard", lose_shard)
-    assert "is missing" in broken("weights", lambda f: (f / "model.safetensors").unlink())
+    assert "has no model.safetensors" in broken("weights", lambda f: (f / "model.safetensors").unlink())
     assert "no config.json" in broken("config", lambda f: (f / "config.json").unlink())
     assert "not valid JSON" in broken("json", lambda f: (f / "config.json").write_text("{"))
     assert "not a folder" in broken("gone", shutil.rmtree)
