@@ -175,7 +175,8 @@ def test_models_go_by_name_and_by_folder(tmp_path, monkeypatch):
     assert find_model("nano") == nano
     assert find_model("/gone/models/nano") == nano, "an installation may have moved"
     (tmp_path / "nano").mkdir()
-    assert find_model("nano") == tmp_path / "nano", "a folder that exists goes first"
+    assert find_model("nano") == nano, "a repository's folder does not stand in for a bundled model"
+    assert find_model("./nano") == tmp_path / "nano"
     with pytest.raises(UserError, match="nowhere is not a folder, nor the name of a bundled model"):
         find_model("nowhere")
 

@@ -48,6 +48,29 @@ def test_many_failures_are_no_accident(tmp_path):
     assert flaky(tmp_path) == []
 
 
+@pytest.mark.parametrize("then", ["pytest.skip('no server')", "os._exit(0)"])
+def test_what_does_not_pass_the_second_time_fails_the_suite(tmp_path, then):
+    (tmp_path / "test_again.py").write_text(f"""
+import os
+from pathlib import Path
+import pytest
+
+def test_again():
+    tried = Path(__file__).parent / "tried"
+    if tried.exists():
+        {then}
+    tried.touch()
+    assert False
+""")
+    assert suite(tmp_path, good=0) == 1
+    assert flaky(tmp_path) == []
+
+
+def test_options_of_the_caller_leave_no_test_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-x")
+    assert suite(tmp_path, once=1, twice=2) == 1
+
+
 @pytest.mark.parametrize("broken", ["import nothing_of_this_name", "import os; os._exit(3)"])
 def test_a_suite_that_did_not_run_whole_is_no_flake(tmp_path, broken):
     (tmp_path / "test_broken.py").write_text(broken)

@@ -65,6 +65,7 @@ def test_every_command_explains_itself_without_torch():
         (["doctor", "--what"], "unexpected argument '--what'"),
         (["serve", "none"], "none is not a folder, nor the name of a bundled model such as nano"),
         (["serve", "none@3"], "none@3 is not a folder"),
+        (["serve", "n" * 300], "... is longer than a name may be"),
         (["serve", TOML], "demo.toml is not a folder"),
         (["eval", "nano", "--suite", TINY, "--device", "nonsense"], "device = 'nonsense' is not there"),
         (["eval", "nano", "--suite", TINY, "-o", TOML], "demo.toml/model-0 cannot be made: Not a directory"),
@@ -109,6 +110,10 @@ def test_an_unknown_stage(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main.main(["train", "x.toml"])
     assert "unknown stage 'pretrain'; use midtrain, sft, apply or rl" in capsys.readouterr().err
+    (tmp_path / "x.toml").write_text('stage = ["rl"]')
+    with pytest.raises(SystemExit):
+        main.main(["train", "x.toml"])
+    assert "unknown stage ['rl']" in capsys.readouterr().err
 
 
 def test_serve_takes_the_sizes_that_its_refusals_name(monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
-from etude.config import RLConfig, validate
+from etude.config import RLConfig, bundled, validate
 from etude.rollout.environment import environment_dataset
 from etude.run.parts import renderer_of
 
@@ -132,3 +132,26 @@ def test_what_is_written_runs(repository: Path, init: list[str], words: list[str
     (run,) = (repository / "outputs").iterdir()
     report = json.loads((run / "report.json").read_text())
     assert all(report["checks"].values()), report["checks"]
+
+
+@pytest.mark.parametrize("pattern", ["\udcff", "a\x7fb"])
+def test_a_pattern_that_toml_cannot_hold_writes_nothing(repository: Path, pattern: str) -> None:
+    assert etude("init", "--exclude", pattern) == 2
+    assert not Path("etude.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("pyproject.toml", "a=" + "[" * 5000), ("src/tiny/deep.py", "x=" + "-" * 100000 + "1")]
+)
+def test_a_file_that_is_too_deep_is_one_sentence(repository: Path, name: str, text: str) -> None:
+    Path(name).write_text(text)
+    assert etude("init") == 2
+    assert not Path("etude.toml").exists()
+
+
+def test_a_folder_of_the_repository_does_not_stand_in_for_the_bundled_model(repository: Path) -> None:
+    Path("nano").mkdir()
+    Path("nano/config.json").write_text('{"stage": "rl", "store": "s3://theirs", "tasks": {"repository": "x"}}')
+    assert etude("init") == 0
+    config = validate(RLConfig, tomllib.loads(Path("etude.toml").read_text()), "etude.toml")
+    assert config.model.path == str(bundled("models/nano"))

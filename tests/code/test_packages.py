@@ -38,6 +38,12 @@ def _member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int 
     return info
 
 
+def _aged(when: str) -> tarfile.TarInfo:
+    info = _member("lib-1.0/aged")
+    info.pax_headers = {"mtime": when}
+    return info
+
+
 def _unpacked(folder: Path, *members: tarfile.TarInfo) -> Path:
     """What becomes of a package that holds lib-1.0/a, three bytes long, and these members."""
     with tarfile.open(folder / "a.tar", "w") as tar:
@@ -80,6 +86,19 @@ def test_a_link_becomes_a_copy_and_nothing_is_written_through_it(tmp_path: Path)
     assert sorted(path.name for path in (folder / "sub").iterdir()) == ["c"]
     assert (folder / "run").stat().st_mode & 0o777 == 0o755
     assert (folder / "b").stat().st_mtime == 86_400
+
+
+@pytest.mark.parametrize("member", [_member("lib-1.0/" + "n" * 300), _aged("nan"), _aged("1e30")])
+def test_what_cannot_be_written_is_one_sentence(tmp_path: Path, member: tarfile.TarInfo) -> None:
+    with pytest.raises(UserError, match="cannot be unpacked safely"):
+        _unpacked(tmp_path, member)
+
+
+def test_an_archive_that_was_cut_off_is_one_sentence(tmp_path: Path) -> None:
+    _archive(tmp_path / "a.tar.gz", {"lib-1.0/lib.py": b"x = 1\n"})
+    (tmp_path / "a.tar.gz").write_bytes((tmp_path / "a.tar.gz").read_bytes()[:-20])
+    with pytest.raises(UserError, match="cannot be unpacked safely"):
+        packages.unpack(tmp_path / "a.tar.gz", tmp_path / "out")
 
 
 def test_copies_of_links_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,3 +212,17 @@ def test_licence(tmp_path: Path, text: str, expected: str) -> None:
     assert licence.find_licence(tmp_path)[0] == expected
     (tmp_path / "pyproject.toml").write_text('[project]\nlicense = "0BSD"\n')
     assert licence.find_licence(tmp_path) == ("0BSD", "pyproject.toml")
+
+
+@pytest.mark.parametrize("name", [
+    "evil.tar.gz", "evil.zip", "evil.tgz[x]", "evil.TAR.XZ ; python_version > '3'", "evil===1.zip", "evil==1+a.zip",
+    "evil===/sub", "evil.tar.lzma", "evil[x]===a.whl",
+])  # fmt: skip
+def test_a_requirement_is_never_a_file_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """pip builds a file or folder of that name, and so runs it; `etude train` begins in the repository."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(packages, "_pip", lambda *_: pytest.fail("pip was asked"))
+    with pytest.raises(UserError, match=r"may be a file of the current folder|cannot be read"):
+        packages.install([name], tmp_path / "site")
+    assert packages.plain("lib.tar >=1.0") == "lib.tar >=1.0"
+    assert packages.plain("ruamel.yaml[zip]==0.18.*") == "ruamel.yaml[zip]==0.18.*"

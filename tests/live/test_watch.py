@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -366,6 +367,22 @@ def test_what_goes_wrong_in_a_hook_is_seen_and_stops_no_commit(desk: Desk, monke
     assert "etude live hook, the last time: etude: the gateway asks for an API key: set ETUDE_API_KEY" in commit()
     remove_hooks(repository)
     assert not log.exists()
+
+
+def test_hooks_are_written_through_no_link(desk: Desk, tmp_path: Path) -> None:
+    repository, place = TextRepository(desk.root), tmp_path / "outside"
+    place.write_text("mine")
+    (desk.root / ".git/hooks").mkdir(exist_ok=True)
+    (desk.root / ".git/hooks/.post-commit.etude").symlink_to(place)
+    install_hooks(repository, "http://127.0.0.1:9", [])
+    assert place.read_text() == "mine"
+    remove_hooks(repository)
+    shutil.rmtree(desk.root / ".git/hooks")
+    (tmp_path / "elsewhere").mkdir()
+    (desk.root / ".git/hooks").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="hooks is a link"):
+        install_hooks(repository, "http://127.0.0.1:9", [])
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_only_a_project_that_agreed_is_watched(desk: Desk, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -66,3 +67,12 @@ def test_an_engine_needs_a_python_that_has_it(monkeypatch: pytest.MonkeyPatch) -
         check_python(config(inference={"engine": "vllm"}).inference)
     check_python(config(inference={"engine": "vllm", "urls": ["http://127.0.0.1:1"]}).inference)
     check_python(config().inference)
+
+
+def test_the_folder_of_the_run_has_no_part_in_the_check_of_a_python(tmp_path, monkeypatch) -> None:
+    for name in ("csv", "email", "textwrap"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="has no sglang"):
+        check_python(config(inference={"engine": "sglang", "python": sys.executable}).inference)
+    assert not (tmp_path / "marker").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -290,3 +291,16 @@ def test_frameworks() -> None:
     assert scripts.is_test_file("src/__tests__/a.ts")
     assert not scripts.is_test_file("test/types.test-d.ts")
     assert not scripts.is_test_file("latest.js")
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+def test_npm_takes_no_settings_of_a_repository_around_the_folder(tmp_path, monkeypatch):
+    """A dataset may lie in its repository, whose package.json may call that folder a workspace of its own."""
+    site = tmp_path / "outputs/run/tasks.incomplete/site"
+    (site / "node_modules").mkdir(parents=True)
+    (site / "package.json").write_text('{"private": true}')
+    (tmp_path / "package.json").write_text('{"name": "root", "workspaces": ["outputs/*/*/site"]}')
+    run, done = subprocess.run, []
+    monkeypatch.setattr(node.subprocess, "run", lambda *a, **options: done.append(run(*a, **options)) or done[-1])
+    node.npm(["prefix"], site, 60.0)
+    assert Path(done[0].stdout.strip()) == site

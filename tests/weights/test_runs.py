@@ -1,9 +1,13 @@
 """A run's folder in the place of a model: which version is taken, and what is said where there is none."""
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from etude import runfolder
 from etude.cli import main
@@ -14,6 +18,7 @@ from etude.store import open_store
 from etude.trainer.finetune.config import SftConfig
 from etude.weights.receiver import materialise
 from etude.weights.runs import model_folder, with_models
+from etude.weights.signature import keygen
 from tests.helpers.trainer_runs import new_run, publish_versions
 
 
@@ -45,12 +50,44 @@ def test_the_newest_version_another_one_and_the_best(made):
     assert model_folder(run) == newest
     assert (newest / "model.safetensors").stat().st_mtime_ns == written, "it is written once"
     assert holds(model_folder(f"{run}@1"), run, config, 1)
-    (run / "report.json").write_text('{"best": 0, "seed": 1}')
+    (run / "report.json").write_text('{"best": 0, "seed": 1, "steps": 3}')
     assert holds(model_folder(run), run, config, 0)
+    (run / "report.json").write_text('{"best": 1, "seed": 1, "steps": 1}')
+    assert model_folder(run) == newest, "the run was continued after its report, and not to its end"
     (run / "report.json").write_text("{")
     with pytest.raises(UserError, match=r"report.json is damaged .*: name a version, as .*run@3"):
         model_folder(run)
     (run / "report.json").unlink()
+
+
+def test_two_that_ask_at_once_get_the_same_whole_folder(tmp_path, monkeypatch):
+    run, config = new_run(tmp_path)
+    publish_versions(run, config, 2, {})
+    began, save = threading.Event(), PreTrainedModel.save_pretrained
+
+    def slow(self, *arguments, **options):
+        save(self, *arguments, **options)
+        began.set()
+        time.sleep(0.5)  # in which the other one begins
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(model_folder, run)
+        assert began.wait(60)
+        second = pool.submit(model_folder, run)
+        assert first.result(60) == second.result(60) == run / "models" / "1"
+    assert holds(run / "models" / "1", run, config, 1)
+
+
+def test_a_run_that_signs_its_versions_serves_no_others(tmp_path):
+    run, config = new_run(tmp_path)
+    publish_versions(run, config, 2, {})
+    keygen(tmp_path / "key")
+    weights = config.weights.model_copy(update={"signing_key": str(tmp_path / "key")})
+    signed = config.model_copy(update={"weights": weights})
+    (run / "config.json").write_text(signed.model_dump_json())
+    with pytest.raises(UserError, match="not signed"):
+        model_folder(run)
 
 
 def test_commands_on_weights_name_runs(made, tmp_path, monkeypatch):

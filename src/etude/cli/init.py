@@ -48,6 +48,8 @@ def repository_toml(repository: Path, exclude: list[str]) -> tuple[str, str]:
     from etude.code import declared
     from etude.tasks.build import read_functions, survey
 
+    if unnamed := next((pattern for pattern in exclude if not pattern.isprintable()), None):
+        raise UserError(f"--exclude {unnamed!r} has characters that no configuration holds: give a pattern")
     found = survey(repository, exclude)
     fit = [f for f in read_functions(repository, found)[1] if 1 <= f.body_lines <= 20]
     if not fit:

@@ -8,6 +8,7 @@ that `etude --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -56,7 +57,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         _fail(sentence)
     except PermissionError as e:
+        if e.filename is None:  # a port, a process, a mount: no path
+            raise
         _fail(f"{e.filename} is not yours to read or write ({e.strerror}): name another path, or change its rights")
+    except OSError as e:
+        if e.errno != errno.ENAMETOOLONG:
+            raise
+        _fail(f"{str(e.filename)[:60]}... is longer than a name may be: name another path")
     except RunFailed as e:
         print(f"etude: {e}", file=sys.stderr)
         sys.exit(1)

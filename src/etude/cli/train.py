@@ -140,7 +140,7 @@ def _finetune(
     kinds = stage_kinds()
     if stage == "live":
         raise UserError(f"{where} is of stage live: see `etude live --help`")
-    if stage not in kinds:
+    if not isinstance(stage, str) or stage not in kinds:
         raise UserError(f"{where}: unknown stage {stage!r}; use midtrain, sft, apply or rl")
     config: Any = with_models(validate(kinds[stage], data, where))
     folder = folder or OUTPUTS / config.name

@@ -6,6 +6,7 @@ a link to a file of the archive becomes a copy of that file.
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 import shutil
@@ -39,6 +40,12 @@ def extract(archive: tarfile.TarFile, found: dict[str, tarfile.TarInfo | None], 
                 _write(archive, file, target)
         except (FileExistsError, NotADirectoryError, IsADirectoryError):
             raise tarfile.ExtractError(f"{path} is a file and a folder") from None
+        except (ValueError, OverflowError) as e:  # of an age that is none
+            raise tarfile.ExtractError(f"{path}: {e}") from None
+        except OSError as e:
+            if e.errno != errno.ENAMETOOLONG:
+                raise
+            raise tarfile.ExtractError(f"{path[:100]}... is too long a name") from None
 
 
 def _inside(name: str) -> str:

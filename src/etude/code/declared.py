@@ -26,7 +26,7 @@ def pyproject(repository: Path) -> dict[str, Any]:
         return {}
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
         raise UserError(f"{path} cannot be read ({e}); repair it.") from None
 
 
@@ -41,7 +41,8 @@ def setup_cfg(repository: Path) -> ConfigParser:
     """setup.cfg; empty if there is none. Raises UserError if it cannot be read."""
     config = ConfigParser(interpolation=None)
     try:
-        config.read(repository / "setup.cfg", encoding="utf-8")
+        if (repository / "setup.cfg").is_file():  # no pipe, nor a link to a device
+            config.read(repository / "setup.cfg", encoding="utf-8")
     except (ConfigError, UnicodeDecodeError) as e:
         raise UserError(f"{repository / 'setup.cfg'} cannot be read ({str(e).splitlines()[0]}); repair it.") from None
     return config

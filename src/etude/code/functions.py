@@ -159,11 +159,12 @@ def read_source(repository: Path, path: str) -> str:
     try:
         text = data.decode()
         ast.parse(text)
-    except (SyntaxError, ValueError) as e:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         line = getattr(e, "lineno", None)
         where = f"{path}, line {line}" if line else path
+        said = getattr(e, "msg", e) if isinstance(e, SyntaxError | ValueError) else "too deep for its parser"
         raise UserError(
-            f"{where} is not valid Python ({getattr(e, 'msg', e)}); fix it or leave it out with `--exclude {path}`."
+            f"{where} is not valid Python ({said}); fix it or leave it out with `--exclude {path}`."
         ) from None
     return text
 

@@ -4,7 +4,9 @@ Nothing of a fetched package is run, nor of what depends on it: wheels and sourc
 isolated from the current folder, takes wheels alone, and gets requirements that are names and versions.
 """
 
+import gzip
 import hashlib
+import lzma
 import re
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from etude.errors import UserError
 
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.!+_-]*")
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_FILE = re.compile(r"/|\.(zip|whl|tar|tar\.\w+|tgz|tbz|tlz|txz)$", re.IGNORECASE)  # pip takes it if it is there
 _MAX_BYTES = 512 << 20  # of an unpacked package; a small archive may hold an endless file
 
 
@@ -71,7 +75,7 @@ def unpack(archive: Path, into: Path) -> Path:
             if sum(file.size for file in found.values() if file is not None) > _MAX_BYTES:
                 raise UserError(f"{archive.name} unpacks to more than {_MAX_BYTES >> 20} MiB; give a smaller library.")
             archives.extract(tar, found, into)
-    except tarfile.TarError as e:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as e:
         raise UserError(f"{archive.name} cannot be unpacked safely ({e}); use another package.") from None
     folders = [path for path in into.iterdir() if path.is_dir()]
     if len(folders) != 1:
@@ -118,6 +122,8 @@ def plain(line: str) -> str:
         raise UserError(f"the requirement {text!r} cannot be read; write a name and versions (PEP 508).") from None
     if requirement.url is not None:
         raise UserError(f"the requirement {text!r} is an address: {where}.")
+    if _FILE.search(re.sub(r"\[[^]]*\]$", "", text.partition(";")[0].strip())):  # `name.tar.gz` is a name, too
+        raise UserError(f"the requirement {text!r} may be a file of the current folder: {where}.")
     return text
 
 

@@ -35,7 +35,7 @@ from etude.config.sandbox import (
     ServiceSandboxConfig,
     validate_sandbox,
 )
-from etude.config.sections import Section, bundled, find_model, import_object, keys, validate
+from etude.config.sections import Section, bundled, bundled_model, find_model, import_object, keys, validate
 from etude.config.tasks import BuildConfig, EditTableConfig, TaskKind, TasksConfig, TaskSource, WeightedSource
 
 __all__ = [
@@ -45,5 +45,5 @@ __all__ = [
     "LoraConfig", "LossConfig", "Mask", "ModelConfig", "NamespaceSandboxConfig", "OnPolicyDistillConfig", "RLConfig",
     "RewardConfig", "RolloutConfig", "SandboxConfig", "Section", "ServerConfig", "ServiceSandboxConfig", "TaskKind",
     "TaskSource", "TasksConfig", "TrainerConfig", "WeightSource", "WeightedSource", "WeightsConfig", "bundled",
-    "find_model", "import_object", "keys", "validate", "validate_sandbox",
+    "bundled_model", "find_model", "import_object", "keys", "validate", "validate_sandbox",
 ]  # fmt: skip

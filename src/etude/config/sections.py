@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 import sys
 import types
 import typing
@@ -46,13 +47,22 @@ def bundled(path: str) -> Path | None:
     return next((root / path for root in (package / "bundled", package.parents[1]) if (root / path).exists()), None)
 
 
+def bundled_model(name: str | Path) -> Path | None:
+    """The bundled model of a name without folders; None if there is none."""
+    return bundled(f"models/{name}") if re.fullmatch(r"\w[\w.-]*", str(name)) else None
+
+
 def find_model(name: str | Path) -> Path:
-    """The absolute folder of a model: `name` is a folder, or the name of a bundled model. Raises UserError. A folder
-    `models/NAME` that is gone is looked for among the bundled models, because an installation may have moved."""
+    """The absolute folder of a model: `name` is the name of a bundled model, or a folder. Raises UserError. A bundled
+    model goes before a folder of its name (write `./NAME`), for the current folder may be a repository that tasks are
+    made of. A folder `models/NAME` that is gone is looked for among the bundled models, because an installation may
+    have moved."""
+    if (own := bundled_model(name)) is not None:
+        return own
     path = Path(name)
     if path.is_dir():
         return path.absolute()
-    folder = bundled(f"models/{path.name}") if path.parent.name in ("", "models") else None
+    folder = bundled(f"models/{path.name}") if path.parent.name == "models" else None
     if folder is None:
         raise UserError(
             f"{name} is not a folder, nor the name of a bundled model such as nano: give an HF folder, or that of a run"

@@ -36,9 +36,12 @@ def install_hooks(repository: TextRepository, gateway: str, agents: Sequence[Pat
     for place in places:
         if place.exists() and _MARK not in place.read_text(errors="replace"):
             raise UserError(f"{place} is another's hook; add this line to it: {_line(repository, gateway, agents)}")
+    if places[0].parent.is_symlink():
+        raise UserError(f"{places[0].parent} is a link, and git's own is a folder: make it one")
     for place in places:
         place.parent.mkdir(exist_ok=True)
         temporary = place.with_name(f".{place.name}.etude")
+        temporary.unlink(missing_ok=True)  # it may be a link
         temporary.write_text(f"#!/bin/sh\n{_MARK}\n{_line(repository, gateway, agents)}\n")
         temporary.chmod(0o755)
         os.replace(temporary, place)

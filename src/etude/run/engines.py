@@ -137,7 +137,9 @@ def check_python(inference: InferenceConfig) -> None:
     python = _python(inference)
     code = f"import importlib.metadata as m; print(m.version({inference.engine!r}))"
     try:
-        found = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+        found = subprocess.run(
+            [python, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as e:
         why = (getattr(e, "stderr", None) or str(e)).strip().splitlines()[-1:]
         raise UserError(

@@ -39,7 +39,10 @@ def npm(arguments: list[str], folder: Path, timeout: float) -> None:
     if shutil.which("npm") is None:
         raise UserError("npm is not installed; install Node.js, or leave JavaScript repositories out.")
     # A package that is a git address would be fetched by git with settings of its own, and built.
-    command = ["npm", *arguments, "--git=/bin/false", "--no-audit", "--no-fund", "--loglevel=error"]
+    # A package.json above that names `folder` as a workspace would bring the settings beside it, which can send this
+    # machine's environment to a registry of theirs.
+    own = ["--no-workspaces", "--git=/bin/false"]
+    command = ["npm", *arguments, *own, "--no-audit", "--no-fund", "--loglevel=error"]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:

@@ -6,6 +6,8 @@ theirs. `RUN@12` names version 12.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import msgspec
 
 from etude import runfolder
-from etude.config import RLConfig, Section, find_model
+from etude.config import RLConfig, Section, bundled_model, find_model
 from etude.errors import UserError
 from etude.store import Store, open_store
 
@@ -27,14 +29,15 @@ class _RunHead(msgspec.Struct):
 
 
 class _ReportHead(msgspec.Struct):
-    """Of report.json, the version that the run measured as its best."""
+    """Of report.json, the version that the run measured as its best, and the newest one there was."""
 
     best: int | None = None
+    steps: int | None = None
 
 
 def model_folder(name: str | Path) -> Path:
     """The Hugging Face folder that `name` stands for. Raises UserError."""
-    return _of_run(name) or find_model(name)
+    return bundled_model(name) or _of_run(name) or find_model(name)
 
 
 def with_models(config: Any) -> Any:
@@ -79,16 +82,25 @@ def _of_run(name: str | Path) -> Path | None:
 def _exported(run: Path, config: RLConfig, version: int | None) -> Path:
     from etude.models.loading import model_id
     from etude.weights.export import export
-    from etude.weights.signature import Trust
+    from etude.weights.signature import Trust, public_key
 
     if config.store is None and not (run / "weights").is_dir():  # looking at a store does not make one
         raise _nothing_yet(run)
     store = open_store(f"{config.store or run}/weights")
     version = _newest_or_best(run, store) if version is None else version
     out = run.absolute() / "models" / str(version)
-    if not out.is_dir():
-        base = model_folder(config.model.path)
-        export(store, version, base, out, Trust(None, model=model_id(base)))
+    if out.is_dir():
+        return out
+    base, key = model_folder(config.model.path), config.weights.signing_key
+    trust = Trust(None if key is None else public_key(Path(f"{key}.pub")), model=model_id(base))
+    runfolder.make(out.parent)
+    held = os.open(out.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)  # another process may be writing it
+        if not out.is_dir():
+            export(store, version, base, out, trust)
+    finally:
+        os.close(held)
     return out
 
 
@@ -97,17 +109,17 @@ def _nothing_yet(run: Path) -> UserError:
 
 
 def _newest_or_best(run: Path, store: Store) -> int:
-    """The version that the run's report names as its best; without one the newest. Raises UserError if there is
-    none."""
+    """The version that the run's report names as its best; the newest if there is no report, or if the run went on
+    after it. Raises UserError if there is none."""
     from etude.weights.manifest import versions
 
     numbers = versions(store)
     if not numbers:
         raise _nothing_yet(run)
     try:
-        best = msgspec.json.decode((run / "report.json").read_bytes(), type=_ReportHead).best
+        report = msgspec.json.decode((run / "report.json").read_bytes(), type=_ReportHead)
     except FileNotFoundError:
-        best = None
+        report = _ReportHead()
     except (OSError, msgspec.MsgspecError) as e:
         raise UserError(f"{run / 'report.json'} is damaged ({e}): name a version, as {run}@{numbers[-1]}") from None
-    return numbers[-1] if best is None else best
+    return numbers[-1] if report.best is None or report.steps != numbers[-1] else report.best
