@@ -68,7 +68,10 @@ def make(folder: Path) -> None:
 def check_new(folder: Path) -> None:
     """Raises UserError if the folder exists."""
     if folder.exists():
-        raise UserError(f"{folder} already holds a run; continue it with --resume, or choose another --name")
+        raise UserError(
+            f"{folder} already holds a run; continue it with `etude train --resume {folder}`, choose another --name, "
+            "or delete the folder"
+        )
 
 
 def create(folder: Path, config: RLConfig, toml: str | None) -> None:

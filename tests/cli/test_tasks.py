@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,17 @@ def test_flags_are_the_options() -> None:
     }
     assert options == BuildConfig(**changed)
     assert from_flags(parsed("fast-apply", "repo", "-o", "out"), EditTableConfig) == EditTableConfig()
+
+
+def test_the_tasks_of_a_run_are_those_of_its_configuration(tmp_path: Path) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text('[tasks]\nrepository = "lib"\nmax_tasks = 7\nkinds = ["class"]\n')
+    source = tasks._source(parsed("build", str(toml), "-o", "out", "--max-tasks", "9"))
+    assert (source.repository, source.max_tasks, source.kinds) == (str(Path("lib").absolute()), 9, ("class",))
+    for text in ('[tasks]\ndataset = "d"\n', "[model]\n"):
+        toml.write_text(text)
+        with pytest.raises(UserError, match=r"does not say in \[tasks\] which repository"):
+            tasks._source(parsed("build", str(toml), "-o", "out"))
 
 
 def test_wrong_values_are_refused_in_a_sentence() -> None:

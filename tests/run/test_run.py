@@ -372,6 +372,17 @@ def test_documents_that_the_engine_could_not_hold(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+def test_a_run_whose_tasks_cannot_be_made_leaves_nothing(tmp_path):
+    """So that the mended configuration can have its name."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/lib.py").write_text("def one():\n    return 1\n")
+    config = CONFIG.replace(f'dataset = "{ROOT / "tests/tasks/data/tiny"}"', "").replace("unused", "lib")
+    code, output = finished(start(tmp_path, config=config))
+    assert code == 2
+    assert "lib has no test modules" in output.splitlines()[-1]
+    assert list((tmp_path / "outputs").iterdir()) == []
+
+
 def test_a_repository_that_is_not_there(tmp_path):
     config = CONFIG.replace(f'dataset = "{ROOT / "tests/tasks/data/tiny"}"', "").replace("unused", "nowhere")
     assert "nowhere is not a folder" in refused(tmp_path, config=config)

@@ -58,6 +58,15 @@ def test_a_folder_of_a_repository(tmp_path: Path) -> None:
     assert inventory.take(write(root / "out/lib", {"m.py": ""})) == inventory.Inventory(files=("m.py",))
 
 
+def test_runs_in_a_folder_that_git_does_not_track_are_left_out(tmp_path: Path) -> None:
+    for name in ("a.py", "outputs/run/config.json", "outputs/run/tasks/site/a.py", "outputs/b.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    taken = inventory.take(tmp_path)
+    assert taken.files == ("a.py", "outputs/b.py")
+    assert taken.excluded
+
+
 def test_submodules(tmp_path: Path) -> None:
     clone(tmp_path / "inner", {"data.txt": "1", "tests/test_inner.py": ""})
     root = clone(tmp_path / "outer", {"m.py": ""})

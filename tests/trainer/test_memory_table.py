@@ -144,9 +144,9 @@ def test_offload_moves_bytes_to_the_host(tmp_path):
     assert plain.needed("cuda:0") - away.needed("cuda:0") >= inputs + states
 
 
-def test_a_dry_run_without_a_model_folder_has_no_table(tmp_path, capsys):
+def test_a_dry_run_without_a_model_folder_is_refused_as_the_run_is(tmp_path, capsys):
     (tmp_path / "a.toml").write_text('[tasks]\nrepository = "x"\n')
     with pytest.raises(SystemExit) as stop:
         main.main(["train", str(tmp_path / "a.toml"), "--dry-run", "--model.path", str(tmp_path / "none")])
-    assert not stop.value.code
-    assert "no memory table" in capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "none has no config.json" in capsys.readouterr().err

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 
-from etude.cli.flags import add_flags, from_flags
-from etude.config import BuildConfig, EditTableConfig
+from etude.cli.flags import add_flags, from_flags, given
+from etude.cli.overlays import read_toml
+from etude.config import BuildConfig, EditTableConfig, RLConfig, TaskSource, validate
+from etude.errors import UserError
 
 SHOWN_FAILURES = 20
 
@@ -17,7 +20,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """The arguments of `etude tasks` and of its actions."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     build = actions.add_parser("build", help="make gated tasks from a repository", allow_abbrev=False)
-    build.add_argument("repository", type=Path, help="folder of a Python or JavaScript repository with tests")
+    what = "folder of a Python or JavaScript repository with tests, or the TOML of a run on one"
+    build.add_argument("repository", type=Path, help=what)
     build.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     add_flags(build, BuildConfig)
     check = actions.add_parser("check", help="run the gates of a task dataset again", allow_abbrev=False)
@@ -44,16 +48,29 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
 
 def _build(arguments: argparse.Namespace) -> int:
     from etude.cli.progress import bar
-    from etude.tasks.build import build
+    from etude.run.inputs import build_source
 
-    options, output = from_flags(arguments, BuildConfig), arguments.output
-    with bar() as progress:
-        manifest = build(arguments.repository, output, options, progress).manifest
+    output, source = arguments.output, _source(arguments)
+    with bar() as progress, tempfile.TemporaryDirectory(prefix="etude-library-") as library:
+        manifest = build_source(source, Path(library), output, progress).manifest
     counts = manifest.counts
     for warning in manifest.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"{counts['train']} train and {counts['heldout']} held-out tasks in {output}; see {output / 'DATACARD.md'}")
     return 0
+
+
+def _source(arguments: argparse.Namespace) -> TaskSource:
+    """The repository, under the flags; of a TOML that of its [tasks], under the flags. Raises UserError."""
+    path, flags = arguments.repository, given(arguments, BuildConfig)
+    if path.suffix != ".toml" or path.is_dir():
+        return from_flags(arguments, TaskSource, repository=str(path))
+    data = read_toml(path)
+    tasks = data.get("tasks")
+    source = tasks | flags if isinstance(tasks, dict) else None
+    if source is None or "repository" not in source or source.keys() & {"sources", "dataset", "harbor"}:
+        raise UserError(f"{path} does not say in [tasks] which repository its tasks are made from: give its folder")
+    return validate(RLConfig, data | {"tasks": source}, str(path)).tasks
 
 
 def _check(arguments: argparse.Namespace) -> int:

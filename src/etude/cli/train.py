@@ -111,7 +111,7 @@ def _print_memory(config: RLConfig) -> None:
     except ModuleNotFoundError as e:
         return print(f"no memory table: this installation has no {e.name}", file=sys.stderr)
     if not (Path(config.model.path) / "config.json").is_file():
-        return print(f"no memory table: {config.model.path} has no config.json", file=sys.stderr)
+        raise UserError(f"{config.model.path} has no config.json: give the path of a Hugging Face model folder")
     table = memory_table(config)
     print(table.text(), file=sys.stderr)
     if refusal := table.refusal():

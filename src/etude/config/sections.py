@@ -171,6 +171,8 @@ def error_sentence(
             return f"{where}: {key} is a table: give its keys, such as {below[0]}"
     if first["type"] == "missing":
         return f"{where}: {key} is needed{shape}"
+    if first["type"] == "tuple_type":
+        return f"""{where}: {key} is a list: write '["a", "b"]'"""
     return f"{where}: {key}: {first['msg'].removeprefix('Value error, ')}"
 
 

@@ -45,6 +45,7 @@ class LiveView:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._console = console or Console()
+        self._draws = self._console.is_terminal and not self._console.is_dumb_terminal  # TERM=dumb asks for lines
         self._clock = clock
         self._title = inert(title)
         self._stages = tuple(stages)
@@ -65,7 +66,7 @@ class LiveView:
         )
 
     def __enter__(self) -> LiveView:
-        if self._console.is_terminal:
+        if self._draws:
             self._live.start()
         return self
 
@@ -124,7 +125,7 @@ class LiveView:
             self._stage = ""
 
     def _plain(self, line: str, force: bool = False) -> None:
-        if self._console.is_terminal:
+        if self._draws:
             return
         now = self._clock()
         if force or now - self._last_line >= _LINE_SECONDS:

@@ -78,7 +78,7 @@ def evaluate_edits(
     if len(models) == 2:
         first, second = ([[a.grade == EditGrade.EXACT] for a in applied] for _, applied, _ in named[1:])
         difference = paired_difference(first, second, _clusters(examples))
-        print(f"second minus first, exact: {difference.percent}")
+        print(f"second minus first, exact: {difference.points}")
         report["paired_diff"] = msgspec.to_builtins(difference)
     if as_json:
         print(json.dumps(report))

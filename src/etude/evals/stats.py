@@ -30,6 +30,11 @@ class Estimate(Record, frozen=True):
         """A share and its interval in percent."""
         return f"{100 * self.mean:.1f} % [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
+    @property
+    def points(self) -> str:
+        """A difference of shares and its interval in percentage points."""
+        return f"{100 * self.mean:+.1f} points [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
+
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Probability that at least one of `k` samples passes, unbiased, when `c` of `n` passed: 1 - C(n-c, k) / C(n, k).

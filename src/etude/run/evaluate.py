@@ -84,7 +84,7 @@ def evaluate_models(
         _show(model, result)
     difference = compare(results[0], results[1]).difference if len(results) == 2 else None
     if difference is not None:
-        print(f"second minus first: {difference.percent}")
+        print(f"second minus first: {difference.points}")
     if as_json:
         measured = [
             {"model": str(model), **msgspec.to_builtins(result, str_keys=True)}

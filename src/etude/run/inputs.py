@@ -137,13 +137,13 @@ def build_dataset(config: RLConfig, folder: Path, note: Callable[[str, int, int]
         return dataset
     tasks = config.tasks
     if not tasks.sources:
-        return _build_source(tasks, folder, folder / "tasks", note)
+        return build_source(tasks, folder, folder / "tasks", note)
     parts: list[Dataset] = []
     for number, source in enumerate(tasks.sources):
         built = folder / "tasks" / str(number)
         built.parent.mkdir(exist_ok=True)
         try:
-            parts.append(source_dataset(source, built) or _build_source(source, folder, built, note))
+            parts.append(source_dataset(source, built) or build_source(source, folder, built, note))
         except UserError as e:
             raise UserError(f"tasks.sources: {source.where} gives no tasks: {e}") from None
     return mix(parts, [source.weight for source in tasks.sources])
@@ -183,7 +183,8 @@ def _refuse_foreign(renderer: Renderer, sandbox: SandboxConfig | None, forks: in
         raise UserError(f"foreign Harbor tasks cannot be played with {why}")
 
 
-def _build_source(source: TaskSource, folder: Path, built: Path, note: Callable[[str, int, int], None]) -> Dataset:
+def build_source(source: TaskSource, folder: Path, built: Path, note: Callable[[str, int, int], None]) -> Dataset:
+    """The dataset of a repository, in the folder `built`; a package is fetched into `folder`. Raises UserError."""
     if source.harbor is not None:
         fraction = source.heldout_fraction
         return foreign.build([Path(source.harbor)], built, note, heldout_fraction=fraction)[0]

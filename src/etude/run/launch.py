@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -79,7 +80,13 @@ def train_rl(
         if runfolder.config_changed(folder):
             print(f"etude: {folder / 'config.json'} has changed since the last attempt", file=sys.stderr, flush=True)
         logs = runfolder.new_attempt(folder)
-        inputs = _open_inputs(config, folder, view)
+        try:
+            dataset = _dataset(config, folder, view)
+        except UserError:
+            if not resume:  # nothing of it is worth continuing, and the mended configuration may have its name
+                shutil.rmtree(folder)
+            raise
+        inputs = _open_inputs(config, folder, dataset)
         view.stage("start engines")
         token = engine_token()
         children, urls = start_engines(folder, config, logs, token, holds=[lock])
@@ -105,8 +112,8 @@ def train_rl(
     return report
 
 
-def _open_inputs(config: RLConfig, folder: Path, view: LiveView) -> _Inputs:
-    """Before any process leases or trains: tasks are built, the ledger recovers, and the logprob probes are stored."""
+def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
+    """The run's tasks, built if need be, less those that it cannot train on. Raises UserError."""
     if config.sandbox.type != "namespace":
         print(f"sandbox.type = {config.sandbox.type!r} is for episodes; tasks are built in namespaces", file=sys.stderr)
     with _stage(folder, view, "build tasks"):
@@ -116,6 +123,11 @@ def _open_inputs(config: RLConfig, folder: Path, view: LiveView) -> _Inputs:
             print(f"warning: {part.name}: {warning}", file=sys.stderr)
     dataset = trainable(dataset, [source.min_decided for source in config.tasks.sources or (config.tasks,)])
     check_foreign(dataset, renderer_of(config), config.sandbox, config.rollout.forks)
+    return dataset
+
+
+def _open_inputs(config: RLConfig, folder: Path, dataset: Dataset) -> _Inputs:
+    """Before any process leases or trains: the ledger recovers, and the logprob probes are stored."""
     root = config.store or str(folder)
     weights, answers = open_store(f"{root}/weights"), open_store(f"{root}/probes")
     length = min(probes.TOKENS, config.rollout.context)

@@ -137,9 +137,10 @@ def survey(repo: Path, exclude: Sequence[str]) -> Survey:
     layout = discover.layout(repo, (*taken.files, *generated), pytest.is_module, pytest.pythonpath)
     if not layout.modules:
         where = f" in {', '.join(pytest.testpaths)} ({pytest.source})" if pytest.testpaths else ""
-        raise UserError(
-            f"{repo} has no test modules (test_*.py){where}, and doctests alone could be edited; add tests."
-        )
+        above = repo.resolve().parent
+        rooted = any((above / name).is_file() for name in ("pyproject.toml", "setup.py", "setup.cfg"))
+        cure = f"go to the project's folder, {above}" if rooted else "add tests"
+        raise UserError(f"{repo} has no test modules (test_*.py){where}, and doctests alone could be edited; {cure}.")
     return Survey(taken, layout, False, pytest, version, generated, layout.modules)
 
 

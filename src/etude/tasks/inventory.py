@@ -64,7 +64,8 @@ def take(repository: Path, exclude: Sequence[str] = ()) -> Inventory:
     names = _named(staged)
     if clone is None or not names:
         found = functions.clean_files(repository)
-        excluded = tuple(path for path in found if excludes(path, exclude))
+        runs = [f"outputs/{path.parent.name}" for path in repository.glob("outputs/*/config.json")]  # of etude
+        excluded = tuple(path for path in found if excludes(path, (*exclude, *runs)))
         return _checked(repository, Inventory(tuple(sorted({*found} - {*excluded})), excluded=excluded))
     tracked = [path for path in names if not functions.is_junk(path) and _is_plain(repository, path)]
     excluded = tuple(path for path in tracked if excludes(path, exclude))
