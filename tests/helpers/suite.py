@@ -1,9 +1,10 @@
 """Runs a part of the tests as the gate does: `python -m tests.helpers.suite "MARKERS"`.
 
 The tests run in two processes. What failed runs once more, alone and serially; a part fails if a test fails twice, or
-is skipped then. Options of the caller's PYTEST_ADDOPTS do not count: with -x the rest would not run. A
-test that passed the second time is written to `.ci/flaky.txt` with the date and the commit. The file is committed, and
-tests/test_suite.py fails when a test stands there twice: the test is to be mended or dropped.
+is skipped then. Options of the caller's PYTEST_ADDOPTS do not count: with -x the rest would not run. A test that hangs
+ends its process after half an hour, with a traceback, and has failed. A test that passed the second time is written to
+`.ci/flaky.txt` with the date and the commit. The file is committed, and tests/test_suite.py fails when a test stands
+there twice: the test is to be mended or dropped.
 """
 
 import json
@@ -20,19 +21,20 @@ ROOT = Path(__file__).parents[2]
 FLAKY = ROOT / ".ci/flaky.txt"
 MAX_AGAIN = 10  # more failures than that are no accident
 PARALLEL = ["-n", "2", "--dist", "loadfile"]
+HANGS = ["-o", "faulthandler_timeout=1800", "-o", "faulthandler_exit_on_timeout=true"]
 TESTS_FAILED = 1  # pytest's exit status; other ones but 0 mean that not all tests ran
 
 
 def run_twice(arguments: list[str], root: Path = ROOT, flaky: Path = FLAKY, parallel: list[str] = PARALLEL) -> int:
     """pytest's exit status for `arguments`, after what failed has run once more."""
-    status = _pytest([*parallel, *arguments, "--cache-clear"], root)
-    if status != TESTS_FAILED:
-        return status
-    failed = list(json.loads((root / ".pytest_cache/v/cache/lastfailed").read_text()))
-    if not failed or len(failed) > MAX_AGAIN:
-        return status
-    print(f"\n{len(failed)} failed, and run once more, alone:", *failed, sep="\n  ", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:  # not the checkout's: another pytest may end there meanwhile
+        status = _pytest([*parallel, *arguments, "-o", f"cache_dir={folder}"], root)
+        if status != TESTS_FAILED:
+            return status
+        failed = list(json.loads((Path(folder) / "v/cache/lastfailed").read_text()))
+        if not failed or len(failed) > MAX_AGAIN:
+            return status
+        print(f"\n{len(failed)} failed, and run once more, alone:", *failed, sep="\n  ", flush=True)
         told = Path(folder) / "again.xml"
         if status := _pytest([*failed, "-p", "no:xdist", f"--junitxml={told}"], root):
             return status
@@ -54,7 +56,7 @@ def _all_passed(told: Path) -> bool:
 
 def _pytest(arguments: list[str], root: Path) -> int:
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    return subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=root, env=environment).returncode
+    return subprocess.run([sys.executable, "-m", "pytest", *HANGS, *arguments], cwd=root, env=environment).returncode
 
 
 if __name__ == "__main__":
