@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from tests.helpers.suite import FLAKY, run_twice
+from tests.helpers.suite import FLAKY, PARALLEL, run_twice
 
 # A test that fails as often as its file says, in any process.
 TEST = """
@@ -64,6 +64,27 @@ def test_again():
 """)
     assert suite(tmp_path, good=0) == 1
     assert flaky(tmp_path) == []
+
+
+def test_a_process_that_dies_fails_the_suite(tmp_path):
+    """Once, in xdist: its other tests have not run."""
+    (tmp_path / "test_dies.py").write_text("""
+import os
+from pathlib import Path
+
+def test_dies():
+    tried = Path(__file__).parent / "tried"
+    if not tried.exists():
+        tried.touch()
+        os._exit(1)
+
+def test_of_the_same_process():
+    Path(__file__).with_name("ran").touch()
+""")
+    given = ["-q", "-c", "/dev/null", "--rootdir", str(tmp_path)]
+    assert run_twice(given, tmp_path, tmp_path / "flaky.txt", PARALLEL) != 0
+    assert flaky(tmp_path) == []
+    assert not (tmp_path / "ran").exists()
 
 
 def test_options_of_the_caller_leave_no_test_out(tmp_path, monkeypatch):

@@ -1,10 +1,10 @@
 """Runs a part of the tests as the gate does: `python -m tests.helpers.suite "MARKERS"`.
 
 The tests run in two processes. What failed runs once more, alone and serially; a part fails if a test fails twice, or
-is skipped then. Options of the caller's PYTEST_ADDOPTS do not count: with -x the rest would not run. A test that hangs
-ends its process after half an hour, with a traceback, and has failed. A test that passed the second time is written to
-`.ci/flaky.txt` with the date and the commit. The file is committed, and tests/test_suite.py fails when a test stands
-there twice: the test is to be mended or dropped.
+is skipped then. Where a process dies, the part fails at once, for what was left to it has not run; a test that hangs
+ends its process after half an hour, with a traceback. Options of the caller's PYTEST_ADDOPTS do not count: with -x the
+rest would not run. A test that passed the second time is written to `.ci/flaky.txt` with the date and the commit. The
+file is committed, and tests/test_suite.py fails when a test stands there twice: the test is to be mended or dropped.
 """
 
 import json
@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 FLAKY = ROOT / ".ci/flaky.txt"
 MAX_AGAIN = 10  # more failures than that are no accident
-PARALLEL = ["-n", "2", "--dist", "loadfile"]
+PARALLEL = ["-n", "2", "--dist", "loadfile", "--max-worker-restart", "0"]
 HANGS = ["-o", "faulthandler_timeout=1800", "-o", "faulthandler_exit_on_timeout=true"]
 TESTS_FAILED = 1  # pytest's exit status; other ones but 0 mean that not all tests ran
 
@@ -28,8 +28,9 @@ TESTS_FAILED = 1  # pytest's exit status; other ones but 0 mean that not all tes
 def run_twice(arguments: list[str], root: Path = ROOT, flaky: Path = FLAKY, parallel: list[str] = PARALLEL) -> int:
     """pytest's exit status for `arguments`, after what failed has run once more."""
     with tempfile.TemporaryDirectory() as folder:  # not the checkout's: another pytest may end there meanwhile
-        status = _pytest([*parallel, *arguments, "-o", f"cache_dir={folder}"], root)
-        if status != TESTS_FAILED:
+        told = Path(folder) / "first.xml"
+        status = _pytest([*parallel, *arguments, "-o", f"cache_dir={folder}", f"--junitxml={told}"], root)
+        if status != TESTS_FAILED or _died(told):
             return status
         failed = list(json.loads((Path(folder) / "v/cache/lastfailed").read_text()))
         if not failed or len(failed) > MAX_AGAIN:
@@ -46,6 +47,12 @@ def run_twice(arguments: list[str], root: Path = ROOT, flaky: Path = FLAKY, para
         file.writelines(f"{date.today()} {commit.strip()} {test}\n" for test in failed)
     print(f"passed the second time, and written to {flaky.name}: mend these tests, and commit the file", flush=True)
     return 0
+
+
+def _died(told: Path) -> bool:
+    """Whether a process of xdist has died, or all did before pytest came to its end."""
+    errors = ElementTree.parse(told).iter("error") if told.exists() else None
+    return errors is None or any("crashed while running" in error.attrib["message"] for error in errors)
 
 
 def _all_passed(told: Path) -> bool:
