@@ -65,7 +65,7 @@ fuzz: .venv/installed-dev
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --threads 2
 
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .

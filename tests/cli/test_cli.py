@@ -30,6 +30,29 @@ def test_help_imports_nothing_heavy():
         assert command in done.stdout
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["train", "--keys", "rl"], ["doctor"], ["train", "nosuch.toml"]])
+def test_a_reader_that_goes_ends_a_command_in_silence(words, unbuffered):
+    """As `etude train --keys rl | head -4`: no traceback, and the code of a program that SIGPIPE ended."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "etude.cli.main", *words]
+    errors = subprocess.STDOUT if words[-1] == "nosuch.toml" else subprocess.PIPE  # its sentence, too, goes to the pipe
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, stdout=writing, stderr=errors, text=True, timeout=120, env=environment)
+    os.close(writing)
+    assert (done.returncode, done.stderr or "") == (main.READER_GONE, "")
+
+
+def test_a_broken_pipe_that_is_not_the_reader_s_is_shown(monkeypatch):
+    def breaks(*_):
+        raise BrokenPipeError("a box died")
+
+    monkeypatch.setattr(train, "run", breaks)
+    with pytest.raises(BrokenPipeError, match="a box died"):
+        main.main(["train", TOML])
+
+
 def test_every_command_explains_itself_without_torch():
     code = (
         "import sys; from etude.cli import main\n"

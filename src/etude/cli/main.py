@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 
 from etude.errors import RunFailed, UserError
 
 OLDEST = (3, 11)  # Python; as `requires-python` in pyproject.toml
+READER_GONE = 128 + 13  # as a shell reports a program that SIGPIPE ended
 
 COMMANDS = {
     "demo": "train the bundled nano model on a real library, on two CPU cores",
@@ -35,7 +38,19 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command and exits: 0, or the command's code; 2 with one sentence for an error that the user can fix, 1 for
-    another failure of a run, 130 after Ctrl-C."""
+    another failure of a run, 130 after Ctrl-C, 141 in silence when the reader of the output has gone (`| head`)."""
+    try:
+        try:
+            _command(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_gone():  # another pipe: a process of ours died
+            raise
+        sys.exit(READER_GONE)
+
+
+def _command(argv: Sequence[str] | None) -> None:
     if refusal := too_old(sys.version_info[:3]):
         _fail(refusal)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -72,6 +87,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\netude: interrupted; {advice}", file=sys.stderr)
         sys.exit(130)
     sys.exit(code or 0)
+
+
+def _reader_gone() -> bool:
+    """Whether nobody reads standard output or error any more. What is still to be written there goes to /dev/null, so
+    that the interpreter's last flush finds a file."""
+    gone = False
+    for stream in (sys.stdout, sys.stderr):
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)  # errors and hang-ups are always told
+        if poll.poll(0):
+            gone = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+    return gone
 
 
 def too_old(version: tuple[int, ...]) -> str:
