@@ -12,18 +12,24 @@ import pytest
 
 from etude.dashboard.page import write_report
 from etude.dashboard.report import (
+    ChangedTask,
     CheatingFigures,
+    DamageFigures,
     HeldOutFigures,
     RunReport,
     RunSetup,
+    TrainingFigures,
     WeightFigures,
     best_version,
     held_out_figures,
     silence,
+    training_figures,
 )
 from etude.dashboard.view import RunView, ShownEpisode
 from etude.evals.stats import Estimate
+from etude.evals.suite import TaskResult
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
+from etude.ledger.ledger import GroupResult
 from etude.records import Outcome, ToolCall
 from etude.rollout.drift import Shift
 from tests.helpers.sample_run import eval_result, make_episode, make_report, shown_episodes, write_run
@@ -255,6 +261,42 @@ def test_held_out_figures_come_from_the_evaluations():
     assert held_out_figures(None, None) == (HeldOutFigures(), None)
     only, difference = held_out_figures(None, after)
     assert (only.before, only.tasks, difference) == (None, 90, None)
+
+
+def test_what_was_unlearned_is_told_by_task_and_by_damage():
+    def measured(**rates: list[bool]):
+        tasks = [TaskResult(id=n, function=n, passed=tuple(p), lost=0, damage=n[0]) for n, p in rates.items()]
+        return msgspec.structs.replace(eval_result(0.2), tasks=tuple(tasks))
+
+    before = measured(a1=[True, True], a2=[False, False], b1=[True, False], b2=[True, True])
+    after = measured(a1=[False, True], a2=[True, True], b1=[False, False], b2=[False, False])
+    figures, _ = held_out_figures(before, after)
+    assert figures.damage == {"a": DamageFigures(2, 0.5, 0.75), "b": DamageFigures(2, 0.75, 0.0)}
+    assert figures.unlearned == (ChangedTask("b2", 1, 0), ChangedTask("a1", 1, 0.5), ChangedTask("b1", 0.5, 0))
+    assert held_out_figures(None, after)[0].unlearned == ()
+
+
+def test_a_training_task_counts_once():
+    """First and last group of each task; silent groups by the steps, of which the first nine are left out once."""
+    groups = [GroupResult(i, task, n, 4, i) for i, (task, n) in enumerate([("a", 1), ("b", 2), ("a", 2), ("a", 4)])]
+    steps = [
+        {"step": step, "rollout/groups": 4.0, "rollout/zero_variance": float(step < 10), "entropy/mean": 1 / step}
+        for step in range(1, 21)
+    ]
+    figures = training_figures(groups, steps)
+    assert figures == TrainingFigures(
+        tasks=2, groups=4, first=0.375, last=0.75, teach=1 - 9 / 80, teach_later=1.0, entropy=(1.0, 0.05)
+    )
+    assert training_figures(groups, steps[:9]).teach_later is None
+    assert training_figures([], steps) is None
+
+
+def test_the_gap_between_training_and_held_out_tasks_is_said_first(tmp_path, report):
+    text = write_report(tmp_path, report).read_text("utf-8")
+    assert "170 training tasks: 34.0 % at the first group of a task, 61.0 % at the last, +27.0 points" in text
+    assert "The gap to the held-out tasks, +10.3 points" in text
+    assert text.index("The gap to") < text.index('id="heldout"')
+    assert "19 times out of 20" in text
 
 
 def test_long_episodes_stay_small(tmp_path, report):

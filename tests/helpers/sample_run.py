@@ -8,7 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from etude.dashboard.report import MismatchSummary, RunReport, RunSetup, Utilisation, held_out_figures
+from etude.dashboard.report import (
+    MismatchSummary,
+    RunReport,
+    RunSetup,
+    TrainingFigures,
+    Utilisation,
+    held_out_figures,
+)
 from etude.dashboard.view import ShownEpisode
 from etude.evals.stats import pass_at_k, pass_rate
 from etude.evals.suite import EvalResult, TaskResult
@@ -137,7 +144,12 @@ def eval_result(rate: float, tasks: int = 90, samples: int = 4) -> EvalResult:
         seed=1,
         samples=samples,
         seconds=20.0,
-        tasks=tuple(TaskResult(id=f"t{i}", function=functions[i], passed=passed[i], lost=0) for i in range(tasks)),
+        tasks=tuple(
+            TaskResult(
+                id=f"t{i}", function=functions[i], passed=passed[i], lost=0, damage=("op_flip", "bool_flip")[i % 2]
+            )
+            for i in range(tasks)
+        ),
         pass_1=pass_rate(passed, functions),
         pass_k={k: sum(pass_at_k(samples, sum(p), k) for p in passed) / tasks for k in (1, 2, 4)},
         outcomes={"scored": tasks * samples - 2, "timeout": 2},
@@ -227,5 +239,6 @@ def make_report(steps: int = 120) -> RunReport:
         checks={"ledger_conserved": True, "weights_digest_served": True, "tokens_prefix_property": True},
         setup=RunSetup("demo", "nano (8M Qwen3-MoE)", "pydash-8.1.0", "2 CPU cores"),
         stages={"build tasks": 55.0, "eval before": 45.0, "train": 5.4 * steps, "eval after": 44.0, "report": 2.0},
+        training=TrainingFigures(170, 480, first=0.34, last=0.61, teach=0.62, teach_later=0.71, entropy=(0.28, 0.12)),
         pass_before=before.pass_1.mean, pass_after=after.pass_1.mean, paired_diff=difference, held_out=held_out,
     )  # fmt: skip

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 FLAKY = ROOT / ".ci/flaky.txt"
 MAX_AGAIN = 10  # more failures than that are no accident
 PARALLEL = ["-n", "2", "--dist", "loadfile", "--max-worker-restart", "0"]
+SLOWEST = ["--durations=15", "--durations-min=4"]
 HANGS = ["-o", "faulthandler_timeout=1800", "-o", "faulthandler_exit_on_timeout=true"]
 TESTS_FAILED = 1  # pytest's exit status; other ones but 0 mean that not all tests ran
 
@@ -63,7 +64,9 @@ def _all_passed(told: Path) -> bool:
 
 def _pytest(arguments: list[str], root: Path) -> int:
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    return subprocess.run([sys.executable, "-m", "pytest", *HANGS, *arguments], cwd=root, env=environment).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *HANGS, *SLOWEST, *arguments], cwd=root, env=environment
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -70,6 +70,17 @@ def test_repositories_have_their_shares_at_every_moment():
     assert drawn == {"a": 100, "b": 60, "c": 40}
 
 
+def test_a_repository_that_joins_has_its_share_from_then_on():
+    """It does not catch up, and what was drawn before stays."""
+    curriculum = mixed({"a": 1.0})
+    before = [curriculum.draw(index) for index in range(40)]
+    late = Curriculum([f"b{i}" for i in range(5)], 8, 1)
+    curriculum.join({"b": late}, {"a": 0.75, "b": 0.25})
+    drawn = Counter(curriculum.draw(index)[0] for index in range(40, 60))
+    assert drawn == {"a": 15, "b": 5}
+    assert [curriculum.draw(index) for index in range(40)] == before
+
+
 def test_the_repository_of_a_group_depends_on_the_weights_alone():
     first, resumed = mixed({"a": 0.75, "b": 0.25}), mixed({"a": 0.75, "b": 0.25})
     order = [first.repository(i) for i in range(12)]

@@ -15,6 +15,7 @@ from etude.records import Episode, Generation, decode
 from etude.renderers import renderer_for
 from etude.rollout.concurrency import concurrency
 from etude.run import loop
+from etude.run.sources import TaskPool
 from etude.run.state import Engines, Run
 from etude.sandbox.base import TestReport
 from etude.store import open_store
@@ -49,7 +50,7 @@ def test_an_impossible_task_that_is_passed_is_an_alarm_and_belongs_to_no_group(t
     async def scenario() -> Ledger:
         async with open_sandbox() as sandbox:
             run = Run(
-                folder=tmp_path, config=config, dataset=tiny, ledger=Ledger.open(f"sqlite:///{tmp_path}/l.db"),
+                folder=tmp_path, config=config, pool=TaskPool(tiny), ledger=Ledger.open(f"sqlite:///{tmp_path}/l.db"),
                 weights=open_store(f"{tmp_path}/weights"), rollouts=open_store(f"{tmp_path}/rollouts"), sandbox=sandbox,
                 renderer=renderer_for(ROOT / "models/nano", "compact"), engines=Engines((), Finishes(), None),
                 children=(), agent=None, concurrency=concurrency(4, rows=4, staleness=0, prompts=1, group=2),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +19,10 @@ from etude.config import RLConfig, validate
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, decode
-from etude.run import inputs
+from etude.run import inputs, sources
 from etude.run.inputs import build_dataset, check_inputs, trainable
 from etude.run.loop import curriculum_of
+from etude.run.parts import built_beside
 from etude.store import open_store
 from etude.tasks import dataset
 from etude.tasks.mixture import MixedDataset
@@ -50,12 +53,21 @@ def test_sources_take_what_they_lack_from_the_table() -> None:
         ({"sources": [{"dataset": "b"}], "dataset": "a"}, "tasks.sources stand alone"),
         ({"repository": ["a", "b"]}, "give a table [[tasks.sources]] for each"),
         ({"sources": [{"dataset": "b", "weigth": 1}]}, "unknown key tasks.sources.0.weigth"),
+        ({"repository": "a", "heldout_fraction": 0}, "heldout_fraction = 0 leaves nothing to measure on"),
+        ({"sources": [{"repository": "a"}, {"harbor": "b"}], "heldout_fraction": 0}, "leaves nothing to measure on"),
     ],
 )
 def test_wrong_sources_are_refused(tasks: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as refused:
         validate(RLConfig, {"tasks": tasks}, "run.toml")
     assert said in str(refused.value)
+
+
+def test_one_source_may_be_for_training_alone() -> None:
+    found = config({"repository": "a"}, {"repository": "b", "heldout_fraction": 0})
+    assert [source.heldout_fraction for source in found.tasks.sources] == [0.25, 0]
+    unmeasured = {"tasks": {"repository": "a", "heldout_fraction": 0}, "eval": {"before": False, "after": False}}
+    assert validate(RLConfig, unmeasured, "run.toml").tasks.heldout_fraction == 0
 
 
 def test_a_mixture_is_loaded_and_drawn_by_weight(tmp_path: Path) -> None:
@@ -72,9 +84,9 @@ def test_a_source_that_fails_to_build_is_named(tmp_path: Path, monkeypatch: pyte
     bad = tmp_path / "bad"
     bad.mkdir()
     (tmp_path / "run").mkdir()
-    sources = config({"dataset": str(TINY)}, {"repository": str(bad)})
+    wrong = config({"dataset": str(TINY)}, {"repository": str(bad)})
     with pytest.raises(UserError, match=rf"tasks.sources: {bad} gives no tasks: .*has no"):
-        build_dataset(sources, tmp_path / "run", lambda *_: None)
+        build_dataset(wrong, tmp_path / "run", lambda *_: None)
     gone = config({"dataset": str(TINY)}, {"repository": str(tmp_path / "gone")})
     with pytest.raises(UserError, match=r"tasks.sources.repository: .*gone is not a folder"):
         check_inputs(gone)
@@ -87,8 +99,56 @@ def test_a_source_that_fails_to_build_is_named(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(inputs, "build", build)
     for _ in range(2):  # the second start finds what the first has built
-        assert len(build_dataset(sources, tmp_path / "run", lambda *_: None).parts) == 2
+        assert len(build_dataset(wrong, tmp_path / "run", lambda *_: None).parts) == 2
     assert built == [tmp_path / "run/tasks/1"]
+
+
+def test_a_source_for_training_alone_joins_when_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run begins without it. Whether it was there or came, tasks have the same ids, and sources the same shares."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    found = config(
+        {"dataset": str(TINY)}, {"repository": "a", "heldout_fraction": 0, "weight": 3},
+        {"repository": "b", "heldout_fraction": 0, "weight": 4},
+    )  # fmt: skip
+    monkeypatch.setattr(inputs, "build", lambda repo, out, *_: dataset.load(renamed(out, f"{repo.name}-1.0")))
+    pool = sources.TaskPool(build_dataset(found, folder, print), sources.missing(found, folder))
+    assert (pool.waiting, sources.arrived(folder, pool)) == ((1, 2), [])
+    assert all(task.id.startswith("tiny-1.0:") for task in pool.dataset.tasks)
+    curriculum = curriculum_of(pool.dataset, 8, 1)
+    assert {pool.dataset.by_id[curriculum.draw(i)].repository for i in range(8)} == {"tiny-1.0"}
+
+    inputs.build_numbered(found, 2, folder, print)
+    assert sources.arrived(folder, pool) == [2]
+    sources.join(found, folder, pool, 2)
+    sources.extend(curriculum, pool.dataset, 8, 1)
+    assert Counter(pool.dataset.by_id[curriculum.draw(i)].repository for i in range(8, 18)) == {
+        "tiny-1.0": 2,
+        "b-1.0": 8,
+    }
+    assert (pool.waiting, sources.arrived(folder, pool)) == ((1,), [])
+
+    resumed = build_dataset(found, folder, print)
+    assert isinstance(resumed, MixedDataset)
+    assert isinstance(pool.dataset, MixedDataset)
+    assert (resumed.by_id, resumed.weights) == (pool.dataset.by_id, pool.dataset.weights)
+    assert sources.missing(found, folder) == (1,)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"deterministic": True, "rollout": {"staleness": 0}},
+        {"sandbox": {"index": "https://index/simple", "index_before": "2026-01-01"}},
+        {"eval": {"before": False, "after": False}, "only": True},
+    ],
+)
+def test_sources_that_are_built_before_the_run(changes: dict[str, Any]) -> None:
+    """In a run that is to be repeated; where boxes install from an index without them; where all are for training."""
+    given = [{"repository": "b", "heldout_fraction": 0}]
+    if not changes.pop("only", False):
+        given.append({"repository": "a"})
+    assert built_beside(validate(RLConfig, {"tasks": {"sources": given}} | changes, "run.toml")) == ()
 
 
 def test_a_folder_of_harbor_tasks_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,3 +241,81 @@ def test_a_run_on_two_repositories_has_curves_of_each(tmp_path: Path) -> None:
     ledger = Ledger.open(f"sqlite:///{run}/ledger.db")
     assert ledger.counts()["scored"] == len(episodes)
     ledger.close()
+
+
+LIBRARY = {
+    "pyproject.toml": '[project]\nname = "other"\nversion = "1.0"\n',
+    "LICENSE": "MIT License\n",
+    "other.py": """def clamp(value, low, high):
+    if value < low:
+        return low
+    if value > high:
+        return high
+    return value
+
+
+def grow(items, by):
+    found = []
+    for item in items:
+        if item > 0:
+            found.append(item + by)
+    return found
+""",
+    "tests/test_other.py": """import other
+
+
+def test_clamp():
+    assert [other.clamp(n, 0, 5) for n in (-1, 2, 9)] == [0, 2, 5]
+
+
+def test_clamp_edges():
+    assert [other.clamp(n, 0, 5) for n in (0, 5)] == [0, 5]
+
+
+def test_grow():
+    assert other.grow([1, -1, 2], 3) == [4, 5]
+
+
+def test_grow_nothing():
+    assert other.grow([0, -1], 3) == []
+""",
+}
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_while_a_source_is_built(tmp_path: Path) -> None:
+    """Its groups come as soon as it is there; one that gives no tasks ends the run, which goes on once it is mended."""
+    repository = tmp_path / "other"
+    text = CONFIG.format(model=ROOT / "models/nano", tiny=TINY, other="").replace("deterministic = true", "")
+    text = text.replace('dataset = ""', f'repository = "{repository}"\nheldout_fraction = 0\nkinds = ["mutation"]')
+    text = text.replace("steps = 2", "steps = 400\nminutes = 3").replace("after", "before")
+    (tmp_path / "run.toml").write_text(text)
+    (repository / "tests").mkdir(parents=True)
+    (repository / "other.py").write_text("VALUE = 1\n")
+
+    def etude(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "etude.cli.main", "train", *words]
+        return subprocess.Popen(
+            command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=os.environ | {"TERM": "dumb"},
+        )  # fmt: skip
+
+    said, _ = (first := etude("run.toml")).communicate(timeout=240)
+    assert first.returncode == 2, said
+    assert "tasks.sources" in said.splitlines()[-1]
+    assert "gives no tasks" in said.splitlines()[-1]
+
+    for path, content in LIBRARY.items():
+        (repository / path).parent.mkdir(exist_ok=True)
+        (repository / path).write_text(content)
+    second = etude("--resume", "outputs/run")
+    metrics, deadline = tmp_path / "outputs/run/metrics.jsonl", time.monotonic() + 200
+    while "repository/other-1.0/groups" not in (metrics.read_text() if metrics.exists() else ""):
+        assert second.poll() is None, second.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    second.send_signal(signal.SIGINT)
+    said, _ = second.communicate(timeout=60)
+    assert "training tasks of other-1.0 join the run" in said
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert "repository/other-1.0/groups" not in lines[0], "the run did not wait for it"

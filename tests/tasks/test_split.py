@@ -45,6 +45,7 @@ def test_functions_with_equal_bodies_stay_together() -> None:
     assert all((f"m.py::f{i}" in heldout) == (f"m.py::f{i + 1}" in heldout) for i in range(0, 40, 2))
     assert heldout == split.heldout_functions(functions[::-1], 0.25, 1)
     assert heldout != split.heldout_functions(functions, 0.25, 2)
+    assert split.heldout_functions(functions, 0.0, 1, {"commit": [frozenset({functions[0].id})]}) == set()
 
 
 def test_every_kind_of_change_has_held_out_ones() -> None:

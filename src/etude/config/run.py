@@ -401,6 +401,19 @@ class RLConfig(Section):
         return self
 
     @pydantic.model_validator(mode="after")
+    def _something_is_held_out(self) -> RLConfig:
+        tasks = self.tasks
+        built = [s for s in (tasks.sources or (tasks,)) if s.dataset is None]
+        measured = self.eval.before or self.eval.after
+        alone = tasks.edits is None and tasks.environment is None and len(built) == len(tasks.sources or (tasks,))
+        if measured and alone and not any(source.heldout_fraction for source in built):
+            raise ValueError(
+                "tasks.heldout_fraction = 0 leaves nothing to measure on: raise it for one source at least, or set "
+                "eval.before and eval.after to false"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _only_namespaces_do_everything(self) -> RLConfig:
         """Options that remote boxes do not have are refused before anything is started."""
         for name in ("machine_profiles", "agent"):

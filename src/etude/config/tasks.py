@@ -27,7 +27,7 @@ class BuildConfig(Section):
     max_test_files: int | None = option(None, "JavaScript test files to use, drawn by the seed; default: all", ge=1)
     requires: tuple[str, ...] = option((), "packages that the tests need besides those that the repository names")
     exclude: tuple[str, ...] = option((), "files left out of the dataset: paths, folders or patterns")
-    heldout_fraction: float = option(0.25, "share of functions kept for evaluation", gt=0, lt=1)
+    heldout_fraction: float = option(0.25, "share of functions kept for evaluation; 0: none", ge=0, lt=1)
     bootstrap: str = option("declared", "dependencies: declared, rules, or the URL of a model that proposes them")
     visible: Literal["auto", "doctests", "half"] = option("auto", "tests that the agent may run")
     visible_failure: bool = option(False, "only tasks in which a test fails that the agent may run")

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from etude.dashboard.report import HeldOutSide, RunReport
+from etude.dashboard.report import LATER, HeldOutSide, RunReport
 from etude.dashboard.text import byte_count, compact, duration, inert, optional, percent, points
 from etude.dashboard.view import PROCESSES
 
@@ -233,13 +233,14 @@ def final_table(report: RunReport, where: Path | None = None) -> RenderableType:
         ("held-out pass rate, before", _rate(report.pass_before, report.held_out.before)),
         ("held-out pass rate, after", _rate(report.pass_after, report.held_out.after, "bold")),
         ("paired difference", _difference(report)),
+        *_training(report),
         ("steps", Text(f"{report.steps:,}")),
         ("episodes", Text(", ".join(f"{inert(name)} {n:,}" for name, n in report.episodes.items()) or "none")),
         ("busy", Text(f"trainer {percent(busy.trainer, 0)}, engine {percent(busy.engine, 0)}")),
         ("weight versions", Text(f"{report.versions:,}, {byte_count(report.bytes_published)} shipped")),
         ("trainer–engine mismatch", Text(", ".join(f"{name} {optional(value)}" for name, value in gaps.items()))),
         ("checks", _check_row(report.checks)),
-        ("time", Text(duration(report.seconds))),
+        ("time", Text(f"{duration(report.seconds)}{_stages(report)}")),
     ]
     if where is not None:
         rows.append(("report", Text(str(where), "bold", overflow="fold")))
@@ -247,6 +248,17 @@ def final_table(report: RunReport, where: Path | None = None) -> RenderableType:
         table.add_row(label, value)
     title = Text(f" {inert(report.setup.name) or 'result'} ", "bold")
     return Panel(table, title=title, title_align="left", expand=False)
+
+
+def _training(report: RunReport) -> list[tuple[str, Text]]:
+    training = report.training
+    if training is None:
+        return []
+    gain = points(training.last - training.first)
+    text = Text(f"{percent(training.first)}, then {percent(training.last)}: {gain} points")
+    text.append(f"  {training.tasks:,} tasks, at their first group and at their last", "dim")
+    later = "" if training.teach_later is None else f", {percent(training.teach_later, 0)} from step {LATER} on"
+    return [("training tasks", text), ("groups that teach", Text(f"{percent(training.teach, 0)}{later}"))]
 
 
 def _rate(rate: float | None, side: HeldOutSide | None, style: str = "") -> Text:
@@ -266,6 +278,11 @@ def _difference(report: RunReport) -> Text:
     over = f"{report.held_out.tasks} tasks of {report.held_out.functions} functions"
     text = Text(f"{points(diff.mean)} points", style)
     return text.append(f"  95 %: {points(diff.low)} to {points(diff.high)}, {over}", "dim")
+
+
+def _stages(report: RunReport) -> str:
+    named = ", ".join(f"{inert(name)} {duration(seconds)}" for name, seconds in report.stages.items())
+    return f" ({named})" if named else ""
 
 
 def _check_row(checks: dict[str, bool]) -> Text:

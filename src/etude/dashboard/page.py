@@ -13,7 +13,7 @@ import msgspec
 from etude import runfolder
 from etude.dashboard.charts import Format, Series, bar_chart, interval_chart, line_chart, timeline
 from etude.dashboard.episodes import episode_cards
-from etude.dashboard.report import HeldOutFigures, RunReport
+from etude.dashboard.report import LATER, HeldOutFigures, RunReport
 from etude.dashboard.text import byte_count, compact, duration, escape, optional, percent, points, signed
 from etude.dashboard.view import PROCESSES, RunView, load_view
 from etude.evals.stats import Estimate
@@ -21,6 +21,11 @@ from etude.grading.cheats import NOTES, VIOLATIONS
 from etude.records import Outcome
 
 _SHOWN_VERSIONS = 500
+_SHOWN_UNLEARNED = 8
+INTERVAL = (
+    "The 95 % interval: had other functions like these been held out, the difference would lie in it 19 times out of "
+    "20 (bootstrap over functions)."
+)
 
 
 def write_report(run_dir: Path, report: RunReport, view: RunView | None = None) -> Path:
@@ -105,7 +110,7 @@ def _head(report: RunReport) -> str:
     return (
         '<header><p class="brand">etude<button id="theme" aria-label="light or dark">◐</button></p>'
         f'<h1>{_headline(report)}</h1><p class="lead">{escape(_verdict(report)).replace(" %", "&nbsp;%")}</p>'
-        f"{''.join(f'<p>{escape(note)}</p>' for note in report.notes)}"
+        f"{_training(report)}{''.join(f'<p>{escape(note)}</p>' for note in report.notes)}"
         f'<p class="about"><b>{escape(setup.name)}</b>{spans}</p>{serve}</header>'
     )
 
@@ -138,6 +143,21 @@ def _verdict(report: RunReport) -> str:
     return f"No difference is shown: {interval}, paired {over}. The interval holds zero."
 
 
+def _training(report: RunReport) -> str:
+    """The gain on the tasks that were trained on, beside that on tasks that were not."""
+    training, diff = report.training, report.paired_diff
+    if training is None:
+        return ""
+    gain = training.last - training.first
+    text = (
+        f"Its {training.tasks:,} training tasks: {percent(training.first)} at the first group of a task, "
+        f"{percent(training.last)} at the last, {points(gain)} points"
+    )
+    if diff is not None:
+        text += f". The gap to the held-out tasks, {points(gain - diff.mean)} points, was learned for these tasks alone"
+    return f"<p>{escape(text)}.</p>"
+
+
 def _held_out(report: RunReport) -> str:
     figures = report.held_out
     sides = (("before", figures.before, 6), ("after", figures.after, 1))
@@ -152,15 +172,30 @@ def _held_out(report: RunReport) -> str:
         same = figures.tasks - better - worse
         note = (
             f"{better} tasks pass more often than before, {worse} less often, {same} as often. Every task was played "
-            f"{figures.samples} times on each side with the same seeds. Intervals: bootstrap over functions."
+            f"{figures.samples} times on each side with the same seeds. {INTERVAL}"
         )
         chart = interval_chart([("difference", diff, color)], points)
         cards.append(
             f'<div class="card"><h3>After minus before, paired, points</h3>{chart}<p class="note">{note}</p></div>'
         )
+    if figures.damage:
+        cards.append(f'<div class="card"><h3>pass@1 by kind of damage</h3>{_damage(figures)}</div>')
+    if figures.unlearned:
+        rows = [(t.id, [percent(t.before, 0), percent(t.after, 0)]) for t in figures.unlearned[:_SHOWN_UNLEARNED]]
+        more = len(figures.unlearned) - len(rows)
+        note = f'<p class="note">and {more} more, in report.json</p>' if more > 0 else ""
+        cards.append(f'<div class="card"><h3>Unlearned</h3>{_table(["before", "after"], rows)}{note}</div>')
     if figures.repositories:
         cards.append(f'<div class="card"><h3>pass@1 by repository</h3>{_repositories(figures)}</div>')
     return f'<section id="heldout"><div class="pair">{"".join(cards)}</div></section>' if cards else ""
+
+
+def _damage(figures: HeldOutFigures) -> str:
+    rows = [
+        (name, [str(of.tasks), *(percent(rate) if rate is not None else "–" for rate in (of.before, of.after))])
+        for name, of in figures.damage.items()
+    ]
+    return _table(["tasks", "before", "after"], rows)
 
 
 def _repositories(figures: HeldOutFigures) -> str:
@@ -191,6 +226,7 @@ def _facts(report: RunReport) -> str:
         ("episodes", f"{episodes:,}", per_second),
         ("trainer busy", percent(report.utilisation.trainer, 0), "of training time"),
         ("engine busy", percent(report.utilisation.engine, 0), "of training time"),
+        *_taught(report),
         *_lengths(report),
         ("weight versions", f"{report.versions:,}", f"{byte_count(report.bytes_published)} shipped"),
         ("trainer–engine k2", optional(mismatch.k2), f"k3 {optional(mismatch.k3)} · max {optional(mismatch.max_abs)}"),
@@ -200,6 +236,23 @@ def _facts(report: RunReport) -> str:
         for name, value, more in facts
     )
     return f'<section class="facts-row card">{tiles}</section>'
+
+
+def _taught(report: RunReport) -> list[tuple[str, str, str]]:
+    """The share of groups with something to learn from, how often a task was played, and the entropy."""
+    training = report.training
+    if training is None:
+        return []
+    later = training.teach_later
+    beside = "of all" if later is None else f"of all · {percent(later, 0)} from step {LATER} on"
+    facts = [
+        ("groups that teach", percent(training.teach, 0), beside),
+        ("groups per task", f"{training.groups / training.tasks:.1f}", f"{training.tasks:,} tasks played"),
+    ]
+    if training.entropy is not None:
+        first, last = training.entropy
+        facts.append(("entropy at the end", f"{last:.2f}", f"{first:.2f} at the first step, nats"))
+    return facts
 
 
 def _lengths(report: RunReport) -> list[tuple[str, str, str]]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
 import msgspec
 
 from etude.dashboard.text import percent
@@ -10,6 +14,11 @@ from etude.evals.suite import EvalResult, compare
 from etude.ledger.flagged import FlaggedEpisode, ImpossibleCounts
 from etude.records import Population, Record
 from etude.rollout.drift import Shift
+
+if TYPE_CHECKING:
+    from etude.ledger.ledger import GroupResult
+
+LATER = 10  # the step from which on groups are counted once more: before, the curriculum knows no task
 
 
 class Utilisation(Record, frozen=True):
@@ -71,6 +80,35 @@ class RepositoryFigures(Record, frozen=True):
     after: Estimate | None = None
 
 
+class DamageFigures(Record, frozen=True):
+    """pass@1 on the held-out tasks whose programs were broken in one way."""
+
+    tasks: int
+    before: float | None = None
+    after: float | None = None
+
+
+class ChangedTask(Record, frozen=True):
+    """The pass rates of one held-out task."""
+
+    id: str
+    before: float
+    after: float
+
+
+class TrainingFigures(Record, frozen=True):
+    """The tasks that were trained on. A task counts once, however often it was played; `first` and `last` are equal for
+    a task that had one group."""
+
+    tasks: int  # that were played
+    groups: int
+    first: float  # pass rate of a task's first group, mean over the tasks
+    last: float  # the same of its last group
+    teach: float  # share of the groups whose members' rewards differ
+    teach_later: float | None  # the same from step 10 on; null for a shorter run
+    entropy: tuple[float, float] | None  # nats per sampled token, of the first and of the last step
+
+
 class HeldOutFigures(Record, frozen=True):
     """The evaluations before and after training; null where one was left out."""
 
@@ -82,6 +120,8 @@ class HeldOutFigures(Record, frozen=True):
     better: int = 0  # tasks that pass more often after training
     worse: int = 0
     repositories: dict[str, RepositoryFigures] = msgspec.field(default_factory=dict)  # where there are several
+    damage: dict[str, DamageFigures] = msgspec.field(default_factory=dict)  # by mutation operator, or kind of task
+    unlearned: tuple[ChangedTask, ...] = ()  # tasks that pass less often than before, the greatest losses first
 
 
 class RunReport(Record, frozen=True):
@@ -107,6 +147,7 @@ class RunReport(Record, frozen=True):
     setup: RunSetup = RunSetup()
     stages: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by stage
     held_out: HeldOutFigures = HeldOutFigures()
+    training: TrainingFigures | None = None  # null if nothing was trained on
     trained: Population | None = None  # episodes of the groups that were trained on
     generated: Population | None = None  # all episodes that ended
     weights: WeightFigures = WeightFigures()
@@ -129,8 +170,33 @@ def held_out_figures(before: EvalResult | None, after: EvalResult | None) -> tup
             )
             for name in measured.repositories
         },
+        damage=_by_damage(before, after), unlearned=_unlearned(before, after),
     )  # fmt: skip
     return figures, both.difference if both else None
+
+
+def training_figures(groups: Sequence[GroupResult], steps: Sequence[Mapping[str, Any]]) -> TrainingFigures | None:
+    """The figures of the groups that were trained on, in the order of training, and of their steps: lines of
+    metrics.jsonl."""
+    rates: dict[str, list[float]] = {}
+    for group in groups:
+        if group.episodes:
+            rates.setdefault(group.task_id, []).append(group.passed / group.episodes)
+    if not rates or not steps:
+        return None
+    later = [step for step in steps if step["step"] >= LATER]
+    entropies = [step["entropy/mean"] for step in steps if "entropy/mean" in step]
+    return TrainingFigures(
+        tasks=len(rates), groups=sum(map(len, rates.values())), first=fmean(own[0] for own in rates.values()),
+        last=fmean(own[-1] for own in rates.values()), teach=_teach(steps),
+        teach_later=_teach(later) if later else None,
+        entropy=(entropies[0], entropies[-1]) if entropies else None,
+    )  # fmt: skip
+
+
+def _teach(steps: Sequence[Mapping[str, Any]]) -> float:
+    groups = sum(step["rollout/groups"] for step in steps)
+    return 1 - sum(step["rollout/zero_variance"] for step in steps) / groups if groups else 0.0
 
 
 def best_version(newest: int, difference: Estimate | None) -> int:
@@ -152,6 +218,31 @@ def silence(silent: float, pass_rate: float, warn: float) -> str | None:
         f"{percent(silent, 0)} of the groups teach nothing: all their members got the same reward. "
         f"{percent(pass_rate, 0)} of all episodes pass, so {why}: {cure}, or a larger rollout.group"
     )
+
+
+def _by_damage(before: EvalResult | None, after: EvalResult | None) -> dict[str, DamageFigures]:
+    rates: dict[str, list[list[float]]] = {}  # by damage, the tasks' rates before and after
+    for place, result in enumerate((before, after)):
+        for task in result.tasks if result is not None else ():
+            if task.passed:
+                rates.setdefault(task.damage, [[], []])[place].append(fmean(task.passed))
+    return {
+        damage: DamageFigures(tasks=max(map(len, sides)), before=_mean(sides[0]), after=_mean(sides[1]))
+        for damage, sides in sorted(rates.items())
+        if damage
+    }
+
+
+def _mean(rates: Sequence[float]) -> float | None:
+    return fmean(rates) if rates else None
+
+
+def _unlearned(before: EvalResult | None, after: EvalResult | None) -> tuple[ChangedTask, ...]:
+    if before is None or after is None:
+        return ()
+    known = {task.id: fmean(task.passed) for task in before.tasks if task.passed}
+    changed = [ChangedTask(t.id, known[t.id], fmean(t.passed)) for t in after.tasks if t.passed and t.id in known]
+    return tuple(sorted((c for c in changed if c.after < c.before), key=lambda c: c.after - c.before))
 
 
 def _side(result: EvalResult | None) -> HeldOutSide | None:

@@ -41,6 +41,7 @@ class TaskResult(Record, frozen=True):
     passed: tuple[bool, ...]
     lost: int
     repository: str = ""
+    damage: str = ""  # how its program was broken: a mutation operator, or the kind of task
 
 
 class EvalResult(Record, frozen=True):
@@ -214,6 +215,7 @@ def _summary(
             passed=tuple(e.passed for e in episodes),
             lost=samples - len(episodes),
             repository=t.repository,
+            damage=t.operator or t.kind,
         )
         for t, episodes in zip(tasks, kept, strict=True)
     )

@@ -56,13 +56,19 @@ class MixedCurriculum:
     """Draws from several repositories: which one follows from the weights alone, which of its tasks from its results.
 
     After n groups a repository has had its share of n, give or take one (largest deficit first), so every batch is
-    mixed as the run is. `weights` add up to 1.
+    mixed as the run is. `weights` add up to 1. Repositories may join later.
     """
 
     parts: Mapping[str, Curriculum]
     weights: Mapping[str, float]
     _order: list[str] = field(default_factory=list[str])  # the repository of each group so far
     _counts: dict[str, int] = field(default_factory=dict[str, int])
+    _joined: int = 0  # groups before the last repository joined
+
+    def join(self, parts: Mapping[str, Curriculum], weights: Mapping[str, float]) -> None:
+        """Adds repositories; `weights` are those of all. Shares count from here: nobody catches up."""
+        self.parts, self.weights = {**self.parts, **parts}, weights
+        self._counts, self._joined = {}, len(self._order)
 
     def observe(self, task: str, passed: int, episodes: int) -> None:
         """Records one finished group. A task that no repository has any more is forgotten."""
@@ -77,7 +83,7 @@ class MixedCurriculum:
     def repository(self, index: int) -> str:
         """The repository of group `index`: a function of the weights."""
         while len(self._order) <= index:
-            due = len(self._order) + 1
+            due = len(self._order) - self._joined + 1
             chosen = max(self.parts, key=lambda name: self.weights[name] * due - self._counts.get(name, 0))
             self._counts[chosen] = self._counts.get(chosen, 0) + 1
             self._order.append(chosen)

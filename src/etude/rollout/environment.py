@@ -238,7 +238,8 @@ def environment_dataset(config: RLConfig, renderer: Renderer, folder: Path) -> E
     originals = _valid_tasks(environment, name)
     # Tasks without a split are divided by a hash of their ids.
     free = sorted((t.id for t in originals.values() if not t.split), key=lambda id: blake3.blake3(id.encode()).digest())
-    heldout = set(free[: max(1, round(config.tasks.heldout_fraction * len(free)))] if len(free) > 1 else ())
+    fraction = config.tasks.heldout_fraction
+    heldout = set(free[: max(1, round(fraction * len(free)))] if fraction and len(free) > 1 else ())
     splits = {t.id: t.split or ("heldout" if t.id in heldout else "train") for t in originals.values()}
     if "train" not in splits.values():
         raise UserError(f'{name}.tasks gives no task for training: set split to "train", or give more tasks')

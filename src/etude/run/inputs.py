@@ -21,7 +21,7 @@ from etude.rollout.agent import check_agent
 from etude.rollout.environment import environment_dataset
 from etude.rollout.rewards import custom_component
 from etude.run.engines import check_python
-from etude.run.parts import dataset_of, profiles_of, renderer_of, source_dataset
+from etude.run.parts import built_beside, dataset_of, profiles_of, renderer_of, source_dataset
 from etude.sandbox.egress.policy import check_index, parse
 from etude.tasks.build import build, check_operators
 from etude.tasks.dataset import Dataset
@@ -30,7 +30,7 @@ from etude.tasks.foreign import dataset as datasets
 from etude.tasks.foreign import folder as folders
 from etude.tasks.foreign.dataset import ForeignDataset
 from etude.tasks.javascript import is_repository
-from etude.tasks.mixture import MixedDataset, mix
+from etude.tasks.mixture import MixedDataset
 from etude.weights.signature import private_key, public_key
 
 if TYPE_CHECKING:
@@ -131,22 +131,29 @@ def trainable(dataset: Dataset, shares: Sequence[float]) -> Dataset:
 
 
 def build_dataset(config: RLConfig, folder: Path, note: Callable[[str, int, int], None]) -> Dataset:
-    """The run's dataset; built into the run folder if the configuration names a repository. Raises UserError; of
-    several sources it names the one that has failed."""
+    """The run's dataset; built into the run folder if the configuration names a repository. Sources that are built
+    beside the run are left out while they are not there. Raises UserError; of several sources it names the one that
+    has failed."""
     if (dataset := dataset_of(config, folder)) is not None:
         return dataset
     tasks = config.tasks
     if not tasks.sources:
         return build_source(tasks, folder, folder / "tasks", note)
-    parts: list[Dataset] = []
-    for number, source in enumerate(tasks.sources):
-        built = folder / "tasks" / str(number)
-        built.parent.mkdir(exist_ok=True)
-        try:
-            parts.append(source_dataset(source, built) or build_source(source, folder, built, note))
-        except UserError as e:
-            raise UserError(f"tasks.sources: {source.where} gives no tasks: {e}") from None
-    return mix(parts, [source.weight for source in tasks.sources])
+    for number in sorted({*range(len(tasks.sources))} - {*built_beside(config)}):
+        build_numbered(config, number, folder, note)
+    dataset = dataset_of(config, folder)
+    assert dataset is not None
+    return dataset
+
+
+def build_numbered(config: RLConfig, number: int, folder: Path, note: Callable[[str, int, int], None]) -> Dataset:
+    """The dataset of one of several sources, built into the run folder if need be. Raises UserError."""
+    source, built = config.tasks.sources[number], folder / "tasks" / str(number)
+    built.parent.mkdir(exist_ok=True)
+    try:
+        return source_dataset(source, built) or build_source(source, folder, built, note)
+    except UserError as e:
+        raise UserError(f"tasks.sources: {source.where} gives no tasks: {e}") from None
 
 
 def _check_decidable(dataset: Dataset, sandbox: SandboxConfig) -> None:

@@ -21,6 +21,7 @@ from etude.config import RLConfig
 from etude.config.secrets import ledger_password
 from etude.dashboard.live import LiveView, final_table
 from etude.dashboard.report import RunReport
+from etude.dashboard.text import duration
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, evaluate
 from etude.grading.runner import open_sandbox
@@ -37,6 +38,7 @@ from etude.run.inputs import build_dataset, check_foreign, check_inputs, trainab
 from etude.run.monitor import Monitor
 from etude.run.parts import concurrency_of, context_of, egress_of, profiles_of, renderer_of
 from etude.run.report import finish_report
+from etude.run.sources import TaskPool, missing
 from etude.run.state import Engines, EngineState, Run, check_processes, last_version
 from etude.run.versions import check_engines, observe_versions, wait_for_version
 from etude.sandbox.base import Sandbox
@@ -46,6 +48,9 @@ from etude.tasks.dataset import Dataset
 from etude.weights.manifest import manifests
 
 Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]
+# The time of an episode of training over that of one of the evaluation: a group shares its prompt and its box, and many
+# of its test runs are answered from memory. Of demo runs on two cores.
+FASTER = 0.4
 STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
 T = TypeVar("T")
 
@@ -56,7 +61,7 @@ class _Inputs:
 
     config: RLConfig
     folder: Path
-    dataset: Dataset
+    pool: TaskPool
     ledger: Ledger
     weights: Store
     rollouts: Store
@@ -86,7 +91,7 @@ def train_rl(
             if not resume:  # nothing of it is worth continuing, and the mended configuration may have its name
                 shutil.rmtree(folder)
             raise
-        inputs = _open_inputs(config, folder, dataset)
+        inputs = _open_inputs(config, folder, TaskPool(dataset, missing(config, folder)))
         view.stage("start engines")
         token = engine_token()
         children, urls = start_engines(folder, config, logs, token, holds=[lock])
@@ -96,8 +101,11 @@ def train_rl(
             password = ledger_password(config)  # which the run folder does not keep; libpq reads it from there
             env = {"PGPASSWORD": unquote(password)} if password else None
             children.append(processes.start("trainer", trainer, logs / "trainer.log", env, holds=[lock]))
+            if inputs.pool.waiting:
+                builder = ["etude.run.sources", str(folder)]
+                children.append(processes.start("task builder", builder, logs / "tasks.log", holds=[lock]))
             sandbox = (boxes or partial(open_sandbox, config.sandbox))(
-                machine_profiles=profiles_of(config), egress=egress_of(config, inputs.dataset, folder),
+                machine_profiles=profiles_of(config), egress=egress_of(config, dataset, folder),
                 repeatable=config.deterministic,
             )  # fmt: skip
             client = EngineClient(urls, token, backend_of(folder, config))
@@ -126,18 +134,18 @@ def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
     return dataset
 
 
-def _open_inputs(config: RLConfig, folder: Path, dataset: Dataset) -> _Inputs:
+def _open_inputs(config: RLConfig, folder: Path, pool: TaskPool) -> _Inputs:
     """Before any process leases or trains: the ledger recovers, and the logprob probes are stored."""
     root = config.store or str(folder)
     weights, answers = open_store(f"{root}/weights"), open_store(f"{root}/probes")
     length = min(probes.TOKENS, config.rollout.context)
-    sequences = probes.make_sequences(dataset.split("train"), renderer_of(config), config.guards.probes, length)
+    sequences = probes.make_sequences(pool.dataset.split("train"), renderer_of(config), config.guards.probes, length)
     probes.reset(answers, sequences)
     ledger = Ledger.open(config.ledger or f"sqlite:///{folder}/ledger.db", config.name)
     ledger.recover(manifests(weights))
     rollouts = open_store(f"{root}/rollouts")
     _play_damaged_again(ledger, rollouts)
-    return _Inputs(config, folder, dataset, ledger, weights, rollouts, answers, sequences)
+    return _Inputs(config, folder, pool, ledger, weights, rollouts, answers, sequences)
 
 
 def _play_damaged_again(ledger: Ledger, rollouts: Store) -> None:
@@ -155,7 +163,7 @@ async def _run_stages(
     boxes: AbstractAsyncContextManager[Sandbox], started: float,
 ) -> RunReport:  # fmt: skip
     """Evaluates, trains, evaluates and reports, with the engines and the trainer started."""
-    config, folder, dataset = inputs.config, inputs.folder, inputs.dataset
+    config, folder = inputs.config, inputs.folder
     plays_impossible = config.cheats.impossible and not (config.tasks.edits or config.tasks.environment)
     async with (
         boxes as sandbox,
@@ -165,8 +173,8 @@ async def _run_stages(
         open_agent(config.rollout.agent) as agent,
     ):
         run = Run(
-            folder=folder, config=config, dataset=dataset,
-            impossible=impossible.make(dataset, folder / "impossible") if plays_impossible else None,
+            folder=folder, config=config, pool=inputs.pool,
+            impossible=impossible.make(inputs.pool.dataset, folder / "impossible") if plays_impossible else None,
             ledger=inputs.ledger, weights=inputs.weights, rollouts=inputs.rollouts, sandbox=sandbox,
             renderer=renderer_of(config), agent=agent, engines=engines, children=children,
             concurrency=concurrency_of(config),
@@ -186,12 +194,29 @@ async def _evaluate_and_train(run: Run, view: LiveView, started: float) -> RunRe
     pids = {child.log.stem: child.popen.pid for child in run.children}
     if run.sandbox.zygote_pid is not None:
         pids["zygote"] = run.sandbox.zygote_pid
+    expected = step_seconds(config, before)
     with _stage(folder, view, "train"):
-        await loop.rollouts(run, Monitor(folder, config, view, pids, run.trainer.log).tick)
+        if expected is not None:
+            view.note(_plan(config, expected * (config.trainer.steps - max(0, last_version(run.weights)))))
+        await loop.rollouts(run, Monitor(folder, config, view, pids, run.trainer.log, expected).tick)
     await wait_for_version(run, last_version(run.weights))
     after = await _evaluate(run, view, "after") if config.eval.after else None
     with _stage(folder, view, "report"):
         return finish_report(run, before, after, seconds=runfolder.now() - started)
+
+
+def step_seconds(config: RLConfig, before: EvalResult | None) -> float | None:
+    """What a step will take, by the pace of the evaluation before; None if there was none."""
+    played = sum(before.outcomes.values()) if before is not None else 0
+    if before is None or not played or not before.seconds:
+        return None
+    return before.seconds / played * FASTER * config.rollout.prompts * config.rollout.group
+
+
+def _plan(config: RLConfig, seconds: float) -> str:
+    trainer, episodes = config.trainer, config.rollout.prompts * config.rollout.group
+    text = f"{trainer.steps} steps of {episodes} episodes: about {duration(seconds)} on this machine"
+    return text if trainer.minutes is None else f"{text}, {duration(trainer.minutes * 60)} at most"
 
 
 def _stage(folder: Path, view: LiveView, name: str):

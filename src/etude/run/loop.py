@@ -36,6 +36,7 @@ from etude.errors import RunFailed
 from etude.rollout.admission import groups_to_admit
 from etude.rollout.curriculum import Curriculum, MixedCurriculum
 from etude.rollout.stall import LIMIT, StallSnapshot, StallWatchdog, diagnose
+from etude.run import sources
 from etude.run.episodes import LiveEpisodes, cancel, play_impossible, play_leased
 from etude.run.state import Progress, Run, check_processes, last_version
 from etude.run.versions import observe_versions
@@ -61,6 +62,9 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
             await observe_versions(run)
             count = sum(len(episodes.leases) for episodes in live.values())
             run.concurrency.observe(time.monotonic(), count, _requests(run))
+            for number in sources.arrived(run.folder, run.pool):
+                await asyncio.to_thread(sources.join, run.config, run.folder, run.pool, number)
+                sources.extend(curriculum, run.dataset, rollout.group, run.config.seed)
             # In threads: episodes are played on while the ledger's server is away.
             learned = await asyncio.to_thread(_admit, run, curriculum, learned)
             if (free := run.concurrency.limit - count) > 0:
@@ -91,10 +95,8 @@ def curriculum_of(dataset: Dataset, group: int, seed: int) -> Curriculum | Mixed
     """What draws the training tasks of `dataset`, for groups of `group` episodes."""
     if not isinstance(dataset, MixedDataset):
         return Curriculum([task.id for task in dataset.split("train")], group, seed)
-    by_name: dict[str, list[str]] = {name: [] for name in dataset.weights}
-    for task in dataset.split("train"):
-        by_name[task.repository].append(task.id)
-    return MixedCurriculum({name: Curriculum(ids, group, seed) for name, ids in by_name.items()}, dataset.weights)
+    parts = {name: Curriculum(ids, group, seed) for name, ids in sources.by_repository(dataset).items()}
+    return MixedCurriculum(parts, dataset.weights)
 
 
 class _ImpossibleTasks:

@@ -22,9 +22,13 @@ _NUMBERS = ("step", "time/spent", "time/step", "reward/all/mean", "rollout/pass_
 class Monitor:
     """Called often by the controller; reads and draws at most twice a second."""
 
-    def __init__(self, folder: Path, config: RLConfig, view: LiveView, pids: Mapping[str, int], trainer: Path):
+    def __init__(
+        self, folder: Path, config: RLConfig, view: LiveView, pids: Mapping[str, int], trainer: Path,
+        expected: float | None = None,
+    ) -> None:  # fmt: skip
         """`pids`: the processes of the run beside this one, by name. `trainer`: the trainer's log, whose lines that
-        begin with `note: ` are shown."""
+        begin with `note: ` are shown. `expected`: seconds that a step is thought to take, until steps are seen."""
+        self._expected = expected
         self._folder, self._config, self._view = folder, config, view
         self._pids = {"controller": os.getpid(), **pids}
         self._memory_read = 0.0
@@ -64,8 +68,10 @@ class Monitor:
         """Until the clock or the number of steps ends the stage, whichever comes first."""
         trainer = self._config.trainer
         elapsed = now - self._started
-        taken = self._steps - self._earlier
-        by_steps = elapsed / taken * (trainer.steps - self._steps) if taken else None
+        taken, left = self._steps - self._earlier, trainer.steps - self._steps
+        by_steps = elapsed / taken * left if taken else None
+        if by_steps is None and self._expected is not None:
+            by_steps = self._expected * left - elapsed
         by_clock = trainer.minutes * 60 - self._spent - (now - self._stepped) if trainer.minutes else None
         known = [s for s in (by_steps, by_clock) if s is not None]
         return max(0.0, min(known)) if known else None  # a step that has begun is finished

@@ -41,10 +41,23 @@ def dataset_of(config: RLConfig, folder: Path) -> Dataset | None:
     if tasks.environment is not None:
         return environment_dataset(config, renderer_of(config), folder)
     if tasks.sources:
+        later = built_beside(config)
         parts = [source_dataset(source, built / str(number)) for number, source in enumerate(tasks.sources)]
-        known = [part for part in parts if part is not None]
-        return mix(known, [source.weight for source in tasks.sources]) if len(known) == len(parts) else None
+        known = {number: part for number, part in enumerate(parts) if part is not None}
+        if {*range(len(parts))} - {*known, *later}:
+            return None
+        return mix(list(known.values()), [tasks.sources[n].weight for n in known], more=bool(later))
     return source_dataset(tasks, built)
+
+
+def built_beside(config: RLConfig) -> tuple[int, ...]:
+    """The numbers of the sources whose tasks are made while the run goes on: repositories that nothing is held out of.
+    None in a run that is to be repeated bit for bit, nor where boxes install from an index, which leaves out what the
+    tasks are made from."""
+    sources = config.tasks.sources
+    later = tuple(n for n, source in enumerate(sources) if source.dataset is None and not source.heldout_fraction)
+    installs = config.sandbox.type == "namespace" and config.sandbox.index is not None
+    return () if config.deterministic or installs or len(later) == len(sources) else later
 
 
 def source_dataset(source: TaskSource, built: Path) -> Dataset | None:

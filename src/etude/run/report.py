@@ -23,6 +23,7 @@ from etude.dashboard.report import (
     best_version,
     held_out_figures,
     silence,
+    training_figures,
 )
 from etude.dashboard.view import ShownEpisode, load_view, show
 from etude.evals.suite import EvalResult
@@ -65,7 +66,8 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
         stages=_stages(timeline), steps=newest, best=best_version(newest, difference),
         serve=f"etude serve {shlex.quote(str(run.folder))}", silent=silent, notes=(note,) if note else (),
         pass_before=before and before.pass_1.mean, pass_after=after and after.pass_1.mean, paired_diff=difference,
-        held_out=held_out, episodes=run.ledger.counts(), trained=trained, generated=generated,
+        held_out=held_out, training=training_figures(run.ledger.results(0, consumed_only=True), steps),
+        episodes=run.ledger.counts(), trained=trained, generated=generated,
         versions=len(published), bytes_published=sum(m.payload_bytes for m in published),
         weights=WeightFigures(2 * max((m.elements for m in published), default=0), run.record.pauses),
         utilisation=Utilisation(trainer=_busy(timeline, "trainer"), engine=_busy(timeline, "engine")),

@@ -18,10 +18,13 @@ from etude.renderers import Renderer
 from etude.rollout.agent import Agent
 from etude.rollout.concurrency import Concurrency
 from etude.rollout.probes import ProbeScorer
+from etude.run.sources import TaskPool
 from etude.sandbox.base import Sandbox
 from etude.store import Store
 from etude.tasks.dataset import Dataset
 from etude.weights.manifest import manifests
+
+ENDING = ("trainer", "task builder")  # children that end by themselves
 
 
 @dataclass
@@ -110,7 +113,7 @@ class Run:
 
     folder: Path
     config: RLConfig
-    dataset: Dataset
+    pool: TaskPool
     impossible: Dataset | None
     ledger: Ledger
     weights: Store
@@ -125,6 +128,11 @@ class Run:
     record: EngineRecord = field(default_factory=EngineRecord)
 
     @property
+    def dataset(self) -> Dataset:
+        """The tasks that are there by now."""
+        return self.pool.dataset
+
+    @property
     def trainer(self) -> Child:
         """The trainer's process."""
         return next(child for child in self.children if child.name == "trainer")
@@ -137,7 +145,7 @@ def check_processes(run: Run) -> None:
         raise RunFailed(f"the sandbox zygote died; nothing is lost: continue with `etude train --resume {run.folder}`")
     engines = {id(state.child): state for state in run.engines.states if state.child is not None}
     for child in run.children:
-        if child.exit_code is None or (child.exit_code == 0 and child.name == "trainer"):
+        if child.exit_code is None or (child.exit_code == 0 and child.name in ENDING):
             continue
         why = child.failure() or f"the {child.name} ended by itself; see {child.log}"
         engine = engines.get(id(child))

@@ -52,7 +52,7 @@ def warnings(tasks: Sequence[Task], log: TaskBuildLog, options: BuildConfig) -> 
             f"Too small to teach: {count['train']} training tasks of {train} functions; with fewer than {FEW_TASKS} of "
             f"{FEW_FUNCTIONS} a model learns these tasks by heart. {_wider(options)}"
         )
-    if heldout < FEW_FUNCTIONS:
+    if heldout < FEW_FUNCTIONS and options.heldout_fraction:
         width = min(100, 196 * (0.25 / max(heldout, 1)) ** 0.5)  # half of a 95 % interval, a function being one draw
         found.append(
             f"Too small to measure: {count['heldout']} held-out tasks of {heldout} functions; differences below some "

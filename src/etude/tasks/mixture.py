@@ -57,9 +57,9 @@ class MixedDataset(Dataset):
         return replace(_joined([change(part) for part in self.sources]), weights=self.weights)
 
 
-def mix(parts: Sequence[Dataset], weights: Sequence[float]) -> Dataset:
-    """One dataset of several; of one, that one. `weights` are positive numbers. Raises UserError for two datasets of
-    one project, of which one would hold out what the other trains on."""
+def mix(parts: Sequence[Dataset], weights: Sequence[float], *, more: bool = False) -> Dataset:
+    """One dataset of several; of one, that one, unless `more` will join it. `weights` are positive numbers. Raises
+    UserError for two datasets of one project, of which one would hold out what the other trains on."""
     projects = Counter(part.name if part.manifest.kind else normal(project_of(part.name)) for part in parts)
     twice = next((name for name, count in projects.items() if count > 1), None)
     if twice is not None:
@@ -67,7 +67,7 @@ def mix(parts: Sequence[Dataset], weights: Sequence[float]) -> Dataset:
             f"two sources of tasks are of the project {twice}, and one would train on what the other holds out: keep "
             "one of them"
         )
-    if len(parts) == 1:
+    if len(parts) == 1 and not more:
         return parts[0]
     total = sum(weights)
     shares = {part.name: weight / total for part, weight in zip(parts, weights, strict=True)}

@@ -20,7 +20,10 @@ def heldout_functions(
 ) -> set[str]:
     """Ids of about `fraction` of the functions, and of what is held out with them. Functions with equal bodies stay
     together. `changes` are the sets of functions that changes of several functions touch, by kind: about `fraction` of
-    each kind is held out as a whole, and other functions of such changes are the last to be held out."""
+    each kind is held out as a whole, and other functions of such changes are the last to be held out. A fraction of 0
+    holds out nothing."""
+    if not fraction:
+        return set()
     changes = changes or {}
     groups: dict[str, list[str]] = defaultdict(list)
     for function in functions:

@@ -136,7 +136,8 @@ def _divided(trials: Sequence[Trial], heldout_fraction: float) -> Trials:
     """The trials, with a share of the tasks held out, chosen by a hash of their ids."""
     kept = [trial.record.id for trial in trials if trial.record is not None]
     ordered = sorted(kept, key=lambda id: blake3.blake3(id.encode()).digest())
-    heldout = frozenset(ordered[: max(1, round(heldout_fraction * len(kept)))] if len(kept) > 1 else ())
+    count = max(1, round(heldout_fraction * len(kept))) if heldout_fraction and len(kept) > 1 else 0
+    heldout = frozenset(ordered[:count])
     return Trials(tuple(
         replace(trial, record=msgspec.structs.replace(trial.record, split="heldout"))
         if trial.record is not None and trial.record.id in heldout else trial

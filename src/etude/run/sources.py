@@ -1,0 +1,90 @@
+"""Sources of tasks that are built beside the run: `python -m etude.run.sources RUN` makes them, one after the other,
+and the controller takes each as soon as its folder is there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude import runfolder
+from etude.config import RLConfig
+from etude.errors import UserError
+from etude.rollout.curriculum import Curriculum, MixedCurriculum
+from etude.run.inputs import build_numbered, trainable
+from etude.run.parts import built_beside, source_dataset
+from etude.tasks.dataset import Dataset
+from etude.tasks.mixture import MixedDataset, mix
+
+NICE = 5  # training goes before
+
+
+@dataclass
+class TaskPool:
+    """The tasks of a run, and the numbers of the sources that are still being built."""
+
+    dataset: Dataset
+    waiting: tuple[int, ...] = ()
+
+
+def missing(config: RLConfig, folder: Path) -> tuple[int, ...]:
+    """The numbers of the sources that are to be built beside the run in `folder`."""
+    return tuple(number for number in built_beside(config) if not _place(folder, number).exists())
+
+
+def arrived(folder: Path, pool: TaskPool) -> list[int]:
+    """The numbers of the sources that have been built since the last call of `join`."""
+    return [number for number in pool.waiting if _place(folder, number).exists()]
+
+
+def join(config: RLConfig, folder: Path, pool: TaskPool, number: int) -> None:
+    """Adds a source that was built to the pool. Raises UserError, as where tasks are built before a run."""
+    sources = config.tasks.sources
+    part = source_dataset(sources[number], _place(folder, number))
+    assert part is not None
+    assert isinstance(pool.dataset, MixedDataset)
+    part = trainable(part, [sources[number].min_decided])
+    known = sum(source.weight for n, source in enumerate(sources) if n not in pool.waiting)
+    weights = [pool.dataset.weights[of.name] * known for of in pool.dataset.parts]
+    pool.dataset = mix([*pool.dataset.parts, part], [*weights, sources[number].weight])
+    pool.waiting = tuple(n for n in pool.waiting if n != number)
+    count = len(part.split("train"))
+    print(f"etude: {count} training tasks of {part.name} join the run", file=sys.stderr, flush=True)
+
+
+def extend(curriculum: Curriculum | MixedCurriculum, dataset: Dataset, group: int, seed: int) -> None:
+    """Lets a curriculum draw from the repositories of `dataset` that it does not know yet."""
+    assert isinstance(curriculum, MixedCurriculum)
+    assert isinstance(dataset, MixedDataset)
+    new = {name: Curriculum(ids, group, seed) for name, ids in by_repository(dataset).items()}
+    curriculum.join({name: part for name, part in new.items() if name not in curriculum.parts}, dataset.weights)
+
+
+def by_repository(dataset: MixedDataset) -> dict[str, list[str]]:
+    """The ids of the training tasks of each repository."""
+    ids: dict[str, list[str]] = {name: [] for name in dataset.weights}
+    for task in dataset.split("train"):
+        ids[task.repository].append(task.id)
+    return ids
+
+
+def _place(folder: Path, number: int) -> Path:
+    return folder / "tasks" / str(number)
+
+
+def main() -> None:
+    """Builds what is missing in a run folder. Exits with 2 and one sentence if a source gives no tasks."""
+    folder = Path(sys.argv[1])
+    config = runfolder.load_config(folder)
+    os.nice(NICE)
+    for number in missing(config, folder):
+        try:
+            build_numbered(config, number, folder, lambda stage, done, total: print(stage, done, total, flush=True))
+        except UserError as e:
+            print(f"etude: {e}", flush=True)
+            sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
