@@ -197,7 +197,8 @@ async def _evaluate_and_train(run: Run, view: LiveView, started: float) -> RunRe
     expected = step_seconds(config, before)
     with _stage(folder, view, "train"):
         if expected is not None:
-            view.note(_plan(config, expected * (config.trainer.steps - max(0, last_version(run.weights)))))
+            left = config.trainer.steps - max(0, last_version(run.weights))
+            print(f"etude: {_plan(config, expected * left)}", file=sys.stderr, flush=True)
         await loop.rollouts(run, Monitor(folder, config, view, pids, run.trainer.log, expected).tick)
     await wait_for_version(run, last_version(run.weights))
     after = await _evaluate(run, view, "after") if config.eval.after else None
