@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -200,6 +201,28 @@ def test_a_controller_that_is_killed_while_its_children_import_leaves_none(undis
     code, output = finished(etude(tmp_path, "train", "run.toml", "--resume"))
     assert code == 0, output
     assert versions(tmp_path) == versions(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_run_that_has_ended_is_trained_on_only_if_it_was_changed(undisturbed, tmp_path):
+    """As it is, its report stays. With more steps, what was measured before is measured again."""
+    shutil.copytree(undisturbed, tmp_path, symlinks=True, dirs_exist_ok=True)
+    run = tmp_path / "outputs/run"
+    report = (run / "report.json").read_bytes()
+    code, output = finished(etude(tmp_path, "train", "--resume", "outputs/run"))
+    assert code == 0, output
+    assert "outputs/run has ended with version 3: raise trainer.steps or trainer.minutes" in output
+    assert (run / "report.json").read_bytes() == report
+    values = json.loads((run / "config.json").read_text())
+    for steps in (3, 4):
+        values["eval"] |= {"after": True, "samples": 1, "max_tasks": 2}
+        values["trainer"]["steps"] = steps
+        (run / "config.json").write_text(json.dumps(values))
+        code, output = finished(etude(tmp_path, "train", "--resume", "outputs/run"))
+        assert code == 0, output
+        assert json.loads((run / "eval-after.json").read_bytes())["version"] == steps
+        again = json.loads((run / "report.json").read_text())
+        assert (again["steps"], again["best"], len(versions(tmp_path))) == (steps, steps, steps + 1)
 
 
 @pytest.mark.slow

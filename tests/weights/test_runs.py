@@ -149,3 +149,23 @@ def test_the_run_of_another_stage(tmp_path, made):
         model_folder(f"{other}@3")
     with runfolder.lock(other), pytest.raises(UserError, match=r"is still running: wait for its end$"):
         model_folder(other)
+
+
+def test_an_evaluation_takes_budget_seed_and_tasks_of_the_run(made, monkeypatch):
+    """Then its figures are comparable with those of the run's report."""
+    from etude.run import evaluate
+
+    run, config = made
+    asked = []
+    monkeypatch.setattr(evaluate, "evaluate_models", lambda models, measurement, engine, **_: asked.append(measurement))
+    for words in (["eval", str(run)], ["eval", "nano", "--against", f"{run}@1"], ["eval", "nano"]):
+        with pytest.raises(SystemExit) as stop:
+            main.main([*words, "--suite", str(run)])
+        assert not stop.value.code
+    own, against, other = asked
+    assert own.budget == against.budget == config.rollout.budget() != other.budget
+    assert (own.seed, against.seed, other.seed) == (config.seed, config.seed, 0)
+    assert own.suites == [Path(config.tasks.dataset or run / "tasks")]
+    with pytest.raises(SystemExit):
+        main.main(["eval", str(run), "--suite", str(run), "--seed", "9", "--turns", "3"])
+    assert (asked[-1].seed, asked[-1].budget.turns, asked[-1].budget.tokens) == (9, 3, config.rollout.tokens)

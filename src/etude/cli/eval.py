@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from etude.cli.flags import add_flags, from_flags
 from etude.config import EvalConfig, InferenceConfig, ModelConfig, RolloutConfig, validate
 from etude.errors import UserError
-from etude.weights.runs import model_folder
+from etude.weights.runs import model_folder, rl_config
 
 if TYPE_CHECKING:
     from etude.run.evaluate import Remote
@@ -28,11 +28,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", help="HF folder, run folder, name of a bundled model such as nano, or the URL of a chat API"
     )
-    suites = "task datasets made by `etude tasks build`, or `retrieval`, or `fast-apply`, or a table of edits"
+    suites = (
+        "task datasets made by `etude tasks build`, run folders for the tasks of the run, or `retrieval`, or "
+        "`fast-apply`, or a table of edits"
+    )
     parser.add_argument("--suite", type=Path, nargs="+", required=True, metavar="SUITE", help=suites)
     parser.add_argument("--split", choices=("heldout", "train"), default="heldout")
     add_flags(parser, EvalConfig, ("samples", "max_tasks"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="of the episodes (default: that of a run that is measured, or 0)")
     parser.add_argument("--against", metavar="MODEL", help="a second model: paired difference, second minus first")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     engine = parser.add_argument_group("engine")
@@ -41,7 +44,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     variables = "variables of the chat template as a JSON object, e.g. '{\"enable_thinking\": false}'"
     engine.add_argument("--chat-template-kwargs", metavar="JSON", help=variables)
     budget = parser.add_argument_group(
-        "budget of an episode, by default a small model's; with a chat API 50, 32000, 131072, 900"
+        "budget of an episode, by default that of a run that is measured, or a small model's; with a chat API 50, "
+        "32000, 131072, 900"
     )
     add_flags(budget, RolloutConfig, BUDGET)
     kept = "folder that keeps finished episodes; the same command goes on where it stopped"
@@ -91,13 +95,28 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     from etude.run.evaluate import Measurement, Remote, evaluate_models
 
     models = _models(arguments, given)
-    ample = PRODUCTION if any(isinstance(model, Remote) for model in models) else {}
+    trained = next((config for config in map(rl_config, given) if config is not None), None)
+    ample: dict[str, Any] = PRODUCTION if any(isinstance(model, Remote) for model in models) else {}
+    if trained is not None and not ample:
+        ample = {name: getattr(trained.rollout, name) for name in BUDGET}
+    seed = arguments.seed if arguments.seed is not None else trained.seed if trained is not None else 0
     budget = {name: getattr(arguments, name) for name in BUDGET if hasattr(arguments, name)}
     measurement = Measurement(
-        suites, from_flags(arguments, EvalConfig), validate(RolloutConfig, ample | budget, "etude eval").budget(),
-        arguments.split, arguments.seed, arguments.concurrency, arguments.output, **rendered,
+        [folder for suite in suites for folder in _datasets(suite)], from_flags(arguments, EvalConfig),
+        validate(RolloutConfig, ample | budget, "etude eval").budget(), arguments.split, seed, arguments.concurrency,
+        arguments.output, **rendered,
     )  # fmt: skip
     evaluate_models(models, measurement, engine, as_json=arguments.json)
+
+
+def _datasets(suite: Path) -> list[Path]:
+    """The folder of a dataset, or those of a run. Raises UserError for a run without."""
+    config = rl_config(suite)
+    if config is None:
+        return [suite]
+    from etude.run.parts import folders_of_tasks
+
+    return folders_of_tasks(config, suite)
 
 
 def _rendered(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -162,7 +181,7 @@ def _retrieval(arguments: argparse.Namespace, models: list[Path], engine: Infere
     evaluate_retrieval(
         models, engine, masks=[mask for mask in MASKS if arguments.documents in (None, "both", mask)],
         repositories=arguments.repository or (), samples=from_flags(arguments, EvalConfig).max_tasks or 100,
-        orders=1 if arguments.orders is None else arguments.orders, seed=arguments.seed, as_json=arguments.json,
+        orders=1 if arguments.orders is None else arguments.orders, seed=arguments.seed or 0, as_json=arguments.json,
     )  # fmt: skip
 
 

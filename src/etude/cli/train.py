@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         config = runfolder.load_config(folder)
         check_whole(config)
     else:
+        if arguments.resume and not arguments.config.exists():
+            raise UserError(f"there is no run folder or configuration {arguments.config}; runs lie in {OUTPUTS}/")
         data, where = read_toml(files[0], overrides, files[1:]), " @ ".join(map(str, files))
         stage = data.get("stage", "rl")
         if stage != "rl":

@@ -56,7 +56,8 @@ class EvalResult(Record, frozen=True):
      "stops": {"finished": 480, "turns": 112},
      "behaviour": {"turns": 3.1, "tests_run": 1.9, ...},        means per counted episode
      "tokens": {"prompt": 81200, "cached": 64000, "sampled": 900},  of all; prompts are counted by chat APIs alone
-     "repositories": {"pydash-8.1.0": {"mean": 0.2, ...}, ...}}  pass@1 of each, if there are several
+     "repositories": {"pydash-8.1.0": {"mean": 0.2, ...}, ...},  pass@1 of each, if there are several
+     "version": 40}                                             weights of a run that were measured; else null
     """
 
     split: str
@@ -72,6 +73,7 @@ class EvalResult(Record, frozen=True):
     behaviour: dict[str, float]
     tokens: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     repositories: dict[str, Estimate] = msgspec.field(default_factory=dict[str, Estimate])
+    version: int | None = None
 
 
 class Comparison(Record, frozen=True):

@@ -20,7 +20,7 @@ import msgspec
 from rich.console import Console
 
 from etude import runfolder
-from etude.config import EngineConfig, EvalConfig, RolloutConfig, ServerConfig
+from etude.config import EngineConfig, EvalConfig, RolloutConfig, ServerConfig, bundled_model
 from etude.dashboard.live import LiveView
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
@@ -110,17 +110,26 @@ def measure_models(
         else:
             check_reachable(model.chat)
     journals = [_open_journal(measurement, model, dataset, number) for number, model in enumerate(models)]
-    with LiveView("eval", [str(m) for m in models], console=Console(stderr=True)) as view:
+    with LiveView("eval", [_label(m) for m in models], console=Console(stderr=True)) as view:
         results = []
         for model, journal in zip(models, journals, strict=True):
-            view.stage(str(model))
+            view.stage(_label(model))
             results.append(asyncio.run(_measure(model, dataset, view, inference, measurement, journal)))
     return results
 
 
+def _label(model: Path | Remote) -> str:
+    """A bundled model by its name, another folder as it is seen from here."""
+    if isinstance(model, Remote):
+        return str(model)
+    if model == bundled_model(model.name):
+        return model.name
+    return str(model.relative_to(Path.cwd()) if model.is_relative_to(Path.cwd()) else model)
+
+
 def _show(model: Path | Remote, result: EvalResult) -> None:
     rates = ", ".join(f"pass@{k} {100 * rate:.1f} %" for k, rate in sorted(result.pass_k.items()) if k > 1)
-    print(f"{model}: pass@1 {result.pass_1.percent}" + (f", {rates}" if rates else ""))
+    print(f"{_label(model)}: pass@1 {result.pass_1.percent}" + (f", {rates}" if rates else ""))
     for name, estimate in result.repositories.items():
         print(f"  {name}: pass@1 {estimate.percent}")
     if isinstance(model, Remote):

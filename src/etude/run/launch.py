@@ -84,6 +84,10 @@ def train_rl(
     with runfolder.lock(folder) as lock, LiveView(config.name, STAGES) as view:
         if runfolder.config_changed(folder):
             print(f"etude: {folder / 'config.json'} has changed since the last attempt", file=sys.stderr, flush=True)
+        elif resume and (finished := _finished(config, folder)) is not None:
+            more = f"raise trainer.steps or trainer.minutes in {folder / 'config.json'} to train on"
+            print(f"etude: {folder} has ended with version {finished.steps}: {more}", file=sys.stderr, flush=True)
+            return _shown(finished, folder)
         logs = runfolder.new_attempt(folder)
         try:
             dataset = _dataset(config, folder, view)
@@ -114,10 +118,27 @@ def train_rl(
         finally:
             for child in children:
                 child.stop(10)
+    return _shown(report, folder)
+
+
+def _shown(report: RunReport, folder: Path) -> RunReport:
     Console().print(final_table(report, folder / "report.html"))
     for line in (*report.notes, f"Serve it: {report.serve}"):
         print(line, flush=True)
     return report
+
+
+def _finished(config: RLConfig, folder: Path) -> RunReport | None:
+    """The report of a run that has ended, None if anything of it is missing or older than the newest version. A clock
+    that was not quite over when training ended is no reason to train on."""
+    wanted = {"eval-before.json": config.eval.before, "eval-after.json": config.eval.after, "report.html": True}
+    if not all((folder / name).exists() for name, due in wanted.items() if due):
+        return None
+    try:
+        report = msgspec.json.decode((folder / "report.json").read_bytes(), type=RunReport)
+    except (OSError, ValueError):  # msgspec's errors are ValueErrors; it is written anew
+        return None
+    return report if report.steps == last_version(open_store(f"{config.store or folder}/weights")) else None
 
 
 def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
@@ -235,10 +256,13 @@ def measured(path: Path) -> EvalResult:
 
 
 async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
-    """pass@1 on the held-out tasks with the weights served now; read back if an earlier attempt measured it."""
-    path = run.folder / f"eval-{when}.json"
+    """pass@1 on the held-out tasks with the weights served now; read back if an earlier attempt measured it, of the
+    same version if it is the evaluation after training."""
+    path, served = run.folder / f"eval-{when}.json", last_version(run.weights)
     if path.exists():
-        return measured(path)
+        known = measured(path)
+        if when == "before" or known.version in (None, served):
+            return known
 
     def keep(episode: Episode) -> None:
         run.rollouts.put(f"eval-{when}/{episode.task_id}-{episode.member}.msgpack", encode(episode))
@@ -249,7 +273,7 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
             samples=run.config.eval.samples, max_tasks=run.config.eval.max_tasks, seed=run.config.seed,
             concurrency=run.concurrency.limit, progress=view.evaluated, on_episode=keep,
         )  # fmt: skip
-        result = await _watched(run, measure)
+        result = msgspec.structs.replace(await _watched(run, measure), version=served)
     runfolder.write(path, msgspec.json.encode(result))
     return result
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from etude.config import RLConfig, RolloutConfig, TaskSource
+from etude.errors import UserError
 from etude.grading.cheats import decoys
 from etude.grading.cheats.decoys import Decoys
 from etude.harness.edit_appliers import merge_applier, server_applier
@@ -48,6 +49,16 @@ def dataset_of(config: RLConfig, folder: Path) -> Dataset | None:
             return None
         return mix(list(known.values()), [tasks.sources[n].weight for n in known], more=bool(later))
     return source_dataset(tasks, built)
+
+
+def folders_of_tasks(config: RLConfig, folder: Path) -> list[Path]:
+    """The datasets of the run in `folder`, as they were given or built. Raises UserError for a run of other tasks."""
+    tasks = config.tasks
+    if tasks.edits is not None or tasks.environment is not None:
+        raise UserError(f"{folder} was trained on an environment or on edits, which are no task dataset")
+    built = folder / "tasks"
+    sources = [(s, built / str(n)) for n, s in enumerate(tasks.sources)] or [(tasks, built)]
+    return [Path(source.dataset) if source.dataset is not None else place for source, place in sources]
 
 
 def built_beside(config: RLConfig) -> tuple[int, ...]:

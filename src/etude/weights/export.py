@@ -155,7 +155,8 @@ def _write(model: PreTrainedModel, base: Path, out: Path) -> None:
         model.save_pretrained(partial)  # pyright: ignore[reportUnknownMemberType]
         for file in base.iterdir():
             weights = file.suffix in (".safetensors", ".bin", ".pt") or file.name.endswith(".index.json")
-            if file.is_file() and not weights and not (partial / file.name).exists():
+            told = file.name in ("README.md", "corpus.json") or file.suffix == ".jsonl"  # of how the base was made
+            if file.is_file() and not weights and not told and not (partial / file.name).exists():
                 shutil.copyfile(file, partial / file.name)
         partial.rename(out)
     except (OSError, SafetensorError) as e:

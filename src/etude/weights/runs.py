@@ -59,11 +59,21 @@ def stage_of(folder: Path) -> str | None:
         return None
 
 
+def rl_config(name: str | Path) -> RLConfig | None:
+    """The configuration of a run of stage rl, named as a model is; None for all others."""
+    run, _ = _named(name)
+    return runfolder.load_config(run) if stage_of(run) == "rl" else None
+
+
+def _named(name: str | Path) -> tuple[Path, int | None]:
+    """The folder and the version of RUN or RUN@N."""
+    match = _VERSION.fullmatch(str(name))
+    return (Path(match[1]), int(match[2])) if match and not Path(name).exists() else (Path(name), None)
+
+
 def _of_run(name: str | Path) -> Path | None:
     """The model of a run; None if `name` is no run. Raises UserError if the run has none, or not yet."""
-    run, version = Path(name), None
-    if not run.exists() and (match := _VERSION.fullmatch(str(name))):
-        run, version = Path(match[1]), int(match[2])
+    run, version = _named(name)
     stage = stage_of(run)
     if stage is None:
         return None
