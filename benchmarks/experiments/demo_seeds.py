@@ -27,7 +27,7 @@ from etude.dashboard.text import percent, points
 OUTPUTS = Path("outputs")
 LOG = Path(__file__).with_suffix(".jsonl")  # committed, so that it holds every run that was started
 SECONDS = 3600  # that one run may take
-HEAD = ("seed", "before", "after", "difference", "tasks, functions", "training tasks", "teach", "steps", "minutes",
+HEAD = ("seed", "before", "after", "difference", "tasks, functions", "new training tasks", "teach", "steps", "minutes",
         "trainer, GB", "starts")  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
             label, percent(end["pass_before"]), percent(end["pass_after"]),
             f"{points(gain['mean'])} [{points(gain['low'])}, {points(gain['high'])}]",
             f"{held_out['tasks']}, {held_out['functions']}",
-            f"{percent(training['first'])}, then {percent(training['last'])}", percent(training["teach_later"] or 0, 0),
+            ", then ".join(map(percent, training["new"] or ())), percent(training["teach_later"] or 0, 0),
             str(end["steps"]), f"{end['seconds'] / 60:.1f}", f"{end['trainer_bytes'] / 1e9:.2f}", str(starts),
         ))  # fmt: skip
     text = "\n".join(f"| {' | '.join(row)} |" for row in (HEAD, ("---",) * len(HEAD), *rows))

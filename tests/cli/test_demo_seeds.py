@@ -27,7 +27,7 @@ def test_a_run_that_did_not_end_has_a_row(tmp_path: Path, monkeypatch: pytest.Mo
         gain = {"mean": 0.12, "low": 0.03, "high": 0.2}
         report = {
             "seconds": 780.0, "steps": 50, "pass_before": 0.3, "pass_after": 0.42, "paired_diff": gain, "stages": {},
-            "training": {"first": 0.3, "last": 0.5, "teach_later": 0.75}, "checks": {},
+            "training": {"new": [0.3, 0.5], "teach_later": 0.75}, "checks": {},
             "held_out": {"tasks": 120, "functions": 50},
         }  # fmt: skip
         (folder / "report.json").write_text(json.dumps(report))

@@ -276,8 +276,8 @@ def test_what_was_unlearned_is_told_by_task_and_by_damage():
     assert held_out_figures(None, after)[0].unlearned == ()
 
 
-def test_a_training_task_counts_once():
-    """First and last group of each task; silent groups by the steps, of which the first nine are left out once."""
+def test_new_training_tasks_and_those_that_were_played_again():
+    """Silent groups are counted by the steps, of which the first nine are left out once."""
     groups = [GroupResult(i, task, n, 4, i) for i, (task, n) in enumerate([("a", 1), ("b", 2), ("a", 2), ("a", 4)])]
     steps = [
         {"step": step, "rollout/groups": 4.0, "rollout/zero_variance": float(step < 10), "entropy/mean": 1 / step}
@@ -285,17 +285,31 @@ def test_a_training_task_counts_once():
     ]
     figures = training_figures(groups, steps)
     assert figures == TrainingFigures(
-        tasks=2, groups=4, first=0.375, last=0.75, teach=1 - 9 / 80, teach_later=1.0, entropy=(1.0, 0.05)
+        tasks=2,
+        groups=4,
+        new=None,
+        again=1,
+        first=0.25,
+        last=1.0,
+        teach=1 - 9 / 80,
+        teach_later=1.0,
+        entropy=(1.0, 0.05),
     )
+    more = [*groups, *(GroupResult(i, f"c{i}", i % 5, 4, i) for i in range(4, 10))]
+    assert training_figures(more, steps).new == (0.375, 0.875), "of eight tasks, the first two and the last two"
     assert training_figures(groups, steps[:9]).teach_later is None
     assert training_figures([], steps) is None
 
 
 def test_the_gap_between_training_and_held_out_tasks_is_said_first(tmp_path, report):
     text = write_report(tmp_path, report).read_text("utf-8")
-    assert "170 training tasks: 34.0 % at the first group of a task, 61.0 % at the last, +27.0 points" in text
-    assert "The gap to the held-out tasks, +10.3 points" in text
+    assert "170 training tasks, as they were met: 31.0 % in the first quarter, 42.0 % in the last, +11.0 points" in text
+    assert "120 of them were played again: 34.0 % at their first group, 61.0 % at their last, +27.0 points" in text
+    assert "The gap to the held-out gain, +10.3 points, was learned by heart" in text
     assert text.index("The gap to") < text.index('id="heldout"')
+    slight = msgspec.structs.replace(report.training, last=0.35)
+    text = write_report(tmp_path, msgspec.structs.replace(report, training=slight)).read_text("utf-8")
+    assert "The gap to" not in text
     assert "19 times out of 20" in text
 
 

@@ -254,11 +254,17 @@ def _training(report: RunReport) -> list[tuple[str, Text]]:
     training = report.training
     if training is None:
         return []
-    gain = points(training.last - training.first)
-    text = Text(f"{percent(training.first)}, then {percent(training.last)}: {gain} points")
-    text.append(f"  {training.tasks:,} tasks, at their first group and at their last", "dim")
+    rows: list[tuple[str, Text]] = []
+    if training.new is not None:
+        text = Text(f"{percent(training.new[0])}, then {percent(training.new[1])}")
+        text.append(f"  first and last quarter of {training.tasks:,} tasks, as they were met", "dim")
+        rows.append(("new training tasks", text))
+    if training.first is not None and training.last is not None:
+        text = Text(f"{percent(training.first)}, then {percent(training.last)}")
+        text.append(f"  {training.again:,} tasks, at their first group and at their last", "dim")
+        rows.append(("played again", text))
     later = "" if training.teach_later is None else f", {percent(training.teach_later, 0)} from step {LATER} on"
-    return [("training tasks", text), ("groups that teach", Text(f"{percent(training.teach, 0)}{later}"))]
+    return [*rows, ("groups that teach", Text(f"{percent(training.teach, 0)}{later}"))]
 
 
 def _rate(rate: float | None, side: HeldOutSide | None, style: str = "") -> Text:

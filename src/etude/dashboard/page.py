@@ -144,18 +144,26 @@ def _verdict(report: RunReport) -> str:
 
 
 def _training(report: RunReport) -> str:
-    """The gain on the tasks that were trained on, beside that on tasks that were not."""
+    """The gain on training tasks: on new ones, and on those that were played again, beside the held-out gain."""
     training, diff = report.training, report.paired_diff
     if training is None:
         return ""
-    gain = training.last - training.first
-    text = (
-        f"Its {training.tasks:,} training tasks: {percent(training.first)} at the first group of a task, "
-        f"{percent(training.last)} at the last, {points(gain)} points"
-    )
-    if diff is not None:
-        text += f". The gap to the held-out tasks, {points(gain - diff.mean)} points, was learned for these tasks alone"
-    return f"<p>{escape(text)}.</p>"
+    sentences: list[str] = []
+    if training.new is not None:
+        early, late = training.new
+        sentences.append(
+            f"{training.tasks:,} training tasks, as they were met: {percent(early)} in the first quarter, "
+            f"{percent(late)} in the last, {points(late - early)} points."
+        )
+    if training.first is not None and training.last is not None:
+        gain = training.last - training.first
+        sentences.append(
+            f"{training.again:,} of them were played again: {percent(training.first)} at their first group, "
+            f"{percent(training.last)} at their last, {points(gain)} points."
+        )
+        if diff is not None and gain > diff.mean:
+            sentences.append(f"The gap to the held-out gain, {points(gain - diff.mean)} points, was learned by heart.")
+    return f"<p>{escape(' '.join(sentences))}</p>" if sentences else ""
 
 
 def _held_out(report: RunReport) -> str:

@@ -97,13 +97,15 @@ class ChangedTask(Record, frozen=True):
 
 
 class TrainingFigures(Record, frozen=True):
-    """The tasks that were trained on. A task counts once, however often it was played; `first` and `last` are equal for
-    a task that had one group."""
+    """The tasks that were trained on. What a model learns for other tasks, too, shows in tasks that are new to it; what
+    it learns by heart, in those that are played again."""
 
     tasks: int  # that were played
     groups: int
-    first: float  # pass rate of a task's first group, mean over the tasks
-    last: float  # the same of its last group
+    new: tuple[float, float] | None  # pass rate of the first groups of tasks: of the first and the last quarter of them
+    again: int  # tasks of two groups or more
+    first: float | None  # pass rate of the first group of a task that was played again, mean over the tasks
+    last: float | None  # the same of its last group
     teach: float  # share of the groups whose members' rewards differ
     teach_later: float | None  # the same from step 10 on; null for a shorter run
     entropy: tuple[float, float] | None  # nats per sampled token, of the first and of the last step
@@ -184,11 +186,15 @@ def training_figures(groups: Sequence[GroupResult], steps: Sequence[Mapping[str,
             rates.setdefault(group.task_id, []).append(group.passed / group.episodes)
     if not rates or not steps:
         return None
+    new = [own[0] for own in rates.values()]  # in the order in which the tasks were met
+    quarter = len(new) // 4
+    again = [own for own in rates.values() if len(own) > 1]
     later = [step for step in steps if step["step"] >= LATER]
     entropies = [step["entropy/mean"] for step in steps if "entropy/mean" in step]
     return TrainingFigures(
-        tasks=len(rates), groups=sum(map(len, rates.values())), first=fmean(own[0] for own in rates.values()),
-        last=fmean(own[-1] for own in rates.values()), teach=_teach(steps),
+        tasks=len(rates), groups=sum(map(len, rates.values())),
+        new=(fmean(new[:quarter]), fmean(new[-quarter:])) if quarter else None, again=len(again),
+        first=_mean([own[0] for own in again]), last=_mean([own[-1] for own in again]), teach=_teach(steps),
         teach_later=_teach(later) if later else None,
         entropy=(entropies[0], entropies[-1]) if entropies else None,
     )  # fmt: skip
