@@ -21,6 +21,7 @@ from etude.dashboard.report import (
     TrainingFigures,
     WeightFigures,
     best_version,
+    clock_decided,
     held_out_figures,
     silence,
     training_figures,
@@ -261,6 +262,22 @@ def test_held_out_figures_come_from_the_evaluations():
     assert held_out_figures(None, None) == (HeldOutFigures(), None)
     only, difference = held_out_figures(None, after)
     assert (only.before, only.tasks, difference) == (None, 90, None)
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "said"),
+    [(185, 47, "33 % before training, 8 % after training"), (0, 12, "2 % after"), (5, 5, None), (0, 0, None)],
+)
+def test_a_clock_that_decides_is_said(early, late, said):
+    def stopped(count):
+        stops = {"finished": 556 - count, "seconds": count}
+        return msgspec.structs.replace(eval_result(0.2), stops=stops)
+
+    note = clock_decided(stopped(early), stopped(late), 60.0)
+    assert note is None if said is None else said in note
+    if note:
+        assert "Raise rollout.seconds, it is 60" in note
+    assert clock_decided(None, None, 60.0) is None
 
 
 def test_what_was_unlearned_is_told_by_task_and_by_damage():

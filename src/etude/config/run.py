@@ -66,7 +66,7 @@ class RolloutConfig(Section):
     context: int = option(1024, "prompt and sampled tokens of an episode, or of a segment", ge=64)
     summarise_at: int = option(0, "tokens of a segment after which a summary begins a new one; 0: never", ge=0)
     summary_tokens: int = option(512, "sampled tokens of a summary, at most", ge=1)
-    seconds: float = option(60.0, "wall time of an episode", gt=0)
+    seconds: float = option(600.0, "wall time of an episode; a short one lets a busy machine decide", gt=0)
     documents: bool = option(False, "show the open file, and what is read and found, as documents (docs/documents.md)")
     apply: str | None = option(None, "URL of a server that applies the agent's edit sketches; none: they are merged")
     agent: AgentConfig | None = option(None, "an outside agent in place of the built-in loop")

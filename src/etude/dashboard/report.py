@@ -18,6 +18,7 @@ from etude.rollout.drift import Shift
 if TYPE_CHECKING:
     from etude.ledger.ledger import GroupResult
 
+CLOCKED = 0.02  # share of episodes that the clock may end before a report says so
 LATER = 10  # the step from which on groups are counted once more: before, the curriculum knows no task
 
 
@@ -249,6 +250,18 @@ def _unlearned(before: EvalResult | None, after: EvalResult | None) -> tuple[Cha
     known = {task.id: fmean(task.passed) for task in before.tasks if task.passed}
     changed = [ChangedTask(t.id, known[t.id], fmean(t.passed)) for t in after.tasks if t.passed and t.id in known]
     return tuple(sorted((c for c in changed if c.after < c.before), key=lambda c: c.after - c.before))
+
+
+def clock_decided(before: EvalResult | None, after: EvalResult | None, seconds: float) -> str | None:
+    """What to do if the wall time of an episode, `seconds`, ended more than a few of the held-out episodes."""
+    shares = {when: of.clocked for when, of in (("before", before), ("after", after)) if of is not None}
+    if max(shares.values(), default=0.0) <= CLOCKED:
+        return None
+    said = ", ".join(f"{percent(share, 0)} {when} training" for when, share in shares.items())
+    return (
+        f"The clock ended held-out episodes ({said}): the speed of this machine is in the figures. "
+        f"Raise rollout.seconds, it is {seconds:g}"
+    )
 
 
 def _side(result: EvalResult | None) -> HeldOutSide | None:

@@ -75,6 +75,11 @@ class EvalResult(Record, frozen=True):
     repositories: dict[str, Estimate] = msgspec.field(default_factory=dict[str, Estimate])
     version: int | None = None
 
+    @property
+    def clocked(self) -> float:
+        """The share of the counted episodes that ended because their wall time was over."""
+        return self.stops.get("seconds", 0) / max(1, sum(self.stops.values()))
+
 
 class Comparison(Record, frozen=True):
     """Two measurements over the tasks that both have; `better`, `worse` and `same` count tasks by their pass rates."""

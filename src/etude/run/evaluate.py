@@ -22,6 +22,7 @@ from rich.console import Console
 from etude import runfolder
 from etude.config import EngineConfig, EvalConfig, RolloutConfig, ServerConfig, bundled_model
 from etude.dashboard.live import LiveView
+from etude.dashboard.report import CLOCKED
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
@@ -130,6 +131,8 @@ def _label(model: Path | Remote) -> str:
 def _show(model: Path | Remote, result: EvalResult) -> None:
     rates = ", ".join(f"pass@{k} {100 * rate:.1f} %" for k, rate in sorted(result.pass_k.items()) if k > 1)
     print(f"{_label(model)}: pass@1 {result.pass_1.percent}" + (f", {rates}" if rates else ""))
+    if result.clocked > CLOCKED:
+        print(f"  {result.clocked:.0%} of the episodes ended by the clock: raise --seconds")
     for name, estimate in result.repositories.items():
         print(f"  {name}: pass@1 {estimate.percent}")
     if isinstance(model, Remote):

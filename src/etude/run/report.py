@@ -21,6 +21,7 @@ from etude.dashboard.report import (
     Utilisation,
     WeightFigures,
     best_version,
+    clock_decided,
     held_out_figures,
     silence,
     training_figures,
@@ -60,11 +61,12 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
     }
     newest = max((m.version for m in published), default=0)
     silent, note = _silent(run, steps)
+    notes = (note, clock_decided(before, after, run.config.rollout.seconds))
     report = RunReport(
         setup=RunSetup(run.config.name, run.config.model.name, run.dataset.name, hardware), seed=run.config.seed,
         seconds=seconds + _earlier_attempts(timeline, runfolder.now() - seconds),
         stages=_stages(timeline), steps=newest, best=best_version(newest, difference),
-        serve=f"etude serve {shlex.quote(str(run.folder))}", silent=silent, notes=(note,) if note else (),
+        serve=f"etude serve {shlex.quote(str(run.folder))}", silent=silent, notes=tuple(filter(None, notes)),
         pass_before=before and before.pass_1.mean, pass_after=after and after.pass_1.mean, paired_diff=difference,
         held_out=held_out, training=training_figures(run.ledger.results(0, consumed_only=True), steps),
         episodes=run.ledger.counts(), trained=trained, generated=generated,
