@@ -27,8 +27,10 @@ from etude.dashboard.text import percent, points
 OUTPUTS = Path("outputs")
 LOG = Path(__file__).with_suffix(".jsonl")  # committed, so that it holds every run that was started
 SECONDS = 3600  # that one run may take
-HEAD = ("seed", "before", "after", "difference", "tasks, functions", "new training tasks", "teach", "steps", "minutes",
-        "trainer, GB", "starts")  # fmt: skip
+HEAD = (
+    "seed", "before", "after", "difference", "tasks, functions", "new training tasks", "teach", "commit", "steps",
+    "minutes", "trainer, GB", "starts",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -54,10 +56,14 @@ def finished(name: str) -> bool:
 
 def play(name: str, seed: int) -> None:
     """One run, or the rest of one that was cut. Raises CalledProcessError if it fails: its start stays in the log."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    load = os.getloadavg()[0]
+    commit = _git("rev-parse", "--short", "HEAD")
+    if _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{LOG.name}", f":!*/{LOG.name}"):
+        commit += "-dirty"
+    load, known = os.getloadavg()[0], (OUTPUTS / name / "config.json").exists()
+    if known and not any(line["name"] == name for line in runfolder.read_jsonl(LOG, texts=("name", "event"))):
+        raise SystemExit(f"{OUTPUTS / name} is of a run that {LOG.name} does not know: move it away")
     note(name, "started", seed=seed, commit=commit, date=str(date.today()), load=round(load, 2), cores=os.cpu_count())
-    words = ["--resume"] if (OUTPUTS / name / "config.json").exists() else ["--seed", str(seed)]
+    words = ["--resume"] if known else ["--seed", str(seed)]
     command = [sys.executable, "-m", "etude.cli.main", "demo", "--name", name, *words]
     with (OUTPUTS / f"{name}.log").open("a") as log:
         subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=SECONDS, check=True)
@@ -66,6 +72,10 @@ def play(name: str, seed: int) -> None:
     held = max((line.get("memory/trainer") or 0 for line in memory), default=0)
     kept = ("seconds", "steps", "pass_before", "pass_after", "paired_diff", "training", "held_out", "stages", "checks")
     note(name, "ended", trainer_bytes=held, **{key: report[key] for key in kept})
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()
 
 
 def note(name: str, event: str, **values: Any) -> None:
@@ -96,12 +106,13 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
             continue
         gain, training, held_out = end["paired_diff"], end["training"], end["held_out"]
         gains.append(gain)
+        commits = dict.fromkeys(line["commit"] for line in own if "commit" in line)
         rows.append((
             label, percent(end["pass_before"]), percent(end["pass_after"]),
             f"{points(gain['mean'])} [{points(gain['low'])}, {points(gain['high'])}]",
-            f"{held_out['tasks']}, {held_out['functions']}",
-            ", then ".join(map(percent, training["new"] or ())), percent(training["teach_later"] or 0, 0),
-            str(end["steps"]), f"{end['seconds'] / 60:.1f}", f"{end['trainer_bytes'] / 1e9:.2f}", str(starts),
+            f"{held_out['tasks']}, {held_out['functions']}", ", then ".join(map(percent, training["new"] or ())),
+            percent(training["teach_later"] or 0, 0), ", ".join(commits), str(end["steps"]),
+            f"{end['seconds'] / 60:.1f}", f"{end['trainer_bytes'] / 1e9:.2f}", str(starts),
         ))  # fmt: skip
     text = "\n".join(f"| {' | '.join(row)} |" for row in (HEAD, ("---",) * len(HEAD), *rows))
     if not gains:

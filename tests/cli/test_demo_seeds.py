@@ -18,7 +18,7 @@ def test_a_run_that_did_not_end_has_a_row(tmp_path: Path, monkeypatch: pytest.Mo
 
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         if command[0] == "git":
-            return subprocess.CompletedProcess(command, 0, "abc\n")
+            return subprocess.CompletedProcess(command, 0, "abc\n" if "rev-parse" in command else "")
         ran.append(command[3:])
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text("{}")
@@ -44,5 +44,9 @@ def test_a_run_that_did_not_end_has_a_row(tmp_path: Path, monkeypatch: pytest.Mo
     assert ran == [["demo", "--name", "demo-11", "--seed", "11"], ["demo", "--name", "demo-11", "--resume"]]
     assert demo_seeds.finished("demo-11")
     text = demo_seeds.table(demo_seeds.runfolder.read_jsonl(demo_seeds.LOG))
-    assert "| +12.0 [+3.0, +20.0] | 120, 50 | 30.0 %, then 50.0 % | 75 % | 50 | 13.0 | 2.00 | 2 |" in text
+    assert "| +12.0 [+3.0, +20.0] | 120, 50 | 30.0 %, then 50.0 % | 75 % | abc | 50 | 13.0 | 2.00 | 2 |" in text
+    (tmp_path / "demo-12").mkdir()
+    (tmp_path / "demo-12/config.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"demo-12 is of a run that seeds.jsonl does not know"):
+        demo_seeds.play("demo-12", 12)
     assert "1 of 1 intervals above 0, mean +12.0 points" in text

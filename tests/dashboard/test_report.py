@@ -300,7 +300,7 @@ def test_new_training_tasks_and_those_that_were_played_again():
         {"step": step, "rollout/groups": 4.0, "rollout/zero_variance": float(step < 10), "entropy/mean": 1 / step}
         for step in range(1, 21)
     ]
-    figures = training_figures(groups, steps)
+    figures = training_figures(groups, steps, {})
     assert figures == TrainingFigures(
         tasks=2,
         groups=4,
@@ -313,16 +313,19 @@ def test_new_training_tasks_and_those_that_were_played_again():
         entropy=(1.0, 0.05),
     )
     more = [*groups, *(GroupResult(i, f"c{i}", i % 5, 4, i) for i in range(4, 10))]
-    assert training_figures(more, steps).new == (0.375, 0.875), "of eight tasks, the first two and the last two"
-    assert training_figures(groups, steps[:9]).teach_later is None
-    assert training_figures([], steps) is None
+    assert training_figures(more, steps, {}).new == (0.375, 0.875), "of eight tasks, the first two and the last two"
+    easy = [GroupResult(i, f"e{i}", 4, 4, i) for i in range(10, 18)]
+    late = training_figures([*more, *easy], steps, {f"e{i}": "easy" for i in range(10, 18)})
+    assert late.new == ((0.375 + 1) / 2, (0.875 + 1) / 2), "an easier repository that joins is no progress"
+    assert training_figures(groups, steps[:9], {}).teach_later is None
+    assert training_figures([], steps, {}) is None
 
 
 def test_the_gap_between_training_and_held_out_tasks_is_said_first(tmp_path, report):
     text = write_report(tmp_path, report).read_text("utf-8")
     assert "170 training tasks, as they were met: 31.0 % in the first quarter, 42.0 % in the last, +11.0 points" in text
     assert "120 of them were played again: 34.0 % at their first group, 61.0 % at their last, +27.0 points" in text
-    assert "The gap to the held-out gain, +10.3 points, was learned by heart" in text
+    assert "The gap to the held-out gain is +10.3 points" in text
     assert text.index("The gap to") < text.index('id="heldout"')
     slight = msgspec.structs.replace(report.training, last=0.35)
     text = write_report(tmp_path, msgspec.structs.replace(report, training=slight)).read_text("utf-8")

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from etude.config import RLConfig, validate
+from etude.dashboard.live import LiveView
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
 from etude.records import Episode, decode
-from etude.run import inputs, sources
+from etude.run import inputs, launch, sources
 from etude.run.inputs import build_dataset, check_inputs, trainable
 from etude.run.loop import curriculum_of
 from etude.run.parts import built_beside
@@ -127,6 +128,10 @@ def test_a_source_for_training_alone_joins_when_it_is_built(tmp_path: Path, monk
         "b-1.0": 8,
     }
     assert (pool.waiting, sources.arrived(folder, pool)) == ((1,), [])
+
+    given = {"min_decided": 0.9, "heldout_fraction": 0.25}
+    again = config(given | {"dataset": str(TINY)}, {"repository": "a", "heldout_fraction": 0, "min_decided": 0.0})
+    assert [part.name for part in launch._dataset(again, folder, LiveView("", ())).parts] == ["tiny-1.0"]
 
     resumed = build_dataset(found, folder, print)
     assert isinstance(resumed, MixedDataset)

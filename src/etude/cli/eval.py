@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from etude.cli.flags import add_flags, from_flags
 from etude.config import EvalConfig, InferenceConfig, ModelConfig, RolloutConfig, validate
 from etude.errors import UserError
-from etude.weights.runs import model_folder, rl_config
+from etude.weights.runs import model_folder, named, rl_config
 
 if TYPE_CHECKING:
     from etude.run.evaluate import Remote
@@ -116,7 +116,7 @@ def _datasets(suite: Path) -> list[Path]:
         return [suite]
     from etude.run.parts import folders_of_tasks
 
-    return folders_of_tasks(config, suite)
+    return folders_of_tasks(config, named(suite)[0])
 
 
 def _rendered(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             _command(argv)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by the caller
+                sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_gone():  # another pipe: a process of ours died
             raise
@@ -93,7 +94,7 @@ def _reader_gone() -> bool:
     """Whether nobody reads standard output or error any more. What is still to be written there goes to /dev/null, so
     that the interpreter's last flush finds a file."""
     gone = False
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         poll = select.poll()
         poll.register(stream.fileno(), 0)  # errors and hang-ups are always told
         if poll.poll(0):

@@ -162,7 +162,10 @@ def _training(report: RunReport) -> str:
             f"{percent(training.last)} at their last, {points(gain)} points."
         )
         if diff is not None and gain > diff.mean:
-            sentences.append(f"The gap to the held-out gain, {points(gain - diff.mean)} points, was learned by heart.")
+            sentences.append(
+                f"The gap to the held-out gain is {points(gain - diff.mean)} points: learned by heart, or chance, "
+                "since tasks are chosen again by their results."
+            )
     return f"<p>{escape(' '.join(sentences))}</p>" if sentences else ""
 
 
@@ -192,7 +195,9 @@ def _held_out(report: RunReport) -> str:
         rows = [(t.id, [percent(t.before, 0), percent(t.after, 0)]) for t in figures.unlearned[:_SHOWN_UNLEARNED]]
         more = len(figures.unlearned) - len(rows)
         note = f'<p class="note">and {more} more, in report.json</p>' if more > 0 else ""
-        cards.append(f'<div class="card"><h3>Unlearned</h3>{_table(["before", "after"], rows)}{note}</div>')
+        cards.append(
+            f'<div class="card"><h3>Passed less often than before</h3>{_table(["before", "after"], rows)}{note}</div>'
+        )
     if figures.repositories:
         cards.append(f'<div class="card"><h3>pass@1 by repository</h3>{_repositories(figures)}</div>')
     return f'<section id="heldout"><div class="pair">{"".join(cards)}</div></section>' if cards else ""

@@ -178,27 +178,38 @@ def held_out_figures(before: EvalResult | None, after: EvalResult | None) -> tup
     return figures, both.difference if both else None
 
 
-def training_figures(groups: Sequence[GroupResult], steps: Sequence[Mapping[str, Any]]) -> TrainingFigures | None:
+def training_figures(
+    groups: Sequence[GroupResult], steps: Sequence[Mapping[str, Any]], repositories: Mapping[str, str]
+) -> TrainingFigures | None:
     """The figures of the groups that were trained on, in the order of training, and of their steps: lines of
-    metrics.jsonl."""
+    metrics.jsonl. `repositories` has the repository of each task: some are easier, and come at other times."""
     rates: dict[str, list[float]] = {}
     for group in groups:
         if group.episodes:
             rates.setdefault(group.task_id, []).append(group.passed / group.episodes)
     if not rates or not steps:
         return None
-    new = [own[0] for own in rates.values()]  # in the order in which the tasks were met
-    quarter = len(new) // 4
     again = [own for own in rates.values() if len(own) > 1]
     later = [step for step in steps if step["step"] >= LATER]
     entropies = [step["entropy/mean"] for step in steps if "entropy/mean" in step]
     return TrainingFigures(
         tasks=len(rates), groups=sum(map(len, rates.values())),
-        new=(fmean(new[:quarter]), fmean(new[-quarter:])) if quarter else None, again=len(again),
+        new=_quarters(rates, repositories), again=len(again),
         first=_mean([own[0] for own in again]), last=_mean([own[-1] for own in again]), teach=_teach(steps),
         teach_later=_teach(later) if later else None,
         entropy=(entropies[0], entropies[-1]) if entropies else None,
     )  # fmt: skip
+
+
+def _quarters(rates: Mapping[str, Sequence[float]], repositories: Mapping[str, str]) -> tuple[float, float] | None:
+    """The mean rate of first groups in the first and in the last quarter of each repository's tasks, as they were met;
+    a repository counts by its tasks."""
+    met: dict[str, list[float]] = {}
+    for task, own in rates.items():
+        met.setdefault(repositories.get(task, ""), []).append(own[0])
+    early = [rate for own in met.values() for rate in own[: len(own) // 4]]
+    late = [rate for own in met.values() for rate in own[len(own) - len(own) // 4 :]]
+    return (fmean(early), fmean(late)) if early else None
 
 
 def _teach(steps: Sequence[Mapping[str, Any]]) -> float:

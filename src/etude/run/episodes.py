@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from etude.errors import RunFailed
+from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.ledger import blobs
 from etude.ledger.ledger import EpisodeLease, blob_key
@@ -41,7 +41,12 @@ async def play_leased(run: Run, live: LiveEpisodes) -> None:
     """Plays leased episodes, one alone or siblings of one shared prefix, and records each as soon as it ends."""
     config, leases = run.config, {lease.member: lease for lease in live.leases}
     first, forks, seed = live.leases[0], config.rollout.forks, config.seed
-    task = run.dataset.by_id[first.task_id]
+    task = run.dataset.by_id.get(first.task_id)
+    if task is None:
+        raise UserError(
+            f"group {first.group_id} of the ledger is of task {first.task_id}, which no source of {run.folder} has: "
+            "restore its tasks, or start a new run"
+        )
     context, decoys = _context(run, run.dataset), decoys_of(config, task)
     sampling = replace(context.sampling, routes=config.trainer.router_replay)
     context = replace(context, sampling=sampling, reward=config.reward)

@@ -38,7 +38,7 @@ from etude.run.inputs import build_dataset, check_foreign, check_inputs, trainab
 from etude.run.monitor import Monitor
 from etude.run.parts import concurrency_of, context_of, egress_of, profiles_of, renderer_of
 from etude.run.report import finish_report
-from etude.run.sources import TaskPool, missing
+from etude.run.sources import BUILDER, TaskPool, missing
 from etude.run.state import Engines, EngineState, Run, check_processes, last_version
 from etude.run.versions import check_engines, observe_versions, wait_for_version
 from etude.sandbox.base import Sandbox
@@ -50,7 +50,7 @@ from etude.weights.manifest import manifests
 Boxes = Callable[..., AbstractAsyncContextManager[Sandbox]]
 # The time of an episode of training over that of one of the evaluation: a group shares its prompt and its box, and many
 # of its test runs are answered from memory. Of demo runs on two cores.
-FASTER = 0.4
+FASTER = 0.45
 STAGES = ("build tasks", "start engines", "eval before", "train", "eval after", "report")
 T = TypeVar("T")
 
@@ -84,6 +84,7 @@ def train_rl(
     with runfolder.lock(folder) as lock, LiveView(config.name, STAGES) as view:
         if runfolder.config_changed(folder):
             print(f"etude: {folder / 'config.json'} has changed since the last attempt", file=sys.stderr, flush=True)
+            (folder / "report.html").unlink(missing_ok=True)  # whatever stops this attempt: the run has not ended
         elif resume and (finished := _finished(config, folder)) is not None:
             more = f"raise trainer.steps or trainer.minutes in {folder / 'config.json'} to train on"
             print(f"etude: {folder} has ended with version {finished.steps}: {more}", file=sys.stderr, flush=True)
@@ -105,16 +106,15 @@ def train_rl(
             password = ledger_password(config)  # which the run folder does not keep; libpq reads it from there
             env = {"PGPASSWORD": unquote(password)} if password else None
             children.append(processes.start("trainer", trainer, logs / "trainer.log", env, holds=[lock]))
-            if inputs.pool.waiting:
-                builder = ["etude.run.sources", str(folder)]
-                children.append(processes.start("task builder", builder, logs / "tasks.log", holds=[lock]))
             sandbox = (boxes or partial(open_sandbox, config.sandbox))(
                 machine_profiles=profiles_of(config), egress=egress_of(config, dataset, folder),
                 repeatable=config.deterministic,
             )  # fmt: skip
             client = EngineClient(urls, token, backend_of(folder, config))
             states = [EngineState(url, engines.get(url)) for url in client.base_urls]
-            report = asyncio.run(_run_stages(inputs, view, children, client, states, sandbox, started))
+            report = asyncio.run(
+                _run_stages(inputs, view, children, client, states, sandbox, started, _builder(folder, logs, lock))
+            )
         finally:
             for child in children:
                 child.stop(10)
@@ -150,7 +150,8 @@ def _dataset(config: RLConfig, folder: Path, view: LiveView) -> Dataset:
     for part in dataset.parts:
         for warning in part.manifest.warnings:
             print(f"warning: {part.name}: {warning}", file=sys.stderr)
-    dataset = trainable(dataset, [source.min_decided for source in config.tasks.sources or (config.tasks,)])
+    sources, later = config.tasks.sources or (config.tasks,), missing(config, folder)
+    dataset = trainable(dataset, [source.min_decided for n, source in enumerate(sources) if n not in later])
     check_foreign(dataset, renderer_of(config), config.sandbox, config.rollout.forks)
     return dataset
 
@@ -180,8 +181,8 @@ def _play_damaged_again(ledger: Ledger, rollouts: Store) -> None:
 
 
 async def _run_stages(
-    inputs: _Inputs, view: LiveView, children: Sequence[Child], client: EngineClient, states: Sequence[EngineState],
-    boxes: AbstractAsyncContextManager[Sandbox], started: float,
+    inputs: _Inputs, view: LiveView, children: list[Child], client: EngineClient, states: Sequence[EngineState],
+    boxes: AbstractAsyncContextManager[Sandbox], started: float, builder: Callable[[], Child],
 ) -> RunReport:  # fmt: skip
     """Evaluates, trains, evaluates and reports, with the engines and the trainer started."""
     config, folder = inputs.config, inputs.folder
@@ -201,13 +202,19 @@ async def _run_stages(
             concurrency=concurrency_of(config),
         )  # fmt: skip
         try:
-            return await _evaluate_and_train(run, view, started)
+            return await _evaluate_and_train(run, view, started, builder)
         except asyncio.CancelledError:
             view.note("stopping: boxes are closed, engines and the trainer are ended")
             raise
 
 
-async def _evaluate_and_train(run: Run, view: LiveView, started: float) -> RunReport:
+def _builder(folder: Path, logs: Path, lock: int) -> Callable[[], Child]:
+    """Starts the process that builds the sources for training alone."""
+    command = ["etude.run.sources", str(folder)]
+    return lambda: processes.start(BUILDER, command, logs / "tasks.log", holds=[lock])
+
+
+async def _evaluate_and_train(run: Run, view: LiveView, started: float, builder: Callable[[], Child]) -> RunReport:
     config, folder = run.config, run.folder
     await check_engines(run)
     await wait_for_version(run, max(0, last_version(run.weights)))
@@ -217,10 +224,16 @@ async def _evaluate_and_train(run: Run, view: LiveView, started: float) -> RunRe
         pids["zygote"] = run.sandbox.zygote_pid
     expected = step_seconds(config, before)
     with _stage(folder, view, "train"):
-        if expected is not None:
-            left = config.trainer.steps - max(0, last_version(run.weights))
-            print(f"etude: {_plan(config, expected * left)}", file=sys.stderr, flush=True)
+        left = config.trainer.steps - max(0, last_version(run.weights))
+        if expected is not None and left > 0:
+            print(f"etude: {_plan(config, left, expected * left)}", file=sys.stderr, flush=True)
+        # Neither evaluation has it beside it, so that both have the machine alone.
+        building = [builder()] if run.pool.waiting and left > 0 else []
+        run.children.extend(building)
         await loop.rollouts(run, Monitor(folder, config, view, pids, run.trainer.log, expected).tick)
+    for child in building:
+        run.children.remove(child)
+        child.stop(10)
     await wait_for_version(run, last_version(run.weights))
     after = await _evaluate(run, view, "after") if config.eval.after else None
     with _stage(folder, view, "report"):
@@ -235,9 +248,9 @@ def step_seconds(config: RLConfig, before: EvalResult | None) -> float | None:
     return before.seconds / played * FASTER * config.rollout.prompts * config.rollout.group
 
 
-def _plan(config: RLConfig, seconds: float) -> str:
+def _plan(config: RLConfig, steps: int, seconds: float) -> str:
     trainer, episodes = config.trainer, config.rollout.prompts * config.rollout.group
-    text = f"{trainer.steps} steps of {episodes} episodes: about {duration(seconds)} on this machine"
+    text = f"{steps} steps of {episodes} episodes: about {duration(seconds)} on this machine"
     return text if trainer.minutes is None else f"{text}, {duration(trainer.minutes * 60)} at most"
 
 
@@ -261,7 +274,7 @@ async def _evaluate(run: Run, view: LiveView, when: str) -> EvalResult:
     path, served = run.folder / f"eval-{when}.json", last_version(run.weights)
     if path.exists():
         known = measured(path)
-        if when == "before" or known.version in (None, served):
+        if when == "before" or known.version == served:
             return known
 
     def keep(episode: Episode) -> None:

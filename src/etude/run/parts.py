@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from etude.config import RLConfig, RolloutConfig, TaskSource
+from etude.config.secrets import without_secrets
 from etude.errors import UserError
 from etude.grading.cheats import decoys
 from etude.grading.cheats.decoys import Decoys
@@ -57,18 +58,20 @@ def folders_of_tasks(config: RLConfig, folder: Path) -> list[Path]:
     if tasks.edits is not None or tasks.environment is not None:
         raise UserError(f"{folder} was trained on an environment or on edits, which are no task dataset")
     built = folder / "tasks"
-    sources = [(s, built / str(n)) for n, s in enumerate(tasks.sources)] or [(tasks, built)]
+    later = [n for n in built_beside(config) if not (built / str(n)).exists()]  # the run ended before
+    sources = [(s, built / str(n)) for n, s in enumerate(tasks.sources) if n not in later] or [(tasks, built)]
     return [Path(source.dataset) if source.dataset is not None else place for source, place in sources]
 
 
 def built_beside(config: RLConfig) -> tuple[int, ...]:
     """The numbers of the sources whose tasks are made while the run goes on: repositories that nothing is held out of.
     None in a run that is to be repeated bit for bit, nor where boxes install from an index, which leaves out what the
-    tasks are made from."""
+    tasks are made from, nor where the tasks' options hold a password."""
     sources = config.tasks.sources
     later = tuple(n for n, source in enumerate(sources) if source.dataset is None and not source.heldout_fraction)
     installs = config.sandbox.type == "namespace" and config.sandbox.index is not None
-    return () if config.deterministic or installs or len(later) == len(sources) else later
+    secret = without_secrets(config).tasks != config.tasks  # which the process that builds would not have
+    return () if config.deterministic or installs or secret or len(later) == len(sources) else later
 
 
 def source_dataset(source: TaskSource, built: Path) -> Dataset | None:

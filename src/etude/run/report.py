@@ -60,6 +60,7 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
         "no_episode_quarantined": run.ledger.counts().get("quarantined", 0) == 0,
     }
     newest = max((m.version for m in published), default=0)
+    repositories = {task.id: task.repository for task in run.dataset.tasks}
     silent, note = _silent(run, steps)
     notes = (note, clock_decided(before, after, run.config.rollout.seconds))
     report = RunReport(
@@ -68,7 +69,7 @@ def finish_report(run: Run, before: EvalResult | None, after: EvalResult | None,
         stages=_stages(timeline), steps=newest, best=best_version(newest, difference),
         serve=f"etude serve {shlex.quote(str(run.folder))}", silent=silent, notes=tuple(filter(None, notes)),
         pass_before=before and before.pass_1.mean, pass_after=after and after.pass_1.mean, paired_diff=difference,
-        held_out=held_out, training=training_figures(run.ledger.results(0, consumed_only=True), steps),
+        held_out=held_out, training=training_figures(run.ledger.results(0, consumed_only=True), steps, repositories),
         episodes=run.ledger.counts(), trained=trained, generated=generated,
         versions=len(published), bytes_published=sum(m.payload_bytes for m in published),
         weights=WeightFigures(2 * max((m.elements for m in published), default=0), run.record.pauses),

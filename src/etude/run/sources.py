@@ -17,6 +17,7 @@ from etude.run.parts import built_beside, source_dataset
 from etude.tasks.dataset import Dataset
 from etude.tasks.mixture import MixedDataset, mix
 
+BUILDER = "task builder"  # the name of the process
 NICE = 5  # training goes before
 
 
@@ -49,6 +50,8 @@ def join(config: RLConfig, folder: Path, pool: TaskPool, number: int) -> None:
     weights = [pool.dataset.weights[of.name] * known for of in pool.dataset.parts]
     pool.dataset = mix([*pool.dataset.parts, part], [*weights, sources[number].weight])
     pool.waiting = tuple(n for n in pool.waiting if n != number)
+    for warning in part.manifest.warnings:
+        print(f"warning: {part.name}: {warning}", file=sys.stderr)
     count = len(part.split("train"))
     print(f"etude: {count} training tasks of {part.name} join the run", file=sys.stderr, flush=True)
 

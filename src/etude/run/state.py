@@ -18,13 +18,13 @@ from etude.renderers import Renderer
 from etude.rollout.agent import Agent
 from etude.rollout.concurrency import Concurrency
 from etude.rollout.probes import ProbeScorer
-from etude.run.sources import TaskPool
+from etude.run.sources import BUILDER, TaskPool
 from etude.sandbox.base import Sandbox
 from etude.store import Store
 from etude.tasks.dataset import Dataset
 from etude.weights.manifest import manifests
 
-ENDING = ("trainer", "task builder")  # children that end by themselves
+ENDING = ("trainer", BUILDER)  # children that end by themselves
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Run:
     renderer: Renderer
     agent: Agent | None  # an outside one
     engines: Engines
-    children: Sequence[Child]
+    children: list[Child]
     concurrency: Concurrency
     progress: Progress = field(default_factory=Progress)
     record: EngineRecord = field(default_factory=EngineRecord)

@@ -61,11 +61,11 @@ def stage_of(folder: Path) -> str | None:
 
 def rl_config(name: str | Path) -> RLConfig | None:
     """The configuration of a run of stage rl, named as a model is; None for all others."""
-    run, _ = _named(name)
+    run, _ = named(name)
     return runfolder.load_config(run) if stage_of(run) == "rl" else None
 
 
-def _named(name: str | Path) -> tuple[Path, int | None]:
+def named(name: str | Path) -> tuple[Path, int | None]:
     """The folder and the version of RUN or RUN@N."""
     match = _VERSION.fullmatch(str(name))
     return (Path(match[1]), int(match[2])) if match and not Path(name).exists() else (Path(name), None)
@@ -73,7 +73,7 @@ def _named(name: str | Path) -> tuple[Path, int | None]:
 
 def _of_run(name: str | Path) -> Path | None:
     """The model of a run; None if `name` is no run. Raises UserError if the run has none, or not yet."""
-    run, version = _named(name)
+    run, version = named(name)
     stage = stage_of(run)
     if stage is None:
         return None
