@@ -45,13 +45,16 @@ def main() -> None:
         if not finished(name):
             with busy() if arguments.beside else contextlib.nullcontext():
                 play(name, seed)
-    print(table(runfolder.read_jsonl(LOG, texts=("name", "event"))))
+    print(table(logged()))
+
+
+def logged() -> list[dict[str, Any]]:
+    """The lines of the log."""
+    return runfolder.read_jsonl(LOG, texts=("name", "event"))
 
 
 def finished(name: str) -> bool:
-    return LOG.exists() and any(
-        line["name"] == name and line["event"] == "ended" for line in runfolder.read_jsonl(LOG, texts=("name", "event"))
-    )
+    return any(line["name"] == name and line["event"] == "ended" for line in logged())
 
 
 def play(name: str, seed: int) -> None:
@@ -60,7 +63,7 @@ def play(name: str, seed: int) -> None:
     if _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{LOG.name}", f":!*/{LOG.name}"):
         commit += "-dirty"
     load, known = os.getloadavg()[0], (OUTPUTS / name / "config.json").exists()
-    if known and not any(line["name"] == name for line in runfolder.read_jsonl(LOG, texts=("name", "event"))):
+    if known and not any(line["name"] == name for line in logged()):
         raise SystemExit(f"{OUTPUTS / name} is of a run that {LOG.name} does not know: move it away")
     note(name, "started", seed=seed, commit=commit, date=str(date.today()), load=round(load, 2), cores=os.cpu_count())
     words = ["--resume"] if known else ["--seed", str(seed)]
@@ -102,7 +105,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         end = next((line for line in own if line["event"] == "ended"), None)
         label = name.removeprefix("demo-")
         if end is None:
-            rows.append((label, *["did not end"], *[""] * (len(HEAD) - 3), str(starts)))
+            rows.append((label, "did not end", *[""] * (len(HEAD) - 3), str(starts)))
             continue
         gain, training, held_out = end["paired_diff"], end["training"], end["held_out"]
         gains.append(gain)

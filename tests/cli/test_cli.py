@@ -44,6 +44,13 @@ def test_a_reader_that_goes_ends_a_command_in_silence(words, unbuffered):
     assert (done.returncode, done.stderr or "") == (main.READER_GONE, "")
 
 
+def test_a_closed_output_changes_no_exit_code():
+    """As `etude train nosuch.toml >&-`."""
+    command = f"exec {sys.executable} -m etude.cli.main train nosuch.toml >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
 def test_a_broken_pipe_that_is_not_the_reader_s_is_shown(monkeypatch):
     def breaks(*_):
         raise BrokenPipeError("a box died")

@@ -3,10 +3,11 @@
 import msgspec
 import pytest
 
+from etude.config import RLConfig, validate
 from etude.errors import UserError
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult
-from etude.run.launch import measured
+from etude.run.launch import FASTER, measured, step_seconds
 
 RESULT = EvalResult(
     split="heldout", seed=1, samples=1, seconds=2.0, tasks=(), pass_1=Estimate(0.5, 0.4, 0.6), pass_k={1: 0.5},
@@ -25,3 +26,12 @@ def test_a_damaged_measurement_is_named(tmp_path, when, cure):
         path.write_bytes(data)
         with pytest.raises(UserError, match=rf"eval-{when}\.json is damaged \(.*{cure}"):
             measured(path)
+
+
+def test_the_time_of_a_step_follows_the_pace_of_the_evaluation():
+    """40 episodes in 20 seconds: a step of 64 episodes takes as many half seconds, less what groups share."""
+    rollout = {"prompts": 4, "group": 16}
+    config = validate(RLConfig, {"tasks": {"repository": "here"}, "rollout": rollout}, "run.toml")
+    before = msgspec.structs.replace(RESULT, seconds=20.0, outcomes={"scored": 38, "timeout": 2})
+    assert step_seconds(config, before) == pytest.approx(32 * FASTER)
+    assert step_seconds(config, None) is None

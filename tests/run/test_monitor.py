@@ -49,6 +49,21 @@ def step(folder, number, spent):
     runfolder.append_json(folder / "metrics.jsonl", line | {"off_policy/mean": 0.0})
 
 
+def test_what_is_left_is_told_before_the_first_step(tmp_path, monkeypatch):
+    clock, view = Now(), View()
+    monkeypatch.setattr(runfolder, "now", clock)
+    config = RLConfig.model_validate({"tasks": {"repository": "here"}, "trainer": {"steps": 10}})
+    shown = monitor.Monitor(tmp_path, config, view, {}, tmp_path / "trainer.log", expected=9.0)
+    for seconds, left in ((20, 70), (100, 0)):
+        clock.now += seconds
+        shown.tick(Progress())
+        assert view.figures["seconds_left"] == left
+    step(tmp_path, 1, 5.0)
+    clock.now += 30
+    shown.tick(Progress())
+    assert view.figures["seconds_left"] == 150 * 9, "steps that were seen go before what was thought"
+
+
 @pytest.mark.parametrize("minutes", [1.0, None])
 def test_what_is_left_follows_the_clock_of_training(minutes, tmp_path, monkeypatch):
     clock, view = Now(), View()

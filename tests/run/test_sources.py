@@ -23,7 +23,7 @@ from etude.records import Episode, decode
 from etude.run import inputs, launch, sources
 from etude.run.inputs import build_dataset, check_inputs, trainable
 from etude.run.loop import curriculum_of
-from etude.run.parts import built_beside
+from etude.run.parts import built_beside, folders_of_tasks
 from etude.store import open_store
 from etude.tasks import dataset
 from etude.tasks.mixture import MixedDataset
@@ -129,15 +129,25 @@ def test_a_source_for_training_alone_joins_when_it_is_built(tmp_path: Path, monk
     }
     assert (pool.waiting, sources.arrived(folder, pool)) == ((1,), [])
 
-    given = {"min_decided": 0.9, "heldout_fraction": 0.25}
-    again = config(given | {"dataset": str(TINY)}, {"repository": "a", "heldout_fraction": 0, "min_decided": 0.0})
-    assert [part.name for part in launch._dataset(again, folder, LiveView("", ())).parts] == ["tiny-1.0"]
-
     resumed = build_dataset(found, folder, print)
     assert isinstance(resumed, MixedDataset)
     assert isinstance(pool.dataset, MixedDataset)
     assert (resumed.by_id, resumed.weights) == (pool.dataset.by_id, pool.dataset.weights)
     assert sources.missing(found, folder) == (1,)
+
+
+def test_the_least_share_of_decided_tests_is_a_source_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a source before it in the list is still being built."""
+    other, asked = renamed(tmp_path / "other", "other-2.0"), []
+    found = config(
+        {"dataset": str(TINY), "min_decided": 0.1},
+        {"repository": "a", "heldout_fraction": 0, "min_decided": 0.0},
+        {"dataset": str(other), "min_decided": 0.9},
+    )
+    monkeypatch.setattr(launch, "trainable", lambda whole, shares: asked.append(shares) or whole)
+    whole = launch._dataset(found, tmp_path, LiveView("", ()))
+    assert ([part.name for part in whole.parts], asked) == (["tiny-1.0", "other-2.0"], [[0.1, 0.9]])
+    assert folders_of_tasks(found, tmp_path) == [TINY, other], "what an evaluation can measure of the run"
 
 
 @pytest.mark.parametrize(

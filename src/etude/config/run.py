@@ -402,11 +402,10 @@ class RLConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _something_is_held_out(self) -> RLConfig:
-        tasks = self.tasks
-        built = [s for s in (tasks.sources or (tasks,)) if s.dataset is None]
-        measured = self.eval.before or self.eval.after
-        alone = tasks.edits is None and tasks.environment is None and len(built) == len(tasks.sources or (tasks,))
-        if measured and alone and not any(source.heldout_fraction for source in built):
+        tasks, measured = self.tasks, self.eval.before or self.eval.after
+        own = tasks.edits is None and tasks.environment is None  # the others say themselves what they hold out
+        held_out = any(source.dataset or source.heldout_fraction for source in tasks.sources or (tasks,))
+        if own and measured and not held_out:
             raise ValueError(
                 "tasks.heldout_fraction = 0 leaves nothing to measure on: raise it for one source at least, or set "
                 "eval.before and eval.after to false"

@@ -23,8 +23,8 @@ from etude.records import Outcome
 _SHOWN_VERSIONS = 500
 _SHOWN_UNLEARNED = 8
 INTERVAL = (
-    "The 95 % interval: had other functions like these been held out, the difference would lie in it 19 times out of "
-    "20 (bootstrap over functions)."
+    "The 95 % interval: of 20 such measurements, each on other held-out functions like these, the intervals of some 19 "
+    "hold the true difference (bootstrap over functions)."
 )
 
 
