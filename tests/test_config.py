@@ -154,6 +154,19 @@ def test_overlays_merge_tables_and_replace_arrays(tmp_path):
     assert text.index("b.toml") < text.index("c.toml") < text.index("# --name d")
 
 
+@pytest.mark.parametrize("given", [["--tasks.dataset", "d"], ["--tasks.repository", "r"]])
+def test_where_tasks_come_from_replaces_where_they_came_from(tmp_path, given):
+    """Sources, a package with its digest, a dataset: one of them is meant."""
+    (tmp_path / "a.toml").write_text('[tasks]\nmax_tasks = 7\n[[tasks.sources]]\nrepository = "x"\nper_function = 2\n')
+    (tmp_path / "b.toml").write_text('[tasks]\nmax_tasks = 7\nrepository = "x==1.0"\nsha256 = "00"\n')
+    for name in ("a.toml", "b.toml"):
+        tasks = validate(RLConfig, read_toml(tmp_path / name, given), name).tasks
+        assert (tasks.sources, tasks.sha256, tasks.max_tasks) == ((), None, 7)
+        assert [one for one in (tasks.dataset, tasks.repository) if one] == [str(tmp_path / given[1])] or (
+            tasks.where.endswith(given[1])
+        )
+
+
 @pytest.mark.parametrize("words", [["@"], ["@", "--resume"]])
 def test_an_overlay_without_a_file_is_refused(words):
     with pytest.raises(UserError, match="@ needs a TOML file"):
@@ -177,7 +190,7 @@ def test_models_go_by_name_and_by_folder(tmp_path, monkeypatch):
     (tmp_path / "nano").mkdir()
     assert find_model("nano") == nano, "a repository's folder does not stand in for a bundled model"
     assert find_model("./nano") == tmp_path / "nano"
-    with pytest.raises(UserError, match="nowhere is not a folder, nor the name of a bundled model"):
+    with pytest.raises(UserError, match=r"nowhere is not a folder, nor the name of a model .nano, smollm2"):
         find_model("nowhere")
 
 

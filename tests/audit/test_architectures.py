@@ -64,6 +64,44 @@ def test_the_page_takes_the_table_of_families_alone(tmp_path, capsys):
         page.write(tmp_path / "none.md", [])
 
 
+def scaled(find):
+    """A relative mistake of 1e-3 in what `find` gives of a model."""
+
+    def plant(model):
+        tensor = find(model)
+        tensor.data.mul_(1.001)
+
+    return plant
+
+
+THOUSANDTHS = {
+    "embeddings": scaled(lambda model: model.get_input_embeddings().weight),
+    "a norm": scaled(lambda model: model.model.layers[0].input_layernorm.weight),
+    "the values of a layer": scaled(lambda model: model.model.layers[1].self_attn.v_proj.weight),
+    "what a layer's attention adds": scaled(lambda model: model.model.layers[-1].self_attn.o_proj.weight),
+    "positions": scaled(lambda model: model.model.rotary_emb.inv_freq),
+}
+
+
+@pytest.mark.parametrize("where", THOUSANDTHS)
+def test_a_mistake_of_a_thousandth_is_no_noise(where):
+    examined = table._Examined(NANO)
+    assert examined.cell("rows").state == "exact"
+    THOUSANDTHS[where](examined.ours)
+    assert examined.cell("rows").state == "silent"
+
+
+def test_the_bound_follows_the_noise_of_the_model(tmp_path):
+    """Larger logits have more noise: a constant that fits the one model alarms on the other."""
+    bounds = []
+    for scale in (1, 4):
+        examined = table._Examined(NANO)
+        examined.truth(examined.rows)
+        examined._theirs.get_output_embeddings().weight.data.mul_(scale)
+        bounds.append(examined.limit)
+    assert bounds[1] > 2 * bounds[0]
+
+
 def window_off_by_one(patch):
     right = block_attention.tiles
     patch.setattr(

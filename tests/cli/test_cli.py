@@ -93,7 +93,7 @@ def test_every_command_explains_itself_without_torch():
         (["doctor", "replay", "none"], "none holds no run (no config.json); name the folder of a run\n"),
         (["export", "none", "-o", "out"], "none holds no run (no config.json); name the folder of a run\n"),
         (["doctor", "--what"], "unexpected argument '--what'"),
-        (["serve", "none"], "none is not a folder, nor the name of a bundled model such as nano"),
+        (["serve", "none"], "none is not a folder, nor the name of a model (nano, smollm2"),
         (["serve", "none@3"], "none@3 is not a folder"),
         (["serve", "n" * 300], "... is longer than a name may be"),
         (["serve", TOML], "demo.toml is not a folder"),

@@ -94,6 +94,28 @@ def test_a_command_that_changes_the_file_is_seen(compact: CompactTools, box: Mem
     assert ask(compact, "edit", old="* 3", new="- 3") == "error: the function was moved or removed"
 
 
+def test_a_result_leaves_room_in_a_small_context(full: FullTools, box: MemoryBox) -> None:
+    box.files["long.py"] = "".join(f"line {n}\n" for n in range(1, 400)).encode()
+    full.room = 200  # tokens
+    shown = ask(full, "read", path="long.py")
+    *lines, last = shown.splitlines()
+    assert lines[0] == "     1\tline 1"
+    assert sum(len(line) + 1 for line in lines) <= 300
+    assert last == (
+        f"[{399 - len(lines)} more lines; your context has room for no more at once; "
+        f"read on with offset {len(lines) + 1}]"
+    )
+    assert ask(full, "read", path="long.py", offset=3, limit=1).splitlines() == [
+        "     3\tline 3", "[396 more lines; read on with offset 4]",
+    ], "what was asked for fits"  # fmt: skip
+    cut = ask(full, "grep", pattern="line")
+    assert len(cut) < 400
+    assert cut.endswith("\n[cut short: your context has room for no more at once]")
+    full.room = 0
+    box.files["wide.py"] = b"x" * 5000
+    assert len(ask(full, "read", path="wide.py")) == 150, "a line at least, or a part of one"
+
+
 def test_full_tools(full: FullTools, box: MemoryBox) -> None:
     assert ask(full, "list") == ".git/\nREADME\nsrc/"
     assert ask(full, "read", path="README") == "     1\tShop"

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from etude.cli import doctor_reports as reports
-from etude.config import SANDBOX_TYPES, validate_sandbox
+from etude.cli.flags import add_flags
+from etude.config import SANDBOX_TYPES, ModelConfig, validate_sandbox
 from etude.errors import UserError
 from etude.weights.runs import model_folder
 
@@ -31,8 +32,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "folder",
         type=Path,
         nargs="*",
-        help="HF folders, run folders, or names of bundled models; default: a table of known families",
+        help="HF folders, run folders, GGUF files, or names of models; default: a table of known families",
     )
+    add_flags(models, ModelConfig, ("chat_template",))
     models.add_argument("--docs", type=Path, metavar="FILE", help="write the table of families into this page")
     by_name = "folders with tokenizer and chat template, by the names of the families' templates"
     models.add_argument("--templates", type=Path, metavar="DIR", help=by_name)
@@ -48,7 +50,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         case "replay":
             return reports.show_replay(arguments.folder, arguments.episode, as_json=arguments.json)
         case "models":
-            folders = [model_folder(name) for name in arguments.folder]
+            template = getattr(arguments, "chat_template", None)
+            folders = [model_folder(name, template) for name in arguments.folder]
             return reports.show_models(
                 folders, as_json=arguments.json, docs=arguments.docs, templates=arguments.templates
             )

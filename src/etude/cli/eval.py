@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     engine = parser.add_argument_group("engine")
     add_flags(engine, InferenceConfig, ENGINE)
-    add_flags(engine, ModelConfig, ("dialect",))
+    add_flags(engine, ModelConfig, ("dialect", "chat_template"))
     variables = "variables of the chat template as a JSON object, e.g. '{\"enable_thinking\": false}'"
     engine.add_argument("--chat-template-kwargs", metavar="JSON", help=variables)
     budget = parser.add_argument_group(
@@ -79,15 +79,18 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     named = [suite for suite in suites if str(suite) in ("retrieval", "fast-apply") or suite.suffix == ".parquet"]
     if named and len(suites) > 1:
         raise UserError(f"--suite {named[0]} is measured alone; several suites are task datasets")
+    template: str | None = getattr(arguments, "chat_template", None)
+    if template is not None and any("://" in name for name in given):
+        raise UserError("--chat-template belongs to model folders: a chat API has its own")
     rendered = _rendered(arguments)
     if rendered and (named or any("://" in name for name in given)):
         raise UserError("--dialect and --chat-template-kwargs belong to model folders that play tasks")
     if suites[0] == Path("retrieval"):
-        return _retrieval(arguments, _folders(given), engine)
+        return _retrieval(arguments, _folders(given, template), engine)
     if arguments.documents or arguments.repository or arguments.orders is not None:
         raise UserError("--documents, --repository and --orders belong to --suite retrieval")
     if named:
-        return _fast_apply(arguments, _folders(given), engine)
+        return _fast_apply(arguments, _folders(given, template), engine)
     if arguments.tests or arguments.judge or arguments.judge_model:
         raise UserError("--tests, --judge and --judge-model belong to --suite fast-apply")
     if arguments.concurrency is not None and arguments.concurrency < 1:
@@ -133,11 +136,11 @@ def _rendered(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _folders(names: Sequence[str]) -> list[Path]:
+def _folders(names: Sequence[str], template: str | None) -> list[Path]:
     """Models that are no URLs. Raises UserError."""
     if url := next((name for name in names if "://" in name), None):
         raise UserError(f"{url}: a chat API is measured on task datasets alone")
-    return [model_folder(name) for name in names]
+    return [model_folder(name, template) for name in names]
 
 
 def _models(arguments: argparse.Namespace, given: Sequence[str]) -> list[Path | Remote]:
@@ -152,7 +155,7 @@ def _models(arguments: argparse.Namespace, given: Sequence[str]) -> list[Path | 
     if not urls:
         if arguments.key_file or arguments.temperature is not None:
             raise UserError("--key-file and --temperature belong to the URL of a chat API")
-        return [model_folder(name) for name in given]
+        return [model_folder(name, getattr(arguments, "chat_template", None)) for name in given]
     if bad := next((url for url in urls if not url.startswith(("http://", "https://"))), None):
         raise UserError(f"{bad} is no URL of an API: give its base, such as https://host/v1")
     key, left = _key(arguments), iter(names)

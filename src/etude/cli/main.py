@@ -27,6 +27,7 @@ COMMANDS = {
     "train": "run a training stage: midtrain, sft, apply or rl",
     "eval": "measure a model on a task dataset",
     "serve": "serve a model over an OpenAI-compatible HTTP API",
+    "models": "list the models that have a name",
     "weights": "inspect, verify, move and tidy the versions of a weight store",
     "live": "learn from users, and release to them",
     "apply": "apply a sketched edit to a file",

@@ -1,7 +1,8 @@
 """TOML files and the command line as one configuration: `base.toml @ mine.toml --trainer.lr 2e-4 --rollout.group 8`.
 
 A later source overrides an earlier one: tables are merged key by key, arrays and values are replaced. A table whose
-`type` changes is replaced whole, because its other keys belong to the former type.
+`type` changes is replaced whole, because its other keys belong to the former type. A later source that says where
+tasks come from replaces all that an earlier one says of it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ def _load(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read as TOML: {e}") from None
 
 
+_ORIGINS = {"repository", "dataset", "harbor", "edits", "environment", "sources"}  # of [tasks]: where they come from
+_OF_ORIGINS = {"sha256", "arguments"}
+
+
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Tables merged key by key; a table of another `type` takes the whole place of the one below."""
     merged = dict(below)
@@ -68,6 +73,8 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and former is not None:
             if not isinstance(former, dict):
                 raise UserError(f"{key} is a value, not a table: its keys cannot be set")
+            if key == "tasks" and value.keys() & _ORIGINS:
+                former = {name: one for name, one in former.items() if name not in _ORIGINS | _OF_ORIGINS}
             if value.get("type", former.get("type")) == former.get("type"):
                 value = _merged(former, value)
         merged[key] = value

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from etude.cli.flags import add_flags, from_flags, given
-from etude.config import ServerConfig, WeightSource, validate
+from etude.config import ModelConfig, ServerConfig, WeightSource, validate
 from etude.errors import UserError
 from etude.models.files import check_folder
 from etude.protocol.access import access_of, add_access_flags
@@ -17,8 +17,9 @@ _OWN = [name for name in ServerConfig.model_fields if name not in ("model", "sou
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude serve`."""
-    named = "HF folder, run folder (RUN@12: version 12), or the name of a bundled model such as nano"
+    named = "HF folder, run folder (RUN@12: version 12), GGUF file, or the name of a model such as nano (etude models)"
     parser.add_argument("model", help=named)
+    add_flags(parser, ModelConfig, ("chat_template",))
     add_flags(parser, ServerConfig, _OWN)
     add_access_flags(parser.add_argument_group("access", "who may ask (docs/serving.md)"))
     add_flags(parser.add_argument_group("weights", "follow a store (docs/weights.md)"), WeightSource)
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
             flags = ", ".join("--" + name.replace("_", "-") for name in following)
             raise UserError(f"{flags}: give the store with --weights, too")
         source = validate(WeightSource, following, "etude serve")
-    folder = model_folder(arguments.model)
+    folder = model_folder(arguments.model, getattr(arguments, "chat_template", None))
     config = from_flags(arguments, ServerConfig, model=str(folder), source=source)
     check_folder(folder)
     name = Path(arguments.model).resolve().name

@@ -1,4 +1,5 @@
-"""`etude tasks`: make datasets of tasks, check them, and make tables of applied edits (`fast-apply`)."""
+"""`etude tasks`: make datasets of tasks, check them, tell their answers (`traces`), make tables of applied edits
+(`fast-apply`)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from etude.cli.flags import add_flags, from_flags, given
 from etude.cli.overlays import read_toml
-from etude.config import BuildConfig, EditTableConfig, RLConfig, TaskSource, validate
+from etude.config import BuildConfig, EditTableConfig, RLConfig, TaskSource, TracesConfig, validate
 from etude.errors import UserError
 
 SHOWN_FAILURES = 20
@@ -32,6 +33,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     harbor.add_argument("--base", nargs="+", default=[], metavar="IMAGE",
                         help="base images besides python, ubuntu and debian that boxes stand in for")  # fmt: skip
     harbor.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    traces = actions.add_parser("traces", help="tell gold answers as episodes, to train on", allow_abbrev=False)
+    traces.add_argument("datasets", nargs="+", type=Path, metavar="DIR", help="datasets made by `etude tasks build`")
+    rows = "file to write (.jsonl), for data.files of stage sft; must not exist; the same command goes on after a stop"
+    traces.add_argument("-o", "--output", type=Path, required=True, help=rows)
+    add_flags(traces, TracesConfig)
     edits = actions.add_parser("fast-apply", help="make tables of applied edits from repositories", allow_abbrev=False)
     edits.add_argument("repositories", nargs="+", metavar="REPO",
                        help="a git clone, a folder of files, or releases as OLD..NEW")  # fmt: skip
@@ -42,7 +48,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     """Runs one action; the exit code is 1 if a gate does not hold. Raises UserError."""
-    actions = {"build": _build, "check": _check, "harbor": _harbor, "fast-apply": _fast_apply}
+    actions = {"build": _build, "check": _check, "harbor": _harbor, "traces": _traces, "fast-apply": _fast_apply}
     return actions[arguments.action](arguments)
 
 
@@ -101,6 +107,16 @@ def _harbor(arguments: argparse.Namespace) -> int:
         print(line)
     if arguments.json:
         print(json.dumps(as_json(trials)))
+    return 0
+
+
+def _traces(arguments: argparse.Namespace) -> int:
+    from etude.cli.progress import bar
+    from etude.run.traces import write_traces
+
+    with bar() as progress:
+        told, tried = write_traces(arguments.datasets, arguments.output, from_flags(arguments, TracesConfig), progress)
+    print(f"{told} traces of {tried} in {arguments.output}: give the file as data.files to stage sft")
     return 0
 
 

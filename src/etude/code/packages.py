@@ -57,13 +57,19 @@ def fetch_wheel(requirement: str, into: Path, timeout: float = 600.0) -> Path:
         raise UserError(f"{requirement!r} is not pinned; write it as NAME==VERSION.")
     root = into / f"{name}-{version}"
     if not root.is_dir():
-        wheels, partial = into / "wheels" / root.name, into / f"{root.name}.partial"
-        wheels.mkdir(parents=True, exist_ok=True)
-        _pip(["download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels), requirement], timeout)
-        for wheel in wheels.glob("*.whl"):
-            unpack_wheel(wheel, partial)
+        partial = into / f"{root.name}.partial"
+        unpack_wheel(download_wheel(requirement, into / "wheels" / root.name, timeout), partial)
         partial.rename(root)
     return root
+
+
+def download_wheel(requirement: str, into: Path, timeout: float = 600.0) -> Path:
+    """Download the wheel of NAME==VERSION into a folder of its own; nothing is unpacked. `timeout` is in seconds.
+    Raises UserError for a package without a wheel, and if pip fails."""
+    into.mkdir(parents=True, exist_ok=True)
+    _pip(["download", "--no-deps", "--only-binary=:all:", "--dest", str(into), requirement], timeout)
+    (wheel,) = into.glob("*.whl")
+    return wheel
 
 
 def unpack(archive: Path, into: Path) -> Path:

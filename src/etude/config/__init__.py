@@ -6,6 +6,7 @@ ones, so that a run can be resumed from any folder.
 
 from __future__ import annotations
 
+from etude.config.catalogue import CHAT_TEMPLATES, PRETRAINED, PretrainedModel, cache, pretrained
 from etude.config.engine import EngineConfig, InferenceConfig, ServerConfig, WeightSource
 from etude.config.live import CanaryConfig, ClusterConfig, GateConfig, LabelsConfig, LiveConfig, LiveGatewayConfig
 from etude.config.run import (
@@ -36,14 +37,23 @@ from etude.config.sandbox import (
     validate_sandbox,
 )
 from etude.config.sections import Section, bundled, bundled_model, find_model, import_object, keys, validate
-from etude.config.tasks import BuildConfig, EditTableConfig, TaskKind, TasksConfig, TaskSource, WeightedSource
+from etude.config.tasks import (
+    BuildConfig,
+    EditTableConfig,
+    TaskKind,
+    TasksConfig,
+    TaskSource,
+    TracesConfig,
+    WeightedSource,
+)
 
 __all__ = [
-    "SANDBOX_TYPES", "AgentConfig", "BuildConfig", "CanaryConfig", "CheatsConfig", "ClusterConfig",
-    "ContainerSandboxConfig", "EditTableConfig", "EngineConfig", "EvalConfig", "GateConfig", "Guard", "GuardsConfig",
-    "InferenceConfig", "KubernetesSandboxConfig", "LabelsConfig", "LengthCost", "LiveConfig", "LiveGatewayConfig",
-    "LoraConfig", "LossConfig", "Mask", "ModelConfig", "NamespaceSandboxConfig", "OnPolicyDistillConfig", "RLConfig",
-    "RewardConfig", "RolloutConfig", "SandboxConfig", "Section", "ServerConfig", "ServiceSandboxConfig", "TaskKind",
-    "TaskSource", "TasksConfig", "TrainerConfig", "WeightSource", "WeightedSource", "WeightsConfig", "bundled",
-    "bundled_model", "find_model", "import_object", "keys", "validate", "validate_sandbox",
+    "CHAT_TEMPLATES", "PRETRAINED", "SANDBOX_TYPES", "AgentConfig", "BuildConfig", "CanaryConfig", "CheatsConfig",
+    "ClusterConfig", "ContainerSandboxConfig", "EditTableConfig", "EngineConfig", "EvalConfig", "GateConfig",
+    "Guard", "GuardsConfig", "InferenceConfig", "KubernetesSandboxConfig", "LabelsConfig", "LengthCost",
+    "LiveConfig", "LiveGatewayConfig", "LoraConfig", "LossConfig", "Mask", "ModelConfig", "NamespaceSandboxConfig",
+    "OnPolicyDistillConfig", "PretrainedModel", "RLConfig", "RewardConfig", "RolloutConfig", "SandboxConfig",
+    "Section", "ServerConfig", "ServiceSandboxConfig", "TaskKind", "TaskSource", "TasksConfig", "TracesConfig",
+    "TrainerConfig", "WeightSource", "WeightedSource", "WeightsConfig", "bundled", "bundled_model", "cache",
+    "find_model", "import_object", "keys", "pretrained", "validate", "validate_sandbox",
 ]  # fmt: skip

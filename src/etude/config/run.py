@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal, cast
 import pydantic
 from pydantic import AfterValidator, Field
 
+from etude.config.catalogue import pretrained
 from etude.config.engine import InferenceConfig
 from etude.config.sandbox import NamespaceSandboxConfig, SandboxConfig
 from etude.config.sections import (
     NAME,
+    ChatTemplateOrNone,
     LocalPath,
     LocalPathOrNone,
     ModelPath,
@@ -28,15 +30,18 @@ from etude.records import Budget
 class ModelConfig(Section):
     """The model that is trained."""
 
-    path: ModelPath = option("nano", "HF folder, or name of a bundled model such as nano", validate_default=True)
+    path: ModelPath = option("nano", "HF folder, GGUF file, or the name of a model such as nano", validate_default=True)
+    chat_template: ChatTemplateOrNone = option(None, "in place of the model's own: a Jinja file, or chatml-hermes")
     dialect: str = option("auto", "how tool calls are written; auto: as the chat template writes them")
     chat_template_kwargs: dict[str, Any] = option({}, "variables of the chat template, e.g. enable_thinking = false")
 
     @property
     def name(self) -> str:
-        """The name of a bundled model, else the folder."""
-        name = Path(self.path).name
-        return name if bundled(f"models/{name}") == Path(self.path) else self.path
+        """The name of a bundled or a pretrained model, else the folder."""
+        path = Path(self.path)
+        if (known := pretrained(path)) is not None:
+            return known.name
+        return path.name if bundled(f"models/{path.name}") == path else self.path
 
 
 class AgentConfig(Section):

@@ -18,6 +18,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 import etude
+from etude.config.catalogue import CHAT_TEMPLATES, NAMES, pretrained
 from etude.errors import UserError
 
 S = TypeVar("S", bound="Section")
@@ -53,19 +54,22 @@ def bundled_model(name: str | Path) -> Path | None:
 
 
 def find_model(name: str | Path) -> Path:
-    """The absolute folder of a model: `name` is the name of a bundled model, or a folder. Raises UserError. A bundled
-    model goes before a folder of its name (write `./NAME`), for the current folder may be a repository that tasks are
-    made of. A folder `models/NAME` that is gone is looked for among the bundled models, because an installation may
-    have moved."""
+    """The absolute folder of a model: `name` is the name of a bundled or a pretrained model, a folder, or a GGUF file.
+    Raises UserError. A name goes before a folder of that name (write `./NAME`), for the current folder may be a
+    repository that tasks are made of. The folder of a pretrained model may not be there yet (`weights.runs`). A folder
+    `models/NAME` that is gone is looked for among the bundled models, because an installation may have moved."""
     if (own := bundled_model(name)) is not None:
         return own
+    if (known := pretrained(name)) is not None:
+        return known.folder
     path = Path(name)
-    if path.is_dir():
+    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path.absolute()
     folder = bundled(f"models/{path.name}") if path.parent.name == "models" else None
     if folder is None:
+        names = ", ".join(("nano", *NAMES))
         raise UserError(
-            f"{name} is not a folder, nor the name of a bundled model such as nano: give an HF folder, or that of a run"
+            f"{name} is not a folder, nor the name of a model ({names}): give an HF folder, or that of a run"
         )
     return folder
 
@@ -77,9 +81,14 @@ def _model_folder(name: str) -> str:
         return absolute(name)  # the run says what is wrong with the folder
 
 
+def _template(given: str) -> str:
+    return given if given in CHAT_TEMPLATES else absolute(given)
+
+
 LocalPath = Annotated[str, AfterValidator(absolute)]  # absolute after validation; URLs are kept
 LocalPathOrNone = Annotated[str, AfterValidator(lambda path: path if path == "none" else absolute(path))]
 ModelPath = Annotated[str, AfterValidator(_model_folder)]
+ChatTemplateOrNone = Annotated[str | None, AfterValidator(lambda given: given and _template(given))]
 ModelPathOrSelf = Annotated[str, AfterValidator(lambda name: name if name == "self" else _model_folder(name))]
 
 

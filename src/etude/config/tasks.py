@@ -133,3 +133,11 @@ class EditTableConfig(Section):
     synthetic: float = option(4.0, "synthetic edits for each real one", ge=0)
     no_ops: float = option(0.02, "share of edits that change nothing, at most", ge=0, lt=1)
     held_out_edits: int = option(450, "edits made of the held-out repositories", ge=1)
+
+
+class TracesConfig(Section):
+    """How `etude tasks traces` tells gold answers: its flags."""
+
+    seed: int = option(1, "seed of every draw")
+    per_task: int = option(1, "traces of one task", ge=1)
+    workers: int = option(2, "boxes at a time", ge=1)

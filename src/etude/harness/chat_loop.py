@@ -88,6 +88,7 @@ class _ChatLoop:
             prompt_tokens=usage.prompt, cached_tokens=usage.cached, sampled_tokens=usage.sampled
         )  # fmt: skip
         self._length = usage.prompt + usage.sampled
+        self._tools.room = self._budget.context - self._length
         self._tools.metrics["truncated"] += answer.cut
         began = time.monotonic()
         async with asyncio.timeout(max(0.0, self._deadline - began) + GRACE_SECONDS):

@@ -26,6 +26,8 @@ from etude.sandbox.base import WORKSPACE, Box, BoxError, NotFound
 
 RUN_SECONDS = 120.0
 SEARCH_FILES = 2000
+MOST_READ = 65536  # characters
+ROOM_SHARE = 1.5  # characters of a result for a token of room: about half of the room, at three characters a token
 MOST_ITEMS = 50  # of the list of work
 MOST_COMMITS, HISTORY_SECONDS = 20, 10.0
 _SIGNS = {"open": "[ ]", "doing": "[~]", "done": "[x]"}
@@ -103,6 +105,17 @@ class FullTools(Tools):
         new._lints.first = dict(self._lints.first)
         return new
 
+    async def call(self, call: ToolCall) -> str:
+        """See `Tools.call`. A result takes about half of the room that the context has left, at most."""
+        text, most = await super().call(call), self._most()
+        if len(text) <= most or call.name == "read":  # which says how to go on
+            return text
+        return f"{text[:most]}\n[cut short: your context has room for no more at once]"
+
+    def _most(self) -> int:
+        """Characters of a result, at most."""
+        return int(min(max(self.room, 100) * ROOM_SHARE, 1e9))
+
     def malformed(self, why: str) -> str:
         """The result of a call that has the wrong form."""
         return f"error: malformed call: {why}"
@@ -121,16 +134,17 @@ class FullTools(Tools):
         lines = (await self.text(path)).splitlines()
         start = max(offset, 1) - 1
         chosen = lines[start : start + max(1, min(limit, 2000))]
-        shown, size = [], 0
+        shown, size, most = [], 0, min(MOST_READ, self._most())
         for number, line in enumerate(chosen, start + 1):
-            text = f"{number:6}\t{line[:2000]}"
+            text = f"{number:6}\t{line[:2000]}"[:most]
             size += len(text) + 1
-            if size > 65536:
+            if size > most and shown:
                 break
             shown.append(text)
         left = len(lines) - start - len(shown)
+        full = "your context has room for no more at once; " if len(shown) < len(chosen) and most < MOST_READ else ""
         if left > 0:
-            shown.append(f"[{left} more lines; read on with offset {start + len(shown) + 1}]")
+            shown.append(f"[{left} more lines; {full}read on with offset {start + len(shown) + 1}]")
         return "\n".join(shown) or ("empty file" if not lines else f"error: the file has {len(lines)} lines")
 
     async def _search(self, pattern: str, path: str = "", ignore_case: bool = False) -> str:

@@ -212,6 +212,7 @@ class _AgentLoop:
             self._acted += 1
             sampled = time.monotonic()
             calls = renderer.parse(generation.ids, generation.finish_reason, self._tools.schemas).calls
+            self._tools.room = self._spec.budget.context - len(self._ledger)
             results, finished = await self._tools.call_all(calls)
             ended = time.monotonic()
             self._turn_records[-1] = msgspec.structs.replace(

@@ -41,6 +41,7 @@ class Tools:
         self.metrics: Counter[str] = Counter()
         self.visible_passed: bool | None = None
         self.deadline = math.inf  # on the monotonic clock; commands end by then
+        self.room = math.inf  # tokens that the context has left for results and further turns
         self._handlers: dict[str, Callable[..., Awaitable[str]]] = {}
         self._tried: set[bytes] = set()  # digests of files as they have been
 

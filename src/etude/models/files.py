@@ -30,6 +30,13 @@ def check_folder(root: Path) -> None:
         check_safetensors(shard)
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether `path` is a GGUF file, or a folder that holds some and no config.json."""
+    if path.is_dir():
+        return not (path / "config.json").is_file() and any(path.glob("*.gguf"))
+    return path.suffix == ".gguf" and path.is_file()
+
+
 def shards(root: Path) -> list[Path]:
     """The safetensors files of a folder. Raises UserError for a damaged index."""
     if (root / INDEX).is_file():

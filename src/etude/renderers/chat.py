@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import blake3
 import jinja2
 
+from etude.config import CHAT_TEMPLATES
 from etude.errors import UserError
 from etude.renderers import trial
 from etude.renderers.base import Message, ParsedTurn, Tool, content_text
@@ -92,7 +93,7 @@ class ChatRenderer(MarkedCodec):
         """Ids of a conversation with these tools. Raises ValueError for roles or an order that the template refuses,
         and for calls that it would drop."""
         if self._no_tools and tools:
-            raise ValueError(f"the chat template of {self._template.name} cannot call tools: {self._no_tools}")
+            raise ValueError(self._cannot_call())
         mark = mark_for(messages, tools)
         plain = self._as_template_takes(messages, mark)
         shown = map_strings(list(tools), lambda text: self.escape(text, mark))
@@ -231,7 +232,7 @@ class ChatRenderer(MarkedCodec):
                 if "message.thinking" in self._template.source:
                     taken["thinking"] = reasoning
             if self._no_tools and (role == "tool" or message.get("tool_calls")):
-                raise ValueError(f"the chat template of {self._template.name} cannot call tools: {self._no_tools}")
+                raise ValueError(self._cannot_call())
             if message.get("tool_calls"):
                 calls = [self._call(call, number, mark) for number, call in enumerate(message["tool_calls"])]
                 if len(calls) > 1 and not self._form.several and one_call:
@@ -343,8 +344,16 @@ class ChatRenderer(MarkedCodec):
 
     def _refusal(self, why: str) -> UserError:
         return UserError(
-            f"The chat template of {self._template.name} cannot be used by turns: {why}; use another model."
+            f"The chat template of {self._template.name} cannot be used by turns: {why}; {self._advice()}."
         )
+
+    def _cannot_call(self) -> str:
+        return f"the chat template of {self._template.name} cannot call tools: {self._no_tools}; {self._advice()}"
+
+    def _advice(self) -> str:
+        """What to do about a template: a bundled one serves models that mark turns as ChatML does."""
+        name = CHAT_TEMPLATES[0] if {"<|im_start|>", "<|im_end|>"} <= self._ids.keys() else "FILE"
+        return f"give another with --chat-template {name} (model.chat_template), or use another model"
 
 
 def _said(call: Mapping[str, Any]) -> tuple[str, Any]:

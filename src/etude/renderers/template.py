@@ -1,7 +1,9 @@
 """Chat templates of Hugging Face model folders, rendered without importing transformers."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from datetime import datetime
 from pathlib import Path
@@ -14,8 +16,12 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from etude import runfolder
+from etude.config import CHAT_TEMPLATES, cache
 from etude.errors import UserError
 from etude.renderers.base import Message, Tool
+
+TEMPLATES = Path(__file__).parent / "templates"
 
 _OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token", "documents"}
 
@@ -51,7 +57,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             self._known = jinja2.meta.find_undeclared_variables(environment.parse(source)) - _OURS
         except jinja2.TemplateError as e:
-            raise UserError(f"The chat template of {name} is not valid ({e}); use another model.") from None
+            raise UserError(
+                f"The chat template of {name} is not valid ({e}); give another with --chat-template."
+            ) from None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generate: bool = True) -> str:
         """The conversation as text; with `generate`, ending with the generation prompt. Raises jinja2.TemplateError."""
@@ -92,9 +100,42 @@ def load_template(folder: Path) -> ChatTemplate:
         named = {entry["name"]: entry["template"] for entry in source}
         source = named.get("tool_use") or named.get("default")
     if not source:
-        raise UserError(f"{folder} has no chat template (chat_template.jinja); use a model that was tuned to chat.")
+        raise UserError(
+            f"{folder} has no chat template (chat_template.jinja); give one with --chat-template, or use a model that "
+            "was tuned to chat."
+        )
     variables = {key: _token(value) for key, value in config.items() if key.endswith("_token") and value}
     return ChatTemplate(source, variables, folder.name)
+
+
+def with_chat_template(folder: Path, template: str) -> Path:
+    """A model folder in the user's cache that is `folder` with another chat template: a Jinja file, or the name of a
+    bundled one. Its other files are links. Raises UserError for a template that is not there."""
+    source = _source(template)
+    own = folder / "chat_template.jinja"
+    if folder.is_relative_to(cache() / "templates") and own.is_file() and own.read_text(encoding="utf-8") == source:
+        return folder
+    digest = hashlib.sha256(f"{folder.absolute()}\n{source}".encode()).hexdigest()
+    made = cache() / "templates" / digest[:12] / folder.name
+    runfolder.make(made)
+    for file in folder.iterdir():
+        if file.name != own.name and not (made / file.name).exists():
+            (made / file.name).unlink(missing_ok=True)  # a link to a file that has moved
+            with suppress(FileExistsError):
+                (made / file.name).symlink_to(file.absolute())
+    runfolder.write(made / own.name, source.encode())
+    return made
+
+
+def _source(template: str) -> str:
+    path = TEMPLATES / f"{template}.jinja" if template in CHAT_TEMPLATES else Path(template)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise UserError(
+            f"{template} is not a chat template that can be read: give a Jinja file, or the name of a bundled one "
+            f"({', '.join(CHAT_TEMPLATES)})"
+        ) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

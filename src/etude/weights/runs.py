@@ -1,4 +1,5 @@
-"""A model by any of its names: a Hugging Face folder, a bundled model, or the run that trained it.
+"""A model by any of its names: a Hugging Face folder, a GGUF file, a bundled or a pretrained model, or the run that
+trained it.
 
 Of a run in stage rl a version is written as a model folder, once, to RUN/models/VERSION; the other stages have written
 theirs. `RUN@12` names version 12.
@@ -15,8 +16,10 @@ from typing import Any
 import msgspec
 
 from etude import runfolder
-from etude.config import RLConfig, Section, bundled_model, find_model
+from etude.config import RLConfig, Section, bundled_model, find_model, pretrained
 from etude.errors import UserError
+from etude.models.files import is_gguf
+from etude.renderers.template import with_chat_template
 from etude.store import Store, open_store
 
 _VERSION = re.compile(r"(.+)@(\d+)")
@@ -35,20 +38,36 @@ class _ReportHead(msgspec.Struct):
     steps: int | None = None
 
 
-def model_folder(name: str | Path) -> Path:
-    """The Hugging Face folder that `name` stands for. Raises UserError."""
-    return bundled_model(name) or _of_run(name) or find_model(name)
+def model_folder(name: str | Path, chat_template: str | None = None) -> Path:
+    """The Hugging Face folder that `name` stands for, with another chat template if one is given; what is not there yet
+    is fetched or converted. Raises UserError."""
+    folder = bundled_model(name) or _of_run(name) or _whole(find_model(name))
+    return folder if chat_template is None else with_chat_template(folder, chat_template)
 
 
 def with_models(config: Any) -> Any:
-    """The configuration of a stage, with model folders where it names runs. Raises UserError."""
+    """The configuration of a stage, with model folders where it names runs, models to be fetched or converted, or a
+    chat template. Raises UserError."""
     changed: dict[str, Any] = {}
     for table, key in (("model", "path"), ("distill", "teacher")):
         part: Section | None = getattr(config, table, None)
         given: str | Path | None = getattr(part, key, None)
-        if part is not None and given is not None and (folder := _of_run(given)) is not None:
-            changed[table] = part.model_copy(update={key: str(folder) if isinstance(given, str) else folder})
+        if part is None or given is None:
+            continue
+        folder = _of_run(given) or _whole(Path(given))
+        if (template := getattr(part, "chat_template", None)) is not None:
+            folder = with_chat_template(folder, template)
+        changed[table] = part.model_copy(update={key: str(folder) if isinstance(given, str) else folder})
     return config.model_copy(update=changed)
+
+
+def _whole(folder: Path) -> Path:
+    """`folder`, or what is made of it first: a pretrained model that was not fetched yet, a GGUF file."""
+    if (folder / "config.json").is_file() or not (pretrained(folder) or is_gguf(folder)):
+        return folder
+    from etude.models.gguf import folder_of
+
+    return folder_of(folder)
 
 
 def stage_of(folder: Path) -> str | None:

@@ -37,7 +37,8 @@ def markdown(table: Sequence[ModelRow]) -> str:
             else:
                 shown.append(_WORDS[cell.state])
         lines.append(f"| {row.name} (`{row.model_type}`) | {' | '.join(shown)} |")
-    notes = (textwrap.fill(f"{n}. {said}", 118, subsequent_indent="   ") for said, n in sentences.items())
+    fill = textwrap.TextWrapper(118, subsequent_indent="   ", break_on_hyphens=False).fill
+    notes = (fill(f"{n}. {said}") for said, n in sentences.items())
     return "\n".join([*lines, "", *notes])
 
 

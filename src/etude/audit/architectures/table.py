@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,6 @@ from etude.models.loading import load_config, load_model
 from etude.renderers import renderer_for
 from etude.trainer.rl import trial
 
-LIMIT, LIMIT_STATEFUL = 2e-5, 1e-4  # nats, float32: other orders of sums; recurrent layers carry theirs along the row
 USES = ("rows", "shared prompts", "engine", "vLLM", "replay", "tools")
 MEASURED = ("rows", "shared prompts", "engine", "replay")
 _SEED = 1  # other rows than the trial's
@@ -98,7 +98,6 @@ class _Examined:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.config = folder, load_config(folder)
-        self.limit = LIMIT_STATEFUL if support.stateful(self.config) else LIMIT
         self.rows = support.trial_rows(self.config.get_text_config().vocab_size, _SEED)
         self._ours: PreTrainedModel | None = None
         self._theirs: Any = None
@@ -136,6 +135,11 @@ class _Examined:
             return Cell("refused", None, str(e).removeprefix(f"{self.folder}: "))
         except Exception as e:  # accepted, and then it fails: nobody was told
             return Cell("silent", None, f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
+
+    @cached_property
+    def limit(self) -> float:
+        """Nats that another order of summation explains."""
+        return support.bound(self.truth, self.rows, self.truth(self.rows))
 
     def judged(self, given: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> Cell:
         """Exact or silent."""

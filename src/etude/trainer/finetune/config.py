@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from etude.config import LoraConfig, Section, find_model
-from etude.config.sections import NAME, option
+from etude.config.sections import NAME, ChatTemplateOrNone, option
 from etude.corpus.episodes import WEIGHTS
 from etude.corpus.retrieval import KINDS, RetrievalOptions
 from etude.errors import UserError
@@ -31,7 +31,8 @@ FOLDER_LR = 2e-5  # of a model that has learned; ten times as much for adapters,
 class FolderModelConfig(Section):
     """The model that training goes on from."""
 
-    path: ModelFolder = Field(description="HF folder, run folder, or name of a bundled model such as nano")
+    path: ModelFolder = Field(description="HF folder, run folder, GGUF file, or the name of a model such as nano")
+    chat_template: ChatTemplateOrNone = option(None, "in place of the model's own: a Jinja file, or chatml-hermes")
 
 
 class NewModelConfig(Section):

@@ -1,0 +1,138 @@
+"""Gold answers told as episodes: what an agent that knows the answer does with the run's tools, in a real box.
+
+    look      read the open lines, or find the function first, or run the tests first
+    try       often a wrong edit or two, tested and taken back, so that the tests' output is of use
+    mend      the gold answer as the smallest edit of whole lines, then the tests
+    finish
+
+Calls are chosen here; results are the tools' own. A trace is a conversation in OpenAI's format with the tools' schemas,
+so stage sft writes it in the dialect of the model that it trains. Wrong edits have the weight 0: they are seen, and not
+learned.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from etude.code import functions, mutate
+from etude.corpus.episodes import WEIGHTS, StringEdit, edit_between
+from etude.harness.full_tools import FullTools
+from etude.harness.prompts import messages_of
+from etude.records import Task, ToolCall
+from etude.renderers.schemas import SCHEMAS
+from etude.sandbox.base import Box
+
+TRIES = (0, 1, 2)  # wrong edits
+_TRIED = (5, 4, 1)  # their weights
+_LOOKS = ("read", "grep", "test")
+_LOOKED = (6, 2, 2)
+_SLACK = (0, 2, 5, 10, 20)  # lines read before and after the open ones
+MAX_EDIT_LINES = 12  # of a gold answer that is told
+
+_Call = tuple[str, dict[str, Any]]  # name and arguments
+_TEST: _Call = ("test", {})
+_UNDO: _Call = ("undo", {})
+_FINISH: _Call = ("finish", {})
+
+
+@dataclass
+class _Talk:
+    """A conversation in progress."""
+
+    tools: FullTools
+    messages: list[dict[str, Any]]
+
+    async def act(self, *calls: _Call, learned: bool = True) -> list[str]:
+        """A turn of calls, and their results."""
+        made = [ToolCall(name=name, arguments=arguments) for name, arguments in calls]
+        results, _ = await self.tools.call_all(made)
+        ids = [f"call_{len(self.messages)}_{number}" for number in range(len(calls))]
+        told = [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for id, (name, arguments) in zip(ids, calls, strict=True)
+        ]
+        weight = {} if learned else {"weight": 0}
+        self.messages.append({"role": "assistant", "content": "", "tool_calls": told} | weight)
+        self.messages += [
+            {"role": "tool", "tool_call_id": id, "content": text} for id, text in zip(ids, results, strict=True)
+        ]
+        return results
+
+
+async def trace(task: Task, box: Box, seed: int) -> dict[str, Any] | None:
+    """The trace of a task in its box, as a row of training data. None where it cannot be told: the answer changes
+    several files or many lines, or the agent sees no test, or its tests do not pass with the answer. Raises
+    BoxError."""
+    edit = gold_edit(task)
+    if edit is None or not task.visible_tests:
+        return None
+    rng, (path,) = random.Random(seed), task.changes
+    talk = _Talk(FullTools(box, task), [dict(message) for message in messages_of(task)])
+    await _look(talk, task, path, rng)
+    taken_back: list[_Call] = []
+    for wrong in _wrong_edits(task, path, edit, rng):
+        await talk.act(*taken_back, _edit(path, wrong), _TEST, learned=False)
+        if talk.tools.visible_passed:
+            return None  # not wrong after all
+        taken_back = [_UNDO]
+    turns = [*taken_back, _edit(path, edit), _TEST]
+    if rng.random() < 0.3:
+        await talk.act(*turns[:-1])
+        turns = turns[-1:]
+    await talk.act(*turns)
+    if not talk.tools.visible_passed:
+        return None
+    await talk.act(_FINISH)
+    return {"messages": talk.messages[:-1], "tools": list(SCHEMAS)}
+
+
+def gold_edit(task: Task) -> StringEdit | None:
+    """The smallest edit of whole lines that mends a task; None if several files or more than a dozen lines change."""
+    if len(task.changes) != 1 or task.changes.keys() != task.solution.keys():
+        return None
+    ((path, broken),) = task.changes.items()
+    edit = edit_between(broken, task.solution[path])
+    return edit if max(edit.old.count("\n"), edit.new.count("\n")) < MAX_EDIT_LINES else None
+
+
+async def _look(talk: _Talk, task: Task, path: str, rng: random.Random) -> None:
+    focus, slack = task.focus, rng.choice(_SLACK)
+    first, last = max(1, focus.first_line - slack), focus.last_line + slack
+    read = ("read", {"path": path, "offset": first, "limit": last - first + 1})
+    name = task.function.rpartition("::")[2].rpartition(".")[2]
+    match rng.choices(_LOOKS, _LOOKED)[0]:
+        case "grep":
+            folder = str(PurePosixPath(path).parent) if rng.random() < 0.5 else path
+            await talk.act(("grep", {"pattern": rf"def {name}\b", "path": folder}))
+            await talk.act(read)
+        case "test":
+            await talk.act(_TEST)
+            await talk.act(read)
+        case _:
+            await talk.act(read)
+
+
+def _wrong_edits(task: Task, path: str, gold: StringEdit, rng: random.Random) -> Sequence[StringEdit]:
+    """Plausible edits that do not mend: other mutations of one line of the broken function."""
+    broken, edits = task.changes[path], list[StringEdit]()
+    unit = next((unit for unit in functions.functions(path, broken) if unit.id == task.function), None)
+    count = rng.choices(TRIES, _TRIED)[0]
+    if unit is None:
+        return edits
+    for _ in range(2 * count):
+        mutant = mutate.draw(broken, unit, rng, WEIGHTS, single_line=True)
+        if mutant is None or mutant.text in (broken, task.solution[path]):
+            continue
+        edit = edit_between(broken, mutant.text)
+        if edit.old.count("\n") < 3 and edit not in (gold, *edits):
+            edits.append(edit)
+    return edits[:count]
+
+
+def _edit(path: str, edit: StringEdit) -> _Call:
+    return "edit", {"path": path, "old": edit.old, "new": edit.new}

@@ -1,0 +1,95 @@
+"""A chat template in place of the model's own: where it comes from, and what is said of one that does not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from etude.errors import UserError
+from etude.renderers import renderer_for
+from etude.renderers.template import with_chat_template
+from etude.weights.runs import model_folder, with_models
+from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
+from tests.renderers.families import FAMILIES, Family
+
+# In the manner of SmolLM2: ChatML that knows no tools.
+PLAIN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CALL = {"type": "function", "function": {"name": "read", "arguments": {"path": 'a "b"\n', "line": 3}}}
+TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "plain", hermes_tokenizer(), PLAIN)
+
+
+def test_a_model_whose_template_cannot_call_tools_is_told_of_the_bundled_one(plain: Path) -> None:
+    with pytest.raises(UserError, match=r"drops .* tool calls; give another with --chat-template chatml-hermes"):
+        renderer_for(plain)
+    renderer = renderer_for(with_chat_template(plain, "chatml-hermes"))
+    assert renderer.dialect == "hermes"
+    request, turn = {"role": "user", "content": "Read it."}, {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    ids = renderer.turn(turn)
+    (call,) = renderer.parse(ids, "stop", [TOOL]).calls
+    assert (call.name, call.arguments) == ("read", {"path": 'a "b"\n', "line": 3})
+    prompt = renderer.text(renderer.prompt([{"role": "system", "content": "Be brief."}, request], [TOOL]))
+    assert prompt.startswith("<|im_start|>system\nBe brief.\n\nFunctions that you can call")
+    assert json.dumps(TOOL) in prompt
+    assert prompt.endswith("<|im_start|>user\nRead it.<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "<|im_start|>" in f.special], ids=lambda f: f.name)
+def test_the_bundled_template_fits_all_that_mark_turns_as_chatml(family: Family, tmp_path: Path) -> None:
+    folder = with_chat_template(family.write(tmp_path / "model"), "chatml-hermes")
+    assert renderer_for(folder).dialect == "hermes"
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "<|im_end|>" not in f.special], ids=lambda f: f.name)
+def test_it_is_refused_where_no_token_ends_a_turn_so(family: Family, tmp_path: Path) -> None:
+    folder = with_chat_template(family.write(tmp_path / "model"), "chatml-hermes")
+    with pytest.raises(UserError, match=r"The chat template of model cannot be used by turns: .*--chat-template FILE"):
+        renderer_for(folder)
+
+
+def test_a_folder_with_another_template_is_the_same_but_for_it(plain: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    made = with_chat_template(plain, str(tmp_path / "mine.jinja"))
+    assert made != plain
+    assert (made / "chat_template.jinja").read_text() == TEMPLATE
+    assert (plain / "chat_template.jinja").read_text() == PLAIN
+    others = sorted(p.name for p in plain.iterdir() if p.name != "chat_template.jinja")
+    assert all((made / name).samefile(plain / name) for name in others)
+    assert sorted(p.name for p in made.iterdir()) == [*sorted([*others, "chat_template.jinja"])]
+    assert with_chat_template(made, str(tmp_path / "mine.jinja")) == made, "a configuration is read twice"
+    (tmp_path / "mine.jinja").write_text(TEMPLATE + "{# changed #}")
+    assert with_chat_template(plain, str(tmp_path / "mine.jinja")) != made
+    for given in (tmp_path / "none.jinja", tmp_path):
+        with pytest.raises(UserError, match=r"is not a chat template that can be read: give a Jinja file, or the name"):
+            with_chat_template(plain, str(given))
+
+
+def test_every_entrance_takes_a_template(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from etude.config import RLConfig
+    from etude.trainer.finetune.config import SftConfig
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    made = model_folder(plain, "mine.jinja")
+    model = {"path": str(plain), "chat_template": "mine.jinja"}
+    for config in (
+        with_models(RLConfig.model_validate({"model": model, "tasks": {"dataset": "d"}})),
+        with_models(SftConfig.model_validate({"model": model})),
+    ):
+        assert Path(config.model.path).samefile(made)
+        assert config.model.chat_template == str(tmp_path / "mine.jinja")
+        assert with_models(config) == config
+    named = RLConfig.model_validate({"model": model | {"chat_template": "chatml-hermes"}, "tasks": {"dataset": "d"}})
+    assert named.model.chat_template == "chatml-hermes", "the name of a bundled one is no path"
