@@ -176,6 +176,8 @@ def config_of(name: str, size: Size, staleness: int) -> RLConfig:
         "inference": {"max_batch": ROWS},
         "eval": {"before": False, "after": size.evaluate, "samples": 2},
     }
+    library = values["tasks"].pop("sources")[0]  # the other one is for training alone
+    values["tasks"] |= {} if size.dataset else library
     merged = {section: values.get(section, {}) | changed for section, changed in changes.items()}
     return RLConfig.model_validate(values | merged | {"name": name})
 

@@ -48,6 +48,8 @@ def config(arm: str, steps: int, lr: float, dataset: Path | None) -> RLConfig:
         "loss": {},
         "guards": {},
     }
+    library = values["tasks"].pop("sources")[0]  # the other one is for training alone
+    values["tasks"] |= {} if dataset else library
     merged = {name: values.get(name, {}) | changed | ARMS[arm].get(name, {}) for name, changed in common.items()}
     return RLConfig.model_validate(values | merged | {"name": f"collapse-{arm}"})
 

@@ -1,6 +1,6 @@
 from collections import Counter
 
-from etude.rollout.curriculum import Curriculum, MixedCurriculum
+from etude.rollout.curriculum import NEW, Curriculum, MixedCurriculum
 
 
 def test_draws_depend_on_seed_index_and_results_only():
@@ -37,15 +37,25 @@ def test_of_equal_variance_the_task_with_more_left_to_gain_is_met_more_often():
     assert drawn["few"] > 2 * drawn["most"]
 
 
-def test_every_task_is_met_early():
-    tasks = [f"t{i}" for i in range(50)]
-    curriculum = Curriculum(tasks, 8, 0)
-    met = set()
-    for i in range(150):
-        task = curriculum.draw(i)
-        met.add(task)
-        curriculum.observe(task, 4, 8)
-    assert len(met) >= 48
+def test_a_share_of_the_groups_meets_new_tasks_and_the_others_return_to_those_that_divided():
+    curriculum = Curriculum([f"t{i}" for i in range(200)], 16, 0)
+    passed = {task: (0, 5, 16)[i % 3] for i, task in enumerate(curriculum.tasks)}
+    new, again = [], []
+    for index in range(200):
+        task = curriculum.draw(index)
+        (again if task in new else new).append(task)
+        curriculum.observe(task, passed[task], 16)
+    spread = (200 * NEW * (1 - NEW)) ** 0.5
+    assert abs(len(new) - 200 * NEW) <= 3 * spread, "three standard deviations of as many throws of a coin"
+    assert sum(passed[task] == 5 for task in again) > 0.9 * len(again), "a third of the tasks divides"
+
+
+def test_before_a_task_has_divided_its_group_all_groups_meet_new_tasks():
+    curriculum = Curriculum([f"t{i}" for i in range(20)], 8, 0)
+    for index, passed in enumerate((0, 8) * 10):
+        curriculum.observe(curriculum.draw(index), passed, 8)
+    assert len(curriculum._last) == 20
+    curriculum.draw(20)  # nothing is new, and nothing has divided
 
 
 def test_a_task_in_flight_is_not_drawn_twice_while_others_are_left():
