@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import UserError
-from etude.renderers import renderer_for
+from etude.renderers import renderer_for, say_dropped
 from etude.renderers.template import with_chat_template
 from etude.weights.runs import model_folder, with_models
 from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
@@ -44,6 +44,24 @@ def test_a_model_whose_template_cannot_call_tools_is_told_of_the_bundled_one(pla
     assert prompt.startswith("<|im_start|>system\nBe brief.\n\nFunctions that you can call")
     assert json.dumps(TOOL) in prompt
     assert prompt.endswith("<|im_start|>user\nRead it.<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_what_a_template_drops_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deaf = (
+        "{% for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+    thinks = TEMPLATE.replace(
+        "{%- set said = m.content %}", "{%- set said = (m.reasoning_content or '') + m.content %}"
+    )
+    for number, (template, dropped) in enumerate((
+        (PLAIN, "tools and thoughts"), (deaf, "tools and system messages and thoughts"), (strict, "tools and thoughts"),
+        (TEMPLATE, "thoughts"), (thinks, ""),
+    )):  # fmt: skip
+        say_dropped(renderer_for(write_model(tmp_path / f"m{number}", hermes_tokenizer(), template), tools=False))
+        said = f"note: the chat template of m{number} drops {dropped}\n" if dropped else ""
+        assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if "<|im_start|>" in f.special], ids=lambda f: f.name)

@@ -5,6 +5,7 @@
 `__all__`, `schemas.SCHEMAS` (the built-in tools in OpenAI's format), and the helpers for text in `text.py`.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,16 @@ from etude.renderers.compact import CompactRenderer, is_compact
 from etude.renderers.dialects import DIALECTS
 from etude.renderers.template import load_template, read_json
 
-__all__ = ["DialectVerdict", "Message", "ParsedTurn", "Renderer", "Tool", "dialect_verdict", "renderer_for"]
+__all__ = [
+    "DialectVerdict",
+    "Message",
+    "ParsedTurn",
+    "Renderer",
+    "Tool",
+    "dialect_verdict",
+    "renderer_for",
+    "say_dropped",
+]
 
 
 def renderer_for(
@@ -46,6 +56,12 @@ def renderer_for(
     ids = read_json(model_dir / "generation_config.json").get("eos_token_id")
     eos_ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     return ChatRenderer(tokenizer, template, eos_ids, dialect, tools=tools)
+
+
+def say_dropped(renderer: Renderer | None) -> None:
+    """Prints a note on what a chat template leaves out of a conversation without a word, if there is anything."""
+    if isinstance(renderer, ChatRenderer) and renderer.note:
+        print(f"note: {renderer.note}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

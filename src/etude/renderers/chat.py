@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any, Self
 
@@ -63,6 +64,21 @@ class ChatRenderer(MarkedCodec):
     def calls_per_turn(self) -> int | None:
         """1 if the template writes one call a turn, 0 if none, None if any number."""
         return 0 if self._form.dialect is _NO_TOOLS else None if self._form.several else 1
+
+    @property
+    def note(self) -> str:
+        """A sentence on what the template leaves out of a conversation without a word; "" if it leaves out nothing."""
+        system, thought = "Dummy system.", "Dummy thought."
+        turn = {"role": "assistant", "content": TURN, "reasoning_content": thought, "thinking": thought}
+        conversations = {
+            "system messages": (system, [{"role": "system", "content": system}, USER], True),
+            "thoughts": (thought, [USER, turn], False),
+        }
+        dropped = ["tools"] if self._no_tools else []
+        for what, (text, messages, generate) in conversations.items():
+            with suppress(ValueError):  # a refusal is said when it is met
+                dropped += [] if text in self._rendered(messages, generate=generate) else [what]
+        return f"the chat template of {self._template.name} drops {' and '.join(dropped)}" if dropped else ""
 
     def _fit(self, template: ChatTemplate) -> None:
         self._template = template

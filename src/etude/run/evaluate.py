@@ -30,7 +30,7 @@ from etude.models.files import check_folder
 from etude.protocol.chat import ChatClient, ChatModel, check_reachable
 from etude.protocol.client import EngineClient
 from etude.records import Budget, Episode, decode, encode
-from etude.renderers import Renderer, renderer_for
+from etude.renderers import Renderer, renderer_for, say_dropped
 from etude.renderers.base import load_tokenizer
 from etude.rollout.chat import ChatContext
 from etude.rollout.episode import RolloutContext
@@ -107,7 +107,9 @@ def measure_models(
             check_device(inference.device, "device")
             check_folder(model)
             load_tokenizer(model)
-            check_foreign(dataset, measurement.renderer(model))
+            renderer = measurement.renderer(model)
+            say_dropped(renderer)
+            check_foreign(dataset, renderer)
         else:
             check_reachable(model.chat)
     journals = [_open_journal(measurement, model, dataset, number) for number, model in enumerate(models)]

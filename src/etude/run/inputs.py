@@ -15,7 +15,7 @@ from etude.errors import UserError
 from etude.grading.javascript import is_script
 from etude.ledger import database
 from etude.models.files import check_folder
-from etude.renderers import Renderer
+from etude.renderers import Renderer, say_dropped
 from etude.rollout import apply_edits
 from etude.rollout.agent import check_agent
 from etude.rollout.environment import environment_dataset
@@ -42,7 +42,7 @@ def check_inputs(config: RLConfig) -> None:
     from etude.trainer.rl.presets import loss_preset
 
     check_folder(Path(config.model.path))
-    renderer_of(config)  # says what is wrong with tokenizer and template
+    say_dropped(renderer_of(config))  # or what is wrong with tokenizer and template
     check_python(config.inference)
     if config.ledger is not None:
         database.parse(config.ledger, "ledger")

@@ -22,7 +22,7 @@ from etude.inference.server.choices import Choice, Detokenizer
 from etude.inference.server.grammars import Grammars
 from etude.inference.server.http import check_room
 from etude.protocol.access import Refusal
-from etude.renderers import Renderer, renderer_for
+from etude.renderers import Renderer, renderer_for, say_dropped
 from etude.renderers.base import LONGEST_TOKEN
 from etude.renderers.template import read_json
 
@@ -48,6 +48,7 @@ class ServedModel:
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         try:
             self.renderer = renderer_for(folder, tools=False)
+            say_dropped(self.renderer)
         except UserError as e:
             self.no_chat = str(e)
         self.stop_ids = self.renderer.stop_ids if self.renderer is not None else _end_ids(folder)

@@ -26,7 +26,7 @@ from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
 from etude.harness.prompts import SYSTEM
 from etude.models.devices import check_device
-from etude.renderers import Renderer, renderer_for
+from etude.renderers import Renderer, renderer_for, say_dropped
 from etude.renderers.base import load_tokenizer
 from etude.trainer.finetune import data, distillation, documents, folder, packed
 from etude.trainer.finetune.config import (
@@ -225,7 +225,7 @@ def sft(
     if config.distill is not None:
         distillation.check_tokenizers([given, config.distill.teacher])
     renderer = cache(partial(renderer_for, given, tools=False))
-    renderer()  # says what is wrong with a template before anything is written
+    say_dropped(renderer())  # or what is wrong with a template, before anything is written
     model = folder.load(given, optim)
     kind, pad = folder.packing_of(model, optim.packing), folder.pad_of(model)
     run = StageRun(output, given, resume, stop_after, folder.types_of(given, model), config.seed, show)
