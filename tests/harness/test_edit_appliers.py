@@ -84,13 +84,22 @@ def test_what_the_model_refuses_is_told_and_a_dead_server_is_not_the_agents_faul
     assert asyncio.run(full.text("m.py")) == BEFORE
 
 
-def test_a_run_of_the_compact_dialect_refuses_a_server_for_sketches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        (["--rollout.apply", "http://127.0.0.1:9"], "have no tool `apply`: drop rollout.apply"),
+        (["--rollout.tools", '["read", "finish"]'], "have the tools that it has words for: drop rollout.tools"),
+        (["--rollout.tools", '["read", "dance"]'], "there is no tool 'dance'; known: list, read, grep"),
+        (["--rollout.tools", '["read"]'], "an agent ends its work by the tool `finish`: name it among the tools, too"),
+    ],
+)
+def test_a_run_refuses_tools_that_its_agent_cannot_have(
+    option: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ["--model.path", str(MODEL.parent / "nano"), "--rollout.apply", "http://127.0.0.1:9"]
+    arguments = ["--model.path", str(MODEL.parent / "nano"), *option]
     with pytest.raises(SystemExit) as stop:
         main.main(["train", str(MODEL.parents[1] / "recipes/demo.toml"), *arguments])
     assert stop.value.code == 2
-    assert "have no tool `apply`: drop rollout.apply" in capsys.readouterr().err
+    assert why in capsys.readouterr().err
     assert not (tmp_path / "outputs").exists()

@@ -102,6 +102,21 @@ def test_sixty_turns_are_one_append_only_segment(dialect: tuple[Renderer, Speake
     assert draft.metrics["context_tokens"] == len(ids)
 
 
+def test_an_agent_may_have_fewer_tools(hermes: Renderer, hermes_folder: Path) -> None:
+    """The prompt shows them, in their order; a call of another one is told so."""
+    speaker, names = Speaker(hermes_folder), ("finish", "test", "edit")
+    script = [speaker.turn(("grep", {"pattern": "x"})), speaker.turn(("test", {}), ("finish", {}))]
+    policy = Scripted(script)
+    draft = play(hermes, policy, sampling=Sampling(tools=names))
+    assert draft.turns[0].results == ("error: unknown tool grep",)
+    assert (draft.metrics["malformed"], draft.metrics["tests_run"]) == (1, 1)
+    shown = hermes.text(policy.prompts[0])
+    assert [name for name in ("edit", "test", "finish", "grep", "read") if f'"name": "{name}"' in shown] == [
+        "edit", "test", "finish",
+    ]  # fmt: skip
+    assert shown.index('"name": "edit"') < shown.index('"name": "test"') < shown.index('"name": "finish"')
+
+
 def test_metrics_count_what_happened(dialect: tuple[Renderer, Speaker]) -> None:
     renderer, speaker = dialect
     metrics = play(renderer, Scripted(work(speaker, 11))).metrics

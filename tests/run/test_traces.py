@@ -97,6 +97,18 @@ def test_a_trace_is_learned_in_the_dialect_of_the_model(rows: list[dict], tmp_pa
         assert learned.count("<tool_call>") == sum(weight for *_, weight in calls(row))
 
 
+def test_the_tools_can_be_fewer(tmp_path: Path) -> None:
+    names = ("read", "edit", "undo", "test", "finish")
+    write_traces([TINY], tmp_path / "few.jsonl", TracesConfig(per_task=3, tools=names), quiet)
+    for row in map(json.loads, (tmp_path / "few.jsonl").read_text().splitlines()):
+        assert {tool["function"]["name"] for tool in row["tools"]} == {*names}
+        assert {call[0] for call in calls(row)} <= {*names}
+    for tools, why in ((("read", "finish"), "needs the tool 'edit'"), (("dance",), "there is no tool 'dance'"),
+                       (("read", "edit"), "ends its work by the tool `finish`")):  # fmt: skip
+        with pytest.raises(UserError, match=why):
+            write_traces([TINY], tmp_path / "x.jsonl", TracesConfig(tools=tools), quiet)
+
+
 def test_the_same_seed_tells_the_same_and_a_stopped_command_goes_on(rows: list[dict], tmp_path: Path, capsys) -> None:
     output = tmp_path / "rows.jsonl"
     kept = [row for row in rows if row["name"].endswith(":0")][:1]

@@ -47,7 +47,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "budget of an episode, by default that of a run that is measured, or a small model's; with a chat API 50, "
         "32000, 131072, 900"
     )
-    add_flags(budget, RolloutConfig, BUDGET)
+    add_flags(budget, RolloutConfig, (*BUDGET, "tools"))
     kept = "folder that keeps finished episodes; the same command goes on where it stopped"
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help=kept)
     parser.add_argument("--concurrency", type=int, metavar="N", help="episodes at a time")
@@ -99,15 +99,16 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
 
     models = _models(arguments, given)
     trained = next((config for config in map(rl_config, given) if config is not None), None)
-    ample: dict[str, Any] = PRODUCTION if any(isinstance(model, Remote) for model in models) else {}
+    ample: dict[str, Any] = dict(PRODUCTION) if any(isinstance(model, Remote) for model in models) else {}
     if trained is not None and not ample:
-        ample = {name: getattr(trained.rollout, name) for name in BUDGET}
+        ample = {name: getattr(trained.rollout, name) for name in (*BUDGET, "tools")}
+    tools = getattr(arguments, "tools", ample.pop("tools", ()))
     seed = arguments.seed if arguments.seed is not None else trained.seed if trained is not None else 0
     budget = {name: getattr(arguments, name) for name in BUDGET if hasattr(arguments, name)}
     measurement = Measurement(
         [folder for suite in suites for folder in _datasets(suite)], from_flags(arguments, EvalConfig),
         validate(RolloutConfig, ample | budget, "etude eval").budget(), arguments.split, seed, arguments.concurrency,
-        arguments.output, **rendered,
+        arguments.output, tools=tuple(tools), **rendered,
     )  # fmt: skip
     evaluate_models(models, measurement, engine, as_json=arguments.json)
 

@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Writes the named episodes, or all, to GROUP-MEMBER-ATTEMPT.json in a new folder. Raises UserError."""
     from etude.harness import atif
     from etude.ledger import stored_episodes
-    from etude.renderers.schemas import SCHEMAS
+    from etude.renderers.schemas import named
     from etude.run.parts import renderer_of
 
     episodes, output = stored_episodes.episodes(arguments.folder, arguments.episode), arguments.output
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     if config.rollout.agent is not None:
         agent |= {"name": "outside", "extra": {"command": config.rollout.agent.command}}
     elif renderer.dialect != "compact":
-        agent["tool_definitions"] = list(SCHEMAS)
+        agent["tool_definitions"] = list(named(config.rollout.tools))
     try:
         output.mkdir(parents=True)
     except OSError as e:

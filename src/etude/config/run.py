@@ -73,6 +73,7 @@ class RolloutConfig(Section):
     summary_tokens: int = option(512, "sampled tokens of a summary, at most", ge=1)
     seconds: float = option(600.0, "wall time of an episode; a short one lets a busy machine decide", gt=0)
     documents: bool = option(False, "show the open file, and what is read and found, as documents (docs/documents.md)")
+    tools: tuple[str, ...] = option((), "the agent's tools, by name (docs/harness.md); empty: all")
     apply: str | None = option(None, "URL of a server that applies the agent's edit sketches; none: they are merged")
     agent: AgentConfig | None = option(None, "an outside agent in place of the built-in loop")
     machine_profiles: LocalPathOrNone | None = option(

@@ -140,4 +140,5 @@ class TracesConfig(Section):
 
     seed: int = option(1, "seed of every draw")
     per_task: int = option(1, "traces of one task", ge=1)
+    tools: tuple[str, ...] = option((), "as rollout.tools; read, edit, undo, test and finish are needed")
     workers: int = option(2, "boxes at a time", ge=1)

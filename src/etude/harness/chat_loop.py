@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from etude.harness.edit_appliers import EditApplier, merge_applier
 from etude.harness.full_tools import FullTools
@@ -16,29 +17,27 @@ from etude.harness.loop import GRACE_SECONDS, UngradedEpisode, turn_seed
 from etude.harness.prompts import messages_of
 from etude.protocol.chat import ChatAnswer, ChatClient, ContextSpent, Conversation
 from etude.records import Budget, StopReason, Task, Turn
-from etude.renderers.schemas import SCHEMAS
 from etude.sandbox.base import Box
 
 _COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo", "malformed", "truncated")
 
 
 async def run_chat_loop(
-    task: Task, box: Box, client: ChatClient, budget: Budget, seed: int, apply_edit: EditApplier = merge_applier
-) -> UngradedEpisode:
-    """Plays a task in `box`. A spent budget ends the episode where it stands. Raises BoxError with payer "infra",
-    EngineError if the API is lost, and UserError if it refuses."""
-    return await _ChatLoop(task, box, client, budget, seed, apply_edit).run()
+    task: Task, box: Box, client: ChatClient, budget: Budget, seed: int, apply_edit: EditApplier = merge_applier,
+    names: Sequence[str] = (),
+) -> UngradedEpisode:  # fmt: skip
+    """Plays a task in `box`, with the tools of these names, or all. A spent budget ends the episode where it stands.
+    Raises BoxError with payer "infra", EngineError if the API is lost, and UserError if it refuses."""
+    return await _ChatLoop(task, client, budget, seed, FullTools(box, task, apply_edit, names)).run()
 
 
 class _ChatLoop:
     """One episode in progress."""
 
-    def __init__(
-        self, task: Task, box: Box, client: ChatClient, budget: Budget, seed: int, apply_edit: EditApplier
-    ) -> None:
+    def __init__(self, task: Task, client: ChatClient, budget: Budget, seed: int, tools: FullTools) -> None:
         system, user = messages_of(task)
         self._client, self._budget, self._seed = client, budget, seed
-        self._tools = FullTools(box, task, apply_edit)
+        self._tools = tools
         self._talk = Conversation(system["content"], [{"role": "user", "content": user["content"]}])
         self._turns: list[Turn] = []
         self._counts = Counter[str]()  # tokens over all turns
@@ -70,7 +69,9 @@ class _ChatLoop:
                 return StopReason.SECONDS
             seed = turn_seed(self._seed, len(self._turns))
             try:
-                answer = await self._client.answer(self._talk, SCHEMAS, room, seed, self._deadline - started)
+                answer = await self._client.answer(
+                    self._talk, self._tools.schemas, room, seed, self._deadline - started
+                )
             except TimeoutError:
                 return StopReason.SECONDS
             except ContextSpent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Self, cast
@@ -20,7 +20,7 @@ from etude.harness.ranking import Lexical, Scorer, search
 from etude.harness.terminals import Terminals
 from etude.harness.tools import MAX_FILE, Tools, clean_failure, failures, file_bytes
 from etude.records import Task, ToolCall
-from etude.renderers.schemas import SCHEMAS
+from etude.renderers.schemas import SCHEMAS, named
 from etude.renderers.text import ToolError, one_line
 from etude.sandbox.base import WORKSPACE, Box, BoxError, NotFound
 
@@ -70,14 +70,17 @@ class _MadeEdit:
 
 
 class FullTools(Tools):
-    """Tools with the arguments of `SCHEMAS`. `scorer` ranks for `search`; all episodes share what it has read.
-    `apply_edit` puts the lazy edit snippets of the tool `apply` into files."""
+    """Tools with the arguments of `SCHEMAS`: those of `names`, or all. `scorer` ranks for `search`; all episodes share
+    what it has read. `apply_edit` puts the lazy edit snippets of the tool `apply` into files."""
 
     schemas = SCHEMAS
     scorer: Scorer = Lexical()
 
-    def __init__(self, box: Box, task: Task, apply_edit: EditApplier = merge_applier) -> None:
+    def __init__(
+        self, box: Box, task: Task, apply_edit: EditApplier = merge_applier, names: Sequence[str] = ()
+    ) -> None:
         super().__init__(box, task)
+        self.schemas = named(names)
         self.apply_edit = apply_edit
         self._edits: list[_MadeEdit] = []
         self._terminals = Terminals(self._exec)
@@ -107,6 +110,9 @@ class FullTools(Tools):
 
     async def call(self, call: ToolCall) -> str:
         """See `Tools.call`. A result takes about half of the room that the context has left, at most."""
+        if call.arguments is not None and call.name not in {schema["function"]["name"] for schema in self.schemas}:
+            self.metrics["malformed"] += 1
+            return f"error: unknown tool {one_line(call.name, 64)}"
         text, most = await super().call(call), self._most()
         if len(text) <= most or call.name == "read":  # which says how to go on
             return text

@@ -39,7 +39,8 @@ _COUNTS = ("edits", "edit_errors", "repeats", "tests_run", "tests_failed", "undo
 class Sampling:
     """How turns are sampled; `max_tokens` bounds one turn, and with `routes` the experts of every token are kept. With
     `documents` the open file, and the files and matches that the agent reads, are sent as documents
-    (docs/documents.md). A segment of `summarise_at` tokens is summarised, in at most `summary_tokens`; 0: never."""
+    (docs/documents.md). A segment of `summarise_at` tokens is summarised, in at most `summary_tokens`; 0: never.
+    `tools` are the names of the full tools that the agent has; (): all."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -48,6 +49,7 @@ class Sampling:
     documents: bool = False
     summarise_at: int = 0
     summary_tokens: int = 512
+    tools: tuple[str, ...] = ()
 
 
 class Policy(Protocol):
@@ -109,8 +111,10 @@ async def run_from_opening(spec: EpisodeSpec, opening: Opening) -> UngradedEpiso
 
 
 async def _open(spec: EpisodeSpec, box: Box) -> Opening:
-    with_documents = spec.sampling.documents
-    return await open_task(spec.task, box, spec.renderer, spec.budget, spec.apply_edit, documents=with_documents)
+    sampling = spec.sampling
+    return await open_task(
+        spec.task, box, spec.renderer, spec.budget, spec.apply_edit, documents=sampling.documents, names=sampling.tools
+    )
 
 
 @dataclass(frozen=True)

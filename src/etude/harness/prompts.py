@@ -1,6 +1,6 @@
 """How a coding task is put to the agent: its tools, the documents before the conversation, and the first tokens."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from etude.harness.compact_tools import CompactTools
@@ -10,7 +10,6 @@ from etude.harness.full_tools import FullTools
 from etude.harness.tools import Tools
 from etude.records import Budget, Task
 from etude.renderers import Renderer
-from etude.renderers.schemas import SCHEMAS
 from etude.renderers.text import ToolError
 from etude.sandbox.base import Box
 
@@ -46,18 +45,20 @@ class Opening:
 
 
 async def open_task(
-    task: Task, box: Box, renderer: Renderer, budget: Budget, apply_edit: EditApplier, *, documents: bool
-) -> Opening:
-    """A coding task, presented as the renderer's dialect has it. With `documents` the file in focus is shown, as far as
-    it leaves room for all tokens that may be sampled and takes no more than half of the context."""
+    task: Task, box: Box, renderer: Renderer, budget: Budget, apply_edit: EditApplier, *, documents: bool,
+    names: Sequence[str] = (),
+) -> Opening:  # fmt: skip
+    """A coding task, presented as the renderer's dialect has it, with the full tools of these names, or all. With
+    `documents` the file in focus is shown, as far as it leaves room for all tokens that may be sampled and takes no
+    more than half of the context."""
     focus, compact = task.focus, renderer.dialect == "compact"
-    tools = CompactTools(box, task) if compact else FullTools(box, task, apply_edit)
+    tools = CompactTools(box, task) if compact else FullTools(box, task, apply_edit, names)
     source = await tools.open() if isinstance(tools, CompactTools) else ""
-    prompt = _prompt(task, renderer, source, documents)
+    prompt = _prompt(task, renderer, tools, source, documents)
 
     async def reopen(tools: Tools, summary: str, count: int) -> list[int]:
         source = await tools.source() if isinstance(tools, CompactTools) else ""
-        return _prompt(task, renderer, source, documents, memory_of(summary, count, tools))
+        return _prompt(task, renderer, tools, source, documents, memory_of(summary, count, tools))
 
     room = min(budget.context // 2, budget.context - budget.tokens - len(prompt)) if documents else 0
     if room <= 0:
@@ -74,15 +75,15 @@ def memory_of(summary: str, count: int, tools: Tools) -> str:
     return "\n\n".join(filter(None, (MEMORY.format(count=count, summary=summary or "(nothing)"), tools.state())))
 
 
-def _prompt(task: Task, renderer: Renderer, source: str, documents: bool, memory: str = "") -> list[int]:
+def _prompt(task: Task, renderer: Renderer, tools: Tools, source: str, documents: bool, memory: str = "") -> list[int]:
     memory = f"\n\n{memory}" if memory else ""
     if renderer.dialect == "compact":
         return renderer.prompt([{"role": "user", "content": f"{task.instruction}\n{source}{memory}"}])
-    return renderer.prompt(messages_of(task, memory, documents=documents), SCHEMAS)
+    return renderer.prompt(messages_of(task, memory, documents=documents), tools.schemas)
 
 
 def messages_of(task: Task, memory: str = "", *, documents: bool = False) -> list[dict[str, str]]:
-    """The task as messages for a model that knows the OpenAI format; its tools are `SCHEMAS`."""
+    """The task as messages for a model that knows the OpenAI format; its tools are those of `FullTools`."""
     focus = task.focus
     request = task.instruction
     if focus.path:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from etude.errors import UserError
+
 # Tools of the compact dialect and their arguments by position.
 COMPACT_PARAMETERS: dict[str, tuple[str, ...]] = {
     "edit": ("old", "new"), "undo": (), "test": (), "read": (), "list": (), "grep": ("pattern",),
@@ -25,6 +27,17 @@ def _schema(name: str, description: str, required: Sequence[str] = (), **propert
     shown |= {key: shown[key] | {"items": items} for key, items in _ITEMS.items() if key in shown}
     parameters = {"type": "object", "properties": shown, "required": list(required)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def named(names: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    """The schemas of the tools of these names, in the order of `SCHEMAS`; of all, if there is no name. Raises UserError
+    for a name that no tool has, and for tools without `finish`, by which an agent ends its work."""
+    known = [schema["function"]["name"] for schema in SCHEMAS]
+    if unknown := sorted({*names} - {*known}):
+        raise UserError(f"there is no tool {unknown[0]!r}; known: {', '.join(known)}")
+    if names and "finish" not in names:
+        raise UserError("an agent ends its work by the tool `finish`: name it among the tools, too")
+    return tuple(schema for name, schema in zip(known, SCHEMAS, strict=True) if name in names or not names)
 
 
 _PATH = ("string", "Path relative to the repository root.")

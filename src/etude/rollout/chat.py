@@ -22,6 +22,7 @@ class ChatContext:
     client: ChatClient
     budget: Budget
     reward: RewardConfig | None = None
+    tools: tuple[str, ...] = ()  # names of those that the agent has; (): all
 
     def budget_of(self, task: Task) -> Budget:
         """The budget of an episode of `task`."""
@@ -33,7 +34,9 @@ async def run_chat_episode(context: ChatContext, task: Task, id: EpisodeId) -> E
     try:
         box = await open_box(context, task)
         try:
-            ungraded = await run_chat_loop(task, box, context.client, context.budget_of(task), id.seed)
+            ungraded = await run_chat_loop(
+                task, box, context.client, context.budget_of(task), id.seed, names=context.tools
+            )
             changes, fault = await changes_of(box, ungraded, task)
         finally:
             await box.close()

@@ -24,9 +24,9 @@ from etude.corpus.episodes import WEIGHTS, StringEdit, edit_between
 from etude.harness.full_tools import FullTools
 from etude.harness.prompts import messages_of
 from etude.records import Task, ToolCall
-from etude.renderers.schemas import SCHEMAS
 from etude.sandbox.base import Box
 
+NEEDED = frozenset({"read", "edit", "undo", "test", "finish"})  # tools
 TRIES = (0, 1, 2)  # wrong edits
 _TRIED = (5, 4, 1)  # their weights
 _LOOKS = ("read", "grep", "test")
@@ -64,15 +64,15 @@ class _Talk:
         return results
 
 
-async def trace(task: Task, box: Box, seed: int) -> dict[str, Any] | None:
-    """The trace of a task in its box, as a row of training data. None where it cannot be told: the answer changes
-    several files or many lines, or the agent sees no test, or its tests do not pass with the answer. Raises
-    BoxError."""
+async def trace(task: Task, box: Box, seed: int, tools: Sequence[str] = ()) -> dict[str, Any] | None:
+    """The trace of a task in its box, as a row of training data, with the tools of these names, or all. None where it
+    cannot be told: the answer changes several files or many lines, or the agent sees no test, or its tests do not pass
+    with the answer. Raises BoxError."""
     edit = gold_edit(task)
     if edit is None or not task.visible_tests:
         return None
     rng, (path,) = random.Random(seed), task.changes
-    talk = _Talk(FullTools(box, task), [dict(message) for message in messages_of(task)])
+    talk = _Talk(FullTools(box, task, names=tools), [dict(message) for message in messages_of(task)])
     await _look(talk, task, path, rng)
     taken_back: list[_Call] = []
     for wrong in _wrong_edits(task, path, edit, rng):
@@ -88,7 +88,7 @@ async def trace(task: Task, box: Box, seed: int) -> dict[str, Any] | None:
     if not talk.tools.visible_passed:
         return None
     await talk.act(_FINISH)
-    return {"messages": talk.messages[:-1], "tools": list(SCHEMAS)}
+    return {"messages": talk.messages[:-1], "tools": list(talk.tools.schemas)}
 
 
 def gold_edit(task: Task) -> StringEdit | None:
@@ -106,7 +106,7 @@ async def _look(talk: _Talk, task: Task, path: str, rng: random.Random) -> None:
     read = ("read", {"path": path, "offset": first, "limit": last - first + 1})
     name = task.function.rpartition("::")[2].rpartition(".")[2]
     match rng.choices(_LOOKS, _LOOKED)[0]:
-        case "grep":
+        case "grep" if any(schema["function"]["name"] == "grep" for schema in talk.tools.schemas):
             folder = str(PurePosixPath(path).parent) if rng.random() < 0.5 else path
             await talk.act(("grep", {"pattern": rf"def {name}\b", "path": folder}))
             await talk.act(read)

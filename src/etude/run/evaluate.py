@@ -32,6 +32,7 @@ from etude.protocol.client import EngineClient
 from etude.records import Budget, Episode, decode, encode
 from etude.renderers import Renderer, renderer_for, say_dropped
 from etude.renderers.base import load_tokenizer
+from etude.renderers.schemas import named
 from etude.rollout.chat import ChatContext
 from etude.rollout.episode import RolloutContext
 from etude.run.engines import engine_token, engine_url, spawn_engine
@@ -59,7 +60,8 @@ class Remote:
 @dataclass(frozen=True)
 class Measurement:
     """What is measured, and how. With `output`, finished episodes are kept there, and are not played again. `dialect`
-    and `chat_template_kwargs` are those of folders, as in a run's configuration."""
+    and `chat_template_kwargs` are those of folders, as in a run's configuration; `tools` are the names of those that
+    the agent has, () for all."""
 
     suites: Sequence[Path]
     options: EvalConfig
@@ -70,6 +72,7 @@ class Measurement:
     output: Path | None = None
     dialect: str = "auto"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tools: tuple[str, ...] = ()
 
     def renderer(self, model: Path) -> Renderer:
         """The renderer of a folder. Raises UserError."""
@@ -101,6 +104,7 @@ def measure_models(
     """Plays the tasks with each model, one model after the other. Raises UserError."""
     from etude.models.devices import check_device
 
+    named(measurement.tools)
     dataset = mix([datasets.load(suite) for suite in measurement.suites], [1.0] * len(measurement.suites))
     for model in models:
         if isinstance(model, Path):
@@ -109,6 +113,8 @@ def measure_models(
             load_tokenizer(model)
             renderer = measurement.renderer(model)
             say_dropped(renderer)
+            if measurement.tools and renderer.dialect == "compact":
+                raise UserError(f"{model} speaks the compact dialect, which has its own tools: drop --tools")
             check_foreign(dataset, renderer)
         else:
             check_reachable(model.chat)
@@ -178,7 +184,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, dataset: Datas
     said = {
         "model": str(model), "suites": digests, "split": measurement.split, "seed": measurement.seed,
         "max_tasks": measurement.options.max_tasks, "budget": msgspec.to_builtins(measurement.budget),
-        "rendered": [measurement.dialect, dict(measurement.chat_template_kwargs)],
+        "rendered": [measurement.dialect, dict(measurement.chat_template_kwargs), *measurement.tools],
         "served": [model.chat.api, model.chat.temperature] if isinstance(model, Remote) else _files(model),
     }  # fmt: skip
     path, text = folder / "measurement.json", json.dumps(said, indent=1).encode()
@@ -217,7 +223,7 @@ async def _context(
     budget = measurement.budget
     if isinstance(model, Remote):
         async with ChatClient(model.chat, model.key) as client:
-            yield ChatContext(dataset, sandbox, client, budget)
+            yield ChatContext(dataset, sandbox, client, budget, tools=measurement.tools)
         return
     shared = inference.model_dump(include=set(EngineConfig.model_fields))
     serving = ServerConfig(**shared, model=str(model), port=0, max_model_len=budget.context)
@@ -228,7 +234,7 @@ async def _context(
         try:
             url = await asyncio.to_thread(engine_url, engine, logs)
             async with EngineClient([url], token) as client:
-                sampling = replace(sampling_of(RolloutConfig()), max_tokens=budget.tokens)
+                sampling = replace(sampling_of(RolloutConfig(tools=measurement.tools)), max_tokens=budget.tokens)
                 yield RolloutContext(dataset, sandbox, client, measurement.renderer(model), budget, sampling)
         finally:
             engine.stop(10)

@@ -16,6 +16,7 @@ from etude.grading.javascript import is_script
 from etude.ledger import database
 from etude.models.files import check_folder
 from etude.renderers import Renderer, say_dropped
+from etude.renderers.schemas import named
 from etude.rollout import apply_edits
 from etude.rollout.agent import check_agent
 from etude.rollout.environment import environment_dataset
@@ -68,6 +69,7 @@ def check_inputs(config: RLConfig) -> None:
     if config.rollout.apply is not None and renderer_of(config).dialect == "compact":
         raise UserError("agents of the compact dialect have no tool `apply`: drop rollout.apply")
     tasks = config.tasks
+    _check_tools(config)
     check_operators(tasks)
     if tasks.edits is not None:
         apply_edits.tasks_of(Path(tasks.edits), renderer_of(config), config.rollout.budget())
@@ -170,6 +172,17 @@ def _undecidable(sandbox: SandboxConfig) -> UserError:
         f'boxes of sandbox.type = "{sandbox.type}" cannot decide hidden tests of Python, which need a process of '
         "their own: drop sandbox.type"
     )
+
+
+def _check_tools(config: RLConfig) -> None:
+    """Raises UserError for tools that an agent of this run cannot have, or cannot do without."""
+    if not (names := config.rollout.tools):
+        return
+    named(names)
+    if config.rollout.agent is not None or config.tasks.edits is not None or config.tasks.environment is not None:
+        raise UserError("rollout.tools chooses among the built-in tools, which this run's agent does not have: drop it")
+    if renderer_of(config).dialect == "compact":
+        raise UserError("agents of the compact dialect have the tools that it has words for: drop rollout.tools")
 
 
 def check_foreign(dataset: Dataset, renderer: Renderer, sandbox: SandboxConfig | None = None, forks: int = 1) -> None:

@@ -86,7 +86,7 @@ def sampling_of(rollout: RolloutConfig) -> Sampling:
     """How the turns of a run are sampled."""
     return Sampling(
         temperature=rollout.temperature, documents=rollout.documents, summarise_at=rollout.summarise_at,
-        summary_tokens=rollout.summary_tokens,
+        summary_tokens=rollout.summary_tokens, tools=rollout.tools,
     )  # fmt: skip
 
 

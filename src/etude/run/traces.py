@@ -14,7 +14,8 @@ from etude.config import TracesConfig
 from etude.errors import UserError
 from etude.grading.runner import open_sandbox
 from etude.records import Task
-from etude.rollout.traces import gold_edit, trace
+from etude.renderers.schemas import named
+from etude.rollout.traces import NEEDED, gold_edit, trace
 from etude.sandbox.base import BoxError, Sandbox
 from etude.tasks.dataset import Dataset, load
 
@@ -25,6 +26,9 @@ def write_traces(datasets: Sequence[Path], output: Path, options: TracesConfig, 
     """Writes a row for each trace into `output`; returns how many there are, and how many were tried. What was told
     stays in OUTPUT.partial, so that the same command goes on after it was stopped. Held-out tasks are left out. Raises
     UserError."""
+    named(options.tools)
+    if options.tools and (lacking := sorted(NEEDED - {*options.tools})):
+        raise UserError(f"a trace needs the tool {lacking[0]!r}: name it among the tools, too")
     if output.exists():
         raise UserError(f"{output} exists: name another file, or remove it")
     wanted = [
@@ -73,7 +77,7 @@ async def _told(sandbox: Sandbox, dataset: Dataset, task: Task, name: str, optio
     try:
         box = await sandbox.create(dataset.image(task), dataset.limits(task))
         try:
-            return await trace(task, box, seed)
+            return await trace(task, box, seed, options.tools)
         finally:
             await box.close()
     except BoxError:
