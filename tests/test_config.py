@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from etude.cli.overlays import given_text, read_toml, split_overlays
-from etude.config import RLConfig, TasksConfig, bundled, find_model, validate
+from etude.config import PRETRAINED, RLConfig, TasksConfig, bundled, find_model, validate
 from etude.errors import UserError
+from etude.trainer.finetune.config import SftConfig
 
 
 @pytest.fixture
@@ -167,6 +168,15 @@ def test_where_tasks_come_from_replaces_where_they_came_from(tmp_path, given):
         )
 
 
+def test_what_is_said_of_tasks_later_counts_for_every_source(tmp_path):
+    (tmp_path / "a.toml").write_text(
+        '[tasks]\nmax_tasks = 7\n[[tasks.sources]]\nrepository = "x"\nmax_tasks = 3\nweight = 2.0\n'
+        '[[tasks.sources]]\nrepository = "y"\n'
+    )
+    given = validate(RLConfig, read_toml(tmp_path / "a.toml", ["--tasks.max_tasks", "5"]), "a").tasks.sources
+    assert [(Path(one.where).name, one.max_tasks, one.weight) for one in given] == [("x", 5, 2.0), ("y", 5, 1.0)]
+
+
 @pytest.mark.parametrize("words", [["@"], ["@", "--resume"]])
 def test_an_overlay_without_a_file_is_refused(words):
     with pytest.raises(UserError, match="@ needs a TOML file"):
@@ -190,8 +200,26 @@ def test_models_go_by_name_and_by_folder(tmp_path, monkeypatch):
     (tmp_path / "nano").mkdir()
     assert find_model("nano") == nano, "a repository's folder does not stand in for a bundled model"
     assert find_model("./nano") == tmp_path / "nano"
+    (tmp_path / "smollm2").mkdir()
+    stages = [
+        RLConfig.model_validate({"model": {"path": p}, "tasks": {"dataset": "d"}}) for p in ("./smollm2", "./nano")
+    ]
+    stages += [SftConfig.model_validate({"model": {"path": path}}) for path in ("./smollm2", "./nano")]
+    assert [Path(stage.model.path).absolute().relative_to(tmp_path).as_posix() for stage in stages] == [
+        "smollm2", "nano", "smollm2", "nano",
+    ]  # fmt: skip
+    assert SftConfig.model_validate({"model": {"path": "smollm2"}}).model.path == PRETRAINED[0].folder
     with pytest.raises(UserError, match=r"nowhere is not a folder, nor the name of a model .nano, smollm2"):
         find_model("nowhere")
+
+
+def test_a_user_without_a_home_has_models_in_folders(tmp_path, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert find_model(tmp_path) == tmp_path
+    with pytest.raises(UserError, match="no home folder: name a folder for the cache in XDG_CACHE_HOME"):
+        find_model("smollm2")
 
 
 def test_a_resolved_configuration_does_not_depend_on_the_folder(tmp_path, monkeypatch):

@@ -26,8 +26,9 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,26 @@ def make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UserError(f"{folder} cannot be made: {e.strerror}; name another folder") from None
+
+
+def make_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    """Makes a folder with all that `write` puts into it, or not at all; one that is there stays as it is. Of several
+    processes one writes, and the others wait. Raises UserError."""
+    make(folder.parent)
+    try:
+        lock = os.open(folder.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.is_dir():
+                with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
+                    made = Path(scratch) / folder.name
+                    made.mkdir()
+                    write(made)
+                    made.rename(folder)
+        finally:
+            os.close(lock)
+    except OSError as e:
+        raise UserError(f"{folder} cannot be made: {e.strerror or e}; check the disk and its rights") from None
 
 
 def check_new(folder: Path) -> None:

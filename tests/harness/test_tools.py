@@ -110,10 +110,17 @@ def test_a_result_leaves_room_in_a_small_context(full: FullTools, box: MemoryBox
     ], "what was asked for fits"  # fmt: skip
     cut = ask(full, "grep", pattern="line")
     assert len(cut) < 400
-    assert cut.endswith("\n[cut short: your context has room for no more at once]")
-    full.room = 0
-    box.files["wide.py"] = b"x" * 5000
-    assert len(ask(full, "read", path="wide.py")) == 150, "a line at least, or a part of one"
+    assert cut.startswith("long.py:1: line 1\n")
+    assert "\n[cut short: your context has room for no more at once]\n" in cut
+    assert cut.endswith("long.py:200: line 200\n[search cut short]"), "the end of a result is often what counts"
+    together = [ToolCall(name="read", arguments={"path": "long.py", "offset": at}) for at in (1, 100, 200)]
+    results, _ = asyncio.run(full.call_all(together))
+    assert sum(len(result) for result in results) <= 300 + 3 * 100, "the calls of a turn share the room"
+    full.room, full.sharing = 0, 1
+    box.files["wide.py"] = b"x" * 5000 + b"\ny"
+    (line, more) = ask(full, "read", path="wide.py").splitlines()
+    assert line == "     1\t" + "x" * 143 + " [line cut short]"
+    assert more.startswith("[1 more lines; ")
 
 
 def test_full_tools(full: FullTools, box: MemoryBox) -> None:

@@ -129,6 +129,15 @@ def test_what_transformers_does_not_read_is_refused_by_name_and_leaves_nothing(t
     with pytest.raises(UserError, match=r"transformers does not read torn.gguf"):
         model_folder(tmp_path / "torn.gguf")
     assert [path for path in cache.rglob("*") if path.is_file()] == []
+    lacking = tiny()
+    state = lacking.state_dict()
+    lacking.state_dict = lambda: {name: t for name, t in state.items() if "layers.1.mlp.down" not in name}
+    with pytest.raises(UserError, match=r"lacking.gguf does not fit .*: 1 tensors, e.g. model.layers.1.mlp.down_proj"):
+        model_folder(write(tmp_path / "lacking.gguf", lacking))
+    part = write(tmp_path / "m-00001-of-00002.gguf", tiny())
+    with pytest.raises(UserError, match=r"is a model in several files, which transformers does not read: join them"):
+        model_folder(part)
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
     (tmp_path / "two").mkdir()
     for name in "ab":
         (tmp_path / f"two/{name}.gguf").write_bytes(b"GGUF")

@@ -1,13 +1,16 @@
 """A chat template in place of the model's own: where it comes from, and what is said of one that does not fit."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from etude.config import RLConfig
 from etude.errors import UserError
 from etude.renderers import renderer_for, say_dropped
 from etude.renderers.template import with_chat_template
+from etude.trainer.finetune.config import SftConfig
 from etude.weights.runs import model_folder, with_models
 from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
 from tests.renderers.families import FAMILIES, Family
@@ -86,7 +89,9 @@ def test_a_folder_with_another_template_is_the_same_but_for_it(plain: Path, tmp_
     others = sorted(p.name for p in plain.iterdir() if p.name != "chat_template.jinja")
     assert all((made / name).samefile(plain / name) for name in others)
     assert sorted(p.name for p in made.iterdir()) == [*sorted([*others, "chat_template.jinja"])]
-    assert with_chat_template(made, str(tmp_path / "mine.jinja")) == made, "a configuration is read twice"
+    times = {path.name: path.lstat().st_mtime_ns for path in made.iterdir()}
+    assert with_chat_template(plain, str(tmp_path / "mine.jinja")) == made
+    assert {path.name: path.lstat().st_mtime_ns for path in made.iterdir()} == times, "an evaluation knows it again"
     (tmp_path / "mine.jinja").write_text(TEMPLATE + "{# changed #}")
     assert with_chat_template(plain, str(tmp_path / "mine.jinja")) != made
     for given in (tmp_path / "none.jinja", tmp_path):
@@ -94,10 +99,33 @@ def test_a_folder_with_another_template_is_the_same_but_for_it(plain: Path, tmp_
             with_chat_template(plain, str(given))
 
 
-def test_every_entrance_takes_a_template(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from etude.config import RLConfig
-    from etude.trainer.finetune.config import SftConfig
+def test_a_run_keeps_its_template(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes of the file; and what the cache has lost is made again, or it is said why not."""
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    given = {"path": str(plain), "chat_template": str(tmp_path / "mine.jinja")}
+    for kind in (RLConfig, SftConfig):
+        tasks = {"tasks": {"dataset": "d"}} if kind is RLConfig else {}
+        stored = with_models(kind.model_validate({"model": given} | tasks))
+        assert Path(stored.model.origin) == plain
+        read = kind.model_validate_json(stored.model_dump_json())
+        (tmp_path / "mine.jinja").write_text(PLAIN)
+        assert with_models(read) == stored, "a template that is edited later is another run's"
+        shutil.rmtree(tmp_path / "cache")
+        with pytest.raises(UserError, match=r"is gone from the cache, and .* makes another folder now: put back"):
+            with_models(read)
+        (tmp_path / "mine.jinja").write_text(TEMPLATE)
+        assert with_models(read) == stored
+        assert (Path(stored.model.path) / "chat_template.jinja").read_text() == TEMPLATE
 
+
+def test_a_model_that_is_not_there_is_the_runs_to_refuse(tmp_path: Path) -> None:
+    given = {"path": str(tmp_path / "none"), "chat_template": "chatml-hermes"}
+    config = RLConfig.model_validate({"model": given, "tasks": {"dataset": "d"}})
+    assert with_models(config) == config
+    assert not (tmp_path / "cache").exists()
+
+
+def test_every_entrance_takes_a_template(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
     made = model_folder(plain, "mine.jinja")

@@ -111,12 +111,22 @@ def test_the_tools_can_be_fewer(tmp_path: Path) -> None:
 
 def test_the_same_seed_tells_the_same_and_a_stopped_command_goes_on(rows: list[dict], tmp_path: Path, capsys) -> None:
     output = tmp_path / "rows.jsonl"
-    kept = [row for row in rows if row["name"].endswith(":0")][:1]
-    (tmp_path / "rows.jsonl.partial").write_text(json.dumps(kept[0]) + '\n{"name": "cut sho')
+    partial = tmp_path / "rows.jsonl.partial"
+    kept = json.loads(json.dumps(rows[0]))
+    kept["messages"][0]["content"] = "Told before the stop."
+    head = {"name": "", "options": MANY.model_dump(mode="json", exclude={"workers"})}
+    head |= {"datasets": [load(TINY).manifest.digests["dataset.json"]]}
+    partial.write_text(f'{json.dumps(head)}\n{json.dumps(kept)}\n{{"name": "cut sho')
     words = ["tasks", "traces", str(TINY), "-o", str(output), "--per-task", "6"]
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        main([*words, "--seed", "2"])
+    assert (ended.value.code, output.exists()) == (2, False)
+    assert "is of other options or datasets: remove it" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["tasks", "traces", str(TINY), *words[2:]])  # the same dataset twice
     assert ended.value.code == 0
+    assert output.read_text().count("Told before the stop.") == 1, "what was told is not told again"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
     assert f"{len(rows)} traces of " in capsys.readouterr().out
     assert {row["name"]: calls(row) for row in map(json.loads, output.read_text().splitlines())} == {
         row["name"]: calls(row) for row in rows

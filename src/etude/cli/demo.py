@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
             raise UserError("a resumed run keeps its configuration; give --resume with --name alone")
         if not folder.exists():
             raise UserError(f"{folder} holds no run yet; start it without --resume")
-        return _train(runfolder.load_config(folder), folder, None)
+        return _train(with_models(runfolder.load_config(folder)), folder, None)
     if folder.exists():
         with runfolder.lock(folder):
             print(f"the earlier demo was moved to {set_aside(folder)}")

@@ -30,7 +30,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     models = check("models", "which architectures are computed exactly, and what is said of the others")
     models.add_argument(
         "folder",
-        type=Path,
         nargs="*",
         help="HF folders, run folders, GGUF files, or names of models; default: a table of known families",
     )
@@ -51,6 +50,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             return reports.show_replay(arguments.folder, arguments.episode, as_json=arguments.json)
         case "models":
             template = getattr(arguments, "chat_template", None)
+            if template is not None and not arguments.folder:
+                raise UserError("--chat-template is for models that you name: give their folders or names, too")
             folders = [model_folder(name, template) for name in arguments.folder]
             return reports.show_models(
                 folders, as_json=arguments.json, docs=arguments.docs, templates=arguments.templates

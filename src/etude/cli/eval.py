@@ -26,7 +26,7 @@ KEYS = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 def add(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude eval`."""
     parser.add_argument(
-        "model", help="HF folder, run folder, name of a bundled model such as nano, or the URL of a chat API"
+        "model", help="HF folder, run folder, GGUF file, the name of a model such as nano, or the URL of a chat API"
     )
     suites = (
         "task datasets made by `etude tasks build`, run folders for the tasks of the run, or `retrieval`, or "
@@ -110,6 +110,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         validate(RolloutConfig, ample | budget, "etude eval").budget(), arguments.split, seed, arguments.concurrency,
         arguments.output, tools=tuple(tools), **rendered,
     )  # fmt: skip
+    if hasattr(arguments, "tools"):
+        for model in models:
+            if not isinstance(model, Remote) and measurement.renderer(model).dialect == "compact":
+                raise UserError(f"{model} speaks the compact dialect, which has its own tools: drop --tools")
     evaluate_models(models, measurement, engine, as_json=arguments.json)
 
 

@@ -2,7 +2,7 @@
 
 A later source overrides an earlier one: tables are merged key by key, arrays and values are replaced. A table whose
 `type` changes is replaced whole, because its other keys belong to the former type. A later source that says where
-tasks come from replaces all that an earlier one says of it.
+tasks come from replaces all that an earlier one says of it, and what else it says of [tasks] counts for every source.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
                 raise UserError(f"{key} is a value, not a table: its keys cannot be set")
             if key == "tasks" and value.keys() & _ORIGINS:
                 former = {name: one for name, one in former.items() if name not in _ORIGINS | _OF_ORIGINS}
+            elif key == "tasks" and isinstance(former.get("sources"), list):
+                own = [{name: one for name, one in source.items() if name not in value} for source in former["sources"]]
+                former = former | {"sources": own}
             if value.get("type", former.get("type")) == former.get("type"):
                 value = _merged(former, value)
         merged[key] = value

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         stored = read_json(folder / "config.json")
         if stored.get("stage", "rl") != "rl":
             return _finetune(arguments, stored["stage"], stored, f"{folder}/config.json", folder)
-        config = runfolder.load_config(folder)
+        config = with_models(runfolder.load_config(folder))
         check_whole(config)
     else:
         if arguments.resume and not arguments.config.exists():

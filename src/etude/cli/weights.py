@@ -53,14 +53,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("a", type=int, help="version to compare")
     diff.add_argument("b", type=int, help="version to compare it with")
     apply = trusting(action("apply", "bring a model folder that holds one version to another by the fewest bytes"))
-    apply.add_argument("folder", help="HF folder, run folder, or name of a bundled model")
+    apply.add_argument("folder", help="HF folder, run folder, GGUF file, or the name of a model")
     apply.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     apply.add_argument("--version", type=int, help="default: the newest")
     publish = action("publish", "publish the weights of a model folder as the next version", json=True)
-    publish.add_argument("folder", help="HF folder, run folder, or name of a bundled model")
+    publish.add_argument("folder", help="HF folder, run folder, GGUF file, or the name of a model")
     publish.add_argument("--key", type=Path, help="private key to sign with")
     fetch = trusting(action("fetch", "write a version as a model folder"))
-    began = "model that the run began with: HF folder, run folder, or name of a bundled model"
+    began = "model that the run began with: HF folder, run folder, GGUF file, or the name of a model"
     fetch.add_argument("--base", required=True, help=began)
     fetch.add_argument("-o", "--output", type=Path, required=True, help="folder to write; must not exist")
     fetch.add_argument("--version", type=int, help="default: the newest")

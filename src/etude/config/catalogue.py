@@ -10,6 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.errors import UserError
+
 
 @dataclass(frozen=True)
 class PretrainedModel:
@@ -47,10 +49,18 @@ NAMES = tuple(model.name for model in PRETRAINED)
 
 
 def cache() -> Path:
-    """The user's folder for files that can be fetched or made again: XDG_CACHE_HOME/etude, else ~/.cache/etude."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "etude"
+    """The user's folder for files that can be fetched or made again: XDG_CACHE_HOME/etude, else ~/.cache/etude. Raises
+    UserError for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "etude"
+    except RuntimeError:
+        raise UserError("this user has no home folder: name a folder for the cache in XDG_CACHE_HOME") from None
 
 
 def pretrained(name: str | Path) -> PretrainedModel | None:
     """The model of a name, or of the folder that it is fetched into; None if there is none."""
-    return next((model for model in PRETRAINED if str(name) == model.name or Path(name) == model.folder), None)
+    for model in PRETRAINED:
+        # Other names need no cache, and a user without a home may have a model's folder.
+        if str(name) == model.name or (Path(name).name == model.name and Path(name) == model.folder):
+            return model
+    return None

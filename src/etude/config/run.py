@@ -32,16 +32,17 @@ class ModelConfig(Section):
 
     path: ModelPath = option("nano", "HF folder, GGUF file, or the name of a model such as nano", validate_default=True)
     chat_template: ChatTemplateOrNone = option(None, "in place of the model's own: a Jinja file, or chatml-hermes")
+    origin: str | None = option(None, "written by etude: what `path` was made from in the user's cache")
     dialect: str = option("auto", "how tool calls are written; auto: as the chat template writes them")
     chat_template_kwargs: dict[str, Any] = option({}, "variables of the chat template, e.g. enable_thinking = false")
 
     @property
     def name(self) -> str:
         """The name of a bundled or a pretrained model, else the folder."""
-        path = Path(self.path)
+        path = Path(self.origin or self.path)
         if (known := pretrained(path)) is not None:
             return known.name
-        return path.name if bundled(f"models/{path.name}") == path else self.path
+        return path.name if bundled(f"models/{path.name}") == path else str(path)
 
 
 class AgentConfig(Section):

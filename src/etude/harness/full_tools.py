@@ -109,18 +109,19 @@ class FullTools(Tools):
         return new
 
     async def call(self, call: ToolCall) -> str:
-        """See `Tools.call`. A result takes about half of the room that the context has left, at most."""
+        """See `Tools.call`. The results of a turn take about half of the room that the context has left, at most."""
         if call.arguments is not None and call.name not in {schema["function"]["name"] for schema in self.schemas}:
             self.metrics["malformed"] += 1
             return f"error: unknown tool {one_line(call.name, 64)}"
         text, most = await super().call(call), self._most()
         if len(text) <= most or call.name == "read":  # which says how to go on
             return text
-        return f"{text[:most]}\n[cut short: your context has room for no more at once]"
+        half = most // 2
+        return f"{text[:half]}\n[cut short: your context has room for no more at once]\n{text[-half:]}"
 
     def _most(self) -> int:
         """Characters of a result, at most."""
-        return int(min(max(self.room, 100) * ROOM_SHARE, 1e9))
+        return int(min(max(self.room, 100) * ROOM_SHARE / self.sharing, 1e9))
 
     def malformed(self, why: str) -> str:
         """The result of a call that has the wrong form."""
@@ -142,7 +143,8 @@ class FullTools(Tools):
         chosen = lines[start : start + max(1, min(limit, 2000))]
         shown, size, most = [], 0, min(MOST_READ, self._most())
         for number, line in enumerate(chosen, start + 1):
-            text = f"{number:6}\t{line[:2000]}"[:most]
+            text, wide = f"{number:6}\t{line}", min(2000 + 7, most)
+            text = text if len(text) <= wide else f"{text[:wide]} [line cut short]"
             size += len(text) + 1
             if size > most and shown:
                 break

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from etude.errors import UserError
 from etude.harness.compact_tools import CompactTools
 from etude.harness.documents import open_file
 from etude.harness.edit_appliers import EditApplier
@@ -10,9 +11,11 @@ from etude.harness.full_tools import FullTools
 from etude.harness.tools import Tools
 from etude.records import Budget, Task
 from etude.renderers import Renderer
+from etude.renderers.schemas import named
 from etude.renderers.text import ToolError
 from etude.sandbox.base import Box
 
+TURN = 100  # tokens that a prompt leaves for a task and a turn, at least
 SYSTEM = (
     "You are a coding agent. You work in a repository with the tools you are given; paths are relative to its root. "
     "Find what is wrong, change the code with `edit`, check it with `test`, and call `finish` when you are done."
@@ -68,6 +71,20 @@ async def open_task(
     except ToolError:
         return Opening(tools, prompt, reopen)  # a binary file is no document
     return Opening(tools, prompt, reopen, tuple(open_file(text, focus, renderer.document, room, shown=compact)))
+
+
+def check_context(renderer: Renderer, names: Sequence[str], context: int) -> None:
+    """Raises UserError if the prompt with the full tools of these names, or all, leaves no room for a turn in a context
+    of so many tokens. The compact dialect shows no schemas."""
+    if renderer.dialect == "compact":
+        return
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Fix it."}]
+    taken = len(renderer.prompt(messages, named(names)))
+    if taken + TURN > context:
+        raise UserError(
+            f"instructions and schemas of the tools take {taken:,} tokens of every prompt, and the context has "
+            f"{context:,}: raise rollout.context (--context), or name fewer tools in rollout.tools (--tools)"
+        )
 
 
 def memory_of(summary: str, count: int, tools: Tools) -> str:

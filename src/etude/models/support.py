@@ -53,7 +53,8 @@ _REFUSED: dict[Use, set[str]] = {
 
 BOUND = 6.0  # times the noise, in float32; measured up to 2.8, on smollm2, nano and 40 small models
 LEAST = 2e-6  # nats: below it the noise of a few tokens is luck
-LIMIT = 1e-3  # nats, float32, on devices where the noise was not measured; a wrong mask is off by some tenths or more
+LIMIT = 1e-3  # nats, float32: the most, and the bound on devices where the noise was not measured; a wrong mask is off
+# by some tenths or more
 LIMIT_NARROW = 0.1  # in narrower types, or `_NOISE` times what transformers' own two attentions differ by
 _NOISE = 4.0
 _ROUNDED = 2**-6  # of the largest logit: two roundings to bfloat16
@@ -151,13 +152,14 @@ def _tried(model: PreTrainedModel, use: Use, ours: LogProbs, seed: int) -> str:
         with torch.no_grad():
             given = [np.asarray(row) for row in ours(rows)]
         off = distance(given, truth)
+        if narrow:
+            limit = max(LIMIT_NARROW, _NOISE * distance([_reference(model, row, "sdpa") for row in rows], truth))
+        elif model.device.type == "cpu":
+            limit = bound(lambda rows: [plain_log_probs(model, row) for row in rows], rows, truth)
+        else:
+            limit = LIMIT
     except FAILURES as e:
         return f"{name} fails its trial ({_first_line(e)}); {_lacks(use)}: {_ADVICE[use]}"
-    if narrow:
-        limit = max(LIMIT_NARROW, _NOISE * distance([_reference(model, row, "sdpa") for row in rows], truth))
-    else:
-        limit = bound(lambda rows: [plain_log_probs(model, row) for row in rows], rows, truth)
-        limit = limit if model.device.type == "cpu" else max(limit, LIMIT)
     if off <= limit:  # not if it is no number
         return ""
     return (
@@ -167,31 +169,43 @@ def _tried(model: PreTrainedModel, use: Use, ours: LogProbs, seed: int) -> str:
 
 
 class OtherOrder(TorchFunctionMode):
-    """Inside, every product adds up the second half of its terms before the first: the same function, with other
-    roundings."""
+    """Inside, linear layers and products of matrices add up the second half of their terms before the first: the same
+    function, with other roundings. What is written as `einsum` stays as it is."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.linear and args[0].shape[-1] > 1:
-            (given, weight), half = args[:2], args[0].shape[-1] // 2
-            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-            made = func(given[..., half:], weight[..., half:]) + func(given[..., :half], weight[..., :half])
-            return made if bias is None else made + bias
-        if func in _PRODUCTS and not kwargs and args[0].shape[-1] > 1 and args[1].dim() > 1:
-            (left, right), half = args, args[0].shape[-1] // 2
-            return func(left[..., half:], right[..., half:, :]) + func(left[..., :half], right[..., :half, :])
-        return func(*args, **(kwargs or {}))
+        named = kwargs or {}
+        if func is functional.linear:
+            return _linear_in_halves(*args, **named)
+        if func is torch.addmm and len(args) == 3 and not named:
+            return args[0] + _in_halves(torch.mm, args[1], args[2])
+        if func in _PRODUCTS and not named and args[0].shape[-1] > 1 and args[1].dim() > 1:
+            return _in_halves(func, *args)
+        return func(*args, **named)
 
 
-_PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
+_PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__)
+
+
+def _linear_in_halves(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    half = input.shape[-1] // 2
+    made = functional.linear(input[..., half:], weight[..., half:])
+    made = made + functional.linear(input[..., :half], weight[..., :half]) if half else made
+    return made if bias is None else made + bias
+
+
+def _in_halves(product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
+    half = left.shape[-1] // 2
+    return product(left[..., half:], right[..., half:, :]) + product(left[..., :half], right[..., :half, :])
 
 
 def bound(plainly: LogProbs, rows: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> float:
     """How far log-probabilities in float32 may be from `truth`, in nats: `BOUND` times the noise. That is how far the
     forward pass `plainly`, which `truth` is from, is off in another order of summation. Logits of a large model are
-    larger, and so is their noise: no constant fits all."""
+    larger, and so is their noise: no constant fits all. Never more than `LIMIT`: where another order of sums chooses
+    other experts, the noise says nothing."""
     with OtherOrder():
         noise = distance(plainly(rows), truth)
-    return max(BOUND * noise, LEAST)
+    return min(max(BOUND * noise, LEAST), LIMIT)
 
 
 def distance(given: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> float:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from datetime import datetime
 from pathlib import Path
@@ -110,20 +109,21 @@ def load_template(folder: Path) -> ChatTemplate:
 
 def with_chat_template(folder: Path, template: str) -> Path:
     """A model folder in the user's cache that is `folder` with another chat template: a Jinja file, or the name of a
-    bundled one. Its other files are links. Raises UserError for a template that is not there."""
-    source = _source(template)
-    own = folder / "chat_template.jinja"
-    if folder.is_relative_to(cache() / "templates") and own.is_file() and own.read_text(encoding="utf-8") == source:
+    bundled one. Its other files are links. A folder that is not there stays what it is. Raises UserError for a template
+    that is not there."""
+    source, own = _source(template), "chat_template.jinja"
+    if not folder.is_dir():
         return folder
-    digest = hashlib.sha256(f"{folder.absolute()}\n{source}".encode()).hexdigest()
-    made = cache() / "templates" / digest[:12] / folder.name
-    runfolder.make(made)
-    for file in folder.iterdir():
-        if file.name != own.name and not (made / file.name).exists():
-            (made / file.name).unlink(missing_ok=True)  # a link to a file that has moved
-            with suppress(FileExistsError):
-                (made / file.name).symlink_to(file.absolute())
-    runfolder.write(made / own.name, source.encode())
+    files = sorted(path for path in folder.absolute().iterdir() if path.is_file() and path.name != own)
+    known = "\n".join([str(folder.absolute()), *(path.name for path in files), source])
+    made = cache() / "templates" / hashlib.sha256(known.encode()).hexdigest()[:12] / folder.name
+
+    def write(into: Path) -> None:
+        for path in files:
+            (into / path.name).symlink_to(path)
+        (into / own).write_text(source, encoding="utf-8")
+
+    runfolder.make_whole(made, write)
     return made
 
 

@@ -26,6 +26,7 @@ from etude.dashboard.report import CLOCKED
 from etude.errors import UserError
 from etude.evals.suite import EvalResult, compare, evaluate
 from etude.grading.runner import open_sandbox
+from etude.harness.prompts import check_context
 from etude.models.files import check_folder
 from etude.protocol.chat import ChatClient, ChatModel, check_reachable
 from etude.protocol.client import EngineClient
@@ -113,8 +114,7 @@ def measure_models(
             load_tokenizer(model)
             renderer = measurement.renderer(model)
             say_dropped(renderer)
-            if measurement.tools and renderer.dialect == "compact":
-                raise UserError(f"{model} speaks the compact dialect, which has its own tools: drop --tools")
+            check_context(renderer, measurement.tools, measurement.budget.context)
             check_foreign(dataset, renderer)
         else:
             check_reachable(model.chat)

@@ -13,6 +13,7 @@ from etude.config import RLConfig, SandboxConfig, TaskSource
 from etude.config.engine import CPU_CACHE_MB
 from etude.errors import UserError
 from etude.grading.javascript import is_script
+from etude.harness.prompts import check_context
 from etude.ledger import database
 from etude.models.files import check_folder
 from etude.renderers import Renderer, say_dropped
@@ -175,14 +176,17 @@ def _undecidable(sandbox: SandboxConfig) -> UserError:
 
 
 def _check_tools(config: RLConfig) -> None:
-    """Raises UserError for tools that an agent of this run cannot have, or cannot do without."""
-    if not (names := config.rollout.tools):
-        return
+    """Raises UserError for tools that an agent of this run cannot have, or cannot do without, and for a context that
+    their schemas fill."""
+    names, renderer = config.rollout.tools, renderer_of(config)
     named(names)
-    if config.rollout.agent is not None or config.tasks.edits is not None or config.tasks.environment is not None:
+    others = config.rollout.agent is not None or config.tasks.edits is not None or config.tasks.environment is not None
+    if names and others:
         raise UserError("rollout.tools chooses among the built-in tools, which this run's agent does not have: drop it")
-    if renderer_of(config).dialect == "compact":
+    if names and renderer.dialect == "compact":
         raise UserError("agents of the compact dialect have the tools that it has words for: drop rollout.tools")
+    if not others:
+        check_context(renderer, names, config.rollout.context)
 
 
 def check_foreign(dataset: Dataset, renderer: Renderer, sandbox: SandboxConfig | None = None, forks: int = 1) -> None:

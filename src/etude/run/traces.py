@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import blake3
 
@@ -31,54 +34,80 @@ def write_traces(datasets: Sequence[Path], output: Path, options: TracesConfig, 
         raise UserError(f"a trace needs the tool {lacking[0]!r}: name it among the tools, too")
     if output.exists():
         raise UserError(f"{output} exists: name another file, or remove it")
-    wanted = [
-        (dataset, task, number)
-        for dataset in map(load, datasets) for task in dataset.split("train") if gold_edit(task) is not None
+    sources = {dataset.root: dataset for dataset in map(load, datasets)}.values()
+    wanted = {
+        f"{dataset.name}:{task.id}:{number}": (dataset, task)
+        for dataset in sources for task in dataset.split("train") if gold_edit(task) is not None
         for number in range(options.per_task)
-    ]  # fmt: skip
+    }  # fmt: skip
     if not wanted:
         raise UserError(f"no training task of {', '.join(map(str, datasets))} has an answer that can be told")
     runfolder.make(output.parent)
     partial = output.with_name(f"{output.name}.partial")
-    asyncio.run(_write(wanted, partial, options, progress))
-    rows = [line for line in runfolder.read_jsonl(partial, texts=("name",)) if "messages" in line]
-    if not rows:
-        raise UserError("no answer passed its visible tests in a box: run `etude tasks check` on the dataset")
-    runfolder.write(output, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
-    partial.unlink()
+    told = {"name": "", "options": options.model_dump(mode="json", exclude={"workers"})}
+    told |= {"datasets": [dataset.manifest.digests.get("dataset.json", "") for dataset in sources]}
+    with _held(partial.with_name(f"{output.name}.lock")):
+        first = runfolder.read_jsonl(partial, texts=("name",))[:1]
+        if first and first[0] != told:
+            raise UserError(f"{partial} is of other options or datasets: remove it, or name another file with -o")
+        if not first:
+            runfolder.append_json(partial, told)
+        try:
+            asyncio.run(_write(wanted, partial, options, progress))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # such as a UserError, which is for the user to read
+        rows = [line for line in runfolder.read_jsonl(partial, texts=("name",)) if "messages" in line]
+        if not rows:
+            raise UserError("no answer passed its visible tests in a box: run `etude tasks check` on the dataset")
+        runfolder.write(output, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+        partial.unlink()
     return len(rows), len(wanted)
 
 
+@contextmanager
+def _held(lock: Path) -> Iterator[None]:
+    """Inside, no other process writes the same file. Raises UserError if one does."""
+    with lock.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process writes {lock.with_suffix('')}: wait for its end") from None
+        yield
+        lock.unlink(missing_ok=True)
+
+
 async def _write(
-    wanted: Sequence[tuple[Dataset, Task, int]], partial: Path, options: TracesConfig, progress: Progress
+    wanted: Mapping[str, tuple[Dataset, Task]], partial: Path, options: TracesConfig, progress: Progress
 ) -> None:
-    """Appends to `partial` what is missing there: a row, or the name alone of a trace that could not be told."""
+    """Appends to `partial` what is missing there: a row, or the name alone of a trace that cannot be told."""
     known = {line["name"] for line in runfolder.read_jsonl(partial, texts=("name",))}
     free, done = asyncio.Semaphore(options.workers), 0
 
-    async def one(sandbox: Sandbox, dataset: Dataset, task: Task, number: int) -> None:
+    async def one(sandbox: Sandbox, name: str, dataset: Dataset, task: Task) -> None:
         nonlocal done
-        name = f"{dataset.name}:{task.id}:{number}"
         async with free:
             if name not in known:
-                runfolder.append_json(
-                    partial, {"name": name} | (await _told(sandbox, dataset, task, name, options) or {})
-                )
+                seed = int.from_bytes(blake3.blake3(f"{options.seed}/{name}".encode()).digest(8))
+                row = await _told(sandbox, dataset, task, seed, options.tools)
+                if row is not None:
+                    runfolder.append_json(partial, {"name": name} | row)
         done += 1
         progress("telling answers", done, len(wanted))
 
     async with open_sandbox() as sandbox, asyncio.TaskGroup() as group:
-        for dataset, task, number in wanted:
-            group.create_task(one(sandbox, dataset, task, number))
+        for name, (dataset, task) in wanted.items():
+            group.create_task(one(sandbox, name, dataset, task))
 
 
-async def _told(sandbox: Sandbox, dataset: Dataset, task: Task, name: str, options: TracesConfig) -> dict | None:
-    seed = int.from_bytes(blake3.blake3(f"{options.seed}/{name}".encode()).digest(8))
+async def _told(
+    sandbox: Sandbox, dataset: Dataset, task: Task, seed: int, tools: Sequence[str]
+) -> dict[str, Any] | None:
+    """The row of a trace; {} if it cannot be told, None if its box was lost, which another try may not."""
     try:
         box = await sandbox.create(dataset.image(task), dataset.limits(task))
         try:
-            return await trace(task, box, seed, options.tools)
+            return await trace(task, box, seed, tools) or {}
         finally:
             await box.close()
-    except BoxError:
-        return None  # the machine was too busy, or the tests broke their box
+    except BoxError as e:
+        return None if e.payer == "infra" else {}

@@ -47,17 +47,28 @@ def model_folder(name: str | Path, chat_template: str | None = None) -> Path:
 
 def with_models(config: Any) -> Any:
     """The configuration of a stage, with model folders where it names runs, models to be fetched or converted, or a
-    chat template. Raises UserError."""
+    chat template. One that a run has stored keeps its folder, which is made again if the cache has lost it. Raises
+    UserError."""
     changed: dict[str, Any] = {}
     for table, key in (("model", "path"), ("distill", "teacher")):
         part: Section | None = getattr(config, table, None)
         given: str | Path | None = getattr(part, key, None)
         if part is None or given is None:
             continue
-        folder = _of_run(given) or _whole(Path(given))
+        origin: str | Path | None = getattr(part, "origin", None)
+        if origin is not None and Path(given).is_dir():
+            continue
+        first = _of_run(origin or given) or Path(origin or given)
+        folder = _whole(first)
         if (template := getattr(part, "chat_template", None)) is not None:
             folder = with_chat_template(folder, template)
-        changed[table] = part.model_copy(update={key: str(folder) if isinstance(given, str) else folder})
+        if origin is not None and folder != Path(given):
+            raise UserError(
+                f"{given} is gone from the cache, and {origin} with {template} makes another folder now: put back the "
+                "model and the chat template that the run began with"
+            )
+        made = {"origin": type(given)(first)} if folder != first and "origin" in type(part).model_fields else {}
+        changed[table] = part.model_copy(update={key: type(given)(folder)} | made)
     return config.model_copy(update=changed)
 
 
@@ -120,7 +131,7 @@ def _exported(run: Path, config: RLConfig, version: int | None) -> Path:
     out = run.absolute() / "models" / str(version)
     if out.is_dir():
         return out
-    base, key = model_folder(config.model.path), config.weights.signing_key
+    base, key = model_folder(with_models(config).model.path), config.weights.signing_key
     trust = Trust(None if key is None else public_key(Path(f"{key}.pub")), model=model_id(base))
     runfolder.make(out.parent)
     held = os.open(out.parent, os.O_RDONLY)

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from etude.config import LoraConfig, Section, find_model
 from etude.config.sections import NAME, ChatTemplateOrNone, option
@@ -15,15 +15,16 @@ from etude.corpus.retrieval import KINDS, RetrievalOptions
 from etude.errors import UserError
 
 
-def _model_folder(path: Path) -> Path:
-    """The folder of a bundled model by its name; any other path as it is, for it may be made later."""
+def _model_folder(given: Any) -> Any:
+    """The folder of a model that has a name; any other path as it is, for it may be made later. The text counts:
+    `./nano` is a folder here, and as a path it would be the name."""
     try:
-        return find_model(path)
+        return str(find_model(given)) if isinstance(given, str) else given
     except UserError:
-        return path
+        return given
 
 
-ModelFolder = Annotated[Path, AfterValidator(_model_folder)]
+ModelFolder = Annotated[Path, BeforeValidator(_model_folder)]
 LR = 2e-3  # of a new model
 FOLDER_LR = 2e-5  # of a model that has learned; ten times as much for adapters, which begin at zero
 
@@ -32,6 +33,7 @@ class FolderModelConfig(Section):
     """The model that training goes on from."""
 
     path: ModelFolder = Field(description="HF folder, run folder, GGUF file, or the name of a model such as nano")
+    origin: Path | None = option(None, "written by etude: what `path` was made from in the user's cache")
     chat_template: ChatTemplateOrNone = option(None, "in place of the model's own: a Jinja file, or chatml-hermes")
 
 
