@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, cast
 
@@ -115,7 +115,7 @@ class ChatClient:
         await self._http.aclose()
 
     async def answer(
-        self, conversation: Conversation, tools: Sequence[dict[str, Any]], max_tokens: int, seed: int, timeout: float
+        self, conversation: Conversation, tools: Sequence[Mapping[str, Any]], max_tokens: int, seed: int, timeout: float
     ) -> ChatAnswer:
         """The next turn of at most `max_tokens` tokens; `tools` are OpenAI's definitions. Raises TimeoutError if a
         server does not answer within `timeout` seconds, EngineError if servers stay busy, ContextSpent, and UserError
@@ -198,7 +198,7 @@ def _call(name: object, arguments: object) -> ToolCall:
 
 
 def _openai_body(
-    model: ChatModel, talk: Conversation, tools: Sequence[dict[str, Any]], max_tokens: int, seed: int
+    model: ChatModel, talk: Conversation, tools: Sequence[Mapping[str, Any]], max_tokens: int, seed: int
 ) -> dict[str, Any]:
     messages = [{"role": "system", "content": talk.system}, *talk.messages]
     body = {"model": model.model, "messages": messages, "tools": list(tools), "max_tokens": max_tokens}
@@ -230,7 +230,7 @@ def _openai_results(answer: ChatAnswer, results: Sequence[str]) -> list[Message]
 
 
 def _anthropic_body(
-    model: ChatModel, talk: Conversation, tools: Sequence[dict[str, Any]], max_tokens: int, seed: int
+    model: ChatModel, talk: Conversation, tools: Sequence[Mapping[str, Any]], max_tokens: int, seed: int
 ) -> dict[str, Any]:
     functions = [tool["function"] for tool in tools]
     shown = [
