@@ -15,6 +15,7 @@ import shutil
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any, cast
 
 from etude import runfolder
 from etude.code.extras import need
@@ -104,7 +105,7 @@ def _convert(file: Path, folder: Path, card: str) -> None:
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # a bar of its own
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
                 file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
             )
     except Exception as e:  # of whatever kind: the file is a user's, its reader is transformers'
