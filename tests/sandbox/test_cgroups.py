@@ -239,6 +239,34 @@ def test_boxes_are_as_nice_as_their_owner() -> None:
     assert done.stdout.split() == [HERE.kind, str(expected)]
 
 
+def test_sessions_in_boxes_are_as_nice_as_their_owner(tmp_path: Path) -> None:
+    """Where the kernel shares processors among sessions first, two boxes would else weigh twice as much as a run."""
+    if not Path("/proc/self/autogroup").exists():
+        pytest.skip("this kernel does not group processes by sessions")
+    for name in ("repository", "site"):
+        (tmp_path / name).mkdir()
+    program = """
+import asyncio, os, sys
+os.nice(3)
+from pathlib import Path
+from etude.grading.runner import open_sandbox
+from etude.sandbox.base import Image, Limits
+
+async def look():
+    async with open_sandbox() as sandbox:
+        repository, site = (Path(sys.argv[1], name) for name in ("repository", "site"))
+        box = await sandbox.create(Image(repository, site, {}), Limits())
+        print(os.nice(0), (await box.exec("cat /proc/self/autogroup", 20)).output)
+        await box.close()
+
+asyncio.run(look())
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    own, _, word, shared = done.stdout.split()
+    assert (word, shared) == ("nice", own)
+
+
 MEMFDS = """import os
 for i in range(6):
     fd = os.memfd_create("x")

@@ -18,7 +18,7 @@ from etude.tasks.dataset import Dataset
 from etude.tasks.mixture import MixedDataset, mix
 
 BUILDER = "task builder"  # the name of the process
-NICE = 5  # training goes before
+NICE = 10  # training goes before
 
 
 @dataclass

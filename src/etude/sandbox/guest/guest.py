@@ -295,7 +295,7 @@ class Runs(runs.RunTemplate):
         return os.fork()
 
     def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
-        os.setsid()
+        linux.own_session()
         _lay(changes, self.user)
         box.confine(limits, self.filter, self.user)
 

@@ -153,7 +153,7 @@ def _exec(argv: Sequence[str], ends: Sequence[int], confined: Confined) -> NoRet
         linux.hide(False)
         if confined.user is None:
             linux.become(None, root.BOX_ID, linux.NEWCGROUP)
-        os.setsid()
+        linux.own_session()
         high = [os.dup(fd) for fd in ends]
         while min(high) < len(ends):  # a low one would be covered by another
             high = [os.dup(fd) for fd in high]

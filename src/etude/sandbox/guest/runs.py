@@ -308,7 +308,7 @@ class RunTemplate:
         if root.REPOSITORY in self.lowers:
             linux.unmount(root.SHARED)  # the repository without the task's files
         linux.become(None, root.BOX_ID, linux.NEWCGROUP)  # processes are counted for this box alone
-        os.setsid()
+        linux.own_session()
         box.confine(limits, self.filter)
 
     def _verify(self, request: dict[str, Any], sock: int, writer: int) -> None:

@@ -137,7 +137,7 @@ def _exec(ends: Sequence[int], settings: Callable[[], Settings], groups: Sequenc
         linux.hide(False)
         if user is None:
             linux.become(None, root.BOX_ID, linux.NEWCGROUP)
-        os.setsid()
+        linux.own_session()
         fcntl.ioctl(ends[1], termios.TIOCSCTTY, 0)
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in ends]
         for source, target in zip(high, (0, 1, 2, 8, 9), strict=True):
