@@ -70,7 +70,7 @@ class ChatFormat:
 
     route: str
     headers: Callable[[str], dict[str, str]]
-    body: Callable[[ChatModel, Conversation, Sequence[dict[str, Any]], int, int], dict[str, Any]]
+    body: Callable[[ChatModel, Conversation, Sequence[Mapping[str, Any]], int, int], dict[str, Any]]
     read: Callable[[Any], ChatAnswer]
     results: Callable[[ChatAnswer, Sequence[str]], list[Message]]
 
