@@ -58,6 +58,7 @@ device = {device!r}
 device = {device!r}
 dtype = "bfloat16"
 {inference}
+{tables}
 [guards]
 act = false
 [eval]
@@ -86,6 +87,13 @@ class Setting:
 
         return qwen3_600m()
 
+    @property
+    def eight(self) -> PretrainedConfig:
+        """Qwen3-8B's, or a small one of the same class."""
+        from benchmarks.gpu_8b import shape
+
+        return shape(self.small)
+
 
 class Absent(Exception):
     """What a step needs is not on this machine."""
@@ -97,7 +105,7 @@ def machine(setting: Setting) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "python": platform.python_version(), "cores": len(os.sched_getaffinity(0)), "gib": round(pages / 2**30, 1),
         "compiler": compiler(), "torch": _version("torch"), "triton": _version("triton"), "vllm": vllm(),
-        "packages_missing": packages_missing(),
+        "packages_missing": packages_missing(), "packages_older": packages_older(),
     }  # fmt: skip
     if figures["torch"] and setting.device.startswith("cuda"):
         import torch
@@ -111,7 +119,9 @@ def machine(setting: Setting) -> dict[str, Any]:
 
 def device_tests(setting: Setting) -> dict[str, Any]:
     """Trainer, engine and weights on the device against the host."""
-    return _pytest("tests/device", "--device", "fakegpu" if setting.device == "cpu" else setting.device)
+    if setting.device == "cpu":
+        return _pytest("tests/device", "--device", "fakegpu")
+    return _pytest("tests/device", "--device", setting.device, "--ignore", "tests/device/test_planted.py")
 
 
 def flex(setting: Setting) -> dict[str, Any]:
@@ -149,9 +159,9 @@ def trainer(setting: Setting) -> dict[str, Any]:
             checkpoint_activations(model)
         for parameter in model.parameters():
             parameter.grad_dtype = torch.float32
-        _reset_peak(setting)
-        seconds = _timed(setting, lambda model=model: pass_of(model, tokens))
-        figures |= {f"{name}/tokens_per_s": count * length / seconds, f"{name}/peak_gib": _peak(setting)}
+        reset_peak(setting)
+        seconds = timed(setting, lambda model=model: pass_of(model, tokens))
+        figures |= {f"{name}/tokens_per_s": count * length / seconds, f"{name}/peak_gib": peak(setting)}
     model = random_model(setting, "sdpa")
     model.gradient_checkpointing_enable()
     ids_BT = torch.randint(0, setting.shape.vocab_size, (1, length), device=setting.device)
@@ -160,9 +170,9 @@ def trainer(setting: Setting) -> dict[str, Any]:
         for _ in range(count):
             model(ids_BT, labels=ids_BT).loss.backward()
 
-    _reset_peak(setting)
-    seconds = _timed(setting, theirs)
-    figures |= {"transformers/tokens_per_s": count * length / seconds, "transformers/peak_gib": _peak(setting)}
+    reset_peak(setting)
+    seconds = timed(setting, theirs)
+    figures |= {"transformers/tokens_per_s": count * length / seconds, "transformers/peak_gib": peak(setting)}
     return figures | {"vs-transformers": figures["checkpointed/tokens_per_s"] * seconds / (count * length)}
 
 
@@ -175,20 +185,34 @@ def engine(setting: Setting) -> dict[str, Any]:
     model = random_model(setting)
     for batch in batches:
         ours = _engine(setting, model)
-        _reset_peak(setting)
+        reset_peak(setting)
         for _ in range(2):  # the first round compiles
             prompts = torch.randint(1, setting.shape.vocab_size, (batch, prompt)).tolist()
             begun = time.perf_counter()
             for future in _submitted(ours, prompts, answer):
                 future.result(SECONDS)
             figures[f"etude/b{batch}"] = batch * answer / (time.perf_counter() - begun)
-        figures[f"etude/b{batch}/peak_gib"] = _peak(setting)
+        figures[f"etude/b{batch}/peak_gib"] = peak(setting)
         ours.close()
         plain = random_model(setting, "sdpa").eval()
         generate = partial(plain.generate, torch.tensor(prompts, device=setting.device))
-        seconds = _timed(setting, partial(generate, max_new_tokens=answer, min_new_tokens=answer), 1)
+        seconds = timed(setting, partial(generate, max_new_tokens=answer, min_new_tokens=answer), 1)
         figures[f"transformers/b{batch}"] = batch * answer / seconds
     return figures
+
+
+def adapters_8b(setting: Setting) -> dict[str, Any]:
+    """Adapters of a model of 8B parameters in the trainer."""
+    from benchmarks import gpu_8b
+
+    return gpu_8b.adapters(setting)
+
+
+def decode_8b(setting: Setting) -> dict[str, Any]:
+    """The engine with a model of 8B parameters."""
+    from benchmarks import gpu_8b
+
+    return gpu_8b.decode(setting)
 
 
 def vllm_engine(setting: Setting) -> dict[str, Any]:
@@ -254,6 +278,11 @@ def rl(setting: Setting) -> dict[str, Any]:
     return _versions(_published(setting, "rl"), STEPS_OF_A_RUN)
 
 
+def rl_adapters(setting: Setting) -> dict[str, Any]:
+    """The same run with adapters in place of all weights."""
+    return _versions(_published(setting, "rl-adapters", tables="[trainer.lora]\nrank = 8"), STEPS_OF_A_RUN)
+
+
 def rl_on_vllm(setting: Setting) -> dict[str, Any]:
     """The same with vLLM as the engine, on the trainer's GPU."""
     lines = f'engine = "vllm"\nargs = {json.dumps(["--gpu-memory-utilization", "0.3", "--enforce-eager"])}'
@@ -284,7 +313,8 @@ class Step:
 STEPS = {
     "machine": Step(machine), "device-tests": Step(device_tests), "flex": Step(flex, real_gpu=True),
     "triton": Step(triton_kernels, real_gpu=True), "deterministic": Step(deterministic), "trainer": Step(trainer),
-    "engine": Step(engine, compiles=False), "swap": Step(swap), "sft": Step(sft), "rl": Step(rl),
+    "engine": Step(engine, compiles=False), "adapters-8b": Step(adapters_8b), "decode-8b": Step(decode_8b),
+    "swap": Step(swap), "sft": Step(sft), "rl": Step(rl), "rl-adapters": Step(rl_adapters),
     "resume": Step(resume), "vllm": Step(vllm_engine, real_gpu=True, vllm=True),
     "rl-vllm": Step(rl_on_vllm, real_gpu=True, vllm=True),
 }  # fmt: skip
@@ -321,21 +351,34 @@ def missing(name: str, setting: Setting) -> str:
     return "vLLM is not installed" if step.vllm and not vllm() else ""
 
 
-@cache
 def packages_missing() -> list[str]:
     """What etude[train] needs and is not installed beside this Python."""
+    return [name for name in _wanted() if not _version(name)]
+
+
+def packages_older() -> list[str]:
+    """What is installed, but older than etude[train] asks for; the steps run nevertheless."""
+    from packaging.version import Version
+
+    there = {name: _version(name) for name in _wanted()}
+    return [
+        f"{name} {there[name]} < {least}"
+        for name, least in _wanted().items() if there[name] and least and Version(there[name]) < Version(least)
+    ]  # fmt: skip
+
+
+@cache
+def _wanted() -> dict[str, str]:
+    """The packages of etude[train], and the least version of each."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted, absent = [*project["dependencies"], "etude[train]"], []
-    for line in wanted:
+    lines, wanted = [*project["dependencies"], "etude[train]"], dict[str, str]()
+    for line in lines:
         if more := re.match(r"etude\[(\w+)\]", line):
-            wanted += project["optional-dependencies"][more[1]]
+            lines += project["optional-dependencies"][more[1]]
             continue
-        name = re.split(r"[^\w.-]", line)[0]
-        try:
-            importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            absent.append(name)
-    return absent
+        name, _, least = line.partition(">=")
+        wanted[name] = least
+    return wanted
 
 
 def _cuda_is_available() -> bool:
@@ -427,15 +470,24 @@ def _emptied(folder: Path) -> Path:
 
 
 def _published(
-    setting: Setting, name: str, *flags: str, inference: str = "", steps: int = STEPS_OF_A_RUN, killed: bool = False
+    setting: Setting,
+    name: str,
+    *flags: str,
+    inference: str = "",
+    tables: str = "",
+    steps: int = STEPS_OF_A_RUN,
+    killed: bool = False,
 ) -> list[str]:
-    """Digests of the versions of a short run; `inference` are further lines of that table."""
+    """Digests of the versions of a short run; `inference` are further lines of that table, `tables` further tables."""
     from etude.store import open_store
     from etude.weights.manifest import manifests, versions
 
     folder, config, run = _model_folder(setting), setting.out / f"{name}.toml", setting.out / "outputs" / name
     shutil.rmtree(run, ignore_errors=True)
-    config.write_text(RUN.format(model=str(folder), steps=steps, device=setting.device, inference=inference))
+    inference = inference or f"cache_mb = {64 if setting.small else 4096}"
+    config.write_text(
+        RUN.format(model=str(folder), steps=steps, device=setting.device, inference=inference, tables=tables)
+    )
     words = ["train", str(config), "--name", name, "--rollout.staleness", "0", *flags]
     if killed:
         with (setting.out / f"{name}.log").open("w") as log:
@@ -471,13 +523,14 @@ def _command(words: list[str]) -> list[str]:
 
 def _environment() -> dict[str, str]:
     """Without the network, and with the vLLM beside this Python unless another is named."""
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"ETUDE_VLLM_PYTHON": sys.executable, **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}  # fmt: skip
+            "PYTHONPATH": os.pathsep.join(paths)}  # fmt: skip
 
 
 def _pytest(*words: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words], cwd=ROOT, env=_environment(),
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words], cwd=ROOT, env=_environment(),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if package := re.search(r"ModuleNotFoundError: No module named '([^']+)'", done.stdout):
@@ -488,7 +541,7 @@ def _pytest(*words: str) -> dict[str, Any]:
     return {"tests": last}
 
 
-def _timed(setting: Setting, work: Callable[[], Any], rounds: int = 5) -> float:
+def timed(setting: Setting, work: Callable[[], Any], rounds: int = 5) -> float:
     """Seconds of `work`, the median after one try."""
     import torch
 
@@ -502,14 +555,14 @@ def _timed(setting: Setting, work: Callable[[], Any], rounds: int = 5) -> float:
     return statistics.median(seconds[1:])
 
 
-def _reset_peak(setting: Setting) -> None:
+def reset_peak(setting: Setting) -> None:
     import torch
 
     if setting.device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
 
 
-def _peak(setting: Setting) -> float:
+def peak(setting: Setting) -> float:
     import torch
 
     return torch.cuda.max_memory_allocated() / 2**30 if setting.device.startswith("cuda") else 0.0

@@ -242,7 +242,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from etude.weights import triton_kernels as t
+from etude.weights.ulpd import triton_kernels as t
 
 architecture, w, signed = map(int, sys.argv[1:])
 u, s, lists = f"*u{w}", f"*i{w}", {"positions": "*i32", "steps": f"*i{w}"}

@@ -10,7 +10,7 @@ Suffixes: Q and S tiles of queries and keys, T queries, C keys.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -158,4 +158,4 @@ def attend(
 @cache
 def _compiled() -> Callable[..., Any]:
     """Compiled at the first use, for any length: uncompiled it would write out the whole matrix of scores."""
-    return torch.compile(flex_attention, dynamic=True)
+    return partial(torch.compile(flex_attention, dynamic=True), kernel_options={"BACKEND": "TRITON"})
