@@ -11,7 +11,7 @@ PARALLEL = -n 2 --dist loadfile
 # Runs what failed once more, alone, and writes what passed then to .ci/flaky.txt.
 SUITE = $(BIN)/python -m tests.helpers.suite
 
-.PHONY: setup demo demo-live check test smoke test-slow gpu device fuzz lint format bench lock matrix install-check release agents harbor chaos mutants test-triton
+.PHONY: setup demo demo-real demo-live check test smoke test-slow gpu device fuzz lint format bench lock matrix install-check release agents harbor chaos mutants test-triton
 
 setup: .venv/installed
 
@@ -31,6 +31,10 @@ setup: .venv/installed
 
 demo: .venv/installed
 	$(BIN)/etude demo --seed $(SEED)
+
+# A pretrained model of 135M parameters: told answers, fine-tuning, RL. WORDS are overrides of recipes/smollm2-rl.toml.
+demo-real: .venv/installed
+	$(BIN)/etude demo --real --seed $(SEED) $(WORDS)
 
 # Simulated users teach the nano model through gateway, windows, gate and canary. The users ask with OpenAI's library.
 demo-live: .venv/installed-dev

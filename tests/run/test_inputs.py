@@ -51,11 +51,12 @@ def test_an_architecture_that_transformers_does_not_know(tmp_path):
 
 
 def test_a_context_beyond_the_cache(tmp_path):
-    """3 layers of 2 heads of 64 numbers are 3 KB a token in float32; the CPU's cache has 512 MB unless it is given."""
+    """3 layers of 2 heads of 64 numbers are 3 KB a token in float32; the CPU's cache has an eighth of the memory at
+    most unless it is given."""
     model = save_random_model(tmp_path, "qwen3")
     said = refused(model, rollout={"context": 400}, inference={"cache_mb": 1})
     assert "rollout.context = 400 tokens needs 2 MB of an engine's cache" in said
-    assert "rollout.context = 300000 tokens needs 879 MB" in refused(model, rollout={"context": 300_000})
+    assert "rollout.context = 90000000 tokens needs 263672 MB" in refused(model, rollout={"context": 90_000_000})
     check_inputs(config(model, rollout={"context": 400}, inference={"cache_mb": 2}))
 
 

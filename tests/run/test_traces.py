@@ -151,3 +151,15 @@ def test_answers_that_cannot_be_told_are_left_out(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a task dataset"):
         write_traces([tmp_path], tmp_path / "x.jsonl", MANY, quiet)
     assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_the_sources_of_a_run_are_built_beside_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, output = tmp_path / "libraries.toml", tmp_path / "rows.jsonl"
+    config.write_text(f'stage = "rl"\n[[tasks.sources]]\ndataset = "{TINY}"\n')
+    with pytest.raises(SystemExit, match="0"):
+        main(["tasks", "traces", str(config), "-o", str(output)])
+    assert " traces of " in capsys.readouterr().out
+    config.write_text(f'stage = "rl"\n[tasks]\ndataset = "{TINY}"\n')
+    with pytest.raises(SystemExit, match="2"):
+        main(["tasks", "traces", str(config), "-o", str(tmp_path / "others.jsonl")])
+    assert "libraries.toml has no tasks.sources" in capsys.readouterr().err

@@ -19,11 +19,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude demo`; further words are overrides of the recipe."""
     parser.set_defaults(takes_overrides=True)
     parser.add_argument("--seed", type=int, help="of tasks, episodes and evaluation (default: 1)")
+    parser.add_argument(
+        "--real", action="store_true",
+        help="a pretrained model of 135M parameters instead of nano, in about an hour and a half (docs/real-model.md)",
+    )  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="continue the demo of this name where it stopped")
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> None:
     """Trains in outputs/demo below the current folder. Raises UserError or RunFailed."""
+    if arguments.real:
+        return _real(arguments, rest)
     recipe = bundled("recipes/demo.toml")
     if recipe is None:
         raise UserError("this installation has no recipes/demo.toml: install etude's wheel, or work in its repository")
@@ -41,6 +47,15 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> None:
         with runfolder.lock(folder):
             print(f"the earlier demo was moved to {set_aside(folder)}")
     _train(config, folder, given_text([recipe], overrides))
+
+
+def _real(arguments: argparse.Namespace, rest: list[str]) -> None:
+    from etude.cli import demo_real
+
+    arguments.interrupted = "the same command goes on from there"
+    if arguments.resume:
+        raise UserError("etude demo --real goes on by itself: leave --resume out")
+    demo_real.run(rest if arguments.seed is None else [*rest, "--seed", str(arguments.seed)])
 
 
 def _train(config: RLConfig, folder: Path, toml: str | None) -> None:

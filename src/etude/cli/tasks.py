@@ -7,8 +7,12 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from blake3 import blake3
+
+from etude import runfolder
 from etude.cli.flags import add_flags, from_flags, given
 from etude.cli.overlays import read_toml
 from etude.config import BuildConfig, EditTableConfig, RLConfig, TaskSource, TracesConfig, validate
@@ -34,7 +38,10 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="base images besides python, ubuntu and debian that boxes stand in for")  # fmt: skip
     harbor.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     traces = actions.add_parser("traces", help="tell gold answers as episodes, to train on", allow_abbrev=False)
-    traces.add_argument("datasets", nargs="+", type=Path, metavar="DIR", help="datasets made by `etude tasks build`")
+    sources = (
+        "datasets made by `etude tasks build`, or the TOML of a run, whose tasks.sources are built beside the output"
+    )
+    traces.add_argument("datasets", nargs="+", type=Path, metavar="DIR", help=sources)
     rows = "file to write (.jsonl), for data.files of stage sft; must not exist; the same command goes on after a stop"
     traces.add_argument("-o", "--output", type=Path, required=True, help=rows)
     add_flags(traces, TracesConfig)
@@ -114,10 +121,32 @@ def _traces(arguments: argparse.Namespace) -> int:
     from etude.cli.progress import bar
     from etude.run.traces import write_traces
 
+    output, options = arguments.output, from_flags(arguments, TracesConfig)
     with bar() as progress:
-        told, tried = write_traces(arguments.datasets, arguments.output, from_flags(arguments, TracesConfig), progress)
+        datasets = [folder for path in arguments.datasets for folder in _datasets(path, output, progress)]
+        told, tried = write_traces(datasets, output, options, progress)
     print(f"{told} traces of {tried} in {arguments.output}: give the file as data.files to stage sft")
     return 0
+
+
+def _datasets(path: Path, output: Path, progress: Callable[[str, int, int], None]) -> list[Path]:
+    """The folder itself; of a TOML the folders of its sources, built in `OUTPUT.sources` if need be. Raises
+    UserError."""
+    from etude.run.inputs import build_source
+    from etude.run.parts import source_dataset
+
+    if path.suffix != ".toml" or path.is_dir():
+        return [path]
+    sources = validate(RLConfig, read_toml(path), str(path)).tasks.sources
+    if not sources:
+        raise UserError(f"{path} has no tasks.sources, whose answers would be told: give the folder of a dataset")
+    folder, found = output.with_name(f"{output.name}.sources"), list[Path]()
+    runfolder.make(folder)
+    for source in sources:  # of other options: another folder
+        built = folder / blake3(source.model_dump_json().encode()).hexdigest()[:12]
+        dataset = source_dataset(source, built) or build_source(source, folder, built, progress)
+        found.append(dataset.root)
+    return found
 
 
 def _fast_apply(arguments: argparse.Namespace) -> int:

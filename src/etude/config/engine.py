@@ -11,8 +11,6 @@ from pydantic import Field
 
 from etude.config.sections import Section, option
 
-CPU_CACHE_MB = 512
-
 
 class EngineConfig(Section):
     """What an engine may use and how it computes: in a run, behind `etude serve`, and in evaluations."""
@@ -25,7 +23,8 @@ class EngineConfig(Section):
     max_batch: int = option(128, "sequences computed at a time; others wait", ge=1)
     prefill_tokens: int = option(1024, "prompt tokens of one pass; as many of documents, in a pass of their own", ge=1)
     cache_mb: float | None = option(
-        None, "MB for keys and values of sequences and kept prefixes; none: 512, with CUDA 0.8 of what is free",
+        None, "MB for keys and values of sequences and kept prefixes; none: on the CPU what 16 long sequences take, "
+        "between 512 and an eighth of the memory, with CUDA 0.8 of what is free",
         gt=0,
     )  # fmt: skip
     documents_mb: float = option(256, "MB for keys and values of documents", gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from etude.models.block_attention import PLAIN, AttentionVariant
 from etude.models.kernels import BLOCK
+
+CPU_CACHE_MB, CPU_SEQUENCES = 512, 16
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,14 @@ def cache_mb(shape: KeyValueShape, tokens: int, itemsize: int) -> int:
     """MB (2^20 bytes), rounded up, of a cache that holds one sequence of so many tokens."""
     pages = max(2, -(-tokens // BLOCK))
     return -(-pages * BLOCK * shape.elements * itemsize // 2**20)
+
+
+def cpu_cache_mb(shape: KeyValueShape, tokens: int) -> int:
+    """MB of an engine's cache on the CPU unless it is given: what `CPU_SEQUENCES` sequences of so many tokens take in
+    float32, `CPU_CACHE_MB` at least and an eighth of the machine's memory at most. With less, the sequences of a larger
+    model wait for each other, and what they have in common is computed again."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+    return max(CPU_CACHE_MB, min(cache_mb(shape, CPU_SEQUENCES * tokens, 4), memory // 8))
 
 
 def configured(config: PretrainedConfig) -> KeyValueShape:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from etude.code.packages import fetch_library
 from etude.config import RLConfig, SandboxConfig, TaskSource
-from etude.config.engine import CPU_CACHE_MB
 from etude.errors import UserError
 from etude.grading.javascript import is_script
 from etude.harness.prompts import check_context
@@ -268,7 +267,7 @@ def _check_types(config: RLConfig) -> None:
 
 def _check_cache(config: RLConfig, model: PretrainedConfig) -> None:
     """Refuses a context that the memory of our engine cannot hold."""
-    from etude.models.key_values import cache_mb, configured
+    from etude.models.key_values import cache_mb, configured, cpu_cache_mb
 
     inference, context = config.inference, config.rollout.context
     shared = inference.servers > 1 or inference.device.partition(":")[0] == config.trainer.device.partition(":")[0]
@@ -277,7 +276,7 @@ def _check_cache(config: RLConfig, model: PretrainedConfig) -> None:
             f"inference.cache_mb is not given, and an engine would take most of what is free on {inference.device}, "
             "which others need, too: set it"
         )
-    held = inference.cache_mb or (CPU_CACHE_MB if inference.on_cpu else None)
+    held = inference.cache_mb or (cpu_cache_mb(configured(model), context) if inference.on_cpu else None)
     needed = cache_mb(configured(model), context, 4 if inference.on_cpu or inference.in_float32 else 2)
     if held is not None and held < needed:
         raise UserError(

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from etude.config import EngineConfig
-from etude.config.engine import CPU_CACHE_MB
 from etude.models.kernels import BLOCK
-from etude.models.key_values import KeyValueShape
+from etude.models.key_values import KeyValueShape, cpu_cache_mb
 from etude.records import Routes
 
 FREE_SHARE = 0.8  # of a CUDA device's free memory, for the cache; the rest is for passes
@@ -74,13 +73,13 @@ class Match:
 NO_MATCH = Match((), None, 0)
 
 
-def cache_bytes(config: EngineConfig, device: torch.device) -> int:
+def cache_bytes(config: EngineConfig, device: torch.device, kept: KeyValueShape, max_length: int) -> int:
     """Memory of the cache: as configured; else `FREE_SHARE` of what is free on a CUDA device that holds the weights,
-    and 512 MB anywhere else."""
+    and anywhere else what `cpu_cache_mb` says."""
     if config.cache_mb is not None:
         return int(config.cache_mb * 2**20)
     if device.type != "cuda":
-        return CPU_CACHE_MB * 2**20
+        return cpu_cache_mb(kept, max_length) * 2**20
     return int(FREE_SHARE * torch.cuda.mem_get_info(device)[0] - config.documents_mb * 2**20)
 
 

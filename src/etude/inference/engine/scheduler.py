@@ -57,9 +57,10 @@ class Scheduler:
         routes: bool,
     ) -> None:  # fmt: skip
         device = next(model.parameters()).device
+        kept = measured(model)
         self.cache = PagedCache(
-            measured(model),
-            num_bytes=cache_bytes(config, device),
+            kept,
+            num_bytes=cache_bytes(config, device, kept, max_length),
             max_length=max_length,
             # The CPU kernel computes in float32 whatever the weights' type.
             dtype=torch.float32 if device.type == "cpu" else model.dtype,

@@ -26,13 +26,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.integrations.moe import ExpertsInterface
 
 from etude.config import RLConfig
-from etude.config.engine import CPU_CACHE_MB
 from etude.errors import UserError
 from etude.models import attention
 from etude.models.activations import checkpoint_activations
 from etude.models.dtypes import computed_dtype
 from etude.models.head import head_of
-from etude.models.key_values import cache_mb, configured
+from etude.models.key_values import cache_mb, configured, cpu_cache_mb
 from etude.trainer.head import token_logprobs
 from etude.trainer.lora import Adapters
 from etude.trainer.optimizer import BUCKET
@@ -351,8 +350,9 @@ def _engines(config: RLConfig, model: PreTrainedModel, device: str) -> list[Term
         return [Term(device, name, inference.servers * share * limit, advice)]
     size = _engine_dtype(config).itemsize
     count = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
-    per_token = configured(text).elements * size
-    least = CPU_CACHE_MB if inference.on_cpu else cache_mb(configured(text), config.rollout.context, size)
+    shape, context = configured(text), config.rollout.context
+    per_token = shape.elements * (4 if inference.on_cpu else size)  # the CPU's kernel keeps float32
+    least = cpu_cache_mb(shape, context) if inference.on_cpu else cache_mb(shape, context, size)
     cache = (inference.cache_mb or least) * 2**20
     cached = f"cache of the engines, {int(cache // per_token):,} tokens each"
     other = "lower inference.cache_mb, or give the engines another inference.device"

@@ -1,0 +1,119 @@
+"""`etude demo --real`: a pretrained model of 135M parameters learns a library, in steps that are commands of their own.
+
+    tasks traces   answers of other libraries, told with the agent's tools
+    train          the model learns the tools from them
+    train          RL on the library, measured before and after
+    eval           the pretrained model itself, on the same held-out tasks
+
+What a step has made is not made again, so the same command goes on after a stop. Another library (`--tasks.repository
+NAME==VERSION --tasks.sha256 DIGEST --name NAME`) takes the first two steps from the first.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from etude import runfolder
+from etude.cli.overlays import read_toml
+from etude.cli.train import OUTPUTS
+from etude.config import RLConfig, bundled, validate
+from etude.dashboard.text import duration
+from etude.errors import RunFailed, UserError
+from etude.evals.suite import EvalResult, compare
+from etude.trainer.finetune.config import SftConfig
+
+TRACES, SFT, RL = (f"recipes/smollm2-{name}.toml" for name in ("traces", "sft", "rl"))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of etude, and the path that is there when it has ended."""
+
+    what: str
+    words: tuple[str, ...]
+    made: Path
+
+
+def run(overrides: list[str]) -> None:
+    """Runs the steps that are missing, and prints what each has brought. `overrides` are of recipes/smollm2-rl.toml.
+    Raises UserError or RunFailed."""
+    config = validate(RLConfig, read_toml(_recipe(RL), overrides), RL)
+    folder = OUTPUTS / config.name
+    steps = _steps(config, folder, overrides)
+    for number, step in enumerate(steps, 1):
+        if step.made.exists():
+            print(f"{number} of {len(steps)}, {step.what}: done before ({step.made})")
+            continue
+        print(f"{number} of {len(steps)}, {step.what}: etude {' '.join(step.words)}", flush=True)
+        begun = time.monotonic()
+        _run(step)
+        print(f"{number} of {len(steps)}, {step.what}: {duration(time.monotonic() - begun)}", flush=True)
+    print("\n".join(_ladder(folder, steps[-1].made)))
+
+
+def _steps(config: RLConfig, folder: Path, overrides: list[str]) -> list[Step]:
+    sft = validate(SftConfig, read_toml(_recipe(SFT)), SFT)
+    traces, tuned = Path(sft.data.files[0]) if sft.data else Path(), OUTPUTS / sft.name
+    rollout, base = config.rollout, folder / "eval-base.json"
+    budget = ("--turns", rollout.turns, "--tokens", rollout.tokens, "--context", rollout.context)
+    pretrained = read_toml(_recipe(SFT))["model"]["path"]  # its name: the folder may not have been made yet
+    measured = ("eval", pretrained, "--chat-template", sft.model.chat_template, "--suite", folder,
+                "--samples", config.eval.samples, *budget, "--dtype", config.inference.dtype,
+                "--threads", 2, "--tools", *rollout.tools, "-o", folder / "base", "--json")  # fmt: skip
+    return [
+        Step("told answers", ("tasks", "traces", str(_recipe(TRACES)), "-o", str(traces), "--tools", *rollout.tools),
+             traces),
+        Step("fine-tuning", ("train", str(_recipe(SFT)), *_resume(tuned)), tuned / "checkpoint"),
+        Step("RL", ("train", str(folder), "--resume") if folder.exists() else ("train", str(_recipe(RL)), *overrides),
+             folder / "report.html"),
+        Step("the pretrained model", tuple(map(str, measured)), base),
+    ]  # fmt: skip
+
+
+def _resume(folder: Path) -> tuple[str, ...]:
+    return ("--resume",) if folder.exists() else ()
+
+
+def _recipe(path: str) -> Path:
+    found = bundled(path)
+    if found is None:
+        raise UserError(f"this installation has no {path}: install etude's wheel, or work in its repository")
+    return found
+
+
+def _run(step: Step) -> None:
+    """Raises UserError if the command refuses its input, RunFailed if it fails."""
+    command = [sys.executable, "-m", "etude.cli.main", *step.words]
+    result = subprocess.run(command, check=False, stdout=subprocess.PIPE if "--json" in step.words else None, text=True)
+    if result.returncode == 2:
+        raise UserError(f"{step.what} could not begin; its reason is above. The same command goes on from there")
+    if result.returncode:
+        raise RunFailed(f"{step.what} ended with {result.returncode}; the same command goes on from there")
+    if result.stdout:
+        (measured,) = json.loads(result.stdout.splitlines()[-1])["results"]
+        runfolder.write(step.made, json.dumps(measured).encode())
+
+
+def _ladder(folder: Path, base: Path) -> Iterable[str]:
+    """A line for each model: its rate, and its paired difference from the best before it."""
+    paths = {"pretrained": base, "fine-tuned": folder / "eval-before.json", "after RL": folder / "eval-after.json"}
+    results = {
+        name: msgspec.json.decode(path.read_bytes(), type=EvalResult, strict=False) for name, path in paths.items()
+    }
+    best: EvalResult | None = None
+    for name, result in results.items():
+        difference = compare(best, result).difference if best is not None else None
+        kept = difference is None or difference.low > 0
+        judged = "" if difference is None else f", {difference.points} {'' if kept else 'not '}above the best before it"
+        yield f"{name:12} {result.pass_1.percent}{judged}"
+        best = result if kept else best
+    tasks = next(iter(results.values())).tasks
+    yield f"{len(tasks)} held-out tasks of {len({task.function for task in tasks})} functions; {folder / 'report.html'}"
