@@ -112,5 +112,6 @@ class ProbeScorer:
             result = ProbeResult(engine=url, scored=scored)
             await asyncio.to_thread(write_result, self._store, self._numbers[url], result)
         except (EngineError, TimeoutError, UserError) as e:
-            print(f"the logprob probes of version {version} were not scored at {url}: {e}", file=sys.stderr, flush=True)
+            why = str(e) or f"no answer within {SECONDS:.0f} s"
+            print(f"the logprob probes of version {version} were not scored at {url}: {why}", file=sys.stderr, flush=True)
         self._done[url] = version
