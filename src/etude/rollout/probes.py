@@ -113,5 +113,6 @@ class ProbeScorer:
             await asyncio.to_thread(write_result, self._store, self._numbers[url], result)
         except (EngineError, TimeoutError, UserError) as e:
             why = str(e) or f"no answer within {SECONDS:.0f} s"
-            print(f"the logprob probes of version {version} were not scored at {url}: {why}", file=sys.stderr, flush=True)
+            what = f"the logprob probes of version {version} were not scored at {url}: {why}"
+            print(what, file=sys.stderr, flush=True)
         self._done[url] = version
