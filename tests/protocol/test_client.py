@@ -4,6 +4,7 @@ import contextlib
 import pytest
 
 from etude.protocol.client import EngineClient, EngineError
+from etude.protocol.wire import GenerateRequest
 
 ANSWER = b'{"status": "ok"}'
 
@@ -42,3 +43,38 @@ def test_a_connection_that_the_server_has_closed_is_no_dead_server():
 def test_a_server_that_closes_new_connections_too_is_dead():
     with pytest.raises(EngineError, match="does not answer: RemoteProtocolError"):
         asyncio.run(health(closed=2))
+
+
+async def spread(episodes: int) -> list[int]:
+    """How many connections each of two servers sees of episodes that begin in the same moment."""
+    seen = [0, 0]
+    silent = asyncio.Event()
+
+    async def serve(number: int, writer: asyncio.StreamWriter) -> None:
+        seen[number] += 1
+        await silent.wait()
+        writer.close()
+
+    servers = [
+        await asyncio.start_server(lambda _, writer, number=number: serve(number, writer), "127.0.0.1", 0)
+        for number in range(2)
+    ]
+    urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
+    async with EngineClient(urls) as client:
+        request = GenerateRequest(ids=[1], max_tokens=1, seed=1)
+        begun = [asyncio.create_task(client.generate(request, 20.0)) for _ in range(episodes)]
+        async with asyncio.timeout(10.0):
+            while sum(seen) < episodes:
+                await asyncio.sleep(0.01)
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+        silent.set()
+    for server in servers:
+        server.close()
+    return seen
+
+
+def test_episodes_that_begin_together_are_spread_over_the_servers():
+    """Each is counted when its server is chosen: its request is sent only after the others have chosen theirs."""
+    assert asyncio.run(spread(10)) == [5, 5]

@@ -38,7 +38,6 @@ class EngineClient:
             raise ValueError("the engine client needs at least one URL")
         self.base_urls = [url.rstrip("/") for url in base_urls]
         self.backend = backend or EtudeBackend()
-        self._in_flight = dict.fromkeys(self.base_urls, 0)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS)
         self._http = httpx2.AsyncClient(limits=limits, trust_env=False, headers=bearer(token), timeout=_LIMITS)
         self._numbers = itertools.count()
@@ -86,7 +85,6 @@ class EngineClient:
             on_tokens(ids)
 
         async def attempt(url: str) -> Generation:
-            self._in_flight[url] += 1
             try:
                 return await self.backend.generate(self._http, url, named, heard if on_tokens else None)
             except (httpx2.TransportError, EngineLost) as e:
@@ -97,8 +95,6 @@ class EngineClient:
                 if begun and url in self._lost:
                     raise EngineError(f"{url} was lost in the middle of a turn") from None
                 raise
-            finally:
-                self._in_flight[url] -= 1
 
         return await self._reached(lambda avoided: self._server(session, avoided), attempt, timeout)
 
@@ -204,7 +200,7 @@ class EngineClient:
         others = [url for url in serving if url != avoided] or serving
         url = self._servers.get(session or "")
         if url not in others:
-            url = min(others, key=self._in_flight.__getitem__)
+            url = min(others, key=lambda url: len(self._attempts[url]))
         if session is not None:
             self._servers[session] = url
             while len(self._servers) > SESSIONS:
