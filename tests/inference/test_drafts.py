@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from etude.inference.engine import costs
 from etude.inference.engine.costs import CostCurve, measure
 from etude.inference.engine.drafts import MATCHES, Drafter, DraftSource, SharedRates, longest_match
 
@@ -123,4 +124,17 @@ def test_a_curve_is_monotone_and_goes_on_beyond_its_end():
         CostCurve([1], [1.0])
     sizes = []
     assert len(measure(sizes.append, 16).points) == 5
-    assert sizes == [n for n in (1, 2, 4, 8, 16) for _ in range(4)]
+    assert sizes == [n for n in (1, 16, 4, 2, 8) for _ in range(4)]
+
+
+def test_the_largest_pass_of_a_slow_model_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is guessed beyond the measured sizes decides how much is drafted among many sequences."""
+    now = [0.0]
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
+
+    def run(size: int) -> None:
+        now[0] += 0.15 + 0.003 * size
+
+    curve = measure(run, 512)
+    assert [size for size, _ in curve.points] == [1, 512]
+    assert curve.seconds(512) == pytest.approx(0.15 + 0.003 * 512)

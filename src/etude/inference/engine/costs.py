@@ -17,7 +17,7 @@ LARGEST = 512  # tokens of the largest pass that is measured, and drafted tokens
 _REPEATS = 3
 _DOUBLES = 64
 _FORGOTTEN = 400  # passes
-_SECONDS = 1.5  # a curve may take this long; large passes of a slow model are extrapolated
+_SECONDS = 1.5  # a curve may take this long, and one pass more
 
 
 class CostCurve:
@@ -79,24 +79,34 @@ class CostCurve:
 
 
 def measure(run: Callable[[int], None], largest: int) -> CostCurve:
-    """The curve of `run(n)`, a pass over n tokens, for n = 1, 2, 4 ... up to `largest` or as far as time allows. The
-    least of three: what a pass costs when nothing else disturbs it."""
-    tokens, seconds = [], []
-    begin = time.perf_counter()
-    size = 1
-    while size <= largest:
+    """The curve of `run(n)`, a pass over n tokens, for n = 1, the largest power of two up to `largest`, and as many of
+    those between them as time allows. The least of three: what a pass costs when nothing else disturbs it. The ends
+    come first: beyond the largest size that was measured a curve would be guessed from its noise."""
+    sizes = [1 << bit for bit in range(largest.bit_length())]
+    begin, least = time.perf_counter(), dict[int, float]()
+    for size in _ends_first(sizes):
+        if len(least) >= 2 and time.perf_counter() - begin > _SECONDS:
+            break
         run(size)
-        times = []
         for _ in range(_REPEATS):
             start = time.perf_counter()
             run(size)
-            times.append(time.perf_counter() - start)
-        tokens.append(size)
-        seconds.append(min(times))
-        if len(tokens) >= 2 and time.perf_counter() - begin > _SECONDS:
-            break
-        size *= 2
-    return CostCurve(tokens, seconds)
+            least[size] = min(least.get(size, np.inf), time.perf_counter() - start)
+            if time.perf_counter() - begin > _SECONDS:
+                break
+    return CostCurve(*zip(*sorted(least.items()), strict=True))
+
+
+def _ends_first(sizes: Sequence[int]) -> list[int]:
+    """The first, the last, the middle, the middles of both halves, and so on."""
+    order, gaps = [sizes[0], sizes[-1]], [(0, len(sizes) - 1)]
+    while gaps:
+        first, last = gaps.pop(0)
+        if last - first > 1:
+            middle = (first + last) // 2
+            order.append(sizes[middle])
+            gaps += [(first, middle), (middle, last)]
+    return order
 
 
 class LearnedCosts:
