@@ -28,10 +28,10 @@ from etude.sandbox.base import Box
 
 NEEDED = frozenset({"read", "edit", "undo", "test", "finish"})  # tools
 TRIES = (0, 1, 2)  # wrong edits
-_TRIED = (5, 4, 1)  # their weights
+_TRIED = (8, 3, 1)  # their weights
 _LOOKS = ("read", "grep", "test")
 _LOOKED = (6, 2, 2)
-_SLACK = (0, 2, 5, 10, 20)  # lines read before and after the open ones
+_LINES = 20  # that are read at a time: the open ones, rounded up
 MAX_EDIT_LINES = 12  # of a gold answer that is told
 
 _Call = tuple[str, dict[str, Any]]  # name and arguments
@@ -101,9 +101,9 @@ def gold_edit(task: Task) -> StringEdit | None:
 
 
 async def _look(talk: _Talk, task: Task, path: str, rng: random.Random) -> None:
-    focus, slack = task.focus, rng.choice(_SLACK)
-    first, last = max(1, focus.first_line - slack), focus.last_line + slack
-    read = ("read", {"path": path, "offset": first, "limit": last - first + 1})
+    first, count = task.focus.first_line, task.focus.last_line - task.focus.first_line + 1
+    # Numbers that stand in the prompt: a small model learns to copy long before it learns to subtract.
+    read = ("read", {"path": path, "offset": first, "limit": -(-count // _LINES) * _LINES})
     name = task.function.rpartition("::")[2].rpartition(".")[2]
     match rng.choices(_LOOKS, _LOOKED)[0]:
         case "grep" if any(schema["function"]["name"] == "grep" for schema in talk.tools.schemas):

@@ -1,6 +1,7 @@
 """Training on packed rows: what is computed at once, and the loss of it.
 
-    isolated   the examples of some rows, one after the other in one row, each under its own causal mask
+    isolated   the examples of some rows in one row, each under its own causal mask; what several begin with is
+               computed once
     crossing   rows as they are: an example sees those before it. All passes have one shape, so they can be compiled
     none       one example at a time, for architectures that the first cannot compute
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 from etude.corpus import packing
 from etude.errors import UserError
 from etude.models.head import head_of
-from etude.models.segments import Graph, Node
+from etude.models.segments import Graph, Node, Trie, trie
 from etude.trainer.finetune.config import OptimConfig
 from etude.trainer.finetune.folder import Packing, hidden_of
 from etude.trainer.finetune.loop import Loss, StageRun, TrainingWork, fit
@@ -126,18 +127,20 @@ class PackedSteps(Sequence[Sequence[PackedPass]]):
 
 
 def _of_nodes(examples: Sequence[packing.Encoded], total: Tensor, pad: int, *, isolated: bool) -> PackedPass:
-    """A pass of one row [1, N]: examples one after the other, each a node that no other one sees."""
-    nodes = [Node(ids) for ids, _ in examples]
+    """A pass of one row [1, N]. Isolated, it is the prefix tree of the examples: what several begin with, such as the
+    definitions of tools, is computed once; else it is one example."""
+    rows = [ids for ids, _ in examples]
+    tree = trie(rows) if isolated else Trie(Graph((Node(rows[0]),)), ((0,),))
+    nodes = list(tree.graph.nodes)
     if isolated and (padding := -sum(map(len, nodes)) % _PADDED):
         nodes.append(Node(np.full(padding, pad, dtype=np.int64)))
     graph = Graph(tuple(nodes))
-    starts = graph.offsets[: len(examples)].tolist()
-    places = [start + np.flatnonzero(mask[1:]) for start, (_, mask) in zip(starts, examples, strict=True)]
-    index_K = np.concatenate(places)
-    ids_N = graph.ids_T
+    before = [np.flatnonzero(mask[1:]) for _, mask in examples]
+    index_K = np.concatenate([tree.where(row)[at] for row, at in enumerate(before)])
+    targets_K = np.concatenate([ids[at + 1] for ids, at in zip(rows, before, strict=True)])
     weights_K = np.ones(len(index_K), dtype=np.float32)
-    ids, index, targets, weights = map(torch.from_numpy, (ids_N[None], index_K, ids_N[index_K + 1], weights_K))
-    return PackedPass(ids, index, targets, weights, total, graph, isolated)
+    ids_1N, index, target, weights = map(torch.from_numpy, (graph.ids_T[None], index_K, targets_K, weights_K))
+    return PackedPass(ids_1N, index, target, weights, total, graph, isolated)
 
 
 def hidden_states(model: PreTrainedModel, part: PackedPass) -> Tensor:
