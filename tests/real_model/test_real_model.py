@@ -121,7 +121,7 @@ def test_the_engine_is_exact(real: Real) -> None:
 def test_a_greedy_and_a_sampled_answer_have_the_log_probabilities_of_the_trainer(real: Real) -> None:
     ids = real.ids(CODE)
     asked = [
-        Request(ids=ids[:end], max_tokens=16, temperature=temperature, seed=end)
+        Request(ids=ids[:end], max_tokens=10, temperature=temperature, seed=end)
         for end, temperature in ((len(ids), 0.0), (len(ids), 1.0), (11, 0.7))
     ]
     made = run(Engine(real.ours, CONFIG), *asked)
