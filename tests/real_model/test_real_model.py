@@ -65,10 +65,6 @@ TOOL = {
 class Real(_Examined):
     """What `etude doctor models` measures a model with, and a text in its tokens."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.right = self.truth(self.rows)
-
     def ids(self, text: str) -> list[int]:
         return load_tokenizer(self.folder).encode(text, add_special_tokens=False).ids
 
