@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import socket
 import tarfile
 import zipfile
 from pathlib import Path
@@ -158,6 +159,18 @@ def test_a_fetched_source_package_is_not_run(evil: tuple[Path, str], tmp_path: P
     assert not evil[0].exists()
     with pytest.raises(UserError, match=r"evil==2\.0 has no source package"):
         packages.fetch_library("evil", "2.0", evil[1], tmp_path / "libraries")
+
+
+def test_an_index_that_cannot_be_reached_is_not_said_to_lack_a_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    said = r"^pip download a==1 failed: the package index cannot be reached; check the network\.$"
+    with socket.socket() as nobody:  # bound, and does not listen
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}/simple")
+        with pytest.raises(UserError, match=said):
+            packages.download_wheel("a==1", tmp_path / "into")
 
 
 def test_a_module_of_the_current_folder_does_not_take_the_place_of_pip(

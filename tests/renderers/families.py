@@ -38,10 +38,16 @@ class Family:
     calls: int | None = None
     refusal: str = ""
     stops: str = ""  # further tokens of generation_config.json
+    folder: Path = TEMPLATES  # of the template
 
     @property
     def template(self) -> str:
-        return (TEMPLATES / f"{self.name}.jinja").read_text(encoding="utf-8")
+        return (self.folder / f"{self.name}.jinja").read_text(encoding="utf-8")
+
+    @property
+    def chatml(self) -> bool:
+        """Whether its vocabulary has the tokens that mark turns as ChatML does."""
+        return {"<|im_start|>", IM_END} <= set(self.special.split())
 
     def tokenizer(self) -> Tokenizer:
         alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -106,3 +112,36 @@ FAMILIES = (
     Family("phi-3.5", "<|end|>", "<|endoftext|> <|system|> <|user|> <|assistant|> <|end|>", refusal="no generation"),
     Family("smollm3", IM_END, CHATML, QWEN3, refusal="drops or repeats tool calls"),
 )  # fmt: skip
+
+
+def _plain(name: str, eos: str, special: str, refusal: str) -> Family:
+    return Family(name, eos, special, refusal=refusal, folder=TEMPLATES / "without_tools")
+
+
+# Of these none calls tools; those with the tokens of ChatML get the bundled template proposed.
+DROPS, FAILS = "drops or repeats tool calls", "fails on a tool call"
+S = "<s> </s>"
+PHI3 = "<|endoftext|> <|system|> <|user|> <|assistant|> <|end|>"
+WITHOUT_TOOLS = (
+    _plain("smollm2", IM_END, CHATML, DROPS),
+    _plain("openhermes-2.5", IM_END, f"{S} <|im_start|> {IM_END}", DROPS),
+    _plain("chatml", IM_END, CHATML, DROPS),
+    _plain("gemma-chatml", IM_END, f"<pad> <eos> <bos> <|im_start|> {IM_END}", DROPS),
+    _plain("yi-chat", "<|endoftext|>", f"<|startoftext|> {CHATML}", DROPS),
+    _plain("qwen2.5-vl", IM_END, CHATML + " <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>", DROPS),
+    _plain("phi-4", IM_END, CHATML + " <|im_sep|>", DROPS),
+    _plain("phi-4-reasoning", IM_END, CHATML + " <|im_sep|>", DROPS),
+    _plain("smolvlm", "<end_of_utterance>", CHATML + " <end_of_utterance>", FAILS),
+    _plain("zephyr", "</s>", S, DROPS),
+    _plain("openchat-3.5", "<|end_of_turn|>", S + " <|end_of_turn|>", DROPS),
+    _plain("mistral-7b-v0.2", "</s>", S, FAILS),
+    _plain("mistral-small-3", "</s>", S + " [INST] [/INST] [SYSTEM_PROMPT] [/SYSTEM_PROMPT]", FAILS),
+    _plain("idefics3", "<end_of_utterance>", "<|begin_of_text|> <end_of_utterance>", FAILS),
+    _plain("phi-3-mini", "<|end|>", PHI3, DROPS),
+    _plain("phi-3-vision", "<|end|>", PHI3, DROPS),
+    _plain("ling-lite", "<|endoftext|>", "<|startoftext|> <|endoftext|> <role> </role>", DROPS),
+    _plain("gigachat-20b", "</s>", S + " <|message_sep|> <|role_sep|>", "fails on a conversation"),
+    _plain("megrez-3b", "<|turn_end|>", "<|role_start|> <|role_end|> <|turn_end|>", DROPS),
+    _plain("rwkv-world", "<|endoftext|>", "<|endoftext|>", DROPS),
+    _plain("alpaca", "</s>", S, DROPS),
+)

@@ -8,19 +8,21 @@ import pytest
 
 from etude.config import RLConfig
 from etude.errors import UserError
-from etude.renderers import renderer_for, say_dropped
+from etude.renderers import dialect_verdict, renderer_for, say_dropped
 from etude.renderers.template import with_chat_template
 from etude.trainer.finetune.config import SftConfig
 from etude.weights.runs import model_folder, with_models
 from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
-from tests.renderers.families import FAMILIES, Family
+from tests.renderers.families import FAMILIES, WITHOUT_TOOLS, Family
 
 # In the manner of SmolLM2: ChatML that knows no tools.
 PLAIN = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-CALL = {"type": "function", "function": {"name": "read", "arguments": {"path": 'a "b"\n', "line": 3}}}
+ALL = (*FAMILIES, *WITHOUT_TOOLS)
+ARGUMENTS = {"path": 'a "b"\n', "line": 3, "deep": {"é": [None, True, "</tool_call><|im_end|>"]}}
+CALL = {"type": "function", "function": {"name": "read", "arguments": ARGUMENTS}}
 TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -39,10 +41,7 @@ def test_a_model_whose_template_cannot_call_tools_is_told_of_the_bundled_one(pla
         renderer_for(plain)
     renderer = renderer_for(with_chat_template(plain, "chatml-hermes"))
     assert renderer.dialect == "hermes"
-    request, turn = {"role": "user", "content": "Read it."}, {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    ids = renderer.turn(turn)
-    (call,) = renderer.parse(ids, "stop", [TOOL]).calls
-    assert (call.name, call.arguments) == ("read", {"path": 'a "b"\n', "line": 3})
+    request = {"role": "user", "content": "Read it."}
     prompt = renderer.text(renderer.prompt([{"role": "system", "content": "Be brief."}, request], [TOOL]))
     assert prompt.startswith("<|im_start|>system\nBe brief.\n\nFunctions that you can call")
     assert json.dumps(TOOL) in prompt
@@ -67,13 +66,40 @@ def test_what_a_template_drops_is_said(tmp_path: Path, capsys: pytest.CaptureFix
         assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if "<|im_start|>" in f.special], ids=lambda f: f.name)
+def test_twenty_templates_without_tools_are_tried() -> None:
+    assert len(WITHOUT_TOOLS) >= 20
+    assert {f.name for f in WITHOUT_TOOLS} == {path.stem for path in WITHOUT_TOOLS[0].folder.glob("*.jinja")}
+    assert len({f.template for f in WITHOUT_TOOLS}) == len(WITHOUT_TOOLS)
+    assert sum(f.chatml for f in WITHOUT_TOOLS) >= 8
+
+
+@pytest.mark.parametrize("family", WITHOUT_TOOLS, ids=lambda f: f.name)
+def test_a_template_without_tools_is_refused_in_a_sentence_that_says_which_to_take(
+    family: Family, tmp_path: Path
+) -> None:
+    said = dialect_verdict(family.write(tmp_path / family.name)).refusal
+    assert said.startswith(f"The chat template of {family.name} cannot be used by turns: it ")
+    assert family.refusal in said
+    assert "\n" not in said
+    wanted = "chatml-hermes" if family.chatml else "FILE"
+    assert said.endswith(f"; give another with --chat-template {wanted} (model.chat_template), or use another model.")
+
+
+@pytest.mark.parametrize("family", [f for f in ALL if f.chatml], ids=lambda f: f.name)
 def test_the_bundled_template_fits_all_that_mark_turns_as_chatml(family: Family, tmp_path: Path) -> None:
-    folder = with_chat_template(family.write(tmp_path / "model"), "chatml-hermes")
-    assert renderer_for(folder).dialect == "hermes"
+    """Calls come back as they were given, and turns put together are the whole conversation."""
+    renderer = renderer_for(with_chat_template(family.write(tmp_path / "model"), "chatml-hermes"))
+    assert renderer.dialect == "hermes"
+    request, turn = {"role": "user", "content": "Read."}, {"role": "assistant", "content": "", "tool_calls": [CALL] * 2}
+    ids = renderer.turn(turn)
+    assert ids[-1] in renderer.stop_ids
+    assert [(c.name, c.arguments) for c in renderer.parse(ids, "stop", [TOOL]).calls] == [("read", ARGUMENTS)] * 2
+    whole = [request, turn, *({"role": "tool", "content": text} for text in ("one", "two")), request]
+    together = [*renderer.prompt([request], [TOOL]), *ids, *renderer.bridge(ids, "stop", ["one", "two"], "Read.")]
+    assert renderer.text(together) == renderer.text(renderer.prompt(whole, [TOOL]))
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if "<|im_end|>" not in f.special], ids=lambda f: f.name)
+@pytest.mark.parametrize("family", [f for f in ALL if "<|im_end|>" not in f.special], ids=lambda f: f.name)
 def test_it_is_refused_where_no_token_ends_a_turn_so(family: Family, tmp_path: Path) -> None:
     folder = with_chat_template(family.write(tmp_path / "model"), "chatml-hermes")
     with pytest.raises(UserError, match=r"The chat template of model cannot be used by turns: .*--chat-template FILE"):

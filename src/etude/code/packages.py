@@ -201,6 +201,10 @@ def _pip(arguments: list[str], timeout: float) -> None:
         return
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")] or ["ERROR: no message"]
     missing = re.search(r"No matching distribution found for (\S+)", done.stderr)
+    if missing and "connection broken by" in done.stderr:  # an index that nobody reached lacks nothing
+        raise UserError(
+            f"pip {arguments[0]} {missing[1]} failed: the package index cannot be reached; check the network."
+        )
     if missing:
         version = ".".join(map(str, sys.version_info[:2]))
         raise NoWheel(

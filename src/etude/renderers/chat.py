@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # what clients and templates call it
+_CHATML = ("<|im_start|>", "<|im_end|>")  # around a turn; the end is one whatever the model's configuration says
 _NO_TOOLS = ToolDialect("none", lambda text, tools: Spoken(text, ()))
 
 
@@ -85,8 +86,8 @@ class ChatRenderer(MarkedCodec):
         self.digest = blake3.blake3(f"chat\n{template.digest}\n{self._tokenizer.to_str()}".encode()).hexdigest()
         self._tags = trial.thought_tags(template)
         self._no_tools = ""
-        eos = template.eos_token
-        ends = {self._contents[i] for i in self._eos_ids if i in self._contents} | {eos} & self._ids.keys()
+        named = {template.eos_token, *(mark for mark in _CHATML[1:] if mark in template.source)}
+        ends = {self._contents[i] for i in self._eos_ids if i in self._contents} | named & self._ids.keys()
         try:
             self._opening = trial.openings(template, self._tags)
             try:
@@ -368,7 +369,7 @@ class ChatRenderer(MarkedCodec):
 
     def _advice(self) -> str:
         """What to do about a template: a bundled one serves models that mark turns as ChatML does."""
-        name = CHAT_TEMPLATES[0] if {"<|im_start|>", "<|im_end|>"} <= self._ids.keys() else "FILE"
+        name = CHAT_TEMPLATES[0] if self._ids.keys() >= set(_CHATML) else "FILE"
         return f"give another with --chat-template {name} (model.chat_template), or use another model"
 
 

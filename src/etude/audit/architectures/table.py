@@ -137,9 +137,14 @@ class _Examined:
             return Cell("silent", None, f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}")
 
     @cached_property
+    def right(self) -> list[np.ndarray]:
+        """`truth` of `rows`."""
+        return self.truth(self.rows)
+
+    @cached_property
     def limit(self) -> float:
         """Nats that another order of summation explains."""
-        return support.bound(self.truth, self.rows, self.truth(self.rows))
+        return support.bound(self.truth, self.rows, self.right)
 
     def judged(self, given: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> Cell:
         """Exact or silent."""
@@ -149,8 +154,8 @@ class _Examined:
     def _trained(self, use: Literal["rows", "shared prompts"], executions: Sequence[Any]) -> Cell:
         if said := support.refusal(self.config, use) or trial.refusal(self.ours, use):
             return Cell("refused", None, said)
-        truth = self.truth(self.rows)
-        cells = [self.judged(trial.log_probs(self.ours, execution, self.rows), truth) for execution in executions]
+        given = [trial.log_probs(self.ours, execution, self.rows) for execution in executions]
+        cells = [self.judged(each, self.right) for each in given]
         return max(cells, key=lambda cell: (cell.state == "silent", cell.error))
 
     def _generated(self, routes: bool) -> list[tuple[np.ndarray, Any]]:
