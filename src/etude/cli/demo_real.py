@@ -63,19 +63,21 @@ def _steps(config: RLConfig, folder: Path, overrides: list[str]) -> list[Step]:
     sft = validate(SftConfig, read_toml(_recipe(SFT)), SFT)
     traces, tuned = Path(sft.data.files[0]) if sft.data else Path(), OUTPUTS / sft.name
     rollout, base = config.rollout, folder / "eval-base.json"
-    budget = ("--turns", rollout.turns, "--tokens", rollout.tokens, "--context", rollout.context)
-    pretrained = read_toml(_recipe(SFT))["model"]["path"]  # its name: the folder may not have been made yet
-    measured = ("eval", pretrained, "--chat-template", sft.model.chat_template, "--suite", folder,
-                "--samples", config.eval.samples, *budget, "--dtype", config.inference.dtype,
-                "--threads", 2, "--tools", *rollout.tools, "-o", folder / "base", "--json")  # fmt: skip
+    tell = ("tasks", "traces", _recipe(TRACES), "-o", traces, "--per-task", 4, "--tools", *rollout.tools)
+    learn = ("train", folder, "--resume") if folder.exists() else ("train", _recipe(RL), *overrides)
+    measure = (
+        "eval", read_toml(_recipe(SFT))["model"]["path"],  # its name: the folder may not have been made yet
+        "--chat-template", sft.model.chat_template, "--suite", folder, "--seed", config.seed,
+        "--samples", config.eval.samples, "--turns", rollout.turns, "--tokens", rollout.tokens,
+        "--context", rollout.context, "--dtype", config.inference.dtype, "--threads", 2, "--tools", *rollout.tools,
+        "-o", folder / "base", "--json",
+    )  # fmt: skip
     return [
-        Step("told answers", ("tasks", "traces", str(_recipe(TRACES)), "-o", str(traces), "--tools", *rollout.tools),
-             traces),
+        Step("told answers", tuple(map(str, tell)), traces),
         Step("fine-tuning", ("train", str(_recipe(SFT)), *_resume(tuned)), tuned / "checkpoint"),
-        Step("RL", ("train", str(folder), "--resume") if folder.exists() else ("train", str(_recipe(RL)), *overrides),
-             folder / "report.html"),
-        Step("the pretrained model", tuple(map(str, measured)), base),
-    ]  # fmt: skip
+        Step("RL", tuple(map(str, learn)), folder / "report.html"),
+        Step("the pretrained model", tuple(map(str, measure)), base),
+    ]
 
 
 def _resume(folder: Path) -> tuple[str, ...]:
