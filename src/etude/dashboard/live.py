@@ -21,7 +21,7 @@ from etude.dashboard.view import PROCESSES
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 48  # values of the sparkline
 _LINE_SECONDS = 5.0  # between two plain lines
-_ESTIMATE_SECONDS = 10.0  # of a stage, before the remaining time is told
+_ESTIMATE_SECONDS, _ESTIMATE_SHARE = 10.0, 0.1  # of a stage, before the remaining time is told
 _REFRESH = 2  # screens per second: drawing one costs milliseconds that the run needs
 
 # figure -> (label, how it is written); others may be given to `update` and are written compactly under their own name
@@ -158,7 +158,8 @@ class LiveView:
         if not self._total or not self._done:
             return None
         elapsed = self._clock() - self._stage_started
-        if elapsed < _ESTIMATE_SECONDS:  # the first items of a stage are slower than the rest
+        # The first items of a stage are slower than the rest, and items that run together end together.
+        if elapsed < _ESTIMATE_SECONDS or self._done < _ESTIMATE_SHARE * self._total:
             return None
         return elapsed / self._done * max(0.0, self._total - self._done)
 
