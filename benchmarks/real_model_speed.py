@@ -183,7 +183,7 @@ def rewrites(folder: Path, quick: bool) -> dict[str, Any]:
         renderer_for(folder, tools=False),
     )
     fast, plain = (Engine(model, EngineConfig(max_batch=1, speculate=on)) for on in (True, False))
-    tokens, gains, different = 32 if quick else 256, [], 0
+    tokens, gains, different = 32 if quick else 160, [], 0
     for name, change in EDITED[: 1 if quick else None]:
         file = head_of_file(inspect.getsource(__import__(name)))
         request = _rewrite(encoder, renderer, file, change, tokens)
@@ -278,8 +278,8 @@ def first_tokens(folder: Path, quick: bool) -> dict[str, Any]:
     """Seconds to the first token with documents in the cache against a plain prompt of the same tokens, float32."""
     table, model, encoder = Table("real-model/documents"), load_model(folder), PlainEncoder(load_tokenizer(folder))
     one, rng = Engine(model, EngineConfig(speculate=False)), np.random.default_rng(0)
-    fulls, repeats = (1, 1) if quick else (2, 5)
-    for count in (4,) if quick else (10, 20):
+    fulls, repeats = (1, 1) if quick else (1, 3)
+    for count in (4,) if quick else (10,):
         full, warm, tail, cold, _ = documents.times(one, rng, count, fulls, repeats)
         shape = f"{count} documents of {documents.LENGTH} tokens and {documents.TAIL} after them"
         table.add(

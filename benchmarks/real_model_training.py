@@ -50,7 +50,7 @@ def mismatch(folder: Path, quick: bool) -> dict[str, Any]:
         model, name = load_model(folder, dtype=dtype), str(dtype).removeprefix("torch.")
         engine = Engine(model, EngineConfig(max_batch=32))
         requests = [
-            Request(ids=ids, max_tokens=8 if quick else 48, seed=GROUP * g + m)
+            Request(ids=ids, max_tokens=8 if quick else 32, seed=GROUP * g + m)
             for g, ids in enumerate(prompts)
             for m in range(GROUP)
         ]
