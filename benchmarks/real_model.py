@@ -1,7 +1,7 @@
 """A pretrained model on the CPU, smollm2 (SmolLM2-135M-Instruct): what the figures of toys say of a real one.
 
-engine      the engine in bfloat16 and float32 beside transformers' `generate` and, where ETUDE_LLAMA_CPP_PYTHON names a
-            Python with the package `xllamacpp`, llama.cpp on the same weights; one run, in turns, prompts of 250 tokens
+engine-bN   N rows: the engine in bfloat16 and float32 beside transformers' `generate` and, where ETUDE_LLAMA_CPP_PYTHON
+            names a Python with the package `xllamacpp`, llama.cpp on the same weights; in turns, prompts of 250 tokens
 edits       the model's own greedy rewrites of files with the file as draft; and forced answers (`benchmarks/edits.py`)
 documents   seconds to the first token with documents in the cache
 start       seconds of a start by part, and memory
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ from etude.models.gguf import folder_of
 MODEL = "smollm2"
 Part = Callable[[Path, bool, int], dict[str, Any]]
 PARTS: dict[str, Part] = {
-    "engine": engine,
+    "engine-b1": partial(engine, batch=1),
+    "engine-b8": partial(engine, batch=8),
+    "engine-b32": partial(engine, batch=32),
     "edits": lambda folder, quick, _: rewrites(folder, quick),
     "documents": lambda folder, quick, _: first_tokens(folder, quick),
     "start": starts,

@@ -44,8 +44,8 @@ EDITED = (
     ("sched", "Rename the parameter `timefunc` to `clock`."),
 )
 LINES = 200
-BATCHES = {1: (40, 3), 8: (12, 3), 32: (6, 2)}  # tokens of an answer, and rounds
-QUICK = {1: (12, 1), 8: (6, 1)}
+BATCHES = {1: (32, 3), 8: (8, 2), 32: (4, 1)}  # tokens of an answer, and rounds
+QUICK = {1: (12, 1), 8: (6, 1), 32: (3, 1)}
 KINDS = {"F16": "its fastest type that holds these weights", "Q4_1": "another arithmetic: four bits a weight"}
 
 
@@ -55,7 +55,6 @@ class System:
 
     name: str
     ask: Callable[[list[list[int]], int], tuple[float, float]]
-    batches: Sequence[int] = tuple(BATCHES)
 
 
 def texts(encoder: PlainEncoder, count: int, length: int, seed: int) -> list[list[int]]:
@@ -71,9 +70,9 @@ def texts(encoder: PlainEncoder, count: int, length: int, seed: int) -> list[lis
 # --- the engine -----------------------------------------------------------------------------------------------------
 
 
-def engine(folder: Path, quick: bool, threads: int) -> dict[str, Any]:
-    """Rows of the engine in both types, transformers and llama.cpp; every system answers each round in turn."""
-    table, encoder = Table("real-model/engine"), PlainEncoder(load_tokenizer(folder))
+def engine(folder: Path, quick: bool, threads: int, batch: int) -> dict[str, Any]:
+    """Rows at one batch of the engine in both types, transformers and llama.cpp, which answer each round in turn."""
+    table, encoder = Table(f"real-model/engine-b{batch}"), PlainEncoder(load_tokenizer(folder))
     absent = {"llama.cpp": llama_cpp.missing()} if llama_cpp.missing() else {}
     with ExitStack() as stack, tempfile.TemporaryDirectory() as made:
         systems, about = [], {}
@@ -83,17 +82,17 @@ def engine(folder: Path, quick: bool, threads: int) -> dict[str, Any]:
             plain.set_attn_implementation("sdpa")
             systems += [System(f"etude {name}", _engine(model)), System(f"transformers {name}", _generate(plain))]
         for kind, why in () if absent else KINDS.items():
+            if batch > 1 and kind == "Q4_1":
+                continue
             file = Path(made) / f"{kind}.gguf"
             llama_cpp.write_gguf(folder, file, kind)
-            batches = (1,) if kind == "Q4_1" else tuple(BATCHES)
-            options = {"model": str(file), "rows": max(batches), "length": 384, "threads": threads}
+            options = {"model": str(file), "rows": batch, "length": 384, "threads": threads}
             process = stack.enter_context(llama_cpp.LlamaCpp(**options))
             about = {"llama.cpp": process.about}
-            systems.append(System(f"llama.cpp {kind} ({why})", _llama(process), batches))
+            systems.append(System(f"llama.cpp {kind} ({why})", _llama(process)))
         for system in systems:
             system.ask(texts(encoder, 1, PROMPT, 1), 4)  # compiles, and learns
-        for batch, (tokens, rounds) in (QUICK if quick else BATCHES).items():
-            _rounds(table, [s for s in systems if batch in s.batches], encoder, batch, tokens, rounds)
+        _rounds(table, systems, encoder, batch, *(QUICK if quick else BATCHES)[batch])
     return table.result() | {"absent": absent, "about": about}
 
 
