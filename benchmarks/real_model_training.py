@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.real_model_speed import texts
 from benchmarks.table import Table
+from benchmarks.weights import scatter
 from etude.config import EngineConfig, TrainerConfig
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
@@ -72,30 +73,37 @@ def mismatch(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def deltas(folder: Path, quick: bool) -> dict[str, Any]:
-    """What of the weights one step changes, and what of them travels."""
+    """What of the weights one step changes, and what of them travels: the first step from the model's own weights,
+    whose masters lie in the middle of what rounds to them, and one from masters anywhere, as after a long run."""
     table, conversation = Table("real-model/deltas"), _conversation(folder)
     for rate in RATES[-1:] if quick else RATES:
-        model = load_model(folder, dtype=torch.bfloat16)
-        types = published_dtypes(folder, model, torch.bfloat16)
-        optimizer = for_policy(model, TrainerConfig(lr=rate, warmup_steps=0), types)
-        with tempfile.TemporaryDirectory() as store:
-            publisher = Publisher(open_store(f"file://{store}"))
-            before = {name: bits(t).copy() for name, t in optimizer.published().items()}
-            publisher.publish(0, optimizer.published(), (), {})
-            _backward(model, *conversation)
-            norm = optimizer.collect()
-            optimizer.apply(rate)
-            after = optimizer.published()
-            manifest = publisher.publish(1, after, (0,), {}, lr=rate)
-        changed = sum(int((before[name] != bits(t)).sum()) for name, t in after.items())
-        total, size = sum(t.numel() for t in after.values()), sum(t.nbytes for t in after.values())
-        what = f"{total:,} weights after the first AdamW step on one conversation, norm of the gradient {norm:.2g}"
-        table.add(f"lr {rate:g}/changed", changed / total, "share", what)
-        table.add(f"lr {rate:g}/bytes", manifest.payload_bytes, "bytes", f"{size:,} bytes of all weights")
-        table.add(
-            f"lr {rate:g}/whole over delta", size / max(1, manifest.payload_bytes), "x", "all weights / the delta"
-        )
+        for settled in (False, True):
+            _delta(table, folder, conversation, rate, settled)
     return table.result()
+
+
+def _delta(table: Table, folder: Path, conversation: tuple[list[int], list[int]], rate: float, settled: bool) -> None:
+    model = load_model(folder, dtype=torch.bfloat16)
+    types = published_dtypes(folder, model, torch.bfloat16)
+    optimizer = for_policy(model, TrainerConfig(lr=rate, warmup_steps=0), types)
+    if settled:
+        scatter(optimizer, torch.Generator().manual_seed(0))
+    with tempfile.TemporaryDirectory() as store:
+        publisher = Publisher(open_store(f"file://{store}"))
+        before = {name: bits(t).copy() for name, t in optimizer.published().items()}
+        publisher.publish(0, optimizer.published(), (), {})
+        _backward(model, *conversation)
+        norm = optimizer.collect()
+        optimizer.apply(rate)
+        after = optimizer.published()
+        sent = publisher.publish(1, after, (0,), {}, lr=rate).payload_bytes
+    changed = sum(int((before[name] != bits(t)).sum()) for name, t in after.items())
+    total, size = sum(t.numel() for t in after.values()), sum(t.nbytes for t in after.values())
+    case = f"lr {rate:g}/{'masters anywhere' if settled else 'first step'}"
+    what = f"{total:,} weights, one AdamW step on one conversation, norm of the gradient {norm:.2g}"
+    table.add(f"{case}/changed", changed / total, "share", what)
+    table.add(f"{case}/bytes", sent, "bytes", f"{size:,} bytes of all weights")
+    table.add(f"{case}/whole over delta", size / sent, "x", "all weights / the delta")
 
 
 def _conversation(folder: Path) -> tuple[list[int], list[int]]:
