@@ -72,7 +72,7 @@ def _run(fulls: int, repeats: int, orders: int, samples: int) -> dict[str, Any]:
     table = Table("documents")
     add, checks = table.add, table.checks
     for count, target in TARGETS.items():
-        full, warm, tail, cold, assembly = _times(engine, rng, count, fulls, repeats)
+        full, warm, tail, cold, assembly = times(engine, rng, count, fulls, repeats)
         tokens = count * LENGTH + TAIL
         what = f"plain prompt of the same {tokens} tokens, full prefill, {full:.3f} s"
         add(f"ttft/{count}", full / warm, "x", what)
@@ -84,7 +84,7 @@ def _run(fulls: int, repeats: int, orders: int, samples: int) -> dict[str, Any]:
     ours, prefix = (_hit_rate(engine, orders, documents, plain) for plain in (False, True))
     add("reorder/hit-rate", ours, "x", f"all document tokens, {orders} random orders of 10")
     add("reorder/hit-rate-prefix", prefix, "x", "the same, sent as plain prompts to the prefix cache")
-    difference, same = _difference(model, engine, rng, documents)
+    difference, same = difference_from_one_pass(model, engine, rng, documents)
     add("logits/max-abs", difference, "logit", "one masked forward pass, 10 documents, float32")
     checks["logits are those of one masked pass"] = difference <= LIMIT
     checks["the first token is that of one masked pass"] = same
@@ -138,7 +138,7 @@ def _first(engine: Engine, request: Request) -> tuple[float, Generation]:
     return time.perf_counter() - start, row.future.result()
 
 
-def _times(
+def times(
     engine: Engine, rng: np.random.Generator, count: int, fulls: int, repeats: int
 ) -> tuple[float, float, float, float, float]:
     """Median seconds of a full prefill, with cached documents, of a tail alone, with new documents, of assembly."""
@@ -182,7 +182,7 @@ def _hit_rate(engine: Engine, count: int, documents: Sequence[list[int]], plain:
 
 
 @torch.inference_mode()
-def _difference(
+def difference_from_one_pass(
     model: PreTrainedModel, engine: Engine, rng: np.random.Generator, documents: Sequence[list[int]]
 ) -> tuple[float, bool]:
     """Largest difference of the tail's logits from a masked pass, and whether the greedy first tokens are equal."""

@@ -45,8 +45,8 @@ def trained(count: int, add: Callable[..., None]) -> int:
         Engine(model, EngineConfig(max_batch=1, speculate=False)),
     )
     for engine in (fast, plain):
-        _timed(engine, requests[0])  # compiles the kernels, measures the costs
-    pairs = [(_timed(plain, msgspec.structs.replace(r, sources=())), _timed(fast, r)) for r in requests]
+        timed(engine, requests[0])  # compiles the kernels, measures the costs
+    pairs = [(timed(plain, msgspec.structs.replace(r, sources=())), timed(fast, r)) for r in requests]
     gains = [slow.decode / quick.decode for slow, quick in pairs if quick.decode > 0]
     whole = [(slow.prefill + slow.decode) / (quick.prefill + quick.decode) for slow, quick in pairs]
     exact = sum(quick.ids[: len(ids)] == ids for (_, quick), ids in zip(pairs, wanted, strict=True))
@@ -84,7 +84,7 @@ def _requests(count: int, length: int) -> tuple[list[Request], list[list[int]], 
     return requests, wanted, characters
 
 
-def _timed(engine: Engine, request: Request) -> Timed:
+def timed(engine: Engine, request: Request) -> Timed:
     """A whole answer, with the prompt computed anew."""
     engine.cache.clear()
     start = time.perf_counter()

@@ -104,7 +104,7 @@ def real_pair(learning_rate: float, steps: int, settled: bool = False) -> Pair:
     episodes_SGT = _sampled(model, prompts, generator).view(steps, GROUP, PROMPT + COMPLETION)
     optimizer = for_policy(model, TrainerConfig(lr=learning_rate, warmup_steps=0))
     if settled:
-        _scatter(optimizer, generator)
+        scatter(optimizer, generator)
     versions = []
     for step in range(steps):
         rewards_G = torch.isin(episodes_SGT[step, :, PROMPT:], truth_ST[step]).float().mean(1)
@@ -117,7 +117,7 @@ def real_pair(learning_rate: float, steps: int, settled: bool = False) -> Pair:
     return Pair(schema_of(versions[0]), old, new, learning_rate)
 
 
-def _scatter(optimizer: MasterAdamW, generator: torch.Generator) -> None:
+def scatter(optimizer: MasterAdamW, generator: torch.Generator) -> None:
     """Moves every master by up to half a unit in the last place of its bfloat16 value."""
     state = optimizer.state()
     for name, master in state.items():

@@ -31,6 +31,22 @@ def test_a_product_is_that_of_float64(count: int, out: int, size: int) -> None:
     assert (turned - true).abs().max() < 3e-7 * size
 
 
+@pytest.mark.parametrize("count", [1, 5, 16, 17, 40])
+@pytest.mark.parametrize(("out", "size"), [(64, 32), (4500, 33)])
+def test_the_head_in_bfloat16_has_float32_logits(count: int, out: int, size: int) -> None:
+    noise = torch.Generator().manual_seed(count)
+    x, weight = (torch.randn(rows, size, generator=noise).bfloat16() for rows in (count, out))
+    weight[0] = float("nan")
+    true = F.linear(x.double(), weight.double())
+    with torch.inference_mode():
+        ours = gemm.head(x, weight)
+    assert ours.dtype == torch.float32
+    assert ours[:, 0].isnan().all(), "broken weights are noticed"
+    assert (ours - true)[:, 1:].abs().max() < 3e-7 * size
+    with batch_invariant.batch_invariant(), torch.inference_mode():
+        assert torch.equal(gemm.head(x, weight).nan_to_num(), batch_invariant.head(x, weight).nan_to_num())
+
+
 def test_many_rows_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, onednn = [], gemm.onednn
     monkeypatch.setattr(gemm, "onednn", lambda x, weight: sizes.append(len(x)) or onednn(x, weight))

@@ -1,4 +1,4 @@
-"""A model's products on the CPU in float32, without gradients.
+"""A model's products on the CPU in float32, without gradients; in bfloat16 the head alone, whose logits are float32.
 
 Few rows, as decoding makes them: the weights are read once, in order, and all the time goes into reading them. The
 library's products are made for many rows; for a few they take two to four times as long as a plain walk through the
@@ -28,6 +28,7 @@ FEW = 16  # rows up to which a walk through the weights is faster,
 _FEWER = 6  # if they are more than `_SERIAL`
 ROUND = 8  # oneDNN compiles for each shape, which takes as long as a product does: numbers of rows are rounded up,
 ROUND_NARROW = 16  # in bfloat16, where compiling takes longer, to this
+_PART = 2048  # rows of bfloat16 weights that are widened at a time: they stay in the second cache
 _SERIAL = 2**18  # weights of one product that one thread takes, however many threads there are
 _SILU = (nn.SiLU, SiLUActivation)
 # Sums may be taken in any order, but what is not a number must stay so: broken weights are noticed by it.
@@ -47,10 +48,10 @@ def _serial(weight_ND: Tensor) -> bool:
     return weight_ND.numel() <= _SERIAL or torch.get_num_threads() == 1
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether products are taken from here at all."""
+def takes(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether products are taken from here at all, of factors in this type."""
     return (
-        x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled()
+        x.dtype == weight.dtype == dtype and x.device.type == "cpu" and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling() and not batch_invariant.is_on()
     )  # fmt: skip
 
@@ -98,7 +99,23 @@ def gated(act: nn.Module, x_TD: Tensor, gate_ID: Tensor, up_ID: Tensor, down_DI:
 
 def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
     """Logits [S, V] in float32: those of `batch_invariant.head`, but for the order of sums."""
+    if takes(hidden_SD, weight_VD, torch.bfloat16):
+        return widened(hidden_SD, weight_VD)
     return product(hidden_SD, weight_VD) if takes(hidden_SD, weight_VD) else batch_invariant.head(hidden_SD, weight_VD)
+
+
+def widened(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
+    """x weight^T in float32, [T, N], of bfloat16 factors, without a copy of all weights in float32: to write one takes
+    ten times as long as a product of few rows."""
+    x_TD, out_TN = x_TD.float().contiguous(), torch.empty(len(x_TD), len(weight_ND))
+    if len(x_TD) <= FEW:
+        narrow_rows(x_TD.numpy(), weight_ND.view(torch.uint16).numpy(), out_TN.numpy())
+        return out_TN
+    wide_MD = torch.empty(min(_PART, len(weight_ND)), weight_ND.shape[1])
+    for start in range(0, len(weight_ND), _PART):
+        part_MD = weight_ND[start : start + _PART]
+        out_TN[:, start : start + _PART] = onednn(x_TD, wide_MD[: len(part_MD)].copy_(part_MD))
+    return out_TN
 
 
 def takes_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor) -> bool:
@@ -117,29 +134,45 @@ def experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: Tensor)
     return out_TD
 
 
+@numba.njit(nogil=True, fastmath=_FAST, error_model="numpy", inline="always", cache=True)
+def _row(x_TD, w, out_TN, n) -> None:  # type: ignore[no-untyped-def]
+    count, size = x_TD.shape
+    t = 0
+    while t + 4 <= count:
+        x0, x1, x2, x3 = x_TD[t], x_TD[t + 1], x_TD[t + 2], x_TD[t + 3]
+        s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+        for d in range(size):
+            s0 += w[d] * x0[d]
+            s1 += w[d] * x1[d]
+            s2 += w[d] * x2[d]
+            s3 += w[d] * x3[d]
+        out_TN[t, n], out_TN[t + 1, n], out_TN[t + 2, n], out_TN[t + 3, n] = s0, s1, s2, s3
+        t += 4
+    while t < count:
+        x0, s0 = x_TD[t], np.float32(0)
+        for d in range(size):
+            s0 += w[d] * x0[d]
+        out_TN[t, n] = s0
+        t += 1
+
+
 @numba.njit(nogil=True, fastmath=_FAST, error_model="numpy", cache=True)
 def rows(x_TD, weight_ND, out_TN) -> None:  # type: ignore[no-untyped-def]
     """out = x weight^T. One row of weights at a time: two at once, and memory is read at half the speed."""
-    count, size = x_TD.shape
     for n in range(len(weight_ND)):
-        w = weight_ND[n]
-        t = 0
-        while t + 4 <= count:
-            x0, x1, x2, x3 = x_TD[t], x_TD[t + 1], x_TD[t + 2], x_TD[t + 3]
-            s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            for d in range(size):
-                s0 += w[d] * x0[d]
-                s1 += w[d] * x1[d]
-                s2 += w[d] * x2[d]
-                s3 += w[d] * x3[d]
-            out_TN[t, n], out_TN[t + 1, n], out_TN[t + 2, n], out_TN[t + 3, n] = s0, s1, s2, s3
-            t += 4
-        while t < count:
-            x0, s0 = x_TD[t], np.float32(0)
-            for d in range(size):
-                s0 += w[d] * x0[d]
-            out_TN[t, n] = s0
-            t += 1
+        _row(x_TD, weight_ND[n], out_TN, n)
+
+
+@numba.njit(nogil=True, fastmath=_FAST, error_model="numpy", cache=True)
+def narrow_rows(x_TD, bits_ND, out_TN) -> None:  # type: ignore[no-untyped-def]
+    """`rows` with weights in bfloat16, given as bits: the first half of a float32."""
+    wide_D = np.empty(bits_ND.shape[1], np.uint32)
+    weight_D = wide_D.view(np.float32)
+    for n in range(len(bits_ND)):
+        bits_D = bits_ND[n]
+        for d in range(len(bits_D)):
+            wide_D[d] = np.uint32(bits_D[d]) << np.uint32(16)
+        _row(x_TD, weight_D, out_TN, n)
 
 
 @numba.njit(nogil=True, error_model="numpy", cache=True)
