@@ -82,7 +82,7 @@ def test_the_agent_reads_the_lines_that_it_needs(rows: list[dict]) -> None:
         (read,) = (call for call in done if call[0] == "read")
         edit = next(call for call in reversed(done) if call[0] == "edit")
         assert edit[1]["old"].splitlines()[0] in read[2], "it has seen what it changes"
-        assert read[1]["limit"] < 80
+        assert read[1]["limit"] in (40, 80)
         ways.add(done[0][0])
     assert ways == {"read", "grep", "test"}
 

@@ -31,7 +31,7 @@ TRIES = (0, 1, 2)  # wrong edits
 _TRIED = (8, 3, 1)  # their weights
 _LOOKS = ("read", "grep", "test")
 _LOOKED = (6, 2, 2)
-_LINES = 20  # that are read at a time: the open ones, rounded up
+_LINES = 40  # that are read at a time: the open ones, rounded up
 MAX_EDIT_LINES = 12  # of a gold answer that is told
 
 _Call = tuple[str, dict[str, Any]]  # name and arguments
