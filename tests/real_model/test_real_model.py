@@ -45,6 +45,7 @@ from tests.inference.test_engine import run
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 SMOLLM2 = pytest.param("smollm2", marks=pytest.mark.smoke)
 smollm2 = pytest.mark.parametrize("name", [SMOLLM2])
+rarely = pytest.mark.parametrize("name", ["smollm2"])  # the gate has a minute for a real model
 both = pytest.mark.parametrize("name", [SMOLLM2, "gemma3-270m"])
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef mean(values):\n    total = 0\n    for value in values:\n"
@@ -225,7 +226,7 @@ def learn(model, ids: list[int], optimizer, rate: float) -> None:
     optimizer.apply(rate)
 
 
-@smollm2
+@rarely
 def test_versions_at_a_real_learning_rate_arrive_bit_for_bit(real: Real, tmp_path: Path) -> None:
     """The checkpoint's type is bfloat16: an update of 2e-6 moves few weights, and a delta holds those alone."""
     model, live = load_model(real.folder).train(), named_tensors(load_model(real.folder, dtype=torch.bfloat16))
@@ -249,7 +250,7 @@ def test_versions_at_a_real_learning_rate_arrive_bit_for_bit(real: Real, tmp_pat
     publisher.finish_anchor()
 
 
-@smollm2
+@rarely
 def test_merged_adapters_are_base_and_product_and_arrive_bit_for_bit(real: Real, tmp_path: Path) -> None:
     model, live = load_model(real.folder).train(), named_tensors(load_model(real.folder, dtype=torch.bfloat16))
     base = {name: tensor.clone() for name, tensor in live.items()}
