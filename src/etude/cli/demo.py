@@ -21,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="of tasks, episodes and evaluation (default: 1)")
     parser.add_argument(
         "--real", action="store_true",
-        help="a pretrained model of 135M parameters instead of nano, in about an hour and a half (docs/real-model.md)",
+        help="a pretrained model of 135M parameters instead of nano, in two hours and a half (docs/real-model.md)",
     )  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="continue the demo of this name where it stopped")
 
