@@ -70,7 +70,7 @@ def test_the_commands_are_those_of_the_recipes(tmp_path: Path, monkeypatch: pyte
     Path("outputs/smollm2-rl").mkdir(parents=True)
     Path("outputs/smollm2-sft").mkdir()
     _, tuned, learned, _ = demo_real._steps(config, Path("outputs/smollm2-rl"), [])
-    assert (tuned.words[-1], learned.words) == ("--resume", ("train", "outputs/smollm2-rl", "--resume"))
+    assert (tuned.words[-1], learned.words) == ("--resume", ("train", recipes[2], "--resume"))
 
 
 def test_the_agent_has_the_tools_that_it_was_told_about() -> None:

@@ -64,7 +64,7 @@ def _steps(config: RLConfig, folder: Path, overrides: list[str]) -> list[Step]:
     traces, tuned = Path(sft.data.files[0]) if sft.data else Path(), OUTPUTS / sft.name
     rollout, base = config.rollout, folder / "eval-base.json"
     tell = ("tasks", "traces", _recipe(TRACES), "-o", traces, "--per-task", 4, "--tools", *rollout.tools)
-    learn = ("train", folder, "--resume") if folder.exists() else ("train", _recipe(RL), *overrides)
+    learn = ("train", _recipe(RL), *overrides, *_resume(folder))  # which refuses overrides that the run does not have
     measure = (
         "eval", read_toml(_recipe(SFT))["model"]["path"],  # its name: the folder may not have been made yet
         "--chat-template", sft.model.chat_template, "--suite", folder, "--seed", config.seed,
