@@ -5,7 +5,7 @@ gate/false-promote    share of versions worse by the margin that the gate's pair
 gate/false-rollback   share of equal versions that the canary stops, at any look of any stage, over all guardrails
 harm/pairs-to-stop    median pairs, one account of each arm, until 20 % undone edits instead of 10 % are stopped
 
-The decisions are those of `etude.live.gate` and `etude.live.canary`.
+The decisions are those of `etude.live.release.gate` and `etude.live.release.canary`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.table import row
 from etude.config.live import CanaryConfig
 from etude.evals.sequential import log_evidence
 from etude.evals.suite import TaskResult
-from etude.live.canary import (
+from etude.live.release.canary import (
     GUARDRAILS,
     LASTING,
     RATIO_ALPHA,
@@ -31,7 +31,7 @@ from etude.live.canary import (
     Verdict,
     decide,
 )
-from etude.live.gate import compare_paired
+from etude.live.release.gate import compare_paired
 
 RATES = {"errors": 0.02, "invalid_call": 0.05, "stopped": 0.05, "dropped": 0.01, "followup": 0.1, "edits": 0.6}
 QUICK_STAGES = CanaryConfig(stages=(0.1, 0.5, 1.0), minutes=20, least=40, holdback=0.02, slot_minutes=10)

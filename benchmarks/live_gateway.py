@@ -32,12 +32,12 @@ import sqlalchemy as sa
 
 from benchmarks.table import row
 from etude.errors import UserError
-from etude.live import schema
-from etude.live.accounts import Accounts, open_blobs, open_log
-from etude.live.intake import Intake, Key, ServedEntry
-from etude.live.records import Arm, LivePolicy, ulid
-from etude.live.tenants import create_key, set_policy
-from etude.live.upstream import AWAY, Server
+from etude.live.gateway.intake import Intake, Key, ServedEntry
+from etude.live.gateway.upstream import AWAY, Server
+from etude.live.log import schema
+from etude.live.log.accounts import Accounts, open_blobs, open_log
+from etude.live.log.records import Arm, LivePolicy, ulid
+from etude.live.log.tenants import create_key, set_policy
 
 RATE, CLIENTS = 200, 32
 START_SECONDS = 120.0

@@ -25,8 +25,8 @@ from benchmarks.table import row
 from etude import processes
 from etude.config import ServerConfig, WeightSource, find_model, validate
 from etude.config.live import LiveConfig
-from etude.live import release, releases
-from etude.live.records import Release, ReleaseStage
+from etude.live.log.records import Release, ReleaseStage
+from etude.live.release import operations, releases
 from etude.models.dtypes import main_dtype
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.wire import WEIGHTS_HEADER
@@ -87,22 +87,24 @@ def drive(folder: Path, stopped_seconds: float) -> Rollback:
     base, worse = _versions(folder / "trained")
     with _servers(folder, stores) as (children, urls):
         clusters = [{"name": name, "urls": [urls[name]], "store": str(stores[name])} for name in stores]
-        loop = release.open_loop(validate(LiveConfig, {"folder": str(folder / "live"), "clusters": clusters}, "bench"))
+        loop = operations.open_loop(
+            validate(LiveConfig, {"folder": str(folder / "live"), "clusters": clusters}, "bench")
+        )
         for manifest in (base, worse):
             _release(loop, folder / "trained", manifest)
-            late = [state for state in release.wait(loop, 120.0) if state.lagging]
+            late = [state for state in operations.wait(loop, 120.0) if state.lagging]
             assert not late, f"the servers do not follow: {late}"
         load = _Load(urls)
         time.sleep(WARM_SECONDS)
         os.kill(children["west"].popen.pid, signal.SIGSTOP)
         stopped = time.time()
         bad = _version(stores["east"])
-        release.rollback(loop, "a benchmark", "bench")
+        operations.rollback(loop, "a benchmark", "bench")
         decided = loop.read().standings[-1].events[0].at / 1e9
         time.sleep(max(0.0, stopped + stopped_seconds - time.time()))
         os.kill(children["west"].popen.pid, signal.SIGCONT)
         returned = time.time()
-        late = [state for state in release.wait(loop, 60.0) if state.lagging]
+        late = [state for state in operations.wait(loop, 60.0) if state.lagging]
         assert not late, f"the servers do not follow: {late}"
         time.sleep(WARM_SECONDS)
         done = Rollback(decided, returned, bad, _version(stores["east"]), load.stop())
@@ -124,7 +126,7 @@ def _versions(store: Path) -> tuple[PolicyVersion, PolicyVersion]:
     return base, publisher.publish(1, {name: tensor * 1.01 for name, tensor in tensors.items()}, (), {})
 
 
-def _release(loop: release.Loop, store: Path, manifest: PolicyVersion) -> None:
+def _release(loop: operations.Loop, store: Path, manifest: PolicyVersion) -> None:
     """As if it had passed the gate; to every server at once."""
     found = loop.read()
     made = Release(
@@ -132,7 +134,7 @@ def _release(loop: release.Loop, store: Path, manifest: PolicyVersion) -> None:
         parent=found.current.release.number if found.current else None, anchor=None, report=None, window=None, at=0,
     )  # fmt: skip
     releases.begin(loop.engine, made, ReleaseStage.GATE, "a benchmark", "bench")
-    release.start(loop, manifest.digest, manifest.version)
+    operations.start(loop, manifest.digest, manifest.version)
 
 
 @contextmanager

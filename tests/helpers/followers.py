@@ -10,9 +10,9 @@ from pathlib import Path
 
 from etude.config import validate
 from etude.config.live import LiveConfig
-from etude.live import releases
-from etude.live.records import Release, ReleaseStage
-from etude.live.release import Loop, open_loop
+from etude.live.log.records import Release, ReleaseStage
+from etude.live.release import releases
+from etude.live.release.operations import Loop, open_loop
 from etude.store import open_store
 from etude.weights.manifest import newest
 from etude.weights.publisher import Publisher

@@ -13,10 +13,10 @@ import httpx2
 import uvicorn
 
 from etude.config import LiveConfig, validate
-from etude.live.accounts import open_log
-from etude.live.gateway import Gateway
-from etude.live.records import LivePolicy
-from etude.live.tenants import create_key, set_policy
+from etude.live.gateway.gateway import Gateway
+from etude.live.log.accounts import open_log
+from etude.live.log.records import LivePolicy
+from etude.live.log.tenants import create_key, set_policy
 from etude.protocol.access import LOOPBACK
 from etude.protocol.serving import server_config
 

@@ -12,10 +12,11 @@ import numpy as np
 import sqlalchemy as sa
 
 from etude.config.live import LabelsConfig
-from etude.live import log, schema
-from etude.live.accounts import Accounts, open_log, seal
-from etude.live.attribution import labels
-from etude.live.records import (
+from etude.live.learn.attribution import labels
+from etude.live.learn.window import LiveContents
+from etude.live.log import journal, schema
+from etude.live.log.accounts import Accounts, open_log, seal
+from etude.live.log.records import (
     Arm,
     Consent,
     Label,
@@ -28,7 +29,6 @@ from etude.live.records import (
     TurnKind,
     VersionSpan,
 )
-from etude.live.window import LiveContents
 from etude.store import open_store
 
 BASE = 1_767_225_600_000_000_000  # 1 January 2026
@@ -129,7 +129,7 @@ class StoryLog:
             ):  # fmt: skip
                 there = set(connection.execute(sa.select(table.c[column])).scalars())
                 fresh = [row for row in rows if getattr(row, column) not in there]
-                log.add(connection, fresh)
+                journal.add(connection, fresh)
                 for row in fresh:
                     if isinstance(row, ServedTurn) and row.blob is not None:
                         made = content((requests or {}).get(row.id, f"fix the {row.id} of {row.id} in {row.id}"))

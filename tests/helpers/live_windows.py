@@ -14,8 +14,8 @@ import torch
 from etude.config import LiveConfig
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
-from etude.live import schema
-from etude.live.records import LiveSample, VersionSpan
+from etude.live.log import schema
+from etude.live.log.records import LiveSample, VersionSpan
 from etude.models.loading import load_model, named_tensors
 from etude.renderers import renderer_for
 from etude.store import Store, open_store

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import sqlalchemy as sa
 
-from etude.live import schema
+from etude.live.log import schema
 from tests.helpers.postgres import INSTALLED, PostgresServer
 
 

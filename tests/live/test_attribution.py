@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.config.live import LabelsConfig
-from etude.live.attribution import censoring_weights, components, rewards, rules_version, slow_signals
-from etude.live.records import Label, LabelState, Signal, SignalKind, TurnKind
+from etude.live.learn.attribution import censoring_weights, components, rewards, rules_version, slow_signals
+from etude.live.log.records import Label, LabelState, Signal, SignalKind, TurnKind
 from tests.helpers.live_story import SECOND, Story, time
 
 K, S = SignalKind, LabelState

@@ -10,7 +10,7 @@ from benchmarks.live_gate import QUICK_STAGES, Population, joined, pairs_to_stop
 
 from etude.config.live import CanaryConfig
 from etude.evals.sequential import ratio_evidence
-from etude.live.canary import GUARDRAILS, CanaryTrial, TallyRow, Verdict, decide, holdback_lift, tallies_of
+from etude.live.release.canary import GUARDRAILS, CanaryTrial, TallyRow, Verdict, decide, holdback_lift, tallies_of
 
 MINUTE = 60 * 10**9
 FEW = CanaryConfig(stages=(0.5, 1.0), minutes=20, least=4, hours=2, holdback=0.0, slot_minutes=10)

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from etude.live import schema
-from etude.live.accounts import open_log
+from etude.live.log import schema
+from etude.live.log.accounts import open_log
 from etude.live.simulate import clients
 from etude.live.simulate.users import draw_population
 from tests.helpers.http_apps import answering

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from etude.live.derive import (
+from etude.live.log.derive import (
     Said,
     SaidCall,
     answer_of,

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from etude.config import RLConfig
-from etude.live.episodes import NOTE, live_batch
-from etude.live.records import LiveSample, VersionSpan
+from etude.live.learn.samples import NOTE, live_batch
+from etude.live.log.records import LiveSample, VersionSpan
 from etude.renderers import renderer_for
 from etude.renderers.notes import note_place
 from tests.helpers.folders import big_tokenizer

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.live.estimate import age_weights, baselines, covered, first_of, shares_capped, trimmed_means
+from etude.live.learn.estimate import age_weights, baselines, covered, first_of, shares_capped, trimmed_means
 
 CLOSE = {"rel": 1e-9, "abs": 1e-12}  # sums of at most 4,000 float64 in another order
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from etude.config.live import LabelsConfig
-from etude.live.content import RequestFeatures, clusters, last_message, request_features
-from etude.live.filters import Decided, WindowRows, decide, drop_rates, suspicious, unwanted
-from etude.live.records import Consent, ExitKind, SignalKind, TurnExit, TurnKind, VersionSpan
+from etude.live.learn.content import RequestFeatures, clusters, last_message, request_features
+from etude.live.learn.filters import Decided, WindowRows, decide, drop_rates, suspicious, unwanted
+from etude.live.log.records import Consent, ExitKind, SignalKind, TurnExit, TurnKind, VersionSpan
 from tests.helpers.live_story import Story, content, time
 
 K = SignalKind

@@ -16,11 +16,10 @@ from etude.errors import UserError
 from etude.evals.sequential import defended_margin
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, TaskResult
-from etude.live import log, release
-from etude.live.accounts import Accounts, new_blob, open_blobs, seal
-from etude.live.gate import GatePart, compare_paired, gate, integrity, read_report
-from etude.live.privacy import plant
-from etude.live.records import (
+from etude.live.log import journal
+from etude.live.log.accounts import Accounts, new_blob, open_blobs, seal
+from etude.live.log.privacy import plant
+from etude.live.log.records import (
     Arm,
     Consent,
     ReleaseStage,
@@ -31,7 +30,9 @@ from etude.live.records import (
     VersionSpan,
     ulid,
 )
-from etude.live.replay import Answer, Player, compare_answers
+from etude.live.release import operations
+from etude.live.release.gate import GatePart, compare_paired, gate, integrity, read_report
+from etude.live.release.replay import Answer, Player, compare_answers
 from etude.records import StepRecord
 from etude.renderers import renderer_for
 from etude.store import open_store
@@ -76,10 +77,10 @@ def out(made: Site) -> None:
     """What has passed is released to everybody, without stores."""
     passed = made.loop.read().standings[-1].release
     config = made.loop.config.model_copy(update={"clusters": ()})
-    release.start(release.Loop(config, made.loop.engine), passed.manifest, passed.version)
+    operations.start(operations.Loop(config, made.loop.engine), passed.manifest, passed.version)
 
 
-def published(made: Site, version: int, of: dict[str, torch.Tensor], **about: object) -> release.ReleaseCandidate:
+def published(made: Site, version: int, of: dict[str, torch.Tensor], **about: object) -> operations.ReleaseCandidate:
     store = open_store(str(made.trained))
     key = made.options.get("signing_key")
     publisher = Publisher(store, key=private_key(Path(key)) if key else None)
@@ -87,7 +88,7 @@ def published(made: Site, version: int, of: dict[str, torch.Tensor], **about: ob
         publisher.resume(last, made.tensors)
     publisher.publish(version, of, (), {}, **about)
     made.tensors = of
-    return release.candidate(made.loop, str(made.trained), None)
+    return operations.candidate(made.loop, str(made.trained), None)
 
 
 def test_a_version_passes_and_its_signed_report_stays_with_it(two: Site) -> None:
@@ -121,9 +122,9 @@ def test_a_worse_version_is_refused_and_cannot_be_released(two: Site) -> None:
     assert two.loop.read().standings[1].stage is ReleaseStage.REFUSED
     assert "not shown to be no worse by 40.0 points" in two.loop.read().standings[1].events[-1].reason
     with pytest.raises(UserError, match="has not passed the gate"):
-        release.start(two.loop, found.manifest.digest, 1)
+        operations.start(two.loop, found.manifest.digest, 1)
     with pytest.raises(UserError, match="version 0 is release 1, the current one"):
-        gate(two.loop, release.candidate(two.loop, str(two.trained), 0), no_play, replayed, print)
+        gate(two.loop, operations.candidate(two.loop, str(two.trained), 0), no_play, replayed, print)
 
 
 def test_versions_that_each_lose_less_than_the_margin_are_held_against_the_anchor(two: Site) -> None:
@@ -170,7 +171,7 @@ def test_integrity_finds_what_is_wrong(two: Site, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:  # the publisher refuses NaN itself
         patch.setattr("etude.weights.publisher._refuse_non_finite", lambda *_: None)
         Publisher(bad).publish(0, nan, (), {})
-    hole = release.candidate(two.loop, str(tmp_path / "nan"), 0)
+    hole = operations.candidate(two.loop, str(tmp_path / "nan"), 0)
     assert integrity(hole, None).reason == "b holds NaN or infinity"
     step = StepRecord(action="go", good=1, mismatch_k2=0.3)
     drifted = published(two, 1, nudged(FIRST, 2), step=step)
@@ -183,7 +184,7 @@ def test_integrity_finds_what_is_wrong(two: Site, tmp_path: Path) -> None:
 
 
 def test_costs_are_bounded() -> None:
-    from etude.live.gate import cost
+    from etude.live.release.gate import cost
 
     assert cost("cost", play([(True,)]), play([(True,)], turns=3.6), 1.25).passed
     dear = cost("cost", play([(True,)]), play([(True,)], sampled_tokens=140.0), 1.25)
@@ -249,7 +250,7 @@ def consented(made: Site, request: str, number: int) -> None:
         temperature=1.0, top_p=1.0,
     )  # fmt: skip
     with made.loop.engine.begin() as connection:
-        at = log.stamp(connection, 2)
+        at = journal.stamp(connection, 2)
         secret = keys.keys(connection, {account: "acme"}, at)[account]
         blob = new_blob(account)
         store.put(blob, seal(secret, msgspec.msgpack.encode(content), blob))
@@ -262,7 +263,7 @@ def consented(made: Site, request: str, number: int) -> None:
             spans=(VersionSpan(low=0, high=2, version=0),), prompt_tokens=len(prompt), sampled_tokens=2, blob=blob,
             scrubbed={}, rules="1", stop="stop", seconds=1.0, cluster="east", at=at + 1,
         )  # fmt: skip
-        log.add(connection, [session, turn])
+        journal.add(connection, [session, turn])
 
 
 @pytest.mark.release
@@ -272,7 +273,7 @@ def test_the_whole_gate_with_boxes_and_engines(tmp_path: Path) -> None:
         nano = find_model("nano")
         store = open_store(str(made.trained))
         publish_folder(store, nano)
-        gate(made.loop, release.candidate(made.loop, str(made.trained), 0), no_play, replayed, print)
+        gate(made.loop, operations.candidate(made.loop, str(made.trained), 0), no_play, replayed, print)
         out(made)
         for number in range(8):
             consented(made, f"Fix the function that adds {number} to a list.", number)
@@ -291,7 +292,7 @@ def test_the_whole_gate_with_boxes_and_engines(tmp_path: Path) -> None:
                 publisher = Publisher(store, model=newest(store).model)
                 publisher.resume(newest(store), load(store, version - 1)[1])
                 publisher.publish(version, weights, (), {}, last=True)
-                found = release.candidate(made.loop, str(made.trained), version)
+                found = operations.candidate(made.loop, str(made.trained), version)
                 reports.append(gate(made.loop, found, player.measure, player.replay, print))
     near, far = reports
     assert near.failed is None

@@ -21,12 +21,13 @@ from starlette.routing import Route
 from etude.cli import live_serve
 from etude.cli.main import main
 from etude.errors import UserError
-from etude.live import gateway as gateway_module
-from etude.live import log, schema
-from etude.live.accounts import Accounts, open_blobs, open_log, unseal
-from etude.live.arms import Stages, assign
-from etude.live.gateway import Gateway
-from etude.live.records import (
+from etude.live.gateway import gateway as gateway_module
+from etude.live.gateway.arms import Stages, assign
+from etude.live.gateway.gateway import Gateway
+from etude.live.gateway.upstream import Clusters
+from etude.live.log import journal, schema
+from etude.live.log.accounts import Accounts, open_blobs, open_log, unseal
+from etude.live.log.records import (
     Arm,
     LivePolicy,
     Release,
@@ -37,8 +38,7 @@ from etude.live.records import (
     TurnContent,
     ulid,
 )
-from etude.live.tenants import create_key, revoke_key, set_policy
-from etude.live.upstream import Clusters
+from etude.live.log.tenants import create_key, revoke_key, set_policy
 from etude.protocol.wire import ServedTokens
 from tests.helpers.http_apps import answering
 from tests.helpers.live import bytes_below, client, live_config, new_key, running_gateway
@@ -182,7 +182,7 @@ def test_without_consent_nothing_of_a_request_is_kept(tmp_path, database, upstre
     engine, accounts, opened = open_log(folder, database), Accounts(folder), b""
     with engine.connect() as connection:
         for row in turns:
-            session = log.of_ids(connection, log.Session, [row["session"]])[row["session"]]
+            session = journal.of_ids(connection, journal.Session, [row["session"]])[row["session"]]
             secret = unseal(accounts.key(connection, session.account), open_blobs(folder).get(row["blob"]), row["blob"])
             content = msgspec.msgpack.decode(secret, type=TurnContent)
             assert (content.ids, content.logprobs, content.response) == (told.ids, told.logprobs, told.message)
@@ -287,8 +287,8 @@ def test_a_server_that_is_away_is_passed_over(tmp_path, upstream, url):
 
 
 def test_a_waiting_request_leaves_a_server_that_stops(tmp_path, upstream, url, monkeypatch):
-    monkeypatch.setattr("etude.live.upstream._HEALTH_SECONDS", 0.2)
-    monkeypatch.setattr("etude.live.upstream._PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr("etude.live.gateway.upstream._HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr("etude.live.gateway.upstream._PAUSE_SECONDS", 0.1)
     stopped = threading.Event()
 
     async def hang(http):
@@ -357,12 +357,14 @@ def test_arms_are_sticky_and_a_rollback_ends_the_canary(tmp_path, upstream, url,
                 release=release, sequence=sequence, stage=stage, share=share, reason="", decided_by="t", at=1
             )
             with engine.begin() as connection:
-                log.add(connection, [event])
+                journal.add(connection, [event])
 
         with engine.begin() as connection:
             for number, version in ((1, 4), (2, 9)):
                 unset = {"parent": None, "anchor": None, "report": None, "window": None}
-                log.add(connection, [Release(number=number, store="s", version=version, manifest="m", at=1, **unset)])
+                journal.add(
+                    connection, [Release(number=number, store="s", version=version, manifest="m", at=1, **unset)]
+                )
         if released:
             stage(1, 1, ReleaseStage.RELEASED, 1.0)
         stage(2, 1, ReleaseStage.CANARY, 0.5)
@@ -498,7 +500,9 @@ def test_who_was_forgotten_consents_to_nothing(tmp_path, upstream, url):
         assert http.post("/v1/messages", json=CHAT).headers["x-etude-recorded"] == "true"
         account = gateway.accounts.name("acme", "ann")
         with gateway.engine.begin() as connection:
-            log.add(connection, [Tombstone(tenant="acme", account=account, at=log.stamp(connection), versions=())])
+            journal.add(
+                connection, [Tombstone(tenant="acme", account=account, at=journal.stamp(connection), versions=())]
+            )
         until(lambda: http.post("/v1/messages", json=CHAT).headers["x-etude-recorded"] == "false", 5.0)
         granted = http.post("/v1/messages", json=CHAT, headers={"x-etude-consent": "train"})
         assert granted.headers["x-etude-recorded"] == "false"
@@ -573,7 +577,7 @@ def test_a_name_is_the_same_in_a_header_and_in_a_body(tmp_path, upstream, url):
 
 def test_background_work_goes_on_after_a_failure_and_says_so_once(tmp_path, upstream, url, monkeypatch, capfd):
     monkeypatch.setattr(gateway_module, "_REFRESH_SECONDS", 0.02)
-    monkeypatch.setattr("etude.live.upstream._PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr("etude.live.gateway.upstream._PAUSE_SECONDS", 0.02)
     config = live_config(tmp_path, url)
     key, failures = new_key(config), []
 
@@ -610,7 +614,7 @@ def test_tools_with_any_schema_cost_no_turn(tmp_path, upstream, url):
 
 
 def test_a_version_that_came_after_the_last_look_is_known_by_its_digest(tmp_path, upstream, url, monkeypatch):
-    monkeypatch.setattr("etude.live.upstream._PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr("etude.live.gateway.upstream._PAUSE_SECONDS", 1000.0)
     config = live_config(tmp_path, url)
     key = new_key(config, consent=True)
     with running_gateway(config) as (gateway, at), client(at, key) as http:

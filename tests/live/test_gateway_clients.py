@@ -17,9 +17,9 @@ from etude.config import EngineConfig
 from etude.inference.engine.loading import load_engine
 from etude.inference.server.server import build_app
 from etude.inference.server.weights import WeightWatcher
-from etude.live import log
-from etude.live.accounts import Accounts, open_blobs, open_log, unseal
-from etude.live.records import TurnContent
+from etude.live.log import journal
+from etude.live.log.accounts import Accounts, open_blobs, open_log, unseal
+from etude.live.log.records import TurnContent
 from tests.helpers.http_apps import guarded
 from tests.helpers.live import bytes_below, client, live_config, new_key, running_gateway
 from tests.inference.conftest import NANO
@@ -64,9 +64,9 @@ def contents(config) -> list[tuple]:
     """The turns of a log with what was sampled."""
     folder = Path(config.folder)
     engine, accounts, store = open_log(folder, None), Accounts(folder), open_blobs(folder)
-    with log.reading(engine) as connection:
-        turns = list(log.turns(connection, time.time_ns() * 2))
-        sessions = log.of_ids(connection, log.Session, [turn.session for turn in turns])
+    with journal.reading(engine) as connection:
+        turns = list(journal.turns(connection, time.time_ns() * 2))
+        sessions = journal.of_ids(connection, journal.Session, [turn.session for turn in turns])
         keys = [accounts.key(connection, sessions[turn.session].account) for turn in turns]
     engine.dispose()
     opened = [unseal(key, store.get(turn.blob), turn.blob) for key, turn in zip(keys, turns, strict=True)]

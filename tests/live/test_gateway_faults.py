@@ -14,10 +14,10 @@ import sqlalchemy as sa
 from benchmarks.live_gateway import ask, kill_rounds, live_folder, load, process, start, wait_for
 from benchmarks.live_stub import stub
 
-from etude.live import schema
-from etude.live.accounts import open_log
-from etude.live.records import ulid
-from etude.live.upstream import Server
+from etude.live.gateway.upstream import Server
+from etude.live.log import schema
+from etude.live.log.accounts import open_log
+from etude.live.log.records import ulid
 from tests.helpers.http_apps import answering
 from tests.helpers.live import client, live_config, new_key, running_gateway
 from tests.helpers.postgres import INSTALLED, PostgresServer
@@ -127,7 +127,9 @@ def test_a_database_that_is_away_costs_records_and_never_an_answer(tmp_path):
 @pytest.mark.release
 def test_two_hundred_requests_a_second_are_all_answered_and_recorded(tmp_path, database, monkeypatch):
     """With a signal on every tenth turn. Answers are checked; how long they took is the benchmark's."""
-    monkeypatch.setattr("etude.live.upstream._CONNECT_SECONDS", 30.0)  # this process asks, on a machine that is busy
+    monkeypatch.setattr(
+        "etude.live.gateway.upstream._CONNECT_SECONDS", 30.0
+    )  # this process asks, on a machine that is busy
     with process(tmp_path, "stub", "benchmarks.live_stub", "stub") as url:
         config, key = live_folder(tmp_path, url, database)
         command = [sys.executable, "-m", "etude.cli.main", "live", "serve", str(config), "--ready-file"]

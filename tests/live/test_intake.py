@@ -12,10 +12,10 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from etude.live import log, schema
-from etude.live.accounts import Accounts, open_blobs, open_log, unseal
-from etude.live.intake import Intake, Key, ServedEntry, SignalEntry, SuggestionEntry, TurnEntry, Unavailable
-from etude.live.records import (
+from etude.live.gateway.intake import Intake, Key, ServedEntry, SignalEntry, SuggestionEntry, TurnEntry, Unavailable
+from etude.live.log import journal, schema
+from etude.live.log.accounts import Accounts, open_blobs, open_log, unseal
+from etude.live.log.records import (
     Arm,
     Consent,
     ServedTurn,
@@ -97,15 +97,15 @@ def test_turns_suggestions_and_signals_are_written_once_and_read_in_order(live):
     assert live.told(*other) == ["unknown"] * 3, "another tenant's turns are as unknown as those that are not there"
     live.intake.close()
     with live.engine.begin() as connection:
-        cut = log.stamp(connection)
-    with log.reading(live.engine) as connection:
-        read = list(log.turns(connection, cut))
+        cut = journal.stamp(connection)
+    with journal.reading(live.engine) as connection:
+        read = list(journal.turns(connection, cut))
         (opened,), (shown,), (signal,) = (
-            list(reader(connection, cut)) for reader in (log.sessions, log.suggestions, log.signals)
+            list(reader(connection, cut)) for reader in (journal.sessions, journal.suggestions, journal.signals)
         )
         key = live.accounts.key(connection, opened.account)
-        assert list(log.turns(connection, read[1].at)) == read[:1]
-        assert log.of_ids(connection, Suggestion, [edit.id, "none"]) == {edit.id: shown}
+        assert list(journal.turns(connection, read[1].at)) == read[:1]
+        assert journal.of_ids(connection, Suggestion, [edit.id, "none"]) == {edit.id: shown}
     assert [turn.id for turn in read] == [entry.turn.id for entry in turns]
     assert [turn.sequence for turn in read] == [1, 2, 3]
     times = [opened.opened, *(turn.at for turn in read), shown.shown, signal.arrived_at, cut]
@@ -186,7 +186,7 @@ def test_a_forgotten_account_is_not_written_again(live):
     live.intake.append(live.turn())
     live.told(live.signal(ulid()))
     with live.engine.begin() as connection:
-        live.accounts.destroy(connection, account, "acme", log.stamp(connection))
+        live.accounts.destroy(connection, account, "acme", journal.stamp(connection))
     live.intake.append(live.turn())
     live.intake.append(live.turn(user="bob"))
     live.intake.close()
@@ -220,7 +220,7 @@ def test_what_finds_no_room_is_dropped_and_counted(live):
 
 
 def test_counters_that_find_no_room_are_themselves_counted(live, monkeypatch):
-    monkeypatch.setattr("etude.live.intake._MOST_COUNTERS", 0)
+    monkeypatch.setattr("etude.live.gateway.intake._MOST_COUNTERS", 0)
     live.intake.count(Key(3, Arm.CANARY, "a", "acme"), "requests", count=2)
     assert live.intake.counters.uncounted == 2
     live.intake.close()
@@ -239,10 +239,10 @@ def test_old_counters_are_deleted_and_those_of_a_canary_that_stands_are_kept(liv
 
 def test_times_rise_though_the_clock_is_set_back(live, monkeypatch):
     with live.engine.begin() as connection:
-        first = log.stamp(connection, 10)
+        first = journal.stamp(connection, 10)
     monkeypatch.setattr(time, "time_ns", lambda: 5)
     with live.engine.begin() as connection:
-        assert log.stamp(connection) == first + 10
+        assert journal.stamp(connection) == first + 10
 
 
 def test_a_signal_on_a_forgotten_account_is_on_nothing(live):
@@ -250,8 +250,8 @@ def test_a_signal_on_a_forgotten_account_is_on_nothing(live):
     live.intake.append(entry)
     assert live.told(live.signal(entry.turn.id)) == ["recorded"]
     with live.engine.begin() as connection:
-        stone = Tombstone(tenant="acme", account=entry.session.account, at=log.stamp(connection), versions=())
-        log.add(connection, [stone])
+        stone = Tombstone(tenant="acme", account=entry.session.account, at=journal.stamp(connection), versions=())
+        journal.add(connection, [stone])
     assert live.told(live.signal(entry.turn.id), live.signal(entry.session.id)) == ["unknown"] * 2
     assert len(live.rows(schema.signals)) == 1
 
@@ -264,7 +264,7 @@ def test_a_store_that_is_full_delays_no_signal_by_each_of_its_turns(live, monkey
 
     held = live.intake.submit([live.signal(ulid(), comment="until all is queued")])
     monkeypatch.setattr(live.intake._store, "put", full)
-    monkeypatch.setattr("etude.live.intake.time.sleep", lambda seconds: pauses.append(seconds))
+    monkeypatch.setattr("etude.live.gateway.intake.time.sleep", lambda seconds: pauses.append(seconds))
     for _ in range(20):
         live.intake.append(live.turn())
     assert held.result(60) == live.told(live.signal(ulid())) == ["unknown"]

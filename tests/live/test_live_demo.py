@@ -14,8 +14,8 @@ import pytest
 
 from etude.cli import live_demo
 from etude.errors import UserError
-from etude.live.canary import CanaryDecision, Difference, Verdict
-from etude.live.release import _said
+from etude.live.release.canary import CanaryDecision, Difference, Verdict
+from etude.live.release.operations import _said
 from etude.live.simulate.demo import HeldoutScore, LiveDemo, ReleaseOutcome, report
 
 

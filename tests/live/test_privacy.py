@@ -22,12 +22,13 @@ from etude.config.live import ClusterConfig, LabelsConfig, LiveConfig
 from etude.errors import UserError
 from etude.ledger import blobs
 from etude.ledger.ledger import Ledger, blob_key
-from etude.live import log, schema
-from etude.live.accounts import Accounts, open_blobs, open_log
-from etude.live.gateway import Gateway
-from etude.live.intake import Intake, SignalEntry, SuggestionEntry, TurnEntry
-from etude.live.privacy import DAY, expire, export, forget, plant, planted
-from etude.live.records import (
+from etude.live.gateway.gateway import Gateway
+from etude.live.gateway.intake import Intake, SignalEntry, SuggestionEntry, TurnEntry
+from etude.live.learn.window import LiveContents, cut_window, samples
+from etude.live.log import journal, schema
+from etude.live.log.accounts import Accounts, open_blobs, open_log
+from etude.live.log.privacy import DAY, expire, export, forget, plant, planted
+from etude.live.log.records import (
     Arm,
     Consent,
     LivePolicy,
@@ -41,8 +42,7 @@ from etude.live.records import (
     VersionSpan,
     ulid,
 )
-from etude.live.tenants import set_policy
-from etude.live.window import LiveContents, cut_window, samples
+from etude.live.log.tenants import set_policy
 from etude.records import Outcome
 from etude.store import Store, open_store
 from tests.helpers.postgres import INSTALLED, PostgresServer
@@ -177,9 +177,9 @@ def test_a_forgotten_account_is_on_no_disk_and_in_no_later_batch(loop: Loop) -> 
     assert loop.holds(MARK) == []
     assert loop.holds("plain words client") != []
     assert loop.store.list(f"{account[:2]}/{account}") == []
-    with log.reading(loop.engine) as connection:
+    with journal.reading(loop.engine) as connection:
         assert loop.accounts.key(connection, account) is None
-        (stone,) = log.tombstones(connection, time.time_ns())
+        (stone,) = journal.tombstones(connection, time.time_ns())
     assert (stone.account, stone.versions) == (account, (7,))
     for name, data in copies.items():  # an old backup, put back
         loop.store.put(name, data)
@@ -200,7 +200,7 @@ def test_a_kill_within_forget_leaves_nothing_readable(loop: Loop, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         forget(loop.engine, loop.store, loop.accounts, loop.folder, "acme", "ann")
     monkeypatch.undo()
-    with log.reading(loop.engine) as connection:
+    with journal.reading(loop.engine) as connection:
         assert loop.accounts.key(connection, account) is None
     assert loop.window()[1] == []
     assert forget(loop.engine, loop.store, loop.accounts, loop.folder, "acme", "ann").contents == 2
@@ -265,8 +265,8 @@ def test_retention_by_class(loop: Loop) -> None:
     assert expire(loop.engine, loop.store, now + 29 * DAY) == 0
     assert expire(loop.engine, loop.store, now + 31 * DAY) == 2, "a turn and its text, on which nothing was trained"
     assert expire(loop.engine, loop.store, now + 31 * DAY) == 0
-    with log.reading(loop.engine) as connection:
-        kept = {turn.id: turn for turn in log.turns(connection, time.time_ns())}
+    with journal.reading(loop.engine) as connection:
+        kept = {turn.id: turn for turn in journal.turns(connection, time.time_ns())}
     assert [turn.id for turn in kept.values() if turn.blob is not None] == used
     set_policy(loop.engine, "acme", LivePolicy(trained_days=60.0))
     assert expire(loop.engine, loop.store, now + 61 * DAY) == 2

@@ -21,8 +21,9 @@ from etude.cli.main import main
 from etude.config import validate
 from etude.config.live import LiveConfig
 from etude.errors import UserError
-from etude.live import release, releases, schema
-from etude.live.records import Arm, ReleaseStage
+from etude.live.log import schema
+from etude.live.log.records import Arm, ReleaseStage
+from etude.live.release import operations, releases
 from etude.store import open_store
 from etude.weights.manifest import read
 from tests.helpers.followers import Follower, Site, site
@@ -40,7 +41,7 @@ SECOND = nudged(FIRST, 2)
 def two(tmp_path: Path):
     """A site whose first release is out."""
     with site(tmp_path, **QUICK) as made:
-        release.start(made.loop, made.passed(FIRST, 0), 0)
+        operations.start(made.loop, made.passed(FIRST, 0), 0)
         yield made
 
 
@@ -69,33 +70,33 @@ def stages(made: Site) -> list[str]:
 def test_the_first_release_reaches_every_store_at_once_and_only_once(two: Site) -> None:
     digest = two.loop.read().standings[0].release.manifest
     assert two.held() == dict.fromkeys(two.followers, (0, digest))
-    assert release.start(two.loop, digest, 0).stage is ReleaseStage.RELEASED
+    assert operations.start(two.loop, digest, 0).stage is ReleaseStage.RELEASED
     assert two.held() == dict.fromkeys(two.followers, (0, digest))
     assert [event.reason for event in two.loop.read().standings[0].events] == ["passed", "the first release"]
 
 
 def test_a_release_goes_from_the_canary_to_all(two: Site) -> None:
     old, new = two.loop.read().standings[0].release.manifest, two.passed(SECOND, 1)
-    assert release.start(two.loop, new, 1).stage is ReleaseStage.SHADOW
+    assert operations.start(two.loop, new, 1).stage is ReleaseStage.SHADOW
     assert two.held()["east-canary"] == (1, new)
     assert two.held()["west-control"] == (0, old)
-    assert release.tick(two.loop) == "release 2: goes to 50% of the accounts"
-    assert release.tick(two.loop).startswith("release 2 at 50%: hold, 0 of 4 accounts")
+    assert operations.tick(two.loop) == "release 2: goes to 50% of the accounts"
+    assert operations.tick(two.loop).startswith("release 2 at 50%: hold, 0 of 4 accounts")
     use(two)
-    assert release.tick(two.loop).startswith("release 2 at 50%: go on")
+    assert operations.tick(two.loop).startswith("release 2 at 50%: go on")
     assert two.held() == dict.fromkeys(two.followers, (1, new))
     use(two)
-    assert release.tick(two.loop).startswith("release 2 at 100%: done")
+    assert operations.tick(two.loop).startswith("release 2 at 100%: done")
     assert stages(two) == ["released", "released"]
-    assert release.tick(two.loop) == "no release is on trial"
+    assert operations.tick(two.loop) == "no release is on trial"
 
 
 def test_a_bad_version_is_taken_back_by_the_canary_under_higher_numbers(two: Site) -> None:
     old, new = two.loop.read().standings[0].release.manifest, two.passed(SECOND, 1)
-    release.start(two.loop, new, 1)
-    release.tick(two.loop)
+    operations.start(two.loop, new, 1)
+    operations.tick(two.loop)
     use(two, undone=2)
-    assert "roll back, undone edits" in release.tick(two.loop)
+    assert "roll back, undone edits" in operations.tick(two.loop)
     assert two.held() == {
         "east-control": (0, old), "east-canary": (2, old), "west-control": (0, old), "west-canary": (2, old),
     }  # fmt: skip
@@ -109,57 +110,57 @@ def test_a_bad_version_is_taken_back_by_the_canary_under_higher_numbers(two: Sit
 
 def test_a_release_that_everybody_has_is_taken_back_and_forth(two: Site) -> None:
     old, new = two.loop.read().standings[0].release.manifest, two.passed(SECOND, 1)
-    release.start(two.loop, new, 1)
-    release.tick(two.loop)
+    operations.start(two.loop, new, 1)
+    operations.tick(two.loop)
     for _ in range(2):
         use(two)
-        release.tick(two.loop)
+        operations.tick(two.loop)
     assert two.loop.read().current.release.manifest == new
-    assert release.rollback(two.loop, "a complaint", "ada").release.number == 3
+    assert operations.rollback(two.loop, "a complaint", "ada").release.number == 3
     assert two.held() == dict.fromkeys(two.followers, (2, old))
     assert stages(two) == ["released", "rolled_back", "released"]
     with pytest.raises(UserError, match="no release before 3 has other content"):
-        release.rollback(two.loop, "again", "ada")
+        operations.rollback(two.loop, "again", "ada")
     with pytest.raises(UserError, match="release 2 is rolled_back"):
-        release.rollback(two.loop, "again", "ada", to=2)
+        operations.rollback(two.loop, "again", "ada", to=2)
 
 
 def test_what_cannot_be_released_is_refused(two: Site) -> None:
     new = two.passed(SECOND, 1)
     with pytest.raises(UserError, match="version 7 has not passed the gate"):
-        release.start(two.loop, "another", 7)
-    release.start(two.loop, new, 1)
+        operations.start(two.loop, "another", 7)
+    operations.start(two.loop, new, 1)
     with pytest.raises(UserError, match=r"release 2 \(version 1\) is in its shadow stage"):
-        release.start(two.loop, "another", 7)
+        operations.start(two.loop, "another", 7)
     with pytest.raises(UserError, match="no release waits for an approval"):
-        release.approve(two.loop, "ada")
+        operations.approve(two.loop, "ada")
     with pytest.raises(UserError, match="there is no release 9"):
-        release.rollback(two.loop, "", "ada", to=9)
+        operations.rollback(two.loop, "", "ada", to=9)
 
 
 def test_a_gate_beside_a_release_that_is_no_longer_the_current_one_does_not_count(two: Site) -> None:
     stale = two.passed(SECOND, 1)
     other = two.passed(nudged(FIRST, 3), 2)
-    release.start(two.loop, other, 2)
-    release.tick(two.loop)
+    operations.start(two.loop, other, 2)
+    operations.tick(two.loop)
     for _ in range(2):
         use(two)
-        release.tick(two.loop)
+        operations.tick(two.loop)
     with pytest.raises(UserError, match="has not passed the gate beside the current release"):
-        release.start(two.loop, stale, 1)
+        operations.start(two.loop, stale, 1)
 
 
 def test_a_person_may_have_to_approve_each_stage(tmp_path: Path) -> None:
     canary = QUICK["canary"] | {"approval": True}
     with site(tmp_path, **QUICK | {"canary": canary}) as made:
-        release.start(made.loop, made.passed(FIRST, 0), 0)
-        release.start(made.loop, made.passed(SECOND, 1), 1)
-        release.tick(made.loop)
+        operations.start(made.loop, made.passed(FIRST, 0), 0)
+        operations.start(made.loop, made.passed(SECOND, 1), 1)
+        operations.tick(made.loop)
         with pytest.raises(UserError, match="cannot go on yet: 0 of 4 accounts"):
-            release.approve(made.loop, "ada")
+            operations.approve(made.loop, "ada")
         use(made)
-        assert "waits for a person" in release.tick(made.loop)
-        assert release.approve(made.loop, "ada").share == 1.0
+        assert "waits for a person" in operations.tick(made.loop)
+        assert operations.approve(made.loop, "ada").share == 1.0
         assert made.loop.read().standings[1].events[-1].decided_by == "ada"
 
 
@@ -167,41 +168,41 @@ def test_a_cluster_that_does_not_follow_is_named_drained_and_comes_back(two: Sit
     new = two.passed(SECOND, 1)
     east = two.followers["east-canary"]
     east.stuck = True
-    release.start(two.loop, new, 1)
-    assert release.tick(two.loop) == "release 2: the canary's servers of east do not serve it yet"
-    told = {(c["cluster"], c["arm"]): c for c in release.status(two.loop)["clusters"]}
+    operations.start(two.loop, new, 1)
+    assert operations.tick(two.loop) == "release 2: the canary's servers of east do not serve it yet"
+    told = {(c["cluster"], c["arm"]): c for c in operations.status(two.loop)["clusters"]}
     assert told["east", "canary"]["lagging"] == [east.url]
     assert told["west", "canary"]["lagging"] == []
-    monkeypatch.setattr(release, "DEADLINE", 0.0)
-    assert release.tick(two.loop) == "release 2: goes to 50% of the accounts, without east"
+    monkeypatch.setattr(operations, "DEADLINE", 0.0)
+    assert operations.tick(two.loop) == "release 2: goes to 50% of the accounts, without east"
     assert {key for key, event in releases.drained(two.loop.engine).items() if event.drained} == {("east", Arm.CANARY)}
     east.stuck = False
-    release.tick(two.loop)
+    operations.tick(two.loop)
     assert not any(event.drained for event in releases.drained(two.loop.engine).values())
 
 
 def test_a_store_that_is_away_gets_the_rollback_at_its_return(two: Site) -> None:
     old = two.loop.read().standings[0].release.manifest
-    release.start(two.loop, two.passed(SECOND, 1), 1)
-    release.tick(two.loop)
+    operations.start(two.loop, two.passed(SECOND, 1), 1)
+    operations.tick(two.loop)
     store, elsewhere = two.followers["west-canary"].store, two.folder / "elsewhere"
     store.rename(elsewhere)
     store.write_bytes(b"")  # no folder: neither listed nor written
-    release.rollback(two.loop, "a complaint", "ada")
+    operations.rollback(two.loop, "a complaint", "ada")
     store.unlink()
     elsewhere.rename(store)
     assert two.held()["east-canary"] == (2, old)
     assert two.held()["west-canary"][0] == 1
-    release.tick(two.loop)
+    operations.tick(two.loop)
     assert two.held()["west-canary"] == (2, old)
 
 
 def test_no_canary_server_in_time_is_a_rollback(two: Site, monkeypatch) -> None:
     for cluster in ("east", "west"):
         two.followers[f"{cluster}-canary"].stuck = True
-    release.start(two.loop, two.passed(SECOND, 1), 1)
-    monkeypatch.setattr(release, "DEADLINE", 0.0)
-    assert release.tick(two.loop) == "release 2: rolled back: no canary server serves it"
+    operations.start(two.loop, two.passed(SECOND, 1), 1)
+    monkeypatch.setattr(operations, "DEADLINE", 0.0)
+    assert operations.tick(two.loop) == "release 2: rolled back: no canary server serves it"
     assert stages(two) == ["released", "rolled_back", "released"]
 
 
@@ -210,10 +211,10 @@ import json, sys
 from etude.config import validate
 from etude.config.live import LiveConfig
 from etude.live import release
-loop = release.open_loop(validate(LiveConfig, json.loads(sys.argv[1]), "test"))
-release.start(loop, sys.argv[2], 1)
-release.tick(loop)
-release.rollback(loop, "a complaint", "ada")
+loop = operations.open_loop(validate(LiveConfig, json.loads(sys.argv[1]), "test"))
+operations.start(loop, sys.argv[2], 1)
+operations.tick(loop)
+operations.rollback(loop, "a complaint", "ada")
 """
 
 
@@ -226,13 +227,13 @@ def test_killed_anywhere_the_next_command_goes_on(two: Site, place: str) -> None
     command = [sys.executable, "-c", KILLED, json.dumps(two.options), new]
     killed = subprocess.run(command, env=os.environ | {"ETUDE_FAILPOINT": place}, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
-    release.status(two.loop)
+    operations.status(two.loop)
     decided = "rolled_back" in stages(two)
     if not decided:
-        release.start(two.loop, new, 1)
-        release.tick(two.loop)
-        release.rollback(two.loop, "a complaint", "ada")
-    release.tick(two.loop)
+        operations.start(two.loop, new, 1)
+        operations.tick(two.loop)
+        operations.rollback(two.loop, "a complaint", "ada")
+    operations.tick(two.loop)
     assert stages(two) == ["released", "rolled_back", "released"]
     held = two.held()
     assert {digest for _, digest in held.values()} == {old}
@@ -242,16 +243,16 @@ def test_killed_anywhere_the_next_command_goes_on(two: Site, place: str) -> None
 
 def test_a_drill_goes_back_and_forth_on_the_canary_and_is_in_the_log(two: Site) -> None:
     with pytest.raises(UserError, match="only one release"):
-        release.drill(two.loop, print)
+        operations.drill(two.loop, print)
     new = two.passed(SECOND, 1)
-    release.start(two.loop, new, 1)
+    operations.start(two.loop, new, 1)
     with pytest.raises(UserError, match="release 2 is on trial"):
-        release.drill(two.loop, print)
-    release.tick(two.loop)
+        operations.drill(two.loop, print)
+    operations.tick(two.loop)
     for _ in range(2):
         use(two)
-        release.tick(two.loop)
-    took = release.drill(two.loop, print)
+        operations.tick(two.loop)
+    took = operations.drill(two.loop, print)
     assert {name for name, _ in took} == {"east", "west"}
     assert two.held() == {
         "east-control": (1, new), "east-canary": (3, new), "west-control": (1, new), "west-canary": (3, new),
@@ -263,7 +264,7 @@ def test_a_drill_goes_back_and_forth_on_the_canary_and_is_in_the_log(two: Site) 
 
 
 def test_a_rolled_back_window_names_its_turns_and_accounts(two: Site) -> None:
-    release.start(two.loop, two.passed(SECOND, 1, window=4), 1)
+    operations.start(two.loop, two.passed(SECOND, 1, window=4), 1)
     with two.loop.engine.begin() as connection:
         for number, kind in enumerate(("trained", "trained", "dropped")):
             session = {"id": f"s{number}", "tenant": "t", "account": f"a{number}", "organisation": "", "client": "",
@@ -276,14 +277,14 @@ def test_a_rolled_back_window_names_its_turns_and_accounts(two: Site) -> None:
             connection.execute(sa.insert(schema.turns), [turn])
             connection.execute(sa.insert(schema.exits), [exit_])
     assert releases.taints(two.loop.engine) == []
-    release.rollback(two.loop, "a complaint", "ada")
-    (taint,) = release.status(two.loop)["tainted"]
+    operations.rollback(two.loop, "a complaint", "ada")
+    (taint,) = operations.status(two.loop)["tainted"]
     assert taint == {"release": 2, "window": 4, "turns": ("t0", "t1"), "accounts": ("a0", "a1")}
 
 
 def test_two_deciders_cannot_both_decide(two: Site) -> None:
     new = two.passed(SECOND, 1)
-    release.start(two.loop, new, 1)
+    operations.start(two.loop, new, 1)
     trial = two.loop.read().trial
     assert trial is not None
     releases.append(two.loop.engine, trial, ReleaseStage.CANARY, 0.5, "", "canary")
@@ -301,14 +302,14 @@ def test_the_status_shows_the_lift_since_the_anchor(tmp_path: Path, monkeypatch,
         east, west = made.options["clusters"]
         held = {"holdback_urls": [holdback.url], "holdback_store": str(holdback.store)}
         options["clusters"] = [east | held, west]
-        loop = release.Loop(validate(LiveConfig, options, "test"), made.loop.engine)
-        release.start(made.loop, made.passed(FIRST, 0), 0)
+        loop = operations.Loop(validate(LiveConfig, options, "test"), made.loop.engine)
+        operations.start(made.loop, made.passed(FIRST, 0), 0)
         count(loop, "control", range(60), time.time_ns() // slot - 1, edits=4, survived=0)  # before the release
-        assert release.status(loop)["lift"] is None, "the control is the anchor"
-        release.start(loop, made.passed(SECOND, 1, anchor=1), 1)
+        assert operations.status(loop)["lift"] is None, "the control is the anchor"
+        operations.start(loop, made.passed(SECOND, 1, anchor=1), 1)
         (second,) = (s for s in loop.read().standings if s.release.number == 2)
         releases.append(loop.engine, second, ReleaseStage.RELEASED, 1.0, "", "ada")
-        assert release.status(loop)["lift"] is None, "nobody has used it"
+        assert operations.status(loop)["lift"] is None, "nobody has used it"
         now = -(-time.time_ns() // slot)
         count(loop, "control", range(30), now, edits=4, survived=3)
         count(loop, "control", range(30, 60), now + 1, edits=2, invalid_call=2, survived=1)
@@ -330,7 +331,7 @@ def test_the_status_shows_the_lift_since_the_anchor(tmp_path: Path, monkeypatch,
     assert f"\nSince release 1, on which the holdback of 60 accounts stays, {said}\n" in printed
 
 
-def count(loop: release.Loop, arm: str, accounts: Iterable[int], slot: int, **counts: int) -> None:
+def count(loop: operations.Loop, arm: str, accounts: Iterable[int], slot: int, **counts: int) -> None:
     """Adds counters of one slot."""
     with loop.engine.begin() as connection:
         connection.execute(sa.insert(schema.tallies), [

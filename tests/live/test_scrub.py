@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from etude.live.scrub import _SPACES, _WORDS, Scrubber, _broken, scrub_documents, scrubbed
+from etude.live.log.scrub import _SPACES, _WORDS, Scrubber, _broken, scrub_documents, scrubbed
 
 ANN, BOB = "/home/ann/shop", "C:\\Users\\bob"
 REQUEST = json.dumps({"messages": [{"role": "user", "content": f"In {ANN} and {BOB}\\x: fix it"}]}).encode()

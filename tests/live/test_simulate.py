@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from etude.cli.main import main
-from etude.live.records import SignalKind
+from etude.live.log.records import SignalKind
 from etude.live.simulate import bandit, faults, users
 from etude.live.simulate.judge import FIGURES, compare, judge
 from etude.live.simulate.loop import LIVE, NULL, ORACLE, Setting, run

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.live import survival
-from etude.live.survival import alive, characters, fate, hunks, renamed
+from etude.live.observe import survival
+from etude.live.observe.survival import alive, characters, fate, hunks, renamed
 
 BEFORE = Path(survival.__file__).read_text()
 PLACE = BEFORE.splitlines().index('Fate = Literal["alive", "undone", "changed"]')

@@ -14,12 +14,12 @@ from etude import runfolder
 from etude.cli.main import main
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
-from etude.live import train
-from etude.live.accounts import seal
-from etude.live.records import VersionSpan
-from etude.live.schema import exits as exits_table
-from etude.live.schema import windows as windows_table
-from etude.live.train import train_window
+from etude.live.learn import train
+from etude.live.learn.train import train_window
+from etude.live.log.accounts import seal
+from etude.live.log.records import VersionSpan
+from etude.live.log.schema import exits as exits_table
+from etude.live.log.schema import windows as windows_table
 from etude.store import open_store
 from etude.trainer.rl import process
 from etude.weights.content import load
@@ -160,7 +160,7 @@ def killed(point, loop, samples, tmp_path):
     Path(path).write_bytes(msgspec.msgpack.encode(samples))
     code = (
         "import msgspec, pathlib, sys; from etude.config import LiveConfig; from etude.live import schema;"
-        "from etude.live.records import LiveSample; from etude.live.train import train_window;"
+        "from etude.live.log.records import LiveSample; from etude.live.learn.train import train_window;"
         f"config = LiveConfig.model_validate_json({loop.config.model_dump_json()!r});"
         f"samples = msgspec.msgpack.decode(pathlib.Path({path!r}).read_bytes(), type=list[LiveSample]);"
         f"train_window(config, schema.connect({str(loop.log.url)!r}), 1, samples)"

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from etude.errors import UserError
-from etude.live import spool
-from etude.live.agents import AgentFile
-from etude.live.hooks import install_hooks, log_of, remove_hooks
-from etude.live.plumbing import TextRepository, excluded
-from etude.live.watch import HORIZONS, Watcher, open_watcher
+from etude.live.observe import spool
+from etude.live.observe.agents import AgentFile
+from etude.live.observe.hooks import install_hooks, log_of, remove_hooks
+from etude.live.observe.watch import HORIZONS, Watcher, open_watcher
+from etude.live.observe.worktree import TextRepository, excluded
 
 BEGIN = 1_800_000_000.0  # seconds; the clock of the tests
 BASE = [f"value_{n} = compute({n}, 'of {n}')" for n in range(30)]
@@ -311,7 +311,7 @@ def test_told_signals_and_lines_that_are_not_understood(desk: Desk) -> None:
 
 def test_nothing_is_looked_at_while_the_spool_is_full(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.turn("T1", lambda: None)
-    monkeypatch.setattr("etude.live.watch.MOST_WAITING", 0)
+    monkeypatch.setattr("etude.live.observe.watch.MOST_WAITING", 0)
     assert desk.turn("T2", lambda: desk.write("a.py", [*BASE, *EDIT])) == []
     monkeypatch.undo()
     assert kinds(desk.look()) == ["shown", "applied"]
@@ -480,7 +480,7 @@ def test_traces_of_a_hostile_clone_are_not_taken_up(desk: Desk, monkeypatch: pyt
 def test_edits_that_hold_too_much_text_are_counted_and_not_followed(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etude.live.watch.MOST_CHARACTERS", 5000)
+    monkeypatch.setattr("etude.live.observe.watch.MOST_CHARACTERS", 5000)
     changed = [f"{line}  # {n}" if n % 5 == 0 else line for n, line in enumerate(BASE)]
     desk.turn("T1", lambda: desk.write("a.py", changed))
     held = sum(len(edit.before) + len(edit.applied) for edit in desk.watcher.state.edits())

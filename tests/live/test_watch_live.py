@@ -22,10 +22,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from etude.live import log
-from etude.live.accounts import open_log
-from etude.live.records import LivePolicy, ServedTurn, Signal, Suggestion
-from etude.live.tenants import create_key, set_policy
+from etude.live.log import journal
+from etude.live.log.accounts import open_log
+from etude.live.log.records import LivePolicy, ServedTurn, Signal, Suggestion
+from etude.live.log.tenants import create_key, set_policy
 from tests.live.test_watch import BASE, git
 
 pytestmark = pytest.mark.slow
@@ -167,10 +167,10 @@ class Place:
                           *words)  # fmt: skip
 
     def told(self) -> tuple[list[ServedTurn], list[Suggestion], list[Signal]]:
-        with log.reading(self.engine) as connection:
+        with journal.reading(self.engine) as connection:
             end = 1 << 62
-            return (list(log.turns(connection, end)), list(log.suggestions(connection, end)),
-                    list(log.signals(connection, end)))  # fmt: skip
+            return (list(journal.turns(connection, end)), list(journal.suggestions(connection, end)),
+                    list(journal.signals(connection, end)))  # fmt: skip
 
     def close(self) -> None:
         for child in self.children:

@@ -23,11 +23,12 @@ import sqlalchemy as sa
 from etude.cli.main import main
 from etude.config.live import LabelsConfig
 from etude.errors import UserError
-from etude.live import log, schema
-from etude.live.filters import decide
-from etude.live.intake import Intake, SignalEntry, SuggestionEntry, TurnEntry
-from etude.live.privacy import forget
-from etude.live.records import (
+from etude.live.gateway.intake import Intake, SignalEntry, SuggestionEntry, TurnEntry
+from etude.live.learn.filters import decide
+from etude.live.learn.window import calibration, cut_window, exits_of, replay, samples
+from etude.live.log import journal, schema
+from etude.live.log.privacy import forget
+from etude.live.log.records import (
     Consent,
     ExitKind,
     SignalKind,
@@ -36,7 +37,6 @@ from etude.live.records import (
     VersionSpan,
     ulid,
 )
-from etude.live.window import calibration, cut_window, exits_of, replay, samples
 from tests.helpers.live_story import Story, StoryLog, content, time
 
 K = SignalKind
@@ -155,7 +155,7 @@ def test_a_correction_comes_as_text(embedded: StoryLog):
         story.signal(f"t{i}", K.NO_EDIT, 1)
     story.signal("t3", K.CORRECTION, 5, text="aa/blob")
     embedded.write(story)
-    from etude.live.accounts import seal
+    from etude.live.log.accounts import seal
 
     with embedded.engine.begin() as connection:
         key = embedded.accounts.key(connection, "account of s3")
@@ -207,7 +207,7 @@ def test_who_is_forgotten_while_a_window_is_computed_is_not_in_it(embedded: Stor
         decided.append(1)
         return decide(*arguments)
 
-    monkeypatch.setattr("etude.live.window.decide", late)
+    monkeypatch.setattr("etude.live.learn.window.decide", late)
     result = cut_window(embedded.engine, embedded.contents, CONFIG, time(4000))
     assert len(decided) == 2
     mine = {t.id for t in result.turns if t.session in {f"s{i}" for i in range(3, 40, 17)}}
@@ -236,7 +236,7 @@ _CHILD = """
 import sys
 from pathlib import Path
 from etude.config.live import LabelsConfig
-from etude.live.window import cut_window
+from etude.live.learn.window import cut_window
 from tests.helpers.live_story import StoryLog
 live = StoryLog(Path(sys.argv[1]), sys.argv[2])
 cut_window(live.engine, live.contents, LabelsConfig(least_batch=5), int(sys.argv[3]))
@@ -250,7 +250,7 @@ def test_a_window_that_is_killed_in_the_middle_has_written_nothing(live: StoryLo
     command = [sys.executable, "-c", _CHILD, str(live.folder), live.url, str(time(4000))]
     environment = os.environ | {"ETUDE_FAILPOINT": "live.window:1"}
     assert subprocess.run(command, env=environment, timeout=120).returncode == -signal.SIGKILL
-    with log.reading(live.engine) as connection:
+    with journal.reading(live.engine) as connection:
         for table in (schema.windows, schema.labels, schema.exits):
             assert connection.execute(sa.select(sa.func.count()).select_from(table)).scalar_one() == 0
     result = cut_window(live.engine, live.contents, CONFIG, time(4000))
@@ -358,7 +358,7 @@ def test_what_a_gateway_has_written_becomes_a_batch(embedded: StoryLog):
 
 
 def test_a_flood_of_signals_is_read_up_to_a_bound(embedded: StoryLog, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("etude.live.window.MOST_SIGNALS", 3)
+    monkeypatch.setattr("etude.live.learn.window.MOST_SIGNALS", 3)
     story = Story()
     for i in range(6):
         story.turn(f"s{i}", f"t{i}", 0)

@@ -23,7 +23,7 @@ from etude.code import functions
 from etude.corpus.edits import repositories
 from etude.errors import UserError
 from etude.grading import leaks
-from etude.live.plumbing import TextRepository
+from etude.live.observe.worktree import TextRepository
 from etude.tasks import commits, environment, histories, inventory
 from tests.tasks.test_inventory import git, write
 

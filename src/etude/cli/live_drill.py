@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Prints the seconds of each cluster. Raises UserError if one takes longer than a minute."""
-    from etude.live.release import drill
+    from etude.live.release.operations import drill
 
     with opened(arguments.config) as loop:
         took = drill(loop, print)

@@ -13,7 +13,7 @@ __all__ = ["add", "run"]
 
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Prints how many. Raises UserError."""
-    from etude.live.privacy import expire
+    from etude.live.log.privacy import expire
 
     with opened(arguments.config) as (engine, store, _, _):
         print(f"{expire(engine, store)} contents were older than their tenants keep them, and are deleted")

@@ -17,7 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Prints counts. Raises UserError."""
-    from etude.live.privacy import export
+    from etude.live.log.privacy import export
 
     with opened(arguments.config) as (engine, store, accounts, _):
         counts = export(engine, store, accounts, arguments.tenant, arguments.user, arguments.output)

@@ -14,8 +14,8 @@ __all__ = ["add", "run"]
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Prints what was deleted and which versions were trained on the account. Raises UserError."""
     from etude.errors import UserError
-    from etude.live.privacy import forget
-    from etude.live.tenants import policies
+    from etude.live.log.privacy import forget
+    from etude.live.log.tenants import policies
 
     with opened(arguments.config) as (engine, store, accounts, folder):
         with engine.connect() as connection:

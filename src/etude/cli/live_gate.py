@@ -27,9 +27,9 @@ def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int:
 
     from etude.cli.overlays import read_toml
     from etude.config import InferenceConfig, RLConfig, RolloutConfig, validate
-    from etude.live.gate import gate
-    from etude.live.release import candidate
-    from etude.live.replay import Player
+    from etude.live.release.gate import gate
+    from etude.live.release.operations import candidate
+    from etude.live.release.replay import Player
 
     with opened(arguments.config) as loop:
         budget, engine, dialect = RolloutConfig().budget(), InferenceConfig(), "auto"

@@ -20,9 +20,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Writes or removes post-commit, post-merge and post-rewrite. Raises UserError."""
     from etude.errors import UserError
-    from etude.live.hooks import install_hooks, log_of, remove_hooks
-    from etude.live.plumbing import TextRepository
-    from etude.live.watch import read_consent
+    from etude.live.observe.hooks import install_hooks, log_of, remove_hooks
+    from etude.live.observe.watch import read_consent
+    from etude.live.observe.worktree import TextRepository
     from etude.protocol.access import TOKEN_VARIABLE
 
     repository = TextRepository(arguments.repository)

@@ -29,8 +29,8 @@ def add(key: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Does what is asked. Raises UserError."""
-    from etude.live.accounts import open_log
-    from etude.live.tenants import create_key, list_keys, revoke_key
+    from etude.live.log.accounts import open_log
+    from etude.live.log.tenants import create_key, list_keys, revoke_key
 
     config = read_config(arguments.config)
     engine = open_log(Path(config.folder), config.database)

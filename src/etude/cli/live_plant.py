@@ -16,7 +16,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Prints the strings. Raises UserError."""
-    from etude.live.privacy import plant
+    from etude.live.log.privacy import plant
 
     with opened(arguments.config) as (_, _, _, folder):
         strings = plant(folder, arguments.count)

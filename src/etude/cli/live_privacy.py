@@ -13,7 +13,7 @@ from etude.errors import UserError
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
-    from etude.live.accounts import Accounts
+    from etude.live.log.accounts import Accounts
     from etude.store import Store
 
 
@@ -35,7 +35,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def opened(config: Path) -> Iterator[tuple[sa.Engine, Store, Accounts, Path]]:
     """Log, contents, accounts and folder of a live loop. Raises UserError."""
     from etude.cli.live import read_config
-    from etude.live.accounts import Accounts, open_blobs, open_log
+    from etude.live.log.accounts import Accounts, open_blobs, open_log
 
     live = read_config(config)
     folder = Path(live.folder)

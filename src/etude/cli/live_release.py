@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from etude.live.release import Loop
+    from etude.live.release.operations import Loop
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 def opened(config: Path) -> Iterator[Loop]:
     """The loop of a configuration. Raises UserError."""
     from etude.cli.live import read_config
-    from etude.live.release import open_loop
+    from etude.live.release.operations import open_loop
 
     loop = open_loop(read_config(config))
     try:
@@ -43,7 +43,7 @@ def opened(config: Path) -> Iterator[Loop]:
 
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     """Begins the canary of a version, or goes on with it. Raises UserError."""
-    from etude.live.release import approve, candidate, start
+    from etude.live.release.operations import approve, candidate, start
 
     with opened(arguments.config) as loop:
         if arguments.approve is not None:

@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int:
     """Rolls back, and waits at most a minute until every server follows; 1 if one does not. Raises UserError."""
-    from etude.live.release import DEADLINE, drain_lagging, rollback, wait
+    from etude.live.release.operations import DEADLINE, drain_lagging, rollback, wait
 
     with opened(arguments.config) as loop:
         standing = rollback(loop, arguments.reason, arguments.by, arguments.to)

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     config = read_config(arguments.config)
     arguments.host = config.gateway.host
     access = access_of(arguments)
-    from etude.live.gateway import serve
+    from etude.live.gateway.gateway import serve
 
     for store, why in _missing(config).items():
         print(f"etude live serve: the weight store {store} {why}: answers go on, but nothing can be released to it",

@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Prints the newest releases, the evidence on the one on trial, and every cluster. Raises UserError."""
-    from etude.live.release import status
+    from etude.live.release.operations import status
 
     with opened(arguments.config) as loop:
         told = status(loop)

@@ -32,9 +32,9 @@ def add(tenant: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Changes what is given, and shows policies. Raises UserError."""
     from etude.errors import UserError
-    from etude.live.accounts import open_log
-    from etude.live.records import LivePolicy
-    from etude.live.tenants import policies, set_policy
+    from etude.live.log.accounts import open_log
+    from etude.live.log.records import LivePolicy
+    from etude.live.log.tenants import policies, set_policy
 
     config = read_config(arguments.config)
     engine = open_log(Path(config.folder), config.database)

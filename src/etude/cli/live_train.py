@@ -22,9 +22,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Trains, unless that is done. Raises UserError or RunFailed."""
     from etude.cli.live import read_config
-    from etude.live.accounts import Accounts, open_blobs, open_log
-    from etude.live.train import train_window
-    from etude.live.window import LiveContents, samples
+    from etude.live.learn.train import train_window
+    from etude.live.learn.window import LiveContents, samples
+    from etude.live.log.accounts import Accounts, open_blobs, open_log
 
     config = read_config(arguments.config)
     folder = Path(config.folder)

@@ -28,9 +28,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Watches until SIGTERM or SIGINT, and prints what was told. Raises UserError."""
     from etude.errors import UserError
-    from etude.live.delivery import Delivery
-    from etude.live.spool import AlreadyWatched
-    from etude.live.watch import open_watcher
+    from etude.live.observe.delivery import Delivery
+    from etude.live.observe.spool import AlreadyWatched
+    from etude.live.observe.watch import open_watcher
     from etude.protocol.access import TOKEN_VARIABLE
 
     if arguments.interval <= 0 or arguments.seconds < 0:

@@ -20,7 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> None:
     """Prints a line whenever something changes. Raises UserError."""
-    from etude.live.release import watch
+    from etude.live.release.operations import watch
 
     if not arguments.every > 0:
         raise UserError(f"--every {arguments.every}: a look takes time, give seconds above 0")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from etude.errors import UserError
 
 if TYPE_CHECKING:
-    from etude.live.window import WindowResult
+    from etude.live.learn.window import WindowResult
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -31,8 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int | None:
     """Prints counts by exit and reason, and the share that was dropped by reason and version. Raises UserError."""
     from etude.cli.live import read_config
-    from etude.live.accounts import Accounts, open_blobs, open_log
-    from etude.live.window import LiveContents, calibration, cut_window, replay
+    from etude.live.learn.window import LiveContents, calibration, cut_window, replay
+    from etude.live.log.accounts import Accounts, open_blobs, open_log
 
     config = read_config(arguments.config)
     cut = None if arguments.cut is None else _nanoseconds(arguments.cut)
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str] = ()) -> int | None:
 
 
 def _print(result: WindowResult) -> dict[str, Any]:
-    from etude.live.filters import drop_rates, suspicious
+    from etude.live.learn.filters import drop_rates, suspicious
 
     counts = Counter((str(e.kind), e.reason) for e in result.exits)
     exits: dict[str, dict[str, int]] = {}

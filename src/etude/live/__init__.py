@@ -1,6 +1,6 @@
 """The live loop: what users do with the answers of the served model trains its next version.
 
-    gateway -> intake -> log and blobs -> window (labels, advantages) -> trainer -> gate -> canary -> release
+    observe ->  gateway  ->  log  ->  learn (labels, advantages, trainer)  ->  release (gate, canary, stores)
 
-`records.py` defines what crosses the boundaries, `schema.py` the tables.
+Folders import downwards: simulate, release, learn, gateway, log; `observe` imports `log` alone.
 """

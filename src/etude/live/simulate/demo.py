@@ -37,17 +37,17 @@ from etude.config import (
 )
 from etude.errors import RunFailed, UserError
 from etude.evals.stats import Estimate, mean_difference
-from etude.live import releases
-from etude.live.accounts import Accounts, open_blobs
-from etude.live.gate import gate
-from etude.live.records import LivePolicy, Release, ReleaseStage
-from etude.live.release import Loop, candidate, open_loop, start, tick, wait
-from etude.live.replay import Player
+from etude.live.learn.train import train_window
+from etude.live.learn.window import LiveContents, cut_window, samples
+from etude.live.log.accounts import Accounts, open_blobs
+from etude.live.log.records import LivePolicy, Release, ReleaseStage
+from etude.live.log.tenants import create_key, set_policy
+from etude.live.release import releases
+from etude.live.release.gate import gate
+from etude.live.release.operations import Loop, candidate, open_loop, start, tick, wait
+from etude.live.release.replay import Player
 from etude.live.simulate.clients import FunctionRequest, Judgement, Users, answers, mean_utility, requests
 from etude.live.simulate.users import draw_population
-from etude.live.tenants import create_key, set_policy
-from etude.live.train import train_window
-from etude.live.window import LiveContents, cut_window, samples
 from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
 

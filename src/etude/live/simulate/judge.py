@@ -13,9 +13,9 @@ import numpy as np
 
 from etude.config.live import CanaryConfig, LabelsConfig
 from etude.evals.sequential import paired_score
-from etude.live.attribution import distinct, labels
-from etude.live.records import Label, LabelState
-from etude.live.scrub import scrubbed
+from etude.live.learn.attribution import distinct, labels
+from etude.live.log.records import Label, LabelState
+from etude.live.log.scrub import scrubbed
 from etude.live.simulate import bandit, faults
 from etude.live.simulate.loop import DROPPED, LIVE, NULL, ORACLE, PLUS, TURNS, ZERO, LearningRun, Setting, run
 from etude.live.simulate.rollouts import Rollout, Version, roll_out

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from etude.config.live import LabelsConfig
-from etude.live.attribution import labels
-from etude.live.content import RequestFeatures
-from etude.live.estimate import baselines, first_of, shares_capped
-from etude.live.filters import WindowRows, decide
-from etude.live.records import LabelState, SignalKind
+from etude.live.learn.attribution import labels
+from etude.live.learn.content import RequestFeatures
+from etude.live.learn.estimate import baselines, first_of, shares_capped
+from etude.live.learn.filters import WindowRows, decide
+from etude.live.log.records import LabelState, SignalKind
 from etude.live.simulate import bandit, faults
 from etude.live.simulate.traffic import CELLS, Signals, Turns, WindowLog, nanoseconds, react, records, serve
 from etude.live.simulate.users import SimulatedAccounts, draw_population, utility

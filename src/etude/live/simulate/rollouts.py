@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from etude.config.live import CanaryConfig, LabelsConfig
-from etude.live.canary import CanaryDecision, CanaryTrial, Tallies, Verdict, decide
+from etude.live.release.canary import CanaryDecision, CanaryTrial, Tallies, Verdict, decide
 
 _DELAY = LabelsConfig().delay_seconds
 _MINUTE = 60 * 10**9

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from etude.live.records import Arm, Consent, ServedTurn, Session, Signal, SignalKind, Suggestion, TurnKind
+from etude.live.log.records import Arm, Consent, ServedTurn, Session, Signal, SignalKind, Suggestion, TurnKind
 from etude.live.simulate.users import (
     ACTIONS,
     BROKEN,

@@ -1,0 +1,1 @@
+"""The server in front of the clusters: requests are routed to the arm of their account, turns and signals recorded."""

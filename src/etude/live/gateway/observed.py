@@ -1,0 +1,58 @@
+"""Signals that the gateway sees by itself in recorded turns: what an answer shows, and what the next request of its
+session says of it (`derive.py`)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+
+import msgspec
+
+from etude.live.gateway.intake import SignalEntry, TurnEntry
+from etude.live.log.derive import DerivedSignal, Said, answer_of, conversation, of_answer, of_next, tools_of
+from etude.live.log.records import Signal, TurnKind
+
+_HELD = 64 << 20  # bytes of the requests that are remembered, one of each session
+_MOST = 1 << 20  # bytes of a request that is read
+
+
+class LastTurns:
+    """The last main turn of each session, in memory alone."""
+
+    def __init__(self) -> None:
+        self._said: OrderedDict[str, tuple[list[Said], Said, int]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def signals(self, entry: TurnEntry) -> list[SignalEntry]:
+        """The signals on a turn that is to be recorded; those on the turn before it have the new one as subject."""
+        content, turn = entry.content, entry.turn
+        if content is None or turn.kind is not TurnKind.MAIN or turn.stop == "abort" or len(content.request) > _MOST:
+            return []
+        try:
+            body = msgspec.json.decode(content.request, type=dict)
+            message = msgspec.json.decode(content.response or b"{}", type=dict)
+            request = conversation(content.dialect, body)
+            answer = answer_of("chat", {"choices": [{"message": message}]})
+            found = of_answer(request, answer, tools_of(body))
+        except (ValueError, RecursionError):
+            return []
+        with self._lock:
+            before = self._said.pop(turn.session, None)
+            self._said[turn.session] = request, answer, len(content.request)
+            self._bytes += len(content.request) - (before[2] if before is not None else 0)
+            while self._bytes > _HELD:
+                self._bytes -= self._said.popitem(last=False)[1][2]
+        found += of_next(before[0], before[1], request) if before is not None else []
+        return [_entry(entry, signal) for signal in found]
+
+
+def _entry(entry: TurnEntry, signal: DerivedSignal) -> SignalEntry:
+    return SignalEntry(
+        Signal(
+            event=f"gateway {entry.turn.id} {signal.kind.value}", tenant=entry.session.tenant, subject=entry.turn.id,
+            kind=signal.kind, value=signal.value, observed_at=time.time_ns(), arrived_at=0, source="judge",
+        ),
+        signal.text,
+    )  # fmt: skip

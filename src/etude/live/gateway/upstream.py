@@ -1,0 +1,268 @@
+"""The servers behind the gateway: connections that are kept, their health, and which of them answers an account.
+
+A request whose answer has not begun is sent to another server if its own is away; one that has begun is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import ssl
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import h11
+
+from etude.config.live import ClusterConfig
+from etude.live.gateway.arms import Stages
+from etude.live.log.records import Arm
+from etude.protocol.access import bearer
+
+_CONNECT_SECONDS = 2.0
+_HEALTH_SECONDS = 2.0
+_PAUSE_SECONDS = 1.0  # between two looks at a server's health
+_IDLE_SECONDS = 4.0  # servers of ours close an idle connection after five
+_MOST_IDLE = 256
+_READ = 1 << 16
+_MOST_BYTES = 64 << 20  # of an answer that is read whole
+AWAY = (OSError, EOFError, TimeoutError, h11.ProtocolError)
+"""What a server that is away raises."""
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class _Link:
+    """One HTTP/1.1 connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.http = h11.Connection(h11.CLIENT, max_incomplete_event_size=1 << 17)
+        self.since = time.monotonic()
+        self.given_up = False
+
+    def abort(self) -> None:
+        self.writer.transport.abort()
+
+    async def event(self) -> Any:
+        while (event := self.http.next_event()) is h11.NEED_DATA:
+            self.http.receive_data(await self.reader.read(_READ))
+        return event
+
+
+@dataclass
+class Server:
+    """One server of a cluster."""
+
+    url: str
+    cluster: str
+    token: str | None = field(default=None, repr=False)
+    healthy: bool = True  # until the first look
+    keeps_turns: bool = False  # it is an `etude serve`
+    version: int = 0
+    digests: dict[int, str] = field(default_factory=dict[int, str])  # by version, the last few
+    model: str | None = None
+    failures: int = 0
+    answers: int = 0
+    _idle: list[_Link] = field(default_factory=list[_Link])
+    _waiting: set[_Link] = field(default_factory=set[_Link])
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host, self._path = parts.hostname or "", parts.path.rstrip("/")
+        self._port = parts.port or (443 if self._tls else 80)
+        self._head: Headers = [(b"host", parts.netloc.encode())]
+        self._head += [(name.encode(), value.encode()) for name, value in bearer(self.token).items()]
+
+    async def ask(self, method: str, path: str, headers: Headers, body: bytes, seconds: float) -> UpstreamAnswer:
+        """Sends a request and waits for the head of its answer, at most `seconds`. Raises one of AWAY."""
+        link = self._kept()
+        if link is not None:
+            try:
+                return await self._ask(link, method, path, headers, body, seconds)
+            except TimeoutError:
+                raise
+            except AWAY:  # closed while it was idle
+                if link.given_up:
+                    raise
+        opening = asyncio.open_connection(self._host, self._port, ssl=self._tls)
+        link = _Link(*await asyncio.wait_for(opening, min(_CONNECT_SECONDS, seconds)))
+        return await self._ask(link, method, path, headers, body, seconds)
+
+    async def _ask(
+        self, link: _Link, method: str, path: str, headers: Headers, body: bytes, seconds: float
+    ) -> UpstreamAnswer:
+        sized = [(b"content-length", str(len(body)).encode())] if body or method == "POST" else []
+        head = h11.Request(method=method, target=self._path + path, headers=[*self._head, *headers, *sized])
+        data = link.http.send(head) or b""
+        if body:
+            data += link.http.send(h11.Data(data=body)) or b""
+        data += link.http.send(h11.EndOfMessage()) or b""
+        self._waiting.add(link)
+        try:
+            async with asyncio.timeout(seconds):
+                link.writer.write(data)
+                await link.writer.drain()
+                while not isinstance(event := await link.event(), h11.Response):
+                    if isinstance(event, h11.ConnectionClosed):
+                        raise EOFError("the server closed the connection")
+        except BaseException:
+            link.abort()
+            raise
+        finally:
+            self._waiting.discard(link)
+        self.answers += 1
+        return UpstreamAnswer(self, link, event.status_code, list(event.headers))
+
+    def _kept(self) -> _Link | None:
+        while self._idle:
+            link = self._idle.pop()
+            if time.monotonic() - link.since < _IDLE_SECONDS and not link.reader.at_eof():
+                return link
+            link.abort()
+        return None
+
+    def keep(self, link: _Link) -> None:
+        """A connection whose answer has been read whole."""
+        done = link.http.our_state is h11.DONE and link.http.their_state is h11.DONE
+        if not done or len(self._idle) >= _MOST_IDLE:
+            link.abort()
+            return
+        link.http.start_next_cycle()
+        link.since = time.monotonic()
+        self._idle.append(link)
+
+    async def fetch(self, path: str, seconds: float) -> tuple[int, bytes]:
+        """Status and body of a GET. Raises one of AWAY."""
+        async with asyncio.timeout(seconds):
+            answer = await self.ask("GET", path, [], b"", seconds)
+            try:
+                body = bytearray()
+                async for part in answer.parts():
+                    body += part
+                    if len(body) > _MOST_BYTES:
+                        raise EOFError("the answer is too long")
+                return answer.status, bytes(body)
+            finally:
+                answer.close()
+
+    async def look(self) -> None:
+        """Asks for the server's health, and what it serves."""
+        try:
+            status, body = await self.fetch("/health", _HEALTH_SECONDS)
+            well = status == 200
+        except AWAY as e:
+            self.failures += 1
+            self.healthy = self.healthy and isinstance(e, TimeoutError) and self.failures < 2
+            return
+        self.failures = 0 if well else self.failures + 1
+        came_back, self.healthy = well and (not self.healthy or self.model is None), well
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+            told = json.loads(body)
+            self.version, self.keeps_turns = int(told["version"]), "configuration_digest" in told
+            self.digests = dict([*self.digests.items(), (self.version, str(told["digest"]))][-64:])
+        if came_back:
+            with contextlib.suppress(*AWAY, ValueError, KeyError, TypeError, IndexError):
+                self.model = str(json.loads((await self.fetch("/v1/models", _HEALTH_SECONDS))[1])["data"][0]["id"])
+
+    def give_up_waiting(self) -> None:
+        """Ends the requests whose answers have not begun, so that others answer them."""
+        for link in list(self._waiting):
+            link.given_up = True
+            link.abort()
+
+    def close(self) -> None:
+        """Ends the idle connections."""
+        while self._idle:
+            self._idle.pop().abort()
+
+
+class UpstreamAnswer:
+    """The head of an answer, and its body as it comes."""
+
+    def __init__(self, server: Server, link: _Link, status: int, headers: Headers) -> None:
+        self.server, self.status, self.headers = server, status, headers
+        self._link, self._whole = link, False
+
+    def header(self, name: bytes) -> str | None:
+        """A header of the answer; `name` is in lower case."""
+        return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The bytes of the body, each part as soon as it comes. Raises one of AWAY if it breaks off."""
+        while not isinstance(event := await self._link.event(), h11.EndOfMessage):
+            if not isinstance(event, h11.Data):
+                raise EOFError("the answer broke off")
+            yield bytes(event.data)
+        self._whole = True
+
+    def close(self) -> None:
+        """Keeps the connection if the body was read whole, and ends it if not."""
+        self.server.keep(self._link) if self._whole else self._link.abort()
+
+
+class Clusters:
+    """All servers, by arm. `watch` looks at their health until it is cancelled."""
+
+    def __init__(self, clusters: Sequence[ClusterConfig], token: str | None = None) -> None:
+        def servers(cluster: ClusterConfig, urls: Sequence[str]) -> list[Server]:
+            return [Server(url.rstrip("/"), cluster.name, token) for url in urls]
+
+        self.of_arm: dict[Arm, list[Server]] = {
+            Arm.CONTROL: [server for cluster in clusters for server in servers(cluster, cluster.urls)],
+            Arm.CANARY: [server for cluster in clusters for server in servers(cluster, cluster.canary_urls)],
+            Arm.HOLDBACK: [server for cluster in clusters for server in servers(cluster, cluster.holdback_urls)],
+        }
+        self.all = [server for servers in self.of_arm.values() for server in servers]
+
+    def order(self, arm: Arm, account: str, stages: Stages = Stages()) -> list[Server]:
+        """The servers to ask, one after the other: those of the arm, then the control's; healthy ones first, and each
+        account's in an order of its own, which it keeps: cluster by cluster, so that its prefixes stay cached. Once all
+        accounts have the canary, the control's servers have it, too. Drained clusters are asked if no others are
+        there."""
+
+        def rank(server: Server) -> tuple[bool, bytes, bytes]:
+            return not server.healthy, _hash(account, server.cluster), _hash(account, server.url)
+
+        def undrained(of: Arm) -> list[Server]:
+            return [server for server in self.of_arm[of] if (server.cluster, of) not in stages.drained]
+
+        own, others = undrained(arm), [] if arm == Arm.CONTROL else undrained(Arm.CONTROL)
+        if arm == Arm.CANARY and stages.share >= 1:
+            own, others = own + others, []
+        ranked = [*sorted(own, key=rank), *sorted(others, key=rank)] or sorted(self.of_arm[Arm.CONTROL], key=rank)
+        return [server for server in ranked if server.healthy] + [server for server in ranked if not server.healthy]
+
+    async def look(self) -> None:
+        """Looks at every server once. One that goes away or comes back is told of on stderr."""
+        before = [server.healthy for server in self.all]
+        await asyncio.gather(*(server.look() for server in self.all))
+        for server, was_healthy in zip(self.all, before, strict=True):
+            if server.healthy != was_healthy:
+                told = "answers again" if server.healthy else "does not answer: it is asked last until it does"
+                print(f"etude live: the server {server.url} of cluster {server.cluster} {told}", file=sys.stderr,
+                      flush=True)  # fmt: skip
+        for server in self.all:
+            if not server.healthy and any(other.healthy for other in self.all):
+                server.give_up_waiting()
+
+    async def watch(self) -> None:
+        """Looks again and again."""
+        while True:
+            await self.look()
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    def close(self) -> None:
+        """Ends the idle connections."""
+        for server in self.all:
+            server.close()
+
+
+def _hash(*parts: str) -> bytes:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()

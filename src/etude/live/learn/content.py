@@ -1,0 +1,84 @@
+"""What a request asks for, read from the content of a turn: what windows filter and compare by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import blake3
+import msgspec
+
+from etude.corpus.dedup import bands_of
+from etude.live.log.derive import asks_for_edit, conversation
+from etude.live.log.records import TurnContent
+
+_MOST = 20_000  # characters of a message that are read
+_EITHER_OR = re.compile(
+    r"\b(?:random(?:ly)?|flip a coin|coin toss|roll a dice?|heads or tails|pick (?:one|any|either)|"
+    r"choose (?:one|any|between|either)|(?:answer|reply|respond|say|output)\b.{0,60}\beither\b.{1,80}\bor)\b"
+)
+_DICTATED = re.compile(
+    r"\b(?:say|reply|answer|respond|output|print|repeat|echo|type)\s+(?:with\s+|back\s+)?"
+    r"(?:exactly|only|just|the following|verbatim|after me|this)\b"
+)
+_INJECTED = re.compile(
+    r"\b(?:ignore|disregard|forget|override)\s+(?:all\s+|any\s+|the\s+|your\s+)*"
+    r"(?:previous|prior|above|earlier|preceding|system)\s+(?:instruction|prompt|message|rule|direction)|"
+    r"<\|im_(?:start|end)\|>|<\|(?:system|user|assistant)\|>|\[/?inst\]|<</?sys>>"
+)
+
+
+@dataclass(frozen=True)
+class RequestFeatures:
+    """`intent`: "edit", "question" or "other", from the request alone. `same`: digest of prompt and answer.
+    `bands`: what similar requests share. `votes`: a rating of it says nothing, since the request wants a random choice
+    or dictates its answer. `injected`: it gives orders in the place of a system prompt."""
+
+    intent: str
+    same: str
+    bands: frozenset[tuple[int, bytes]]
+    votes: bool
+    injected: bool
+
+
+def request_features(content: TurnContent) -> RequestFeatures:
+    """The features of one turn. A request that cannot be read has the intent "other" and is like no other."""
+    asked = last_message(content.dialect, content.request)[:_MOST].lower()
+    same = blake3.blake3(len(content.prompt_ids).to_bytes(8) + content.prompt_ids + content.ids).hexdigest()
+    intent = "edit" if asks_for_edit(asked) else "question" if "?" in asked else "other"
+    votes = bool(_EITHER_OR.search(asked) or _DICTATED.search(asked))
+    texts = content.request[: 50 * _MOST].decode("utf-8", "replace").lower()
+    words = bands_of(asked, n=2, bands=6, rows=4)
+    return RequestFeatures(intent, same, frozenset(words), votes, bool(_INJECTED.search(texts)))
+
+
+def last_message(dialect: str, request: bytes) -> str:
+    """The text of a user's last message in a request; empty if there is none."""
+    try:
+        body = msgspec.json.decode(request, type=dict[str, Any])
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return ""
+    said = [each.text for each in conversation(dialect, body) if each.role == "user" and each.text.strip()]
+    return said[-1] if said else ""
+
+
+def clusters(features: Sequence[RequestFeatures]) -> list[int]:
+    """A number for each request, the same for those that are alike, directly or by others: MinHash bands of pairs of
+    words put the 50 % point near a Jaccard similarity of 0.6."""
+    parent = list(range(len(features)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    first: dict[tuple[int, bytes], int] = {}
+    for i, each in enumerate(features):
+        for band in sorted(each.bands):
+            j = first.setdefault(band, i)
+            low, high = sorted((root(i), root(j)))
+            parent[high] = low
+    return [root(i) for i in range(len(features))]

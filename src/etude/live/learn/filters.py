@@ -1,0 +1,216 @@
+"""Which turns of a window are trained on: every turn leaves by exactly one exit. Pure.
+
+In this order: consent, tombstones, scrubbing, what was recorded, kind of turn, bots, duplicates, votes
+on a request that dictates its answer, injected prompts, what has no outcome yet, what never got one, accounts' samples.
+The first reason that holds is the turn's. A batch that is too small is held as a whole, with what is censored: the
+weights of the next window stand for them, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import blake3
+import numpy as np
+
+from etude.config.live import LabelsConfig
+from etude.evals.sequential import ratio_p_value
+from etude.live.learn import estimate
+from etude.live.learn.attribution import labels
+from etude.live.learn.content import RequestFeatures, clusters
+from etude.live.log.consent import SCOPE
+from etude.live.log.records import (
+    ExitKind,
+    Label,
+    LabelState,
+    ServedTurn,
+    Session,
+    Signal,
+    SignalKind,
+    Suggestion,
+    TurnExit,
+    TurnKind,
+)
+
+_BOT = re.compile(r"(?:^|[^a-z])(?:bot|ci|cron|dependabot|renovate|github-actions|gitlab-runner|jenkins)(?:$|[^a-z])")
+_DAY = 86_400 * 10**9
+_DEPTHS = 4  # turns of a session that have a cell of their own; later ones share the last
+
+
+@dataclass(frozen=True)
+class WindowRows:
+    """What a window reads of the log: rows before `cut`, and who was forgotten before `at`. `pending`: turns without a
+    final exit; `turns` holds the others of their sessions, too. `since`: when an account was first seen."""
+
+    number: int
+    cut: int
+    at: int
+    sessions: Mapping[str, Session]
+    turns: Sequence[ServedTurn]
+    pending: frozenset[str]
+    suggestions: Sequence[Suggestion]
+    signals: Sequence[Signal]
+    forgotten: frozenset[str]
+    since: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """The outcome of a window; labels and exits sorted by turn. Dropped turns have no label if they were dropped for
+    what they are."""
+
+    labels: tuple[Label, ...]
+    exits: tuple[TurnExit, ...]
+
+    def trained(self) -> list[TurnExit]:
+        """The batch, in its order."""
+        return [e for e in self.exits if e.kind == ExitKind.TRAINED]
+
+
+def unwanted(turn: ServedTurn, session: Session, rows: WindowRows) -> str:
+    """Why a turn is not trained on whatever became of it, without a look at its content; empty if it may be."""
+    if not session.consent.granted or session.consent.scope != SCOPE:
+        return "no_consent"
+    if session.account in rows.forgotten:
+        return "tombstone"
+    if turn.scrubbed or turn.reason == "scrubbed":
+        return "scrubbed"
+    if turn.blob is None or turn.reason:
+        return turn.reason or "no_tokens"
+    if turn.kind != TurnKind.MAIN:
+        return str(turn.kind)
+    return "bot" if _BOT.search(session.client.lower()) else ""
+
+
+def decide(rows: WindowRows, features: Mapping[str, RequestFeatures | str], config: LabelsConfig) -> Decided:
+    """Labels, exits, weights and advantages of a window, from the features of those turns for which `unwanted` has
+    nothing to say; or, in their place, why the content cannot be had."""
+    exits: dict[str, TurnExit] = {}
+
+    def leave(turn: str, kind: ExitKind, reason: str = "") -> None:
+        assert turn not in exits, "a turn leaves a window once"
+        exits[turn] = TurnExit(turn=turn, window=rows.number, kind=kind, reason=reason)
+
+    pending = sorted((t for t in rows.turns if t.id in rows.pending), key=lambda t: t.id)
+    rated = {s.subject for s in rows.signals if s.kind == SignalKind.RATING and s.arrived_at <= rows.cut}
+    seen: set[tuple[str, str]] = set()
+    left: list[ServedTurn] = []
+    found: dict[str, RequestFeatures] = {}
+    for turn in pending:
+        session = rows.sessions[turn.session]
+        reason = unwanted(turn, session, rows)
+        if not reason:
+            feature = features[turn.id]
+            if isinstance(feature, str):
+                reason = feature
+            elif (session.account, feature.same) in seen:
+                reason = "duplicate"
+            else:
+                seen.add((session.account, feature.same))
+                found[turn.id] = feature
+                reason = "vote_injection" if feature.votes and turn.id in rated else ""
+                reason = reason or ("injected_prompt" if feature.injected else "")
+        if reason:
+            leave(turn.id, ExitKind.DROPPED, reason)
+        else:
+            left.append(turn)
+    counted = _counted(left, rows, found, rated, config)
+    made = labels(rows.sessions.values(), rows.turns, rows.suggestions, rows.signals, rows.cut, config,
+                  of=[t.id for t in left], rated=counted)  # fmt: skip
+    chosen = _choose(made, rows, {t.id: t for t in left}, config)
+    trained = [label for label in made if not chosen[label.turn][1] and chosen[label.turn][0] == ExitKind.TRAINED]
+    small = len(trained) < config.least_batch
+    edited = {s.turn for s in rows.suggestions}
+    for label in made:
+        kind, reason = chosen[label.turn]
+        if small and reason in ("", "censored", "account_cap"):
+            kind, reason = ExitKind.HELD, "small_batch"
+        elif reason == "censored" and label.turn in rated - counted - edited:
+            reason = "coverage"
+        leave(label.turn, kind, reason)
+    if not small:
+        exits |= {e.turn: e for e in _weighted(trained, rows, {t.id: t for t in left}, found, config)}
+    return Decided(tuple(made), tuple(exits[turn.id] for turn in pending))
+
+
+def _numbers(names: Sequence[object]) -> np.ndarray:
+    """int64 [N], the same for equal names."""
+    known: dict[object, int] = {}
+    return np.array([known.setdefault(name, len(known)) for name in names], np.int64)
+
+
+def _counted(left: Sequence[ServedTurn], rows: WindowRows, found: Mapping[str, RequestFeatures], rated: set[str],
+             config: LabelsConfig) -> set[str]:  # fmt: skip
+    """The turns whose ratings count."""
+    if not left:
+        return set()
+    cluster = np.array(clusters([found[t.id] for t in left]))
+    account = _numbers([rows.sessions[t.session].account for t in left])
+    is_rated = np.array([t.id in rated for t in left])
+    counts = estimate.covered(cluster, account, is_rated, config.coverage)
+    return {turn.id for turn, yes in zip(left, counts, strict=True) if yes}
+
+
+def _choose(made: Sequence[Label], rows: WindowRows, turns: Mapping[str, ServedTurn],
+            config: LabelsConfig) -> dict[str, tuple[ExitKind, str]]:  # fmt: skip
+    """The exit of each labelled turn, were the batch large enough. Which of an account's turns are its samples is drawn
+    by a hash, so that neither order nor outcome decides."""
+    of = {LabelState.DROPPED: ExitKind.DROPPED, LabelState.OPEN: ExitKind.HELD, LabelState.CENSORED: ExitKind.DROPPED}
+    out = {x.turn: (of[x.state], x.reason or str(x.state)) for x in made if x.state in of}
+    matured = [x.turn for x in made if x.state == LabelState.MATURED]
+    account = _numbers([rows.sessions[turns[turn].session].account for turn in matured])
+    order = np.array([int.from_bytes(blake3.blake3(t.encode()).digest(7)) for t in matured], np.int64)
+    kept = estimate.first_of(account, order, config.per_account)
+    for turn, yes in zip(matured, kept, strict=True):
+        out[turn] = (ExitKind.TRAINED, "") if yes else (ExitKind.DROPPED, "account_cap")
+    return out
+
+
+def _weighted(trained: Sequence[Label], rows: WindowRows, turns: Mapping[str, ServedTurn],
+              found: Mapping[str, RequestFeatures], config: LabelsConfig) -> list[TurnExit]:  # fmt: skip
+    """The exits of a batch, with weights (mean 1) and advantages."""
+    sessions = [rows.sessions[turns[label.turn].session] for label in trained]
+    place: dict[str, int] = {}
+    depth: dict[str, int] = defaultdict(int)
+    for turn in sorted(rows.turns, key=lambda t: (t.session, t.sequence, t.id)):
+        if turn.kind == TurnKind.MAIN and turn.at <= rows.cut:
+            place[turn.id] = min(depth[turn.session], _DEPTHS - 1)
+            depth[turn.session] += 1
+    cell = _numbers([(s.tenant, found[x.turn].intent, place[x.turn]) for x, s in zip(trained, sessions, strict=True)])
+    days = np.array([(rows.cut - rows.since[s.account]) / _DAY for s in sessions])
+    weight = np.array([label.weight for label in trained]) * estimate.age_weights(days, config.age_days)
+    account = _numbers([s.account for s in sessions])
+    names = _numbers([s.organisation for s in sessions])
+    organisation = np.where(np.array([not s.organisation for s in sessions]), -1, names)
+    weight = estimate.shares_capped(weight, account, organisation, config.account_share, config.organisation_share)
+    reward = np.array([label.reward for label in trained])
+    gain = reward - estimate.baselines(reward, weight, cell, config.shrinkage, config.trim)
+    return [TurnExit(turn=x.turn, window=rows.number, kind=ExitKind.TRAINED, weight=float(w), advantage=float(a))
+            for x, w, a in zip(trained, weight, gain, strict=True)]  # fmt: skip
+
+
+def drop_rates(turns: Sequence[ServedTurn], exits: Sequence[TurnExit]) -> dict[str, dict[int, tuple[int, int]]]:
+    """Of each reason and version: how many turns were dropped for it, and how many turns left the window at all (held
+    ones have not yet). A version that drops more than another hides what it does: it is stopped, not learned from."""
+    version = {turn.id: max((span.version for span in turn.spans), default=-1) for turn in turns}
+    final = [e for e in exits if e.kind != ExitKind.HELD]
+    total: dict[int, int] = defaultdict(int)
+    dropped: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for each in final:
+        total[version[each.turn]] += 1
+        if each.kind == ExitKind.DROPPED:
+            dropped[each.reason][version[each.turn]] += 1
+    return {reason: {v: (by[v], total[v]) for v in sorted(total)} for reason, by in sorted(dropped.items())}
+
+
+def suspicious(rates: Mapping[str, Mapping[int, tuple[int, int]]]) -> list[str]:
+    """Reasons for which versions are dropped at different rates: a chi-square test, at 0.001 over all of them."""
+    out: list[str] = []
+    for reason, by in rates.items():
+        dropped, total = zip(*by.values(), strict=True)
+        if len(by) > 1 and ratio_p_value(dropped, total) < 0.001 / len(rates):
+            out.append(reason)
+    return out

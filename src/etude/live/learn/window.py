@@ -1,0 +1,366 @@
+"""One window of the live loop: what came before a cut -> labels, exits and a batch, in one transaction.
+
+    result = cut_window(engine, contents, config)        a new window of everything before now
+    samples(engine, contents, config, number)            its batch, for the trainer
+    replay(engine, contents, config, number)             is it the same, computed again from the log?
+
+A window looks at the turns since the last one and at those that the last one held. It is a pure function of the log,
+its cut and its settings; only who was forgotten is asked for as of `at`, which is later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import blake3
+import msgspec
+import numpy as np
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from etude.config.live import LabelsConfig
+from etude.errors import UserError
+from etude.failpoints import failpoint
+from etude.live.learn.attribution import rules_version, slow_signals
+from etude.live.learn.content import RequestFeatures, request_features
+from etude.live.learn.filters import Decided, WindowRows, decide, unwanted
+from etude.live.log import journal, schema
+from etude.live.log.accounts import Accounts, unseal
+from etude.live.log.records import (
+    ExitKind,
+    Label,
+    LabelState,
+    LiveSample,
+    ServedTurn,
+    Session,
+    Signal,
+    Suggestion,
+    TurnContent,
+    TurnExit,
+)
+from etude.store import ObjectMissing, Store
+
+MOST_TURNS = 200_000
+"""That one window looks at."""
+MOST_SIGNALS = 1000
+"""Of one edit, turn or session that are read: the first."""
+_REFUSALS = ("stale", "temperature", "too_long", "tokens")  # of the trainer, which it writes in the place of ours
+_PAGE = 500
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """A window as it was computed. `batch`: digest of its samples in their order."""
+
+    number: int
+    cut: int
+    at: int
+    rules: str
+    labels: tuple[Label, ...]
+    exits: tuple[TurnExit, ...]
+    batch: str
+    turns: tuple[ServedTurn, ...]  # that left it
+
+
+class LiveContents:
+    """Contents of turns and texts of signals, decrypted with the keys of their accounts."""
+
+    def __init__(self, engine: sa.Engine, accounts: Accounts, store: Store) -> None:
+        self._engine, self._accounts, self._store = engine, accounts, store
+
+    def keys(self, names: Iterable[str]) -> dict[str, bytes | None]:
+        """The keys of accounts; None for one that was destroyed."""
+        with journal.reading(self._engine) as connection:
+            return {name: self._accounts.key(connection, name) for name in sorted(set(names))}
+
+    def read(self, key: bytes, blob: str) -> bytes | None:
+        """A blob, decrypted; None if it is gone. Raises UserError if the store is, or if the blob is damaged."""
+        try:
+            return unseal(key, self._store.get(blob), blob)
+        except ObjectMissing:
+            return None
+        except ValueError as e:
+            raise UserError(f"a content of the live loop is damaged: {e}; restore the folder's blobs") from None
+
+    def turn(self, key: bytes, turn: ServedTurn) -> TurnContent | str:
+        """The content of a turn, or why it cannot be trained on."""
+        data = None if turn.blob is None else self.read(key, turn.blob)
+        if data is None:
+            return "expired"
+        content = msgspec.msgpack.decode(data, type=TurnContent)
+        sampled = len(content.ids)
+        covered = sorted((span.low, span.high) for span in turn.spans)
+        whole = covered and covered[0][0] == 0 and covered[-1][1] * 4 == sampled
+        whole = whole and all(a[1] == b[0] for a, b in pairwise(covered))
+        if not sampled or len(content.logprobs) != sampled or not content.prompt_ids or not whole:
+            return "no_tokens"
+        return content
+
+
+def cut_window(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, cut: int | None = None) -> WindowResult:
+    """Computes and writes the next window, of what the log had before `cut` (nanoseconds since the epoch; by default
+    now). Raises UserError for a cut in the future or before the last one, and if another window is written meanwhile.
+    Killed at any moment, it has written nothing or everything."""
+    with engine.begin() as connection:
+        now = journal.stamp(connection)
+    cut = now if cut is None else cut
+    if cut > now:
+        raise UserError("a window cannot be cut in the future: give an earlier --cut")
+    with journal.reading(engine) as connection:
+        last = connection.execute(sa.select(schema.windows).order_by(schema.windows.c.number.desc()).limit(1)).first()
+    number = 1 if last is None else last.number + 1
+    if last is not None and cut <= last.cut:
+        raise UserError(f"window {last.number} was cut at {last.cut}: give a later --cut than that")
+    for _ in range(_ATTEMPTS):
+        result, _ = _compute(engine, contents, config, number, cut, now)
+        with engine.begin() as connection:
+            now = journal.stamp(connection)
+            if not _forgotten_since(connection, result.at):
+                _write(connection, result)
+                return result
+    raise UserError("accounts are being forgotten faster than a window is computed; try again in a minute")
+
+
+def samples(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, number: int) -> list[LiveSample]:
+    """The batch of a window, in its order. If an account was forgotten since and the window has not been trained on,
+    the window is computed and written again without it. Raises UserError if it does not exist, or cannot be had."""
+    row = _window(engine, number)
+    with journal.reading(engine) as connection:
+        late = _forgotten_since(connection, row.at)
+    at = row.at
+    if late:
+        if row.version is not None or _exists(engine, number + 1):
+            raise UserError(f"accounts were forgotten since window {number}, which is past: train on the last window")
+        with engine.begin() as connection:
+            at = journal.stamp(connection)
+    result, batch = _compute(engine, contents, config, number, row.cut, at)
+    if late:
+        with engine.begin() as connection:
+            connection.execute(sa.delete(schema.windows).where(schema.windows.c.number == number))
+            connection.execute(sa.delete(schema.labels).where(schema.labels.c.cut == row.cut))
+            connection.execute(sa.delete(schema.exits).where(schema.exits.c.window == number))
+            _write(connection, result, run=row.run, base_version=row.base_version)
+    elif result.batch != row.batch:
+        raise UserError(f"the batch of window {number} is not what it was: `etude live window --replay {number}`")
+    return batch
+
+
+@dataclass(frozen=True)
+class WindowReplay:
+    """Whether a window that is computed again from the log is the same, bit for bit."""
+
+    labels: bool
+    exits: bool
+    batch: bool
+
+    @property
+    def same(self) -> bool:
+        """All three."""
+        return self.labels and self.exits and self.batch
+
+
+def replay(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, number: int) -> WindowReplay:
+    """Computes a window again and compares. Raises UserError if the window does not exist, if other rules computed it,
+    or if contents of it are gone."""
+    row = _window(engine, number)
+    if row.rules != rules_version(config):
+        raise UserError(
+            f"window {number} was computed by the rules {row.rules}, these are {rules_version(config)}: give the "
+            "configuration and the etude of that time"
+        )
+    result, _ = _compute(engine, contents, config, number, row.cut, row.at)
+    with journal.reading(engine) as connection:
+        table = schema.labels
+        chosen = sa.select(table).where(table.c.cut == row.cut).order_by(table.c.turn)
+        labels = tuple(_label(x) for x in connection.execute(chosen).mappings())
+        exits = _exits(connection, number)
+    then, now = ({e.turn for e in some if e.reason in ("expired", "forgotten")} for some in (exits, result.exits))
+    if now - then:
+        raise UserError(f"window {number} cannot be replayed: contents of {len(now - then)} of its turns are gone, as "
+                        "retention and `etude live forget` ask for")  # fmt: skip
+    if row.version is not None:
+        trained = {e.turn: e for e in result.exits if e.kind == ExitKind.TRAINED}
+        exits = tuple(trained.get(e.turn, e) if e.reason in _REFUSALS else e for e in exits)
+    return WindowReplay(labels == result.labels, exits == result.exits, row.batch == result.batch)
+
+
+def calibration(engine: sa.Engine, config: LabelsConfig, number: int) -> dict[str, tuple[int, float | None]]:
+    """Whether early signals told the truth: of each kind of slow signal that arrived between a window's cut and the one
+    before, how many are on turns with a matured label, and the correlation of its value with the label's reward (None
+    where either is the same for all)."""
+    row = _window(engine, number)
+    told: dict[str, list[tuple[float, float]]] = {}
+    with journal.reading(engine) as connection:
+        chosen = sa.select(schema.windows.c.cut).where(schema.windows.c.number == number - 1)
+        since = connection.execute(chosen).scalar() or 0
+        slow = slow_signals(journal.signals(connection, row.cut, since), row.cut, config)
+        edits = journal.of_ids(connection, Suggestion, sorted({s.subject for s in slow}))
+        turn_of = {s.event: edits[s.subject].turn if s.subject in edits else s.subject for s in slow}
+        table, rewards = schema.labels, dict[str, float]()
+        matured = table.c.state == LabelState.MATURED.value
+        names = sorted(set(turn_of.values()))
+        for low in range(0, len(names), _PAGE):
+            here = sa.select(table.c.turn, table.c.reward).where(matured, table.c.turn.in_(names[low : low + _PAGE]))
+            rewards |= {label.turn: label.reward for label in connection.execute(here.order_by(table.c.cut))}
+    for signal in slow:
+        if turn_of[signal.event] in rewards:
+            told.setdefault(str(signal.kind), []).append((signal.value, rewards[turn_of[signal.event]]))
+    return {kind: (len(rows), _correlation(rows)) for kind, rows in sorted(told.items())}
+
+
+def _correlation(rows: Sequence[tuple[float, float]]) -> float | None:
+    one, other = np.array(rows).T
+    return float(np.corrcoef(one, other)[0, 1]) if one.std() > 0 and other.std() > 0 else None
+
+
+def exits_of(engine: sa.Engine, number: int) -> tuple[TurnExit, ...]:
+    """The exits of a window, sorted by turn."""
+    with journal.reading(engine) as connection:
+        return _exits(connection, number)
+
+
+def _compute(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, number: int, cut: int,
+             at: int) -> tuple[WindowResult, list[LiveSample]]:  # fmt: skip
+    with journal.reading(engine) as connection:
+        rows = _rows(connection, number, cut, at)
+    asked = [t for t in rows.turns if t.id in rows.pending and not unwanted(t, rows.sessions[t.session], rows)]
+    keys = contents.keys(rows.sessions[t.session].account for t in asked)
+    features: dict[str, RequestFeatures | str] = {}
+    for turn in asked:
+        key = keys[rows.sessions[turn.session].account]
+        content = "forgotten" if key is None else contents.turn(key, turn)
+        features[turn.id] = content if isinstance(content, str) else request_features(content)
+    decided = decide(rows, features, config)
+    batch = list(_samples(decided, rows, contents, keys))
+    digest = blake3.blake3()
+    for sample in batch:
+        digest.update(msgspec.msgpack.encode(sample))
+    pending = tuple(sorted((t for t in rows.turns if t.id in rows.pending), key=lambda t: t.id))
+    result = WindowResult(number, cut, at, rules_version(config), decided.labels, decided.exits, digest.hexdigest(),
+                          pending)  # fmt: skip
+    return result, batch
+
+
+def _samples(decided: Decided, rows: WindowRows, contents: LiveContents,
+             keys: dict[str, bytes | None]) -> Iterator[LiveSample]:  # fmt: skip
+    turns = {turn.id: turn for turn in rows.turns}
+    made = {label.turn: label for label in decided.labels}
+    for each in decided.trained():
+        turn, label = turns[each.turn], made[each.turn]
+        account = rows.sessions[turn.session].account
+        key = keys[account]
+        assert key is not None, "a turn whose content cannot be read is dropped"
+        content = contents.turn(key, turn)
+        if isinstance(content, str):
+            raise UserError(f"the content of turn {turn.id} went away while its window was computed; try again")
+        text = None if label.correction is None else contents.read(key, label.correction)
+        yield LiveSample(
+            turn=turn.id, account=account, cluster=turn.cluster, manifest=turn.manifest, prompt_ids=content.prompt_ids,
+            ids=content.ids, logprobs=content.logprobs, temperature=content.temperature, top_p=content.top_p,
+            spans=turn.spans, reward=label.reward, advantage=each.advantage, weight=each.weight,
+            correction=None if text is None else text.decode(),
+        )  # fmt: skip
+
+
+def _rows(connection: sa.Connection, number: int, cut: int, at: int) -> WindowRows:
+    """What the window `number` reads: turns from the cut before on, and those that the window before held."""
+    before = connection.execute(sa.select(schema.windows.c.cut).where(schema.windows.c.number == number - 1)).scalar()
+    held = [e.turn for e in _exits(connection, number - 1) if e.kind == ExitKind.HELD]
+    pending = journal.of_ids(connection, ServedTurn, held)
+    for turn in journal.turns(connection, cut, since=before or 0):
+        pending[turn.id] = turn
+        if len(pending) > MOST_TURNS:
+            raise UserError(f"more than {MOST_TURNS:,} turns wait for a window: give an earlier --cut")
+    named = sorted({turn.session for turn in pending.values()})
+    sessions = journal.of_ids(connection, Session, named)
+    turns = list(_of(connection, ServedTurn, schema.turns, "session", named, schema.turns.c.at < cut))
+    names = [t.id for t in turns]
+    edits = list(_of(connection, Suggestion, schema.suggestions, "turn", names, schema.suggestions.c.shown < cut))
+    subjects = [*named, *names, *(s.id for s in edits)]
+    table = schema.signals
+    rank = sa.func.row_number().over(partition_by=table.c.subject, order_by=(table.c.arrived_at, table.c.event))
+    told: list[Signal] = []
+    for low in range(0, len(subjects), _PAGE):
+        here = table.c.subject.in_(subjects[low : low + _PAGE]) & (table.c.arrived_at < cut)
+        ranked = sa.select(table, rank.label("place")).where(here).subquery()
+        first = sa.select(*(ranked.c[c.name] for c in table.c)).where(ranked.c.place <= MOST_SIGNALS)
+        told += [journal.record(Signal, row) for row in connection.execute(first).mappings()]
+    accounts = {s.account for s in sessions.values()}
+    forgotten = frozenset(t.account for t in journal.tombstones(connection, at) if t.account in accounts)
+    return WindowRows(
+        number=number, cut=cut, at=at, sessions=sessions, turns=turns, pending=frozenset(pending), suggestions=edits,
+        signals=told, forgotten=forgotten, since=_first_seen(connection, sorted(accounts), cut),
+    )  # fmt: skip
+
+
+def _of(connection: sa.Connection, kind: type[journal.R], table: sa.Table, column: str, values: Sequence[str],
+        where: sa.ColumnElement[bool]) -> Iterator[journal.R]:  # fmt: skip
+    for low in range(0, len(values), _PAGE):
+        chosen = sa.select(table).where(table.c[column].in_(values[low : low + _PAGE]), where)
+        for row in connection.execute(chosen).mappings().all():
+            yield journal.record(kind, row)
+
+
+def _first_seen(connection: sa.Connection, accounts: Sequence[str], cut: int) -> dict[str, int]:
+    table, out = schema.sessions, dict[str, int]()
+    for low in range(0, len(accounts), _PAGE):
+        chosen = sa.select(table.c.account, sa.func.min(table.c.opened)).group_by(table.c.account)
+        here = table.c.account.in_(accounts[low : low + _PAGE]) & (table.c.opened < cut)
+        out |= {row[0]: row[1] for row in connection.execute(chosen.where(here))}
+    return out
+
+
+def _forgotten_since(connection: sa.Connection, at: int) -> bool:
+    table = schema.tombstones
+    return connection.execute(sa.select(table.c.account).where(table.c.at >= at).limit(1)).first() is not None
+
+
+def _write(connection: sa.Connection, result: WindowResult, run: str = "", base_version: int = -1) -> None:
+    row = {"number": result.number, "cut": result.cut, "rules": result.rules, "batch": result.batch, "run": run,
+           "base_version": base_version, "version": None, "at": result.at}  # fmt: skip
+    try:
+        connection.execute(sa.insert(schema.windows).values(**row))
+    except IntegrityError:
+        raise UserError(f"another window {result.number} was written meanwhile; nothing is lost, try again") from None
+    labels: list[dict[str, Any]] = []
+    for label in result.labels:
+        values = msgspec.to_builtins(label)
+        labels.append(values | {"components": msgspec.json.encode(values["components"]).decode()})
+    exits = [msgspec.to_builtins(each) for each in result.exits]
+    for low in range(0, len(labels), 1000):
+        connection.execute(sa.insert(schema.labels), labels[low : low + 1000])
+    failpoint("live.window")
+    for low in range(0, len(exits), 1000):
+        connection.execute(sa.insert(schema.exits), exits[low : low + 1000])
+
+
+def _exists(engine: sa.Engine, number: int) -> bool:
+    with journal.reading(engine) as connection:
+        chosen = sa.select(schema.windows.c.number).where(schema.windows.c.number == number)
+        return connection.execute(chosen).first() is not None
+
+
+def _window(engine: sa.Engine, number: int) -> Any:
+    with journal.reading(engine) as connection:
+        row = connection.execute(sa.select(schema.windows).where(schema.windows.c.number == number)).first()
+    if row is None:
+        raise UserError(f"there is no window {number}")
+    return row
+
+
+def _label(row: sa.RowMapping) -> Label:
+    values: dict[str, Any] = _plain(row) | {"components": msgspec.json.decode(row["components"], type=dict[str, float])}
+    return msgspec.convert(values, Label)
+
+
+def _exits(connection: sa.Connection, number: int) -> tuple[TurnExit, ...]:
+    chosen = sa.select(schema.exits).where(schema.exits.c.window == number).order_by(schema.exits.c.turn)
+    return tuple(msgspec.convert(_plain(row), TurnExit) for row in connection.execute(chosen).mappings())
+
+
+def _plain(row: sa.RowMapping) -> dict[str, Any]:
+    return {f"{name}": value for name, value in row.items()}  # SQLAlchemy's names are no plain str

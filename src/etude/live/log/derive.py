@@ -1,0 +1,279 @@
+"""Signals that need no client: what an answer shows by itself, and what the next request of its session says of it.
+
+    of_answer(question, answer)     invalid_call, question, no_edit       on the turn itself
+    of_next(before, request)        retry, followup, answered             on the turn of the new request
+
+A conversation is what a request or a response of the three dialects says, as `Said` in their order (`conversation`,
+`answer_of`). A follow-up is judged by a logistic rule over a short English word list, WORDS below, with weights set by
+hand. Its probability is kept as the signal's value; a message in which no word is found has the base rate of about one
+in six. It reads no other language, and no irony.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etude.live.log.records import SignalKind
+
+BASE = -1.6
+"""Log-odds of dissatisfaction of a message without any of the words."""
+WORDS: dict[str, float] = {
+    # phrases first: the words of one that matched are not counted again
+    "not what i": 3.0, "that's not": 2.2, "that is not": 2.2, "doesn't work": 2.8, "does not work": 2.8,
+    "didn't work": 2.8, "not working": 2.6, "still not": 2.4, "still fails": 2.6, "still failing": 2.6,
+    "same error": 2.6, "i asked": 2.0, "i said": 2.2, "i told you": 2.6, "i didn't ask": 2.8, "why did you": 2.4,
+    "you broke": 2.8, "you forgot": 2.2, "you missed": 2.0, "you removed": 1.6, "you deleted": 1.8, "start over": 1.8,
+    "try again": 1.8, "go back": 1.6, "put it back": 2.2, "change it back": 2.2, "should have": 1.2, "supposed to": 1.4,
+    "no need": -0.2, "no problem": -2.0, "no worries": -1.5, "not bad": -1.5, "well done": -2.5, "works now": -2.6,
+    "looks good": -2.5, "that works": -2.5, "it works": -2.2, "thank you": -1.8, "good job": -2.5,
+    "nothing wrong": -1.0,
+    "no": 1.2, "nope": 2.0, "wrong": 2.4, "incorrect": 2.4, "undo": 2.4, "revert": 2.0, "broken": 1.8, "breaks": 1.6,
+    "fails": 1.4, "failing": 1.2, "fail": 1.0, "error": 0.8, "still": 1.0, "again": 0.8, "instead": 0.9, "worse": 2.2,
+    "useless": 3.0, "terrible": 3.0, "bad": 1.6, "stop": 1.4, "don't": 0.8, "unnecessary": 1.6, "hallucinated": 2.6,
+    "ugh": 2.2, "wtf": 2.8, "seriously": 1.4, "nonsense": 2.6, "unrelated": 1.4, "actually": 0.6, "bug": 0.6,
+    "thanks": -1.6, "great": -2.0, "perfect": -3.0, "nice": -2.0, "awesome": -2.6, "excellent": -2.6, "lgtm": -3.0,
+    "good": -1.4, "works": -1.4, "cool": -1.6, "yes": -1.0, "now": -0.3, "also": -0.5, "next": -0.9,
+}  # fmt: skip
+REPEATED, LOUD = 1.6, 1.2
+"""Added if the message says what the user's last one said, and if it shouts."""
+ASKS_FOR_EDIT = frozenset({
+    "add", "change", "convert", "create", "delete", "extend", "fix", "handle", "implement", "improve", "make",
+    "migrate", "move", "optimise", "optimize", "port", "refactor", "remove", "rename", "repair", "replace", "rewrite",
+    "simplify", "speed", "split", "support", "update", "use", "write",
+})  # fmt: skip
+"""First words of a request for an edit, after "please", "can you" and their like."""
+
+_POLITE = re.compile(r"^(?:please|pls|hi|hello|hey|now|then|and|so|ok|okay|can you|could you|would you|i want you to|"
+                     r"i need you to|let's|we should|you should|to)[\s,.!:]+", re.I)  # fmt: skip
+_WORD = re.compile(r"[a-z']+")
+_MOST = 4000  # characters of a message that are judged
+
+
+@dataclass(frozen=True)
+class SaidCall:
+    """A tool call: its arguments as the text that was written."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Said:
+    """A message: "system", "user", "assistant" or "tool"."""
+
+    role: str
+    text: str = ""
+    calls: tuple[SaidCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class DerivedSignal:
+    """A signal without its subject; `text` is the user's message, where there is one."""
+
+    kind: SignalKind
+    value: float
+    text: str | None = None
+
+
+def of_answer(request: Sequence[Said], answer: Said, tools: Mapping[str, Mapping[str, Any]]) -> list[DerivedSignal]:
+    """What an answer to `request` shows; `tools`: name -> JSON schema of its arguments."""
+    found: list[DerivedSignal] = []
+    if any(not is_valid(call, tools) for call in answer.calls):
+        found.append(DerivedSignal(SignalKind.INVALID_CALL, 1.0))
+    if answer.calls or "```" in answer.text:
+        return found
+    last = max((place for place, said in enumerate(request) if said.role == "user"), default=-1)
+    worked = any(said.calls or "```" in said.text for said in request[last + 1 :])
+    if answer.text.rstrip(" \n*_)").endswith("?"):
+        found.append(DerivedSignal(SignalKind.QUESTION, 1.0))
+    elif last >= 0 and not worked and asks_for_edit(request[last].text):
+        found.append(DerivedSignal(SignalKind.NO_EDIT, 1.0))
+    return found
+
+
+def of_next(before: Sequence[Said], answer: Said, request: Sequence[Said]) -> list[DerivedSignal]:
+    """What the next request of a session says of the `answer` to `before`. RETRY is 1 for the same messages again, and
+    1/2 for the last one in other words in the answer's place. Results of tools alone say nothing."""
+    old, new = [_key(said) for said in before], [_key(said) for said in request]
+    if new == old:
+        return [DerivedSignal(SignalKind.RETRY, 1.0)]
+    mine = [said for said in before if said.role == "user"]
+    if len(new) == len(old) and new[:-1] == old[:-1] and request[-1].role == "user":
+        return [DerivedSignal(SignalKind.RETRY, 0.5)]
+    if new[: len(old)] != old or len(new) <= len(old) or request[len(old)].role != "assistant":
+        return []
+    fresh = [said.text for said in request[len(old) :] if said.role == "user" and said.text.strip()]
+    if not fresh:
+        return []
+    text = "\n".join(fresh)
+    found = [DerivedSignal(SignalKind.FOLLOWUP, dissatisfied(text, mine[-1].text if mine else ""), text)]
+    if any(s.kind is SignalKind.QUESTION for s in of_answer(before, answer, {})):
+        found.append(DerivedSignal(SignalKind.ANSWERED, 1.0))
+    return found
+
+
+def dissatisfied(text: str, before: str = "") -> float:
+    """Probability that a user's message is dissatisfied with the answer before it; `before`: the user's last one."""
+    body = re.sub(r"```.*?(?:```|$)", " ", text[:_MOST], flags=re.S).replace("\u2019", "'")
+    words = " ".join(_WORD.findall(body.lower()))
+    odds, rest = BASE, f" {words} "
+    for phrase, weight in WORDS.items():
+        if f" {phrase} " in rest:
+            odds += weight
+            rest = rest.replace(f" {phrase} ", " ")
+    old, new = set(_WORD.findall(before[:_MOST].lower())), set(words.split())
+    if len(new) >= 3 and len(old & new) / len(old | new) > 0.6:
+        odds += REPEATED
+    letters = [c for c in body if c.isalpha()]
+    if "!!" in body or "?!" in body or (len(letters) > 8 and sum(c.isupper() for c in letters) > len(letters) / 2):
+        odds += LOUD if odds > BASE else 0.0
+    return 1 / (1 + math.exp(-odds))
+
+
+def asks_for_edit(text: str) -> bool:
+    """Whether a message begins as a request for an edit does."""
+    rest = text.strip()[:_MOST]
+    while (shorter := _POLITE.sub("", rest, count=1)) != rest:
+        rest = shorter
+    first = _WORD.match(rest.lower())
+    return bool(first) and first.group() in ASKS_FOR_EDIT
+
+
+def is_valid(call: SaidCall, tools: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a call names a tool that was offered, and its arguments are a JSON object with what the tool requires and
+    of its types. Without any tools in the request, only the JSON is looked at."""
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except ValueError:
+        return False
+    if not isinstance(arguments, dict) or (tools and call.name not in tools):
+        return False
+    schema = tools.get(call.name) or {}
+    properties, required = _map(schema.get("properties")), schema.get("required")
+    if isinstance(required, list) and any(isinstance(name, str) and name not in arguments for name in required):
+        return False
+    return all(_is_of(value, _map(properties.get(name)).get("type")) for name, value in arguments.items())
+
+
+def conversation(dialect: str, body: Mapping[str, Any]) -> list[Said]:
+    """The messages of a request: of "chat" (OpenAI), "responses" (OpenAI) or "messages" (Anthropic)."""
+    found: list[Said] = []
+    if dialect == "responses":
+        if body.get("instructions"):
+            found.append(Said("system", _text(body["instructions"])))
+        entries = body.get("input") or []
+        found += _joined([Said("user", entries)] if isinstance(entries, str) else [_item(e) for e in _maps(entries)])
+        return found
+    if body.get("system"):
+        found.append(Said("system", _text(body["system"])))
+    for message in _maps(body.get("messages")):
+        found += _chat(message) if dialect == "chat" else _blocks(message)
+    return found
+
+
+def answer_of(dialect: str, body: Mapping[str, Any]) -> Said:
+    """The answer in a response of a dialect, not streamed."""
+    if dialect == "chat":
+        choices = _maps(body.get("choices"))
+        return _chat({"role": "assistant"} | dict(choices[0].get("message") or {}))[0] if choices else Said("assistant")
+    if dialect == "messages":
+        said = _blocks({"role": "assistant", "content": body.get("content")})
+        return said[0] if said else Said("assistant")
+    items = _joined([_item(item) for item in _maps(body.get("output"))])
+    return next((said for said in items if said.role == "assistant"), Said("assistant"))
+
+
+def tools_of(body: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The tools of a request, in any dialect: name -> JSON schema of the arguments."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in _maps(body.get("tools")):
+        inner = _map(tool.get("function")) or tool
+        schema = inner.get("parameters") or inner.get("input_schema") or {}
+        if isinstance(inner.get("name"), str):
+            found[inner["name"]] = schema if isinstance(schema, Mapping) else {}
+    return found
+
+
+def _chat(message: Mapping[str, Any]) -> list[Said]:
+    calls = tuple(
+        SaidCall(str(f.get("name")), _arguments(f.get("arguments")))
+        for f in (_map(call.get("function")) for call in _maps(message.get("tool_calls")))
+    )
+    role = str(message.get("role"))
+    return [Said("system" if role == "developer" else role, _text(message.get("content")), calls)]
+
+
+def _blocks(message: Mapping[str, Any]) -> list[Said]:
+    """A message of Anthropic's: results of tools come in messages of the user, and are told apart."""
+    role, content = str(message.get("role")), message.get("content")
+    if isinstance(content, str):
+        return [Said(role, content)]
+    blocks = _maps(content)
+    calls = tuple(
+        SaidCall(str(b.get("name")), _arguments(b.get("input"))) for b in blocks if b.get("type") == "tool_use"
+    )
+    results = [Said("tool", _text(b.get("content"))) for b in blocks if b.get("type") == "tool_result"]
+    text = "".join(str(b.get("text", "")) for b in blocks if b.get("type") == "text")
+    return results + ([Said(role, text, calls)] if text or calls or not results else [])
+
+
+def _item(item: Mapping[str, Any]) -> Said:
+    """An item of the Responses API."""
+    kind = item.get("type") or "message"
+    if kind == "function_call":
+        return Said("assistant", "", (SaidCall(str(item.get("name")), _arguments(item.get("arguments"))),))
+    if kind == "function_call_output":
+        return Said("tool", _text(item.get("output")))
+    if kind != "message":
+        return Said("")
+    role = str(item.get("role") or "assistant")
+    return Said("system" if role == "developer" else role, _text(item.get("content")))
+
+
+def _joined(items: Sequence[Said]) -> list[Said]:
+    """Neighbouring items of the assistant are one message; reasoning and the like are left out."""
+    found: list[Said] = []
+    for said in items:
+        if found and found[-1].role == said.role == "assistant":
+            found[-1] = Said("assistant", found[-1].text + said.text, found[-1].calls + said.calls)
+        elif said.role:
+            found.append(said)
+    return found
+
+
+def _key(said: Said) -> tuple[str, str, tuple[SaidCall, ...]]:
+    return said.role, " ".join(said.text.split()), said.calls
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text") or "") for part in _maps(content))
+
+
+def _arguments(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def _map(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _maps(value: Any) -> list[Mapping[str, Any]]:
+    return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    kinds: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list,
+                             "object": dict, "null": type(None)}  # fmt: skip
+    names = kind if isinstance(kind, list) else [kind]
+    if not all(isinstance(name, str) and name in kinds for name in names):
+        return True
+    if isinstance(value, bool):
+        return "boolean" in names
+    return any(isinstance(value, kinds[name]) for name in names)

@@ -1,0 +1,165 @@
+"""What agents tell of their work: when the actions of an answer ran, so that an edit of the tree belongs to its turn.
+
+Two kinds of file are read, both only ever from this machine:
+
+- trajectories of mini-swe-agent (format "mini-swe-agent-1.1", as of version 2.4.6): one JSON document that the agent
+  writes anew after each step. A message of the model carries the whole response with its identifier and the time at
+  which it came, the observations that follow the times at which their commands had ended.
+- JSON lines (`*.jsonl`), for any other agent, editor or CI job:
+      {"turn": ID, "started": SECONDS, "ended": SECONDS, "model": NAME}      the actions of an answer ran in that time
+      {"turn": ID, "signal": KIND, "value": NUMBER}                          something that only the client can know
+  A turn is the generation's identifier from the gateway's response; seconds are of this machine's clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etude.errors import UserError
+from etude.live.log.records import SignalKind
+
+MOST_BYTES = 256 << 20
+_ULID = re.compile(r"(?<![0-9A-Za-z])[0-7][0-9A-HJKMNP-TV-Z]{25}$")
+TOLD = frozenset({
+    SignalKind.TESTS, SignalKind.LINT, SignalKind.RATING, SignalKind.REJECTED, SignalKind.RESTORED,
+    SignalKind.ANSWERED, SignalKind.STOPPED, SignalKind.ENDED, SignalKind.LATENCY,
+})  # fmt: skip
+"""Signals that a client may tell by a line. The others are observed here, or derived by the gateway."""
+
+
+@dataclass(frozen=True)
+class AgentStep:
+    """The actions of one answer ran from `started` to `ended`, seconds of this machine's clock."""
+
+    turn: str
+    started: float
+    ended: float
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class ToldSignal:
+    """A signal from a client's line; `line` makes its event unique."""
+
+    turn: str
+    kind: SignalKind
+    value: float
+    line: str
+
+
+@dataclass
+class AgentFile:
+    """A file that an agent writes while it works. It need not exist yet."""
+
+    path: Path
+    steps: dict[str, AgentStep] = field(default_factory=dict[str, AgentStep])
+    ended: float | None = None
+    """When the agent ended; None while it may go on, and for JSON lines."""
+    refused: int = 0
+    """Lines that are not understood."""
+    _stamp: tuple[int, int, int] = (0, 0, 0)
+    _offset: int = 0
+
+    def read(self) -> list[ToldSignal]:
+        """Reads what is new. A document that is being written is read the next time. Raises UserError for a file that
+        is neither format."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return []
+        stamp = found.st_mtime_ns, found.st_size, found.st_ino
+        if stamp == self._stamp:
+            return []
+        if found.st_size > MOST_BYTES:
+            raise UserError(f"{self.path} has more than {MOST_BYTES >> 20} MiB; give another --agent")
+        if self.path.suffix == ".jsonl":
+            if stamp[2] != self._stamp[2] or stamp[1] < self._offset:
+                self._offset = 0
+            told = self._read_lines()
+        else:
+            told = []
+            if not self._read_trajectory():
+                return told
+        self._stamp = stamp
+        return told
+
+    def _read_lines(self) -> list[ToldSignal]:
+        told: list[ToldSignal] = []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                signal = self._line(line)
+                if signal is not None:
+                    told.append(signal)
+        return told
+
+    def _line(self, line: bytes) -> ToldSignal | None:
+        try:
+            entry = json.loads(line)
+            turn = str(entry["turn"])
+            if "signal" not in entry:
+                step = AgentStep(turn, float(entry["started"]), float(entry["ended"]), str(entry.get("model", "")))
+                self.steps[turn] = step
+                return None
+            kind = SignalKind(entry["signal"])
+            if kind not in TOLD:
+                raise ValueError(kind)
+            name = hashlib.blake2b(f"{os.fspath(self.path)}:{self._offset}:".encode() + line, digest_size=16)
+            return ToldSignal(turn, kind, float(entry["value"]), name.hexdigest())
+        except (ValueError, KeyError, TypeError):
+            self.refused += 1
+            return None
+
+    def _read_trajectory(self) -> bool:
+        """False while the document is not whole."""
+        try:
+            document = json.loads(self.path.read_bytes())
+        except (ValueError, OSError):
+            return False
+        form = document.get("trajectory_format") if isinstance(document, dict) else None
+        if not str(form).startswith("mini-swe-agent-1"):
+            raise UserError(f"{self.path} is no trajectory of mini-swe-agent (its format is {form}); name JSON lines "
+                            f"FILE.jsonl")  # fmt: skip
+        messages = [each for each in document.get("messages") or () if isinstance(each, dict)]
+        self.steps |= {step.turn: step for step in mini_steps(messages)}
+        last = messages[-1] if messages else {}
+        self.ended = self.path.stat().st_mtime if last.get("role") == "exit" else None
+        return True
+
+
+def mini_steps(messages: list[dict[str, Any]]) -> list[AgentStep]:
+    """The steps of a trajectory of mini-swe-agent."""
+    steps: list[AgentStep] = []
+    for place, message in enumerate(messages):
+        extra = message.get("extra") or {}
+        response, started = extra.get("response"), extra.get("timestamp")
+        turn = turn_of(response) if isinstance(response, Mapping) else ""
+        if not isinstance(response, Mapping) or not turn or not isinstance(started, (int, float)):
+            continue
+        ended = started
+        for later in messages[place + 1 :]:
+            told = later.get("extra") or {}
+            if "response" in told:
+                break
+            ended = max(ended, told.get("timestamp") or ended)
+        if ended == started and extra.get("actions"):  # the last command ended the agent, and has no observation
+            ended = started + 60.0
+        steps.append(AgentStep(turn, float(started), float(ended), str(response.get("model") or "")))
+    return steps
+
+
+def turn_of(response: Mapping[str, Any]) -> str:
+    """The identifier of the generation in an answer that came through the gateway: the ULID in its `id`, as in
+    "chatcmpl-01J..."; empty if there is none, since the turn is not recorded or the server gives names of its own."""
+    match = _ULID.search(str(response.get("id") or ""))
+    return match.group() if match else ""

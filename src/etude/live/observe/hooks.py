@@ -1,0 +1,81 @@
+"""Hooks of a repository that run `etude live watch --once` in the background after a commit, merge, amend or rebase.
+
+A watcher that runs already has the repository's lock: the hook's own then ends at once, and says nothing. A hook holds
+git up for nothing and fails never: what it had to say against is in a file, and the next hook prints it on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from etude.errors import UserError
+from etude.live.observe.worktree import TextRepository
+from etude.protocol.access import TOKEN_VARIABLE
+
+HOOKS = ("post-commit", "post-merge", "post-rewrite")
+_MARK = "# Written by `etude live hook install`."
+
+
+def log_of(repository: TextRepository) -> Path:
+    """The file with what the last hook's watcher said on stderr; empty if all went well."""
+    return repository.common / "etude-live-hook.log"
+
+
+def install_hooks(repository: TextRepository, gateway: str, agents: Sequence[Path]) -> list[Path]:
+    """Writes the hooks, and returns their paths. Raises UserError, before any is written, if one of another maker is
+    there or git looks for hooks elsewhere."""
+    elsewhere = repository.setting("core.hooksPath")
+    if elsewhere:
+        raise UserError(f"git looks for the hooks of {repository.root} in {elsewhere} (core.hooksPath): add this "
+                        f"line there: {_line(repository, gateway, agents)}")  # fmt: skip
+    places = [repository.common / "hooks" / name for name in HOOKS]
+    for place in places:
+        if place.exists() and _MARK not in place.read_text(errors="replace"):
+            raise UserError(f"{place} is another's hook; add this line to it: {_line(repository, gateway, agents)}")
+    if places[0].parent.is_symlink():
+        raise UserError(f"{places[0].parent} is a link, and git's own is a folder: make it one")
+    for place in places:
+        place.parent.mkdir(exist_ok=True)
+        temporary = place.with_name(f".{place.name}.etude")
+        temporary.unlink(missing_ok=True)  # it may be a link
+        temporary.write_text(f"#!/bin/sh\n{_MARK}\n{_line(repository, gateway, agents)}\n")
+        temporary.chmod(0o755)
+        os.replace(temporary, place)
+    return places
+
+
+def remove_hooks(repository: TextRepository) -> list[Path]:
+    """Removes the hooks that are ours, and returns their paths."""
+    found = [repository.common / "hooks" / name for name in HOOKS]
+    ours = [place for place in found if place.exists() and _MARK in place.read_text(errors="replace")]
+    for place in ours:
+        place.unlink()
+    log_of(repository).unlink(missing_ok=True)
+    return ours
+
+
+def _line(repository: TextRepository, gateway: str, agents: Sequence[Path]) -> str:
+    command = [
+        sys.executable,
+        "-P",  # git runs it in the work tree, whose modules are not to be imported
+        "-m",
+        "etude.cli.main",
+        "live",
+        "watch",
+        str(repository.root),
+        "--gateway",
+        gateway,
+        "--once",
+    ]
+    for agent in agents:
+        command += ["--agent", str(agent.absolute())]
+    log = shlex.quote(str(log_of(repository)))
+    return (
+        f'[ -n "${TOKEN_VARIABLE}" ] || echo "etude live hook: {TOKEN_VARIABLE} is not set, so the gateway is told '
+        f'nothing of this" >&2; [ ! -s {log} ] || sed "s/^/etude live hook, the last time: /" {log} >&2; '
+        f"{{ {shlex.join(command)} 2>{log}.$$; mv {log}.$$ {log}; }} </dev/null >/dev/null 2>&1 &"
+    )

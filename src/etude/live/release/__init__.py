@@ -1,0 +1,1 @@
+"""A version reaches users: the gate, the canary's steps, the stores of the clusters, and the way back."""

@@ -1,0 +1,298 @@
+"""The gate: what a version must pass before any user meets it.
+
+    integrity   signature, digest of every tensor, no NaN, mismatch of trainer and engine as the step recorded it
+    suites      paired non-inferiority on frozen tasks against the incumbent, and at twice the margin against the anchor
+    cost        sampled tokens, turns and seconds of a task, as multiples of the incumbent's
+    replay      recent consented prefixes answered again: two-sided bands on behaviour, no planted string, no secret
+
+The anchor bounds the ratchet: versions that each lose less than a margin cannot lose more than two of them together.
+The report is signed and lies in the version's store under its digest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import blake3
+import msgspec
+import numpy as np
+
+from etude.config.live import GateConfig
+from etude.config.run import GuardsConfig
+from etude.errors import UserError
+from etude.evals.sequential import defended_margin, paired_score
+from etude.evals.suite import EvalResult, TaskResult
+from etude.live.log.records import Release, ReleaseStage
+from etude.live.release import releases
+from etude.live.release.operations import Loop, ReleaseCandidate
+from etude.live.release.releases import Standing
+from etude.records import PolicyVersion, Record
+from etude.store import open_store
+from etude.tasks import dataset as datasets
+
+DISCORDANT = 0.1
+"""Share of tasks that one alone of two equal versions passes when each plays once, where nothing else is known."""
+SPLIT = "heldout"
+_RESAMPLES = 10_000
+_LOST = 0.1  # share of tasks that infrastructure may take
+_EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}  # of infinities and NaN
+_DOMAIN = b"etude gate report\0"
+
+
+class GatePart(Record, frozen=True, kw_only=True):
+    """One part of the gate; `reason` is a sentence, also where it was passed."""
+
+    name: str
+    passed: bool
+    reason: str
+    figures: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+
+class GateReport(Record, frozen=True, kw_only=True):
+    """What the gate found. `signature`: Ed25519 over everything else, empty without a key."""
+
+    store: str
+    version: int
+    manifest: str
+    incumbent: int | None  # release
+    anchor: int | None
+    parts: tuple[GatePart, ...]
+    at: int
+    signature: str = ""
+
+    @property
+    def failed(self) -> GatePart | None:
+        """The first part that was not passed."""
+        return next((part for part in self.parts if not part.passed), None)
+
+
+Measure = Callable[[Release, Path], EvalResult]
+"""Plays a suite, a dataset folder, with the content of a release."""
+Replay = Callable[[Release, Release | None], GatePart]
+"""Answers recent prefixes with a candidate and with the incumbent."""
+
+
+def gate(
+    loop: Loop, found: ReleaseCandidate, measure: Measure, replay: Replay, say: Callable[[str], None],
+    new_anchor: bool = False,
+) -> GateReport:  # fmt: skip
+    """Runs the gate, keeps its report, and notes a release in stage GATE or REFUSED. After a failure of integrity
+    nothing is played. With `new_anchor` the incumbent is the anchor from now on. Raises UserError for a suite that
+    cannot defend the configured margin, before anything is played."""
+    log = loop.read()
+    incumbent, config = log.current, loop.config.gate
+    if incumbent is not None and incumbent.release.manifest == found.manifest.digest:
+        raise UserError(f"version {found.manifest.version} is release {incumbent.release.number}, the current one")
+    anchor = None
+    if incumbent is not None:
+        known = incumbent.release.anchor
+        anchor = incumbent if new_anchor or known is None else log.of(known)
+        for suite in config.suites:
+            _refuse_weak(config, Path(suite), say)
+    release = Release(
+        number=log.next_number, store=found.store, version=found.manifest.version, manifest=found.manifest.digest,
+        parent=incumbent.release.number if incumbent else None, anchor=anchor.release.number if anchor else None,
+        report=None, window=found.window, at=0,
+    )  # fmt: skip
+    parts = [integrity(found, loop.key)]
+    if parts[0].passed and incumbent is not None:
+        assert anchor is not None
+        for suite in config.suites:
+            parts += _suite(config, Path(suite), release, incumbent, anchor, measure)
+    if parts[0].passed:
+        parts.append(replay(release, incumbent.release if incumbent else None))
+    for part in parts:
+        say(f"{part.name}: {'passed' if part.passed else 'FAILED'}, {part.reason}")
+    report = GateReport(
+        store=found.store, version=release.version, manifest=release.manifest, incumbent=release.parent,
+        anchor=release.anchor, parts=tuple(parts), at=time.time_ns(),
+    )  # fmt: skip
+    _keep(loop, release, report)
+    return report
+
+
+def _keep(loop: Loop, release: Release, report: GateReport) -> None:
+    """The report in the store first, then the row: without it the gate is run again."""
+    if loop.key is not None:
+        from etude.weights.signature import private_key
+
+        report = msgspec.structs.replace(report, signature=private_key(loop.key).sign(signed_bytes(report)).hex())
+    data = msgspec.json.encode(report)
+    digest = blake3.blake3(data).hexdigest()
+    open_store(release.store, durable=True).put(f"reports/{release.version:08d}-{digest}.json", data)
+    failed = report.failed
+    stage = ReleaseStage.GATE if failed is None else ReleaseStage.REFUSED
+    reason = "passed every part" if failed is None else f"{failed.name}: {failed.reason}"
+    releases.begin(loop.engine, msgspec.structs.replace(release, report=digest), stage, reason, "gate")
+
+
+def signed_bytes(report: GateReport) -> bytes:
+    """What a report's signature covers: JSON without spaces, keys sorted, no signature."""
+    return _DOMAIN + msgspec.json.encode(msgspec.structs.replace(report, signature=""), order="sorted")
+
+
+def read_report(release: Release, key: Path | None) -> GateReport:
+    """The report of a release. Raises UserError if it is missing, altered, or not signed by `key`, where one is
+    given."""
+    digest = release.report or ""
+    try:
+        data = open_store(release.store).get(f"reports/{release.version:08d}-{digest}.json")
+    except KeyError:
+        raise UserError(f"the report of release {release.number} is not in {release.store}") from None
+    if blake3.blake3(data).hexdigest() != digest:
+        raise UserError(f"the report of release {release.number} was altered")
+    report = msgspec.json.decode(data, type=GateReport)
+    if key is not None:
+        from cryptography.exceptions import InvalidSignature
+
+        from etude.weights.signature import private_key
+
+        try:
+            private_key(key).public_key().verify(bytes.fromhex(report.signature), signed_bytes(report))
+        except (InvalidSignature, ValueError):
+            raise UserError(f"the report of release {release.number} is not signed by the key of this loop") from None
+    return report
+
+
+# --- integrity --------------------------------------------------------------------------------------------------------
+
+
+def integrity(found: ReleaseCandidate, key: Path | None) -> GatePart:
+    """Whether the version is whole, signed and finite, and its step within the trainer's own bands."""
+    from etude.weights.content import load_content
+    from etude.weights.signature import Trust, private_key
+
+    trust = Trust(private_key(key).public_key()) if key is not None else None
+    try:
+        manifest, content = load_content(open_store(found.store), found.manifest.version, trust)
+    except UserError as e:
+        return GatePart(name="integrity", passed=False, reason=str(e))
+    for spec in content.schema.tensors:
+        exponent = _EXPONENTS.get(spec.dtype)
+        if exponent is None:
+            return _broken(f"{spec.name} has the type {spec.dtype}, in which the gate cannot look for NaN")
+        bits = content.bits[spec.name]
+        if bits.size and bool((bits & bits.dtype.type(exponent) == exponent).any()):
+            return _broken(f"{spec.name} holds NaN or infinity")
+    outside, figures = _step_bands(manifest)
+    if outside:
+        return GatePart(name="integrity", passed=False, reason=outside, figures=figures)
+    said = "signed, " if key is not None else ""
+    reason = f"{said}{len(content.schema.tensors)} tensors with the published digest, all finite"
+    return GatePart(name="integrity", passed=True, reason=reason, figures=figures)
+
+
+def _broken(reason: str) -> GatePart:
+    return GatePart(name="integrity", passed=False, reason=reason)
+
+
+def _step_bands(manifest: PolicyVersion) -> tuple[str, dict[str, float]]:
+    """What the step recorded, and what of it is out of the guards' bounds."""
+    step = manifest.step
+    if isinstance(step, msgspec.UnsetType):
+        return "", {}
+    guards = GuardsConfig()
+    figures = {"mismatch_k2": step.mismatch_k2, "probe_k2": step.probe_k2}
+    bound = guards.mismatch_k2.stop
+    measured = {name: value for name, value in figures.items() if value is not None}
+    for name, value in measured.items():
+        if bound is not None and not value <= bound:
+            return f"{name} is {value:.2g}, above {bound:.2g}", measured
+    return "", measured
+
+
+# --- suites -----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_weak(config: GateConfig, suite: Path, say: Callable[[str], None]) -> None:
+    tasks = sum(task.split == SPLIT for task in datasets.load(suite).tasks)
+    if not tasks:
+        raise UserError(f"the suite {suite} has no {SPLIT} tasks")
+    margin = defended_margin(tasks, DISCORDANT / config.samples, config.alpha)
+    say(f"{suite.name}: {tasks} tasks, {config.samples} samples each, defend a margin of {100 * margin:.1f} points")
+    if margin > config.margin:
+        raise UserError(
+            f"the suite {suite} cannot defend gate.margin = {config.margin:g}: {tasks} tasks with {config.samples} "
+            f"samples defend {math.ceil(1000 * margin) / 1000:g}; take that margin, more samples or more tasks"
+        )
+
+
+def _suite(
+    config: GateConfig, suite: Path, release: Release, incumbent: Standing, anchor: Standing, measure: Measure
+) -> list[GatePart]:
+    new, old = measure(release, suite), measure(incumbent.release, suite)
+    parts = [compare_paired(f"suite {suite.name}", old.tasks, new.tasks, config.margin, config.alpha)]
+    if anchor.release.manifest != incumbent.release.manifest:
+        first = measure(anchor.release, suite)
+        name = f"suite {suite.name}, anchor"
+        parts.append(compare_paired(name, first.tasks, new.tasks, 2 * config.margin, config.alpha))
+    return [*parts, cost(f"cost on {suite.name}", old, new, config.cost)]
+
+
+def compare_paired(
+    name: str, old: Sequence[TaskResult], new: Sequence[TaskResult], margin: float, alpha: float, seed: int = 0
+) -> GatePart:
+    """Whether the new version's pass rate is shown to be at least the old one's less `margin`, with probability 1 -
+    alpha. One sample of each task: the paired score test. Several: the alpha-quantile of a bootstrap over functions,
+    whose tasks share code; where no task differs, the score test too, since there is nothing to resample."""
+    before = {task.id: task for task in old if task.passed}
+    pairs = [(before[task.id], task) for task in new if task.passed and task.id in before]
+    if len(pairs) < (1 - _LOST) * max(len(old), len(new), 1):
+        return GatePart(name=name, passed=False, reason=f"{len(old) - len(pairs)} of {len(old)} tasks were lost")
+    gains_N = np.array([np.mean(b.passed) - np.mean(a.passed) for a, b in pairs])
+    once = all(len(task.passed) == 1 for pair in pairs for task in pair)
+    discordant = float((gains_N**2).mean())
+    figures: dict[str, Any] = {
+        "tasks": len(pairs), "margin": margin, "difference": float(gains_N.mean()), "discordant": discordant,
+        "defended": defended_margin(len(pairs), max(discordant, 1 / len(pairs)), alpha),
+    }  # fmt: skip
+    if once or not gains_N.any():
+        new_only, old_only = int((gains_N > 0).sum()), int((gains_N < 0).sum())
+        z, bound = paired_score(new_only, old_only, len(pairs), margin), NormalDist().inv_cdf(1 - alpha)
+        figures |= {"new_only": new_only, "old_only": old_only, "z": z}
+        passed, said = z > bound, f"z {z:.2f}, needed {bound:.2f}"
+    else:
+        low = _lower_bound(gains_N, [a.function for a, _ in pairs], alpha, seed)
+        figures["low"] = low
+        passed, said = low > -margin, f"at least {100 * low:+.1f} points with probability {1 - alpha:.0%}"
+    verdict = "not worse" if passed else "not shown to be no worse"
+    reason = (
+        f"{verdict} by {100 * margin:.1f} points on {len(pairs)} tasks (difference {100 * gains_N.mean():+.1f} points, "
+        f"{said})"
+    )
+    return GatePart(name=name, passed=bool(passed), reason=reason, figures=figures)
+
+
+def _lower_bound(gains_N: np.ndarray, functions: Sequence[str], alpha: float, seed: int) -> float:
+    """The alpha-quantile of the mean over resampled functions (pairs cluster bootstrap, as in `evals.stats`)."""
+    _, place_N = np.unique(np.array(functions), return_inverse=True)
+    sums_F, counts_F = np.bincount(place_N, gains_N), np.bincount(place_N)
+    generator = np.random.default_rng(seed)
+    means: list[np.ndarray] = []
+    rows = max(1, 2_000_000 // len(sums_F))
+    for start in range(0, _RESAMPLES, rows):
+        drawn_RF = generator.integers(len(sums_F), size=(min(rows, _RESAMPLES - start), len(sums_F)))
+        means.append(sums_F[drawn_RF].sum(1) / counts_F[drawn_RF].sum(1))
+    return float(np.quantile(np.concatenate(means), alpha))
+
+
+def cost(name: str, old: EvalResult, new: EvalResult, most: float) -> GatePart:
+    """Sampled tokens, turns and seconds of an episode beside the incumbent's. Seconds are those of the whole play."""
+    ratios: dict[str, float] = {}
+    for figure in ("sampled_tokens", "turns"):
+        before, after = old.behaviour.get(figure, 0.0), new.behaviour.get(figure, 0.0)
+        if before > 0:
+            ratios[figure] = after / before
+    if old.seconds > 0:
+        ratios["seconds"] = new.seconds / old.seconds
+    worst = max(ratios, key=lambda figure: ratios[figure], default=None)
+    if worst is None:
+        return GatePart(name=name, passed=False, reason="the incumbent sampled nothing")
+    said = ", ".join(f"{figure} {ratio:.2f}" for figure, ratio in ratios.items())
+    passed = ratios[worst] <= most
+    return GatePart(name=name, passed=passed, reason=f"of the incumbent's: {said}; at most {most:g}", figures=ratios)

@@ -1,0 +1,262 @@
+"""The log of releases: which one every cluster should serve, and the rows that decide it.
+
+    gate -> shadow -> canary (shares) -> released         each step is a row of `release_events`; the last one counts
+      \\-> refused      \\-> rolled_back, and a new release of the old content, in one transaction
+
+What a store should hold follows from the rows alone (`pointers`), so whoever is killed between a row and a store leaves
+nothing half-done: the next `etude live release`, `rollback` or `watch-canary` brings the stores to the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from etude.config.live import ClusterConfig, LiveConfig
+from etude.errors import UserError
+from etude.live.log import journal, schema
+from etude.live.log.records import (
+    Arm,
+    ClusterEvent,
+    ExitKind,
+    LivePolicy,
+    Release,
+    ReleaseEvent,
+    ReleaseStage,
+)
+
+ON_TRIAL = (ReleaseStage.SHADOW, ReleaseStage.CANARY)
+_MOST_RELEASES = 100_000
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A release and its events, in order."""
+
+    release: Release
+    events: tuple[ReleaseEvent, ...]
+
+    @property
+    def stage(self) -> ReleaseStage:
+        """Where it stands."""
+        return self.events[-1].stage
+
+    @property
+    def share(self) -> float:
+        """Of the accounts."""
+        return self.events[-1].share
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every account but the holdback has it."""
+        return self.stage in (ReleaseStage.CANARY, ReleaseStage.RELEASED) and self.share >= 1
+
+    def since(self, *stages: ReleaseStage, share: float = 0.0) -> int:
+        """Time of the first event of these stages with at least this share."""
+        return next(event.at for event in self.events if event.stage in stages and event.share >= share)
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What one weight store should hold: the content of `release`, since a time."""
+
+    cluster: str
+    arm: Arm
+    store: str
+    urls: tuple[str, ...]
+    release: Release
+    since: int
+
+
+@dataclass(frozen=True)
+class ReleaseLog:
+    """All releases by number."""
+
+    standings: tuple[Standing, ...]
+
+    @property
+    def current(self) -> Standing | None:
+        """What the control has: the newest that was released."""
+        released = [s for s in self.standings if s.stage is ReleaseStage.RELEASED]
+        return released[-1] if released else None
+
+    @property
+    def trial(self) -> Standing | None:
+        """The release in shadow or canary."""
+        return next((s for s in reversed(self.standings) if s.stage in ON_TRIAL), None)
+
+    def of(self, number: int) -> Standing:
+        """A release by number. Raises UserError."""
+        found = next((s for s in self.standings if s.release.number == number), None)
+        if found is None:
+            raise UserError(f"there is no release {number}: `etude live status` lists them")
+        return found
+
+    def passed(self, digest: str) -> Standing | None:
+        """A release of this content that has passed the gate beside the current release, and has not begun."""
+        for standing in reversed(self.standings):
+            if standing.stage is ReleaseStage.GATE and standing.release.manifest == digest:
+                current = self.current
+                return standing if standing.release.parent == (current.release.number if current else None) else None
+        return None
+
+    @property
+    def next_number(self) -> int:
+        """Of the next release."""
+        return self.standings[-1].release.number + 1 if self.standings else 1
+
+    def pointers(self, clusters: Sequence[ClusterConfig]) -> list[Pointer]:
+        """What every store should hold; nothing before the first release."""
+        current, trial = self.current, self.trial
+        if current is None:
+            return []
+        out: list[Pointer] = []
+        final = (ReleaseStage.CANARY, ReleaseStage.RELEASED)
+        control = trial if trial is not None and trial.everywhere else current
+        canary = trial or current
+        anchor = self.of(current.release.anchor) if current.release.anchor is not None else current
+        for cluster in clusters:
+            since = control.since(*final, share=1.0)
+            out.append(Pointer(cluster.name, Arm.CONTROL, cluster.store, cluster.urls, control.release, since))
+            if cluster.canary_store != "none":
+                since = canary.since(ReleaseStage.SHADOW) if canary is trial else canary.since(ReleaseStage.RELEASED)
+                store = cluster.canary_store
+                out.append(Pointer(cluster.name, Arm.CANARY, store, cluster.canary_urls, canary.release, since))
+            if cluster.holdback_store != "none":
+                store, since = cluster.holdback_store, anchor.since(*final, share=1.0)
+                out.append(Pointer(cluster.name, Arm.HOLDBACK, store, cluster.holdback_urls, anchor.release, since))
+        return out
+
+
+def read(engine: sa.Engine) -> ReleaseLog:
+    """The releases as the log has them."""
+    releases, events = schema.releases, schema.release_events
+    with journal.reading(engine) as connection:
+        found = connection.execute(sa.select(releases).order_by(releases.c.number).limit(_MOST_RELEASES)).mappings()
+        rows = [journal.record(Release, row) for row in found.all()]
+        steps: dict[int, list[ReleaseEvent]] = {release.number: [] for release in rows}
+        for row in connection.execute(sa.select(events).order_by(events.c.release, events.c.sequence)).mappings():
+            steps[row["release"]].append(journal.record(ReleaseEvent, row))
+    return ReleaseLog(tuple(Standing(release, tuple(steps[release.number])) for release in rows))
+
+
+def append(engine: sa.Engine, standing: Standing, stage: ReleaseStage, share: float, reason: str, by: str) -> None:
+    """The next event of a release. Raises UserError if another process was faster."""
+    with _deciding(engine) as connection:
+        journal.add(connection, [_next(standing, stage, share, reason, by, journal.stamp(connection))])
+
+
+def begin(engine: sa.Engine, release: Release, stage: ReleaseStage, reason: str, by: str, share: float = 0.0) -> None:
+    """A new release with its first event. Raises UserError if another process was faster."""
+    with _deciding(engine) as connection:
+        at = journal.stamp(connection)
+        release = msgspec.structs.replace(release, at=at)
+        event = ReleaseEvent(
+            release=release.number, sequence=0, stage=stage, share=share, reason=reason, decided_by=by, at=at
+        )
+        journal.add(connection, [release, event])
+
+
+def take_back(engine: sa.Engine, bad: Standing, to: Standing, number: int, reason: str, by: str) -> None:
+    """Rolls a release back, and releases the content of another one under a new number, in one transaction. Raises
+    UserError if another process was faster."""
+    with _deciding(engine) as connection:
+        at = journal.stamp(connection)
+        again = msgspec.structs.replace(to.release, number=number, parent=bad.release.number, window=None, at=at)
+        event = ReleaseEvent(
+            release=number, sequence=0, stage=ReleaseStage.RELEASED, share=1.0, decided_by=by, at=at,
+            reason=f"the content of release {to.release.number}, since {bad.release.number} was rolled back",
+        )  # fmt: skip
+        journal.add(connection, [_next(bad, ReleaseStage.ROLLED_BACK, 0.0, reason, by, at), again, event])
+
+
+def _next(standing: Standing, stage: ReleaseStage, share: float, reason: str, by: str, at: int) -> ReleaseEvent:
+    return ReleaseEvent(
+        release=standing.release.number, sequence=standing.events[-1].sequence + 1, stage=stage, share=share,
+        reason=reason, decided_by=by, at=at,
+    )  # fmt: skip
+
+
+@contextmanager
+def _deciding(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """A transaction of a decision; the primary keys let one of two deciders through."""
+    try:
+        with engine.begin() as connection:
+            yield connection
+    except IntegrityError:
+        raise Overtaken() from None
+
+
+class Overtaken(UserError):
+    """Another process has decided meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__("another process has decided on this release meanwhile: see `etude live status`")
+
+
+# --- clusters ---------------------------------------------------------------------------------------------------------
+
+
+def drained(engine: sa.Engine) -> dict[tuple[str, str], ClusterEvent]:
+    """The last event of each cluster and arm that has any."""
+    table = schema.cluster_events
+    with engine.connect() as connection:
+        rows = connection.execute(sa.select(table).order_by(table.c.cluster, table.c.arm, table.c.sequence)).mappings()
+        events = [journal.record(ClusterEvent, row) for row in rows]
+    return {(event.cluster, event.arm): event for event in events}
+
+
+def drain(engine: sa.Engine, pointer: Pointer, wanted: bool, reason: str) -> None:
+    """Notes that a cluster is sent nothing, or is sent requests again; nothing if that is so already."""
+    last = drained(engine).get((pointer.cluster, pointer.arm))
+    if (last is not None and last.drained) == wanted:
+        return
+    with _deciding(engine) as connection:
+        event = ClusterEvent(
+            cluster=pointer.cluster, arm=pointer.arm, sequence=last.sequence + 1 if last else 0, drained=wanted,
+            reason=reason, at=journal.stamp(connection),
+        )  # fmt: skip
+        journal.add(connection, [event])
+
+
+# --- what a release touched -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Taint:
+    """A window whose release was rolled back, the turns that were trained on, and their accounts."""
+
+    release: int
+    window: int
+    turns: tuple[str, ...]
+    accounts: tuple[str, ...]
+
+
+def taints(engine: sa.Engine) -> list[Taint]:
+    """Windows of releases that were rolled back. They can be trained again without what spoilt them."""
+    exits, turns, sessions = schema.exits, schema.turns, schema.sessions
+    bad = [s.release for s in read(engine).standings if s.stage is ReleaseStage.ROLLED_BACK]
+    out: list[Taint] = []
+    with journal.reading(engine) as connection:
+        for release in bad:
+            if release.window is None:
+                continue
+            trained = (exits.c.window == release.window) & (exits.c.kind == ExitKind.TRAINED)
+            query = sa.select(exits.c.turn, sessions.c.account).where(trained)
+            query = query.join(turns, turns.c.id == exits.c.turn).join(sessions, sessions.c.id == turns.c.session)
+            rows = connection.execute(query.order_by(exits.c.turn)).all()
+            accounts = tuple(sorted({account for _, account in rows}))
+            out.append(Taint(release.number, release.window, tuple(turn for turn, _ in rows), accounts))
+    return out
+
+
+def needs_approval(engine: sa.Engine, config: LiveConfig) -> bool:
+    """Whether a person must approve each stage: the configuration or a tenant's policy says so."""
+    with engine.connect() as connection:
+        policies = connection.execute(sa.select(schema.tenants.c.policy)).scalars().all()
+    return config.canary.approval or any(msgspec.json.decode(text, type=LivePolicy).approval for text in policies)
