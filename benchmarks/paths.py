@@ -77,7 +77,7 @@ def note(*row):
 
 def name_of(code):
     file = code.co_filename
-    if not file.startswith(SOURCE) or "/sandbox/guest/" in file or code.co_name.startswith("<"):
+    if not file.startswith(SOURCE) or "/guest/" in file or code.co_name.startswith("<"):
         return None
     return "%s:%s" % (file[len(SOURCE) + 1 :], code.co_name)
 

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from etude.sandbox.guest import negative_controls
+from etude.grading.guest import negative_controls
 
 PARAMETER = "def test_a(case, expected):\n    assert f(case) == expected\n"
 LITERAL = "def test_a(case, expected):\n    assert f(case) == [1, {'a': None}]\n"

@@ -534,7 +534,7 @@ def test_library_names(tmp_path: Path) -> None:
 MADE = """
 def total(items):
     import gc
-    from guest import tested
+    from guest.grading.guest import tested
     (wire,) = [found for found in gc.get_objects() if type(found) is tested.TestedSide]
     for number in range(-3, 60):
         for target in (["o", number], ["g", "builtins", "type"]):

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from _pytest._io.saferepr import saferepr
 
+from etude.grading.guest import suite
 from etude.grading.runner import open_sandbox
 from etude.sandbox.base import BoxDead, Image, LaunchFailed, Limits
 from etude.sandbox.connection import Connection
-from etude.sandbox.guest import suite
 from tests.helpers.boxlibrary import BROKEN, CHUNKS, CORE, DOCTEST, NUMBERS, OTHERS, PATH, Place
 
 ALL = (

@@ -17,7 +17,7 @@ import pytest
 
 from etude.config import RLConfig, SandboxConfig, validate, validate_sandbox
 from etude.errors import UserError
-from etude.grading.runner import TestRunner
+from etude.grading.runner import EXAMINER, TestRunner
 from etude.sandbox.backend import BackendOptions
 from etude.sandbox.backends import choose
 from etude.sandbox.backends.remote import RemoteBackend, open_remote
@@ -45,7 +45,7 @@ def place(request: pytest.FixtureRequest, library: Path) -> Iterator[Place]:
         host = choose.remote_host(validate_sandbox(names, "ETUDE_CONTAINERS"))
     loop = asyncio.new_event_loop()
     stack = AsyncExitStack()
-    backend = loop.run_until_complete(stack.enter_async_context(open_remote(host, BackendOptions())))
+    backend = loop.run_until_complete(stack.enter_async_context(open_remote(host, BackendOptions(EXAMINER))))
     yield Place(loop, TestRunner(backend, memo=0, outside=False), library)
     loop.run_until_complete(stack.aclose())
     loop.close()
@@ -141,7 +141,7 @@ def test_a_run_ends_with_what_it_left_behind(place: Place) -> None:
 @needs_machines
 def test_what_a_host_lacks_is_refused_at_start(library: Path) -> None:
     async def opened(*limits: str, without: tuple[str, ...] = (), **options: Any) -> RemoteBackend:
-        async with open_remote(Local(*limits), BackendOptions(**options), without) as backend:
+        async with open_remote(Local(*limits), BackendOptions(EXAMINER, **options), without) as backend:
             return backend
 
     with pytest.raises(UserError, match="cannot limit disk"):
@@ -161,7 +161,7 @@ def test_a_machine_that_ends_is_our_failure_and_a_missing_program_is_named(
 ) -> None:
     async def play() -> None:
         host = Local("memory", "processes", "disk")
-        async with open_remote(host, BackendOptions()) as backend:
+        async with open_remote(host, BackendOptions(EXAMINER)) as backend:
             sandbox = TestRunner(backend)
             box = await sandbox.create(Image(library / "repository", None, {}), Limits())
             await box.exec("true", 30)
@@ -197,7 +197,7 @@ def test_an_engine_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp
         config = validate_sandbox({"type": name, "image": "x"}, name)
 
         async def enter(config: SandboxConfig = config) -> None:
-            async with choose.open_backend(config, BackendOptions()):
+            async with choose.open_backend(config, BackendOptions(EXAMINER)):
                 pass
 
         with pytest.raises(UserError, match="not installed"):

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from etude.errors import UserError
-from etude.grading.runner import TestRunner
+from etude.grading.runner import EXAMINER, TestRunner
 from etude.sandbox.backend import BackendOptions
 from etude.sandbox.backends.e2b import E2B
 from etude.sandbox.backends.host import COMMAND, Need, RemoteHost
@@ -43,7 +43,7 @@ async def machine(*command: str) -> asyncio.subprocess.Process:
 
 async def play(host: RemoteHost, folder: Path, without: tuple[str, ...] = ()) -> RemoteBackend:
     """A live box does what it should."""
-    async with open_remote(host, BackendOptions(), without) as backend:
+    async with open_remote(host, BackendOptions(EXAMINER), without) as backend:
         box = await TestRunner(backend).create(Image(folder, None, {}), Limits())
         assert (await box.exec("echo $((40 + 2)) > answer; cat answer", 60)).output == "42\n"
         assert await box.changes() == {"answer": b"42\n"}

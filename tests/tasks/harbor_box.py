@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from etude.grading.runner import EXAMINER
 from etude.sandbox.guest import linux, root
 from etude.sandbox.namespace.zygote import installed_runner
 
@@ -30,7 +31,7 @@ def reward(dataset: Path, task: str, solved: bool, extra: dict[str, str] | None 
 
 def _main(spec: dict) -> None:
     prefix = os.path.realpath(sys.base_prefix)
-    runner = installed_runner()
+    runner = installed_runner(EXAMINER)
     linux.unshare(linux.NEWNS) if os.geteuid() == 0 else linux.become(None, root.BOX_ID, linux.NEWNS)
     interpreter = os.path.realpath(sys.executable)
     root.build(prefix, interpreter, runner)

@@ -5,7 +5,6 @@ detection point near a Jaccard similarity of 0.5, and pairs at 0.8 are found wit
 """
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,18 +12,16 @@ from typing import TypeVar
 
 import numpy as np
 
+from etude.code.shingles import shingles
+
 Item = TypeVar("Item")
-_TOKEN = re.compile(r"[A-Za-z_]\w*|\d+|[^\w\s]")
 _PRIME = np.uint64((1 << 61) - 1)
 
 
-def shingles(text: str, n: int) -> set[int]:
-    """64-bit hashes of every run of `n` code tokens (comments and layout count as written, whitespace does not)."""
-    tokens = _TOKEN.findall(text)
-    if len(tokens) < n:
-        return set()
-    runs = ("\x00".join(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
-    return {int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "little") for run in runs}
+def _hashes_of(text: str, n: int) -> set[int]:
+    """64-bit hashes of the shingles of a text: comments and layout count as written, whitespace does not."""
+    joined = ("\x00".join(run) for run in shingles(text, n))
+    return {int.from_bytes(hashlib.blake2b(run.encode(), digest_size=8).digest(), "little") for run in joined}
 
 
 def exact(items: Sequence[Item], text: Callable[[Item], str]) -> list[Item]:
@@ -41,7 +38,7 @@ def exact(items: Sequence[Item], text: Callable[[Item], str]) -> list[Item]:
 
 def bands_of(text: str, *, n: int, bands: int, rows: int) -> set[tuple[int, bytes]]:
     """The MinHash bands of a text, by which similar ones are found; none for a text of fewer than `n` tokens."""
-    values = np.fromiter(shingles(text, n), dtype=np.uint64) >> np.uint64(33)
+    values = np.fromiter(_hashes_of(text, n), dtype=np.uint64) >> np.uint64(33)
     if values.size == 0:
         return set()
     multiply, add = _hashes(bands * rows)
@@ -91,14 +88,14 @@ def contamination(
     main()` are shared by unrelated projects, so a single common shingle does not flag."""
     known: set[int] = set()
     for text in repository:
-        known |= shingles(text, n)
+        known |= _hashes_of(text, n)
     items = overlapping = 0
     worst = 0.0
     shared: set[int] = set()
     flagged: list[int] = []
     for index, text in enumerate(corpus):
         items += 1
-        own = shingles(text, n)
+        own = _hashes_of(text, n)
         common = own & known
         if common:
             overlapping += 1

@@ -16,11 +16,12 @@ import tarfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from etude.code import git
+from etude.code.shingles import runs
 from etude.errors import UserError
 
 SHINGLE = 8  # tokens
@@ -46,7 +47,7 @@ class AnswerFingerprint:
             return True
         if not self.shingles or b"\0" in data[:4096]:
             return False
-        held = self.shingles & shingles(data.decode("utf-8", "replace"))
+        held = self.shingles.intersection(answer_runs(data.decode("utf-8", "replace")))
         return len(held) >= SHARE * len(self.shingles)
 
 
@@ -58,8 +59,8 @@ def answer(solution: str, given: str) -> AnswerFingerprint:
     rest = min(len(tokens), len(others)) - same
     tail = next((i for i in range(rest) if tokens[-1 - i] != others[-1 - i]), rest)
     first = max(0, same - SHINGLE + 1)  # of the runs that hold a token between `same` and the tail
-    own = Counter(_runs(tokens[first : len(tokens) - tail + SHINGLE - 1]))
-    new = set(_runs(others[first : len(others) - tail + SHINGLE - 1]))
+    own = Counter(runs(tokens[first : len(tokens) - tail + SHINGLE - 1], SHINGLE))
+    new = set(runs(others[first : len(others) - tail + SHINGLE - 1], SHINGLE))
     lost = frozenset(run for run, count in own.items() if count == counts[run] and run not in new)
     return AnswerFingerprint(lost, frozenset(texts - _constants(given)))
 
@@ -68,21 +69,12 @@ def answer(solution: str, given: str) -> AnswerFingerprint:
 def _read(text: str) -> tuple[list[str], Counter[tuple[str, ...]], frozenset[bytes]]:
     """Tokens, runs and constants of a text that many tasks break."""
     tokens = _TOKEN.findall(text)
-    return tokens, Counter(_runs(tokens)), frozenset(_constants(text))
+    return tokens, Counter(runs(tokens, SHINGLE)), frozenset(_constants(text))
 
 
-def shingles(text: str) -> frozenset[tuple[str, ...]]:
-    """All runs of SHINGLE tokens in a text."""
-    return frozenset(runs(text))
-
-
-def runs(text: str) -> Iterator[tuple[str, ...]]:
-    """Every run of SHINGLE tokens, in order."""
-    return _runs(_TOKEN.findall(text))
-
-
-def _runs(tokens: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    return (tuple(tokens[i : i + SHINGLE]) for i in range(len(tokens) - SHINGLE + 1))
+def answer_runs(text: str) -> Iterator[tuple[str, ...]]:
+    """Every run of SHINGLE tokens in a text, in order."""
+    return runs(_TOKEN.findall(text), SHINGLE)
 
 
 def _constants(text: str) -> set[bytes]:

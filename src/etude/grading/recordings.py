@@ -1,6 +1,6 @@
 """What the hidden tests of a dataset are on record for: which a verifier can decide, and where the library may.
 
-A test is tried RUNS times on the right library, in a verifier (`sandbox/guest/verifier.py`). If it passes each time it
+A test is tried RUNS times on the right library, in a verifier (`guest/verifier.py`). If it passes each time it
 is decided outside from then on; the places where the library decided in any of these runs are those where it may. What
 a verifier cannot run, such as a test that reads the library's source, runs inside the tested process.
 """

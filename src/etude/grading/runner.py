@@ -22,7 +22,7 @@ from etude.grading import recordings, verdict
 from etude.grading.javascript import is_script
 from etude.grading.recordings import HiddenTests
 from etude.grading.script_runner import ScriptRunner
-from etude.sandbox.backend import Backend, BackendOptions, ForkRequest, ForkResult, RunImage, VerifyRequest
+from etude.sandbox.backend import Backend, BackendOptions, ForkRequest, ForkResult, RunImage, RunServer, VerifyRequest
 from etude.sandbox.backends.choose import open_backend
 from etude.sandbox.base import Capabilities, Changes, Image, Limits, RunCounts, TestReport
 from etude.sandbox.box import ValueBox
@@ -163,6 +163,9 @@ def _key(image: Image, layers: Changes, tests: Sequence[str], hidden: Path | Non
     return digest.digest()
 
 
+EXAMINER = RunServer(Path(__file__).parent / "guest", "grading.guest")
+
+
 @asynccontextmanager
 async def open_sandbox(
     config: SandboxConfig | None = None,
@@ -183,6 +186,6 @@ async def open_sandbox(
 
     Raises UserError where boxes cannot be made, or for an option that the backend lacks.
     """
-    options = BackendOptions(machine_profiles, egress, repeatable)
+    options = BackendOptions(EXAMINER, machine_profiles, egress, repeatable)
     async with open_backend(config or NamespaceSandboxConfig(), options) as backend:
         yield TestRunner(backend, workers=workers, memo=memo, outside=outside)

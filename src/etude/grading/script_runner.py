@@ -38,13 +38,14 @@ MAX_TESTS = 2000  # of one file
 LEARN_SECONDS = 60.0
 LEARN_RUNS = 2  # of the pristine package in the verifier: tests that pass in all of them are decided there
 CONTROLS = 2  # copies with wrong expectations beside a run
+EXAMINER = f"{RUNNER}/guest/grading/guest"  # in a box
 _SERVERS = {
-    "jest": f"""const {{ serve }} = require('{RUNNER}/guest/serve.cjs')
+    "jest": f"""const {{ serve }} = require('{EXAMINER}/serve.cjs')
 test('serve', () => {{ serve(require, require); return new Promise(() => {{}}) }}, 1e9)
 """,
     "vitest": f"""import {{ createRequire }} from 'node:module'
 import {{ test }} from 'vitest'
-const {{ serve }} = createRequire('{RUNNER}/guest/')('./serve.cjs')
+const {{ serve }} = createRequire('{EXAMINER}/')('./serve.cjs')
 const load = (path) => import(/* @vite-ignore */ path)
 test('serve', () => {{ serve(createRequire(import.meta.url), load); return new Promise(() => {{}}) }}, 1e9)
 """,
@@ -282,7 +283,7 @@ class ScriptRunner:
             serving = asyncio.create_task(self._serve(tested, config, [*server], flags, seconds, theirs.detach()))
             try:
                 done = await verifier.program(
-                    ["node", *flags, f"{RUNNER}/guest/suite.mjs"], json.dumps(config).encode(), seconds,
+                    ["node", *flags, f"{EXAMINER}/suite.mjs"], json.dumps(config).encode(), seconds,
                     environment=_variables(files), channel=ours.detach(), max_report=MAX_REPORT,
                 )  # fmt: skip
             finally:
@@ -300,7 +301,7 @@ class ScriptRunner:
             settings = {name: config[name] for name in ("framework", "ui", "conditions", "channel")}
             settings |= {"words": [""] * 9, "wanted": [], "file": f"{WORKSPACE}/{server[0]}", "verify": None}
             program, payload = "suite.mjs", json.dumps(settings).encode()
-        await tested.program(["node", *loaders, f"{RUNNER}/guest/{program}"], payload, seconds, channel=channel)
+        await tested.program(["node", *loaders, f"{EXAMINER}/{program}"], payload, seconds, channel=channel)
 
     async def _open(self, ends: AsyncExitStack, image: Image, files: Changes, limits: Limits) -> Shell:
         shell = await self._backend.shell(image, files, limits, bare=True)
@@ -317,7 +318,7 @@ class ScriptRunner:
             held = {**job.layers, **_hidden_files(job.hidden), **files}
             shell = await self._open(ends, job.image, held, limits)
             done = await shell.program(
-                ["node", *flags, f"{RUNNER}/guest/suite.mjs"], json.dumps(config).encode(), seconds,
+                ["node", *flags, f"{EXAMINER}/suite.mjs"], json.dumps(config).encode(), seconds,
                 environment=_variables(files), max_report=MAX_REPORT,
             )  # fmt: skip
             if trace is not None:
@@ -393,7 +394,7 @@ def _text(image: Image, layers: Changes, hidden: Path | None, path: str) -> str 
 
 def _node_flags(image: Image, config: Mapping[str, Any]) -> tuple[list[str], bool]:
     """(Node's flags, whether something compiles): jest and vitest by themselves, others with tsx, where it is."""
-    flags = [f"--test-reporter={RUNNER}/guest/suite.mjs", "--test-reporter-destination=stdout", "--expose-gc"]
+    flags = [f"--test-reporter={EXAMINER}/suite.mjs", "--test-reporter-destination=stdout", "--expose-gc"]
     flags += [f"--conditions={name}" for name in config["conditions"] if re.fullmatch(r"[@\w./-]+", name)]
     if config["framework"] in ("jest", "vitest"):
         return [*flags, "--experimental-vm-modules"], True

@@ -22,9 +22,23 @@ GRACE_SECONDS = 20.0  # beyond a run's own deadline, before the process that for
 
 
 @dataclass(frozen=True)
-class BackendOptions:
-    """What live boxes look like and may reach; every backend takes the same options.
+class RunServer:
+    """The modules that serve test runs in boxes; they come from above, since a box knows nothing about tests.
 
+    folder: holds `runs.py` with a class RunTemplate, for forks of a process that holds an image, and `remote_runs.py`
+        with a class RemoteRuns, for a machine per run.
+    package: the name of the folder below the guest's package, as in "grading.guest".
+    """
+
+    folder: Path
+    package: str
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What live boxes look like and may reach, and what runs tests; every backend takes the same options.
+
+    runs: the modules that serve test runs.
     machine_profiles: probes of production machines, or a description of some, that boxes imitate
         (`machine_profile.py`). Empty: the reference description. None: boxes stay as they are.
     egress: what boxes may reach. None: nothing.
@@ -32,6 +46,7 @@ class BackendOptions:
         profile have it otherwise.
     """
 
+    runs: RunServer
     machine_profiles: ProfileSource | None = ()
     egress: Egress | None = None
     repeatable: bool = False
@@ -41,7 +56,7 @@ class BackendOptions:
 class HiddenControls:
     """What stands beside the hidden tests of an image, for the owner to recognise forged results.
 
-    token: part of the names of negative-control tests (`guest/negative_controls.py`).
+    token: part of the names of negative-control tests (`grading/guest/negative_controls.py`).
     modules: path -> text of further test modules.
     """
 
@@ -97,7 +112,7 @@ class ForkResult:
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """One run of hidden tests in a process of their own, on a library in another (`guest/verifier.py`).
+    """One run of hidden tests in a process of their own, on a library in another (`grading/guest/verifier.py`).
 
     image: the tree of the library, without hidden tests; `changes` are an agent's.
     hidden: the folder of hidden tests.

@@ -267,7 +267,7 @@ def _holders(past: Past, tasks: Sequence[Task]) -> tuple[dict[str, set[str]], di
         seen = Counter({constant: data.count(constant) for constant in constants})
         runs: Counter[tuple[str, ...]] = Counter()
         if b"\0" not in data[:4096]:
-            runs.update(run for run in leaks.runs(data.decode("utf-8", "replace")) if run in table)
+            runs.update(run for run in leaks.answer_runs(data.decode("utf-8", "replace")) if run in table)
         for times, holding in enumerate(versions, 1):
             hits = {n for constant, count in seen.items() if count >= times for n in constants[constant]}
             counts = Counter(n for run, count in runs.items() if count >= times for n in table[run])

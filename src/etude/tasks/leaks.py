@@ -1,23 +1,16 @@
 """Finds answers that an agent could copy: text that a task removed and that stands elsewhere in the tree."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from etude.code.shingles import shingles
 from etude.grading import leaks
 from etude.records import Task
 
 SHINGLE = 8  # tokens; shorter runs are common phrases of the language
 _MAX_BYTES = 1 << 20
 _BINARY = (".pyc", ".pyo", ".so", ".pyd")
-_WORD = re.compile(r"\w+|[^\w\s]")  # also splits what is not Python: documentation quotes code
-
-
-def shingles(text: str) -> Counter[tuple[str, ...]]:
-    """Every run of SHINGLE consecutive tokens, counted."""
-    words = _WORD.findall(text)
-    return Counter(tuple(words[i : i + SHINGLE]) for i in range(max(0, len(words) - SHINGLE + 1)))
 
 
 class LeakIndex:
@@ -29,7 +22,7 @@ class LeakIndex:
         for file in files:
             data = (root / file).read_bytes()
             if len(data) <= _MAX_BYTES and b"\0" not in data:
-                found = shingles(data.decode(errors="replace"))
+                found = shingles(data.decode(errors="replace"), SHINGLE)
                 self._counts.update(found)
                 for shingle in found:
                     held = self._files.get(shingle, ())
@@ -39,15 +32,15 @@ class LeakIndex:
     def share(self, original: str, broken: str) -> float:
         """Share of the shingles lost between two texts of a body that the rest of the tree still holds; 0..1. Bodies,
         not functions: what docstrings end with is alike in a whole library."""
-        own = shingles(original)
-        lost = own - shingles(broken)
+        own = shingles(original, SHINGLE)
+        lost = own - shingles(broken, SHINGLE)
         if not lost:
             return 0.0
         return sum(self._counts[shingle] > own[shingle] for shingle in lost) / len(lost)
 
     def place(self, path: str, original: str, broken: str) -> str:
         """The file, other than `path` if there is one, that holds most of what `share` counts."""
-        lost = shingles(original) - shingles(broken)
+        lost = shingles(original, SHINGLE) - shingles(broken, SHINGLE)
         files = Counter(file for shingle in lost for file in self._files.get(shingle, ()))
         others = [file for file, _ in files.most_common() if file != path]
         return others[0] if others else path
@@ -67,7 +60,7 @@ def stored(folders: Mapping[str, Path], tasks: Iterable[Task]) -> dict[str, str]
             text = b"\0" not in data[:4096] and not place.endswith(_BINARY)
             if text and label == "repository" and "!" not in place and ": object " not in place:
                 continue
-            tokens = leaks.shingles(data.decode("utf-8", "replace")) if text else frozenset()
+            tokens = frozenset(leaks.answer_runs(data.decode("utf-8", "replace"))) if text else frozenset()
             for task, parts in answers.items():
                 if task not in places and any(_holds(part, tokens, data, text) for part in parts):
                     places[task] = f"{label}/{place}"

@@ -193,7 +193,7 @@ ATTACKS: dict[str, dict[str, str]] = {
     "J1": {
         "imports the reporter": """
 for (const name of ['report.mjs', 'suite.mjs']) {
-  for (const place of [`/opt/runner/guest/${name}`, `file:///opt/runner/guest/${name}`]) {
+  for (const place of [`/opt/runner/guest/grading/guest/${name}`, `file:///opt/runner/guest/grading/guest/${name}`]) {
     import(place).then((m) => {
       for (const test of ['total', 'each']) m.record?.(test, 'passed', '')
       m.end?.()

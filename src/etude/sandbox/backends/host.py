@@ -37,7 +37,7 @@ t = tarfile.open(fileobj=io.BytesIO(f.read(int(f.readline()))))
 if hasattr(tarfile, "fully_trusted_filter"): t.extraction_filter = tarfile.fully_trusted_filter
 t.extractall("{RUNNER}")
 sys.path[:] = [p for p in sys.path if p] + ["{RUNNER}"]
-from guest.guest import main
+from guest.sandbox.guest.guest import main
 main(f)
 """
 # Runs in the image: needs sh, env, python3 (3.11 or later) and bash. The environment is that of a test run.

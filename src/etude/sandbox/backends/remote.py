@@ -1,7 +1,7 @@
 """A backend over a remote host: one machine for every live box, and a new one for every test run.
 
-The requests to a machine, and its replies, are those of the namespace backend: `guest/shell.py` and `guest/runs.py` run
-in the box.
+The requests to a machine, and its replies, are those of the namespace backend: `guest/shell.py` and
+`grading/guest/runs.py` run in the box.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from etude.sandbox.backend import (
     ForkRequest,
     ForkResult,
     RunImage,
+    RunServer,
     VerifyRequest,
     VerifyResult,
 )
@@ -34,7 +35,7 @@ from etude.sandbox.base import BoxDead, BoxError, Capabilities, Changes, Garbled
 from etude.sandbox.connection import encode, limits_of
 from etude.sandbox.guest.root import RUN, SITE, WORKSPACE
 from etude.sandbox.namespace.image_templates import Layer
-from etude.sandbox.namespace.zygote import installed_runner
+from etude.sandbox.namespace.zygote import installed_runner, module_of
 from etude.sandbox.shell import Shell
 
 USERS = range(10_000, 60_000)  # processes are counted by user, on some hosts over all boxes of a machine
@@ -44,8 +45,9 @@ _PROGRAMS = "/usr/local/bin"
 class RemoteBackend(Backend):
     """Boxes in machines of a remote host. Made by `open_remote`."""
 
-    def __init__(self, host: RemoteHost, capabilities: Capabilities) -> None:
+    def __init__(self, host: RemoteHost, capabilities: Capabilities, runs: RunServer) -> None:
         self._host = host
+        self._run_server = runs
         self._capabilities = capabilities
         self._users = count(secrets.randbelow(len(USERS)))
         self._packs: dict[tuple[Path | None, frozenset[str]], asyncio.Task[Packed]] = {}
@@ -101,6 +103,7 @@ class RemoteBackend(Backend):
     async def _runs(self, image: RunImage, limits: Limits, ends: AsyncExitStack) -> StreamConnection:
         hello = {
             "kind": "runs",
+            "module": module_of(self._run_server, "remote_runs"),
             "hidden": None if image.hidden is None else f"{RUN}/{secrets.token_hex(12)}",
             "controls": None if image.controls is None else asdict(image.controls),
         }
@@ -172,7 +175,7 @@ class RemoteBackend(Backend):
         if (folder, without) not in self._packs:
             if folder is not None and not folder.is_dir():
                 raise LaunchFailed(f"{folder} is not a folder")
-            runner = {} if folder is not None else installed_runner()
+            runner = {} if folder is not None else installed_runner(self._run_server)
             places = {"": folder.resolve()} if folder is not None else {name: Path(at) for name, at in runner.items()}
             self._packs[folder, without] = asyncio.create_task(asyncio.to_thread(pack, places, without))
         return await asyncio.shield(self._packs[folder, without])
@@ -195,7 +198,7 @@ async def open_remote(
         )
     if options.machine_profiles:
         raise UserError(f"boxes of {host.name} cannot look like a given machine; drop rollout.machine_profiles.")
-    backend = RemoteBackend(host, capabilities)
+    backend = RemoteBackend(host, capabilities, options.runs)
     try:
         await backend.probe(frozenset(without))
         yield backend

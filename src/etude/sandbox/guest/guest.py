@@ -1,7 +1,7 @@
 """The first program of a box that a container or a virtual machine isolates, where `zygote.py` has nothing to do.
 
 Its standard input and output are a stream to the owner: frames of a length, JSON with a count of bytes, and the bytes.
-First come the files of the image, then one hello, then requests for `shell.ShellServer` or `runs.RunTemplate`, which
+First come the files of the image, then one hello, then requests for `shell.ShellServer` or a server of test runs, which
 see the same socket with memory files as below the zygote. The server is root and acts as the box's user; the programs
 that it starts are that user's, without capabilities and under the system-call filter. When the stream ends, everything
 here ends.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gzip
+import importlib
 import io
 import json
 import os
@@ -24,7 +25,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NoReturn
 
-from . import box, files, linux, root, runs, shell
+from . import box, files, linux, root, shell
 
 HOME = "/home/user"
 
@@ -106,7 +107,11 @@ def _serve(connection: socket.socket, hello: dict[str, Any]) -> NoReturn:
     """In the fork; never returns."""
     try:
         os.setgroups([])
-        served = {"live": Guest, "runs": Runs, "probe": BoxProbe}[hello["kind"]](connection, hello)
+        if hello["kind"] == "runs":
+            server: Any = importlib.import_module(hello["module"])
+            served = server.RemoteRuns(connection, hello)
+        else:
+            served = {"live": Guest, "probe": BoxProbe}[hello["kind"]](connection, hello)
         box.send(connection, {"ready": True})
         served.serve()
     except BaseException as e:
@@ -127,7 +132,7 @@ def signal_all(user: int, number: int) -> None:
     os.waitpid(pid, 0)
 
 
-def _folders(user: int) -> None:
+def folders(user: int) -> None:
     """What the box's user may write to; the rest belongs to root, and what lies in RUN cannot be listed."""
     for path, mode in ((root.RUNNER, 0o755), (root.SITE, 0o755), (root.RUN, 0o711)):
         os.makedirs(path, exist_ok=True)
@@ -146,7 +151,7 @@ def _folders(user: int) -> None:
                 file.write(f"user:x:{user}:{user}::{HOME}:/bin/bash\n")
 
 
-def _lay(changes: dict[str, bytes | None], user: int) -> None:
+def lay(changes: dict[str, bytes | None], user: int) -> None:
     """Write a change set over the workspace; no change is to stand out by its age."""
     for path, data in changes.items():
         target = f"{root.WORKSPACE}/{path}"
@@ -200,12 +205,12 @@ class Guest(shell.ShellServer):
         self.spared = set(os.listdir("/proc"))
         root.link_programs(sys.executable)
         self.environment["PATH"] = f"{root.programs(sys.executable)}:{self.environment['PATH']}"
-        _folders(user)
+        folders(user)
         workspace = os.open(root.WORKSPACE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.before = files.state(workspace, files.Allowance.endless())
         os.close(workspace)
         with files.refusing("a changed file", ""):
-            _lay(changes, user)
+            lay(changes, user)
         for path in changes:  # files of the task were not there before
             self.before.setdefault(path, (0, 0, 0, 0))
         os.setegid(user)
@@ -241,7 +246,7 @@ class BoxProbe:
         pid = os.fork()
         if pid == 0:
             try:
-                _folders(self.user)
+                folders(self.user)
                 box.confine(limits, linux.filter_program(os.uname().machine), self.user)
                 getattr(self, f"_{name}")(limits)
                 os._exit(1)
@@ -281,28 +286,3 @@ class BoxProbe:
         for _ in range(limits["processes"] + 1):
             if os.fork() == 0:
                 signal.pause()
-
-
-class Runs(runs.RunTemplate):
-    """Runs tests in a box that is used once. This process imports nothing of the repository's."""
-
-    def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
-        self.user = hello["user"]
-        _folders(self.user)
-        super().__init__(connection, False, hello["hidden"], hello["controls"])
-
-    def _fork(self) -> int:
-        return os.fork()
-
-    def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
-        linux.own_session()
-        _lay(changes, self.user)
-        box.confine(limits, self.filter, self.user)
-
-    def _warm_up(self, files: Sequence[str]) -> None:
-        """Nothing is kept for a second run."""
-
-    def _finish(self, run: runs.ForkedRun) -> None:
-        """What the run left behind ends, so that its pipe does."""
-        signal_all(self.user, signal.SIGKILL)
-        super()._finish(run)

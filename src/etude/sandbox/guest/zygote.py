@@ -1,12 +1,14 @@
 """The process that all boxes descend from: single-threaded, standard library only; pytest in the one of test runs.
 
-Started by `etude.sandbox.namespace.zygote`; argv holds the descriptor of the control socket and a JSON configuration.
+Started by `etude.sandbox.namespace.zygote`; argv holds the descriptor of the control socket and a JSON configuration,
+which names the module that serves test runs.
 Every message on the control socket asks for one handler and carries the handler's own connection. When the owner ends,
 or hangs up, the zygote ends, and with it (parent-death signals, pid namespaces) everything below.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -39,14 +41,16 @@ def main() -> None:
         control.send(json.dumps({"error": str(e)}).encode())
         os._exit(1)
     sys.path[:] = [path for path in sys.path if path.startswith(config["prefix"])] + [root.RUNNER]
-    sys.modules[str(__package__)].__path__ = [f"{root.RUNNER}/guest"]
-    templates = _templates(control)
+    names = str(__package__).split(".")
+    for i in range(len(names)):
+        sys.modules[".".join(names[: i + 1])].__path__ = ["/".join([root.RUNNER, *names[: i + 1]])]
+    templates = _templates(control, config["runs"])
     from . import live
 
     live.rehearse()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # handlers are reaped by the kernel
     control.send(json.dumps({"ready": os.getpid(), "joins": joins}).encode())
-    serve(control, templates, real_root)
+    serve(control, templates, real_root, config["runs"])
     os._exit(0)
 
 
@@ -65,7 +69,7 @@ def _joins(groups: list[int], host_id: int | None) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _templates(control: socket.socket) -> socket.socket:
+def _templates(control: socket.socket, runs: str) -> socket.socket:
     """Fork the process that templates are forked from: it has imported what tests need, which live boxes don't."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     zygote = os.getpid()
@@ -76,18 +80,16 @@ def _templates(control: socket.socket) -> socket.socket:
         linux.die_with_parent(zygote)
         control.close()
         ours.close()
-        from . import runs  # noqa: F401
-
-        for name in _PRELOADED:
-            __import__(name)
+        for name in (runs, *_PRELOADED):
+            importlib.import_module(name)
         assert "torch" not in sys.modules
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        serve(theirs, None, False)
+        serve(theirs, None, False, runs)
     finally:
         os._exit(0)
 
 
-def serve(control: socket.socket, templates: socket.socket | None, real_root: bool) -> None:
+def serve(control: socket.socket, templates: socket.socket | None, real_root: bool, runs: str) -> None:
     """Fork a handler for each message, or hand it on if it asks for a template, until the owner hangs up."""
     from . import image_template  # noqa: F401, so that a fork has it
 
@@ -105,7 +107,7 @@ def serve(control: socket.socket, templates: socket.socket | None, real_root: bo
             try:
                 socket.send_fds(templates, [message], descriptors)
             except OSError:  # it has died, perhaps for want of memory
-                templates = _templates(control)
+                templates = _templates(control, runs)
                 socket.send_fds(templates, [message], descriptors)
         else:
             parent = os.getpid()
@@ -113,12 +115,12 @@ def serve(control: socket.socket, templates: socket.socket | None, real_root: bo
                 control.close()
                 if templates is not None:
                     templates.close()
-                _handle(socket.socket(fileno=descriptors[0]), hello, descriptors[1:], parent)
+                _handle(socket.socket(fileno=descriptors[0]), hello, descriptors[1:], parent, runs)
         for fd in descriptors:
             os.close(fd)
 
 
-def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int], parent: int) -> None:
+def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int], parent: int, runs: str) -> None:
     """In the fork; never returns. The handler itself only waits: what serves is pid 1 of a namespace below it."""
     from . import box, image_template
 
@@ -140,13 +142,12 @@ def _handle(connection: socket.socket, hello: dict[str, Any], payloads: list[int
         if hello["live"]:
             image_template.start(connection, hello, payloads[0])
         else:
-            from . import runs
-
             os.umask(0o022)
             _, changes = box.decode(box.read_all(payloads[0]))
             os.close(payloads[0])
             lowers = box.cover(changes)
-            template = runs.RunTemplate(connection, hello["hot"], hello["hidden"], hello["controls"], lowers)
+            server: Any = importlib.import_module(runs)
+            template = server.RunTemplate(connection, hello["hot"], hello["hidden"], hello["controls"], lowers)
             box.send(connection, {"ready": True})
             template.serve()
     except BaseException as e:

@@ -207,7 +207,7 @@ async def open_namespace(options: BackendOptions, memory_share: float) -> AsyncI
     """Start the backend, and end it with all its boxes. Raises UserError where the machine lacks what boxes need."""
     groups = cgroups.find(memory_share)
     with nullcontext() if groups is None else groups.lent(Limits()) as trial:
-        zygote = await Zygote.start(() if trial is None else trial.descriptors)
+        zygote = await Zygote.start(() if trial is None else trial.descriptors, options.runs)
     backend = NamespaceBackend(zygote, options, groups)
     try:
         joins = await zygote.joins_groups()

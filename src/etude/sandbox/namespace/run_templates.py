@@ -1,4 +1,4 @@
-"""The owner's side of the processes that test runs are forked from: see `guest/runs.py`."""
+"""The owner's side of the processes that test runs are forked from: see `grading/guest/runs.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from etude.sandbox.namespace.zygote import Zygote
 
 KEPT = 24  # templates that go on without a run, for the next run on their image
 VERIFIER_SECONDS = 5.0  # that a verifier has after the tested process has run out of time
-MODULE = "module:"  # as in guest/runs.py
+MODULE = "module:"  # as in grading/guest/runs.py
 _COLD = b'{"cold": true}\n'  # a hot template's output where a change needs a fresh import
 
 

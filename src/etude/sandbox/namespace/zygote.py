@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from etude.errors import UserError
+from etude.sandbox.backend import RunServer
 from etude.sandbox.base import BoxDead
 from etude.sandbox.connection import START_SECONDS, Connection
 from etude.sandbox.guest import root
@@ -25,12 +26,22 @@ _PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pyg
 _INTERPRETER: str = sys._base_executable  # type: ignore[attr-defined]  # outside of any virtual environment
 PYTHON_FOLDER = root.programs(_INTERPRETER)
 """The folder of a box in which `python` is this interpreter."""
-_SANDBOX = Path(__file__).resolve().parent.parent
+GUEST = "guest"
+"""The name that this program's package has in boxes."""
+_PROGRAM = Path(__file__).resolve().parents[2]
 
 
-def installed_runner() -> dict[str, str]:
+def module_of(runs: RunServer, name: str) -> str:
+    """The name of a module that serves test runs, in boxes."""
+    return f"{GUEST}.{runs.package}.{name}"
+
+
+def installed_runner(runs: RunServer) -> dict[str, str]:
     """Name below the runner folder of a box -> where this installation has the file or folder. Raises UserError."""
-    places = {"guest": str(_SANDBOX / "guest")}
+    places = {
+        f"{GUEST}/sandbox/guest": str(_PROGRAM / "sandbox/guest"),
+        f"{GUEST}/{runs.package.replace('.', '/')}": str(runs.folder.resolve()),
+    }
     for name in _PACKAGES:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
@@ -58,12 +69,12 @@ class Zygote:
         self.process = process
 
     @classmethod
-    async def start(cls, groups: Sequence[int]) -> Zygote:
+    async def start(cls, groups: Sequence[int], runs: RunServer) -> Zygote:
         """Start the process. It tries at once whether boxes can join `groups`, descriptors of control groups."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
-            return cls(ours, await _start_process(theirs, groups))
+            return cls(ours, await _start_process(theirs, groups, runs))
 
     @property
     def alive(self) -> bool:
@@ -102,10 +113,13 @@ class Zygote:
         self.control.close()
 
 
-async def _start_process(theirs: socket.socket, groups: Sequence[int]) -> asyncio.subprocess.Process:
-    places = {"prefix": sys.base_prefix, "interpreter": _INTERPRETER, "runner": installed_runner()}
-    config = json.dumps({**places, "groups": groups})
-    start = f"import sys; sys.path.append({str(_SANDBOX)!r}); from guest.zygote import main; main()"
+async def _start_process(theirs: socket.socket, groups: Sequence[int], runs: RunServer) -> asyncio.subprocess.Process:
+    places = {"prefix": sys.base_prefix, "interpreter": _INTERPRETER, "runner": installed_runner(runs)}
+    config = json.dumps({**places, "groups": groups, "runs": module_of(runs, "runs")})
+    start = (
+        f"import sys, types; package = sys.modules[{GUEST!r}] = types.ModuleType({GUEST!r}); "
+        f"package.__path__ = [{str(_PROGRAM)!r}]; from {GUEST}.sandbox.guest.zygote import main; main()"
+    )
     environment = {
         "PATH": f"{PYTHON_FOLDER}:/usr/local/bin:/usr/bin:/bin",
         "HOME": "/tmp",

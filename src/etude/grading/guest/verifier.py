@@ -30,7 +30,8 @@ from typing import Any
 from _pytest.config import Config
 from _pytest.monkeypatch import MonkeyPatch
 
-from . import code, mirrors, root, suite
+from ...sandbox.guest import root
+from . import code, mirrors, suite
 from .mirrors import SPECIAL, Bound, Handle, RemoteError, RemoteType
 from .tested import OPERATIONS, PLAIN_CLASSES
 from .wire import Context, Garbage, Gone, Unsendable, Wire

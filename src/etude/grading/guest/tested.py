@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-from . import root
+from ...sandbox.guest import root
 from .wire import Context, Garbage, Gone, Unsendable, Wire
 
 PLAIN_CLASSES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, object, type)

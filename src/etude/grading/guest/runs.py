@@ -32,7 +32,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from . import box, code, linux, root, suite, swap, tested, verifier
+from ...sandbox.guest import box, linux, root
+from . import code, suite, swap, tested, verifier
 
 MODULE = "module:"  # before the name of a module to import ahead
 MAX_REPORT = 1 << 20  # bytes that a run may report

@@ -1,0 +1,38 @@
+"""Test runs in a box that a container isolates: `runs.py` below `sandbox/guest/guest.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from ...sandbox.guest import box, linux
+from ...sandbox.guest.guest import folders, lay, signal_all
+from .runs import ForkedRun, RunTemplate
+
+
+class RemoteRuns(RunTemplate):
+    """Runs tests in a box that is used once. This process imports nothing of the repository's."""
+
+    def __init__(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        self.user = hello["user"]
+        folders(self.user)
+        super().__init__(connection, False, hello["hidden"], hello["controls"])
+
+    def _fork(self) -> int:
+        return os.fork()
+
+    def _enter(self, limits: dict[str, Any], changes: dict[str, bytes | None]) -> None:
+        linux.own_session()
+        lay(changes, self.user)
+        box.confine(limits, self.filter, self.user)
+
+    def _warm_up(self, files: Sequence[str]) -> None:
+        """Nothing is kept for a second run."""
+
+    def _finish(self, run: ForkedRun) -> None:
+        """What the run left behind ends, so that its pipe does."""
+        signal_all(self.user, signal.SIGKILL)
+        super()._finish(run)

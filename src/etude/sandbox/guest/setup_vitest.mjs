@@ -1,4 +1,0 @@
-import { createRequire } from 'node:module'
-import { afterAll, afterEach, beforeEach } from 'vitest'
-
-createRequire('/opt/runner/guest/')('./remote.cjs').prepare({ beforeEach, afterEach, afterAll })
