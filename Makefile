@@ -11,7 +11,7 @@ PARALLEL = -n 2 --dist loadfile
 # Runs what failed once more, alone, and writes what passed then to .ci/flaky.txt.
 SUITE = $(BIN)/python -m tests.helpers.suite
 
-.PHONY: setup demo demo-real demo-live check test smoke test-slow gpu device fuzz lint format bench lock matrix install-check release agents harbor chaos mutants test-triton
+.PHONY: setup demo demo-real demo-live check test smoke test-slow gpu device fuzz lint format bench lock matrix install-check release package agents harbor chaos mutants test-triton
 
 setup: .venv/installed
 
@@ -90,6 +90,10 @@ lock:
 
 release: matrix install-check agents harbor test-triton device
 	ETUDE_MINI_SWE_AGENT=$(CURDIR)/.venv/agents HARBOR_PYTHON=$(CURDIR)/.venv/harbor/bin/python $(PYTEST) -m "release and not gpu" --ignore tests/device
+
+# The wheel, its digest and the notes of the tagged version, in dist/.
+package: .venv/installed-dev
+	$(BIN)/python requirements/package.py $(PACKAGE)
 
 matrix:
 	$(PYTHON) requirements/matrix.py

@@ -1,5 +1,6 @@
 """The wheel: what it holds, and that it works in an empty folder, without the repository beside it."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -80,3 +81,23 @@ def test_the_lock_holds_every_direct_dependency_with_digests_and_no_address():
     assert "://" not in lock
     assert all("--hash=sha256:" in block for block in lock.split("\n    # via")[0:1])
     assert "\ntorch==" not in lock
+
+
+def test_a_package_has_the_notes_of_its_version_and_a_tag(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("package", ROOT / "requirements/package.py")
+    package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    changelog = "# Changelog\n\n## 0.2.0\n\n- New.\n\n## 0.1.0 (2026)\n\n- Old.\n"
+    assert package.notes(changelog, "0.1.0") == "- Old.\n"
+    with pytest.raises(SystemExit, match=r"no section 0\.3\.0"):
+        package.notes(changelog, "0.3.0")
+    assert package.notes((ROOT / "CHANGELOG.md").read_text(), package.version())
+    for name in ("pyproject.toml", "CHANGELOG.md"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run(["git", *author, "commit", "-q", "--allow-empty", "-m", "one"], cwd=tmp_path, check=True)
+    monkeypatch.setattr(package, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["package"])
+    with pytest.raises(SystemExit, match="is not tagged v"):
+        package.main()
