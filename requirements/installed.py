@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TORCH = "torch==2.13.0"
-MOST_MB = 150  # of the core's files, without pip and without the bytecode that Python writes beside them
+MAX_MB = 150  # of the core's files, without pip and without the bytecode that Python writes beside them
 HEAVY = ("torch", "transformers", "numba", "tokenizers", "cryptography")
 NOBODY = 65534
 SECONDS = 1200  # that one command may take
@@ -239,7 +239,7 @@ def too_big(environment: Path, log: Path) -> str:
     with log.open("a") as out:
         print(f"site-packages without pip and bytecode: {size:.0f} MB", file=out)
     heavy = [name for name in HEAVY if (packages / name).exists()]
-    return f"the core brings {', '.join(heavy)}" if heavy else f"the core has {size:.0f} MB" if size > MOST_MB else ""
+    return f"the core brings {', '.join(heavy)}" if heavy else f"the core has {size:.0f} MB" if size > MAX_MB else ""
 
 
 def prepared(folder: Path) -> Path:

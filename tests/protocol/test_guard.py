@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from etude.protocol.access import Access, Refusal
 from etude.protocol.client import EngineClient, EngineError
-from etude.protocol.guard import HANDLERS, LIMITS, MOST_DEPTH, Guarded, ServiceLimits, busy, characters, decode, decoded
+from etude.protocol.guard import HANDLERS, LIMITS, MAX_DEPTH, Guarded, ServiceLimits, busy, characters, decode, decoded
 from etude.protocol.wire import GenerateRequest, ScoreRequest
 from tests.helpers.http_apps import guarded
 
@@ -344,7 +344,7 @@ def test_bodies_are_decoded_within_bounds() -> None:
 def test_depth_and_length_of_free_parts() -> None:
     assert characters({"a": ["bc", 1, None, {"d": "e"}]}) == 1 + 2 + 1 + 1 + 1 + 1
     deep: Any = "x"
-    for _ in range(MOST_DEPTH - 1):
+    for _ in range(MAX_DEPTH - 1):
         deep = [deep]
     assert characters(deep) == 1
     with refused():

@@ -205,7 +205,7 @@ def test_an_exception_in_the_reward_loses_the_episode_and_many_end_the_run(
     assert (episode.outcome, episode.stop_reason, episode.segments) == (Outcome.INFRA, StopReason.ERROR, ())
     assert "Sums.reward of task sum-0: ZeroDivisionError: division by zero" in episode.detail
     assert "test_environment.py:" in episode.detail
-    for _ in range(environments.MOST_FAILURES - 2):
+    for _ in range(environments.MAX_FAILURES - 2):
         assert play(setting).outcome is Outcome.INFRA
     with pytest.raises(UserError, match=r"10 failures in a row, the last of Sums.reward of task sum-0: ZeroDivision"):
         play(setting)

@@ -26,10 +26,10 @@ from etude.sandbox.base import WORKSPACE, Box, BoxError, NotFound
 
 RUN_SECONDS = 120.0
 SEARCH_FILES = 2000
-MOST_READ = 65536  # characters
+MAX_READ = 65536  # characters
 ROOM_SHARE = 1.5  # characters of a result for a token of room: about half of the room, at three characters a token
-MOST_ITEMS = 50  # of the list of work
-MOST_COMMITS, HISTORY_SECONDS = 20, 10.0
+MAX_ITEMS = 50  # of the list of work
+MAX_COMMITS, HISTORY_SECONDS = 20, 10.0
 _SIGNS = {"open": "[ ]", "doing": "[~]", "done": "[x]"}
 _GIT = "GIT_OPTIONAL_LOCKS=0 git --no-pager -c core.fsmonitor=false -c core.quotePath=false -c safe.directory='*'"
 _COMMIT = re.compile(r"[0-9a-f]{4,40}")
@@ -141,7 +141,7 @@ class FullTools(Tools):
         lines = (await self.text(path)).splitlines()
         start = max(offset, 1) - 1
         chosen = lines[start : start + max(1, min(limit, 2000))]
-        shown, size, most = [], 0, min(MOST_READ, self._most())
+        shown, size, most = [], 0, min(MAX_READ, self._most())
         for number, line in enumerate(chosen, start + 1):
             text, wide = f"{number:6}\t{line}", min(2000 + 7, most)
             text = text if len(text) <= wide else f"{text[:wide]} [line cut short]"
@@ -150,7 +150,7 @@ class FullTools(Tools):
                 break
             shown.append(text)
         left = len(lines) - start - len(shown)
-        full = "your context has room for no more at once; " if len(shown) < len(chosen) and most < MOST_READ else ""
+        full = "your context has room for no more at once; " if len(shown) < len(chosen) and most < MAX_READ else ""
         if left > 0:
             shown.append(f"[{left} more lines; {full}read on with offset {start + len(shown) + 1}]")
         return "\n".join(shown) or ("empty file" if not lines else f"error: the file has {len(lines)} lines")
@@ -233,8 +233,8 @@ class FullTools(Tools):
 
     async def _todo(self, items: list[object]) -> str:
         """Replaces the list of work as a whole; it is kept over summaries."""
-        if len(items) > MOST_ITEMS:
-            raise ToolError(f"a list has at most {MOST_ITEMS} items")
+        if len(items) > MAX_ITEMS:
+            raise ToolError(f"a list has at most {MAX_ITEMS} items")
         lines, left = list[str](), 0
         for number, item in enumerate(items, 1):
             entry = cast(dict[str, object], item) if isinstance(item, dict) else {}
@@ -262,7 +262,7 @@ class FullTools(Tools):
         if commit:
             what, chosen = "show --no-ext-diff --no-textconv --date=short --stat --patch", [commit]
         else:
-            what = f"log -{MOST_COMMITS} --date=short --format='%h %ad %an: %s'"
+            what = f"log -{MAX_COMMITS} --date=short --format='%h %ad %an: %s'"
         words = " ".join(map(shlex.quote, [*chosen, "--", *([path] if path else [])]))
         line = f"( cd {WORKSPACE} && {{ [ -e .git ] || exit 77; {_GIT} {what} {words}; }} )"
         done = await self._exec(line, HISTORY_SECONDS)

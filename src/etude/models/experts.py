@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from etude.models import batch_invariant, gemm
 
 NAME = "etude"
-_MOST_PADDING = 4  # times the tokens
+_MAX_PADDING = 4  # times the tokens
 _few_shapes: ContextVar[bool] = ContextVar("etude_few_shapes", default=False)
 
 
@@ -89,7 +89,7 @@ def etude_experts(module: Any, hidden_TD: Tensor, index_TK: Tensor, weight_TK: T
     up_EDI, down_EID = module.gate_up_proj.transpose(1, 2), module.down_proj.transpose(1, 2)
     place = torch.arange(T * K, device=order.device)
     width = _rounded(int((end_E - start_E).max()), gemm.ROUND_NARROW) if _few_shapes.get() else 0
-    if width and width * module.num_experts <= _MOST_PADDING * max(T * K, gemm.ROUND_NARROW * module.num_experts):
+    if width and width * module.num_experts <= _MAX_PADDING * max(T * K, gemm.ROUND_NARROW * module.num_experts):
         place = expert * width + place - start_E[expert]
         padded = hidden_TD.new_zeros(module.num_experts * width, hidden_TD.shape[1])
         padded[place] = hidden_TD[order // K]

@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 _SMALL_BODY = 64 << 10  # bytes; such bodies are always taken, the number of connections bounds them
 _INLINE = 16 << 10  # bytes that are parsed on the event loop: it takes less time than a thread does
-_MOST_BRACKETS = 1_000_000  # an object takes thirty times its two bytes
+_MAX_BRACKETS = 1_000_000  # an object takes thirty times its two bytes
 _LINGER_SECONDS = 2.0  # a client that is still sending reads no answer from a connection that is closed at once
 _RETRY_SECONDS = 1
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Arrays and objects within each other, where a body's form is free."""
 
 
@@ -253,15 +253,15 @@ def decode(data: bytes, kind: type[T], *, packed: bool = False) -> T:
 
 def check_brackets(data: bytes) -> None:
     """Raises ValueError for JSON that would take many times its size as objects."""
-    if data.count(b"[") + data.count(b"{") > _MOST_BRACKETS:
-        raise ValueError(f"a body has at most {_MOST_BRACKETS} arrays and objects")
+    if data.count(b"[") + data.count(b"{") > _MAX_BRACKETS:
+        raise ValueError(f"a body has at most {_MAX_BRACKETS} arrays and objects")
 
 
 def characters(value: object) -> int:
     """How many characters the strings of a body hold, keys included; every other value counts as one. Raises Refusal if
-    it is nested more than `MOST_DEPTH` deep."""
+    it is nested more than `MAX_DEPTH` deep."""
     count, level = 0, [value]
-    for _ in range(MOST_DEPTH):
+    for _ in range(MAX_DEPTH):
         below: list[object] = []
         for item in level:
             if isinstance(item, str):
@@ -276,4 +276,4 @@ def characters(value: object) -> int:
         if not below:
             return count
         level = below
-    raise Refusal(400, f"the body is nested too deeply: at most {MOST_DEPTH} arrays and objects within each other")
+    raise Refusal(400, f"the body is nested too deeply: at most {MAX_DEPTH} arrays and objects within each other")

@@ -17,8 +17,8 @@ from etude.records import Generation, Record
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 CONFLICT = 409
-MOST_NAME = 512  # characters of a session's name
-MOST_SEQUENCES = 256  # in one request to score
+MAX_NAME = 512  # characters of a session's name
+MAX_SEQUENCES = 256  # in one request to score
 TURN_HEADER, WEIGHTS_HEADER = "x-etude-turn", "x-etude-weights"
 """A request's: the tokens of its answer are to be kept under this name. An answer's: the version that it began with."""
 
@@ -37,7 +37,7 @@ class GenerateRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     top_p: float = 1.0
     stop: Annotated[tuple[int, ...], msgspec.Meta(max_length=1024)] = ()
     seed: int = 0
-    session: Annotated[str, msgspec.Meta(max_length=MOST_NAME)] | None = None
+    session: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None = None
     routes_from: int | None = None
     documents: Annotated[tuple[_Ids, ...], msgspec.Meta(max_length=4096)] = ()
     stream: bool = False
@@ -47,7 +47,7 @@ class ScoreRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Sequences of ids to score, each computed alone, with fresh keys and values. With `decoded`, the last 32
     tokens of each, or half of a short one, are fed one at a time, beside other requests, as those of episodes are."""
 
-    sequences: Annotated[tuple[_Ids, ...], msgspec.Meta(max_length=MOST_SEQUENCES)]
+    sequences: Annotated[tuple[_Ids, ...], msgspec.Meta(max_length=MAX_SEQUENCES)]
     decoded: bool = False
 
 

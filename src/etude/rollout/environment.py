@@ -42,7 +42,7 @@ from etude.tasks.dataset import FORMAT, Dataset, Manifest
 
 CALL_SECONDS = 60.0  # that `setup`, `tools` or `reward` may take
 BOX_SECONDS = 60.0  # to make a box
-MOST_FAILURES = 10  # exceptions of these methods in a row, after which the run ends
+MAX_FAILURES = 10  # exceptions of these methods in a row, after which the run ends
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -196,8 +196,8 @@ class EnvironmentDataset(Dataset):
                 f"{self.name}.{method.__name__} of task {episode.task.id}: {what} ({place.filename}:{place.lineno})"
             )
             self.failures.append(sentence)
-            if len(self.failures) >= MOST_FAILURES:
-                raise UserError(f"{MOST_FAILURES} failures in a row, the last of {sentence}; mend it") from e
+            if len(self.failures) >= MAX_FAILURES:
+                raise UserError(f"{MAX_FAILURES} failures in a row, the last of {sentence}; mend it") from e
             raise EnvironmentFailed(sentence) from e
         return result
 

@@ -26,7 +26,7 @@ READY_SECONDS, APPLIED_SECONDS = 10.0, 2.0
 """How long a round waits for its last vote. Engines stand still during the second round."""
 GRACE_SECONDS = 2.0
 """A member waits this much longer than the coordinator."""
-_MOST_CHARACTERS = 10_000  # of a member's name, and of its reasons
+_MAX_CHARACTERS = 10_000  # of a member's name, and of its reasons
 
 BetweenSteps = Callable[[int, Callable[[], None]], object]
 """Calls a function between two steps of the engine, which goes on as the given version; returns when that is done."""
@@ -39,11 +39,11 @@ class NotTogether(SwapUndone):
 class Vote(msgspec.Struct, frozen=True):
     """One member's vote on a version that it could go to. `ticket` names the round, None before there is one."""
 
-    member: Annotated[str, msgspec.Meta(max_length=_MOST_CHARACTERS)]
+    member: Annotated[str, msgspec.Meta(max_length=_MAX_CHARACTERS)]
     ok: bool
     version: Annotated[int, msgspec.Meta(ge=-1, lt=2**53)]
     ticket: Annotated[int, msgspec.Meta(ge=-1, lt=2**53)] | None = None
-    why: Annotated[str, msgspec.Meta(max_length=_MOST_CHARACTERS)] = ""
+    why: Annotated[str, msgspec.Meta(max_length=_MAX_CHARACTERS)] = ""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ class CoordinatorVote:
 
     def ready(self, version: int, ok: bool, why: str = "") -> Decision:
         """The round's decision; no if the coordinator is silent."""
-        vote = Vote(self._member, ok, version, why=why[:_MOST_CHARACTERS])
+        vote = Vote(self._member, ok, version, why=why[:_MAX_CHARACTERS])
         return self._cast("/ready", vote, READY_SECONDS) or Decision(False, -1, version, "the coordinator is silent")
 
     def applied(self, decision: Decision, ok: bool) -> bool:

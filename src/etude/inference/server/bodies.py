@@ -19,7 +19,7 @@ from etude.inference.engine.sampling_params import MAX_LOGPROBS, GrammarMatcher,
 from etude.inference.server.content_parts import Prediction
 from etude.protocol.access import Refusal
 from etude.protocol.guard import decoded
-from etude.protocol.wire import MOST_NAME
+from etude.protocol.wire import MAX_NAME
 
 MAX_CHOICES = 128
 _MAX_STOPS, _MAX_STOP = 16, 1024  # strings, and characters of each
@@ -125,8 +125,8 @@ class Body(msgspec.Struct, kw_only=True):
             raise invalid(f"n must lie between 1 and {MAX_CHOICES}", "n")
         if len(self.stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP for stop in self.stops):
             raise invalid(f"at most {_MAX_STOPS} stop strings of at most {_MAX_STOP} characters", "stop")
-        if len(self.user or "") > MOST_NAME:
-            raise invalid(f"user has at most {MOST_NAME} characters", "user")
+        if len(self.user or "") > MAX_NAME:
+            raise invalid(f"user has at most {MAX_NAME} characters", "user")
         if self.top_p is not None and not 0.0 <= self.top_p <= 1.0:
             raise invalid(f"top_p must lie in [0, 1], got {self.top_p:g}", "top_p")
         if len(self.bad_words or ()) > _MAX_BAD_WORDS or not all(self.bad_words or ()):

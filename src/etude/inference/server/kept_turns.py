@@ -28,7 +28,7 @@ from etude.protocol.wire import MSGPACK, TURN_HEADER, ServedTokens
 _NAME = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _SECONDS = 60.0  # that a turn is kept after its beginning if it has ended
 _MOST = 4096  # turns
-_MOST_TOKENS = 4 << 20  # of the prompts of all of them
+_MAX_TOKENS = 4 << 20  # of the prompts of all of them
 _WAIT_SECONDS = 10.0  # for the end of a turn whose client has gone
 
 
@@ -60,7 +60,7 @@ class KeptTurns:
         turns[0].name = name
         self._kept[name] = _Kept(choices[0], turns[0], len(choices), time.monotonic())
         self._tokens += turns[0].prompt_tokens
-        while len(self._kept) > _MOST or self._tokens > _MOST_TOKENS:
+        while len(self._kept) > _MOST or self._tokens > _MAX_TOKENS:
             self._forget(next(iter(self._kept)))
         while (oldest := next(iter(self._kept), None)) is not None:
             kept = self._kept[oldest]

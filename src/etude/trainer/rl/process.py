@@ -73,7 +73,7 @@ from etude.weights.manifest import manifests, newest, read
 from etude.weights.publisher import Publication, Publisher
 from etude.weights.signature import private_key
 
-MOST_GIVEN = 100_000
+MAX_GIVEN = 100_000
 """Groups of a batch whose advantages are given."""
 
 
@@ -232,7 +232,7 @@ class Trainer:
         if config.trainer.baseline == "given":
             self.settle(wait=True)
             self.clock.begin()
-            return self.ledger.ready_groups(MOST_GIVEN, in_order=True) or None
+            return self.ledger.ready_groups(MAX_GIVEN, in_order=True) or None
         while self.version < config.trainer.steps and not self.clock.over:
             self.settle(wait=False)
             groups = self.ledger.ready_groups(
