@@ -145,13 +145,11 @@ def test_components_are_recorded_and_add_up() -> None:
 
 
 def test_habits_are_capped_and_no_outcome_is_better_than_the_worst_failure() -> None:
-    config = RewardConfig(
-        behaviour={"edit_errors": 0.2}, behaviour_cap=0.3, overlong=20, length=LengthCost(weight=1e-3, turns=1.0)
-    )
+    config = RewardConfig(behaviour={"edit_errors": 0.2}, overlong=20, length=LengthCost(weight=1e-3, turns=1.0))
     worst = played(50, 30, 20, texts=("a", "b", "c"))
     worst = msgspec.structs.replace(worst, metrics={"edit_errors": 9.0})
     failed = with_reward(worst, config, BUDGET)
-    assert failed.metrics["reward/behaviour"] == -0.3
+    assert failed.metrics["reward/behaviour"] == -0.5
     for outcome in (Outcome.TIMEOUT, Outcome.TAMPERED):
         other = msgspec.structs.replace(played(1, texts=("a",)), outcome=outcome)
         assert with_reward(other, config, BUDGET).reward <= failed.reward

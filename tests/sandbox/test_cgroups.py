@@ -154,9 +154,11 @@ def test_all_boxes_together_have_a_limit() -> None:
 
 
 @needs_groups
-def test_a_sandbox_limits_its_boxes_together(library_image: Image) -> None:
+def test_a_sandbox_limits_its_boxes_together(library_image: Image, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.sandbox.namespace.backend.MEMORY_SHARE", 0.01)
+
     async def scenario() -> None:
-        async with open_sandbox(NamespaceSandboxConfig(memory_share=0.01)) as sandbox:
+        async with open_sandbox(NamespaceSandboxConfig()) as sandbox:
             groups = sandbox.backend.groups
             (bound,) = {
                 int((top / name).read_text())

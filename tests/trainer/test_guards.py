@@ -161,7 +161,7 @@ def test_probes_are_judged_against_the_first_ones():
 
 
 def test_skips_lead_to_a_rollback_and_rollbacks_to_a_halt():
-    guards = Guards(GuardsConfig(rollback_after=3, halt_after=2), 1)
+    guards = Guards(GuardsConfig(halt_after=2), 1)
     steps(guards, 5)
     assert guards.good == 4
     bad = {"k2": 1.0}
@@ -170,7 +170,7 @@ def test_skips_lead_to_a_rollback_and_rollbacks_to_a_halt():
     assert steps(guards, 1, 12, **bad).action == "skip"
     assert steps(guards, 1, 13, **bad).action == "halt"
     assert guards.good == 4
-    again = Guards(GuardsConfig(rollback_after=3, halt_after=2), 1)
+    again = Guards(GuardsConfig(halt_after=2), 1)
     steps(again, 3, 0, **bad)
     assert steps(again, 1, 3).trains, "a good step begins the count anew"
     assert steps(again, 1, 4, **bad).action == "skip"
@@ -247,8 +247,9 @@ def test_a_rollback_restores_weights_and_optimizer_and_trains_no_group_twice(run
     assert vars(resumed.guards) == vars(trainer.guards)
 
 
-def test_a_skipped_step_publishes_the_same_weights_and_a_halted_one_nothing(tmp_path):
-    folder, config = new_run(tmp_path, guards={"min_tokens": 16, "rollback_after": 2, "halt_after": 1})
+def test_a_skipped_step_publishes_the_same_weights_and_a_halted_one_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("etude.trainer.rl.guards.ROLLBACK_AFTER", 2)
+    folder, config = new_run(tmp_path, guards={"min_tokens": 16, "halt_after": 1})
     trainer = Trainer(folder)
     store = open_store(str(folder / "weights"))
     one_step(trainer, folder, config)

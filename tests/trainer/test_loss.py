@@ -167,14 +167,14 @@ def value_of(position):
     return 0.3 * math.sin(position)
 
 
-def scalar_gae(episodes, gamma=0.9, lam=0.8):
-    """Equation 16 of the paper as the sum that it is: A_t = sum over k of (gamma lam)^k delta_(t+k)."""
+def scalar_gae(episodes, lam=0.8):
+    """Equation 16 of the paper as the sum that it is: A_t = sum over k of lam^k delta_(t+k)."""
     out, at = [], 0
     for e in episodes:
         n = len(e.tokens)
         values = [value_of(at + j) for j in range(n)] + [0.0]
-        deltas = [(e.reward if j == n - 1 else 0.0) + gamma * values[j + 1] - values[j] for j in range(n)]
-        out += [sum((gamma * lam) ** (k - j) * deltas[k] for k in range(j, n)) for j in range(n)]
+        deltas = [(e.reward if j == n - 1 else 0.0) + values[j + 1] - values[j] for j in range(n)]
+        out += [sum(lam ** (k - j) * deltas[k] for k in range(j, n)) for j in range(n)]
         at += n
     return out
 
@@ -336,13 +336,11 @@ def test_gae_is_the_sum_of_the_paper():
     at, expected = 0, scalar_gae(episodes)
     for e in episodes:
         values = [value_of(at + j) for j in range(len(e.tokens))]
-        advantages, targets = gae(values, e.reward, 0.9, 0.8)
+        advantages, targets = gae(values, e.reward, 0.8)
         assert advantages.tolist() == pytest.approx(expected[at : at + len(values)], abs=1e-14)
         assert (targets - advantages).tolist() == pytest.approx(values, abs=1e-14)
         at += len(values)
-    assert gae([0.5, 0.2], 1.0, 1.0, 1.0)[0].tolist() == pytest.approx([0.5, 0.8]), (
-        "lambda 1: the return less the value"
-    )
+    assert gae([0.5, 0.2], 1.0, 1.0)[0].tolist() == pytest.approx([0.5, 0.8]), "lambda 1: the return less the value"
 
 
 def micro(mu, advantages, episodes):

@@ -80,7 +80,6 @@ class RolloutConfig(Section):
     machine_profiles: LocalPathOrNone | None = option(
         None, 'fingerprints (.jsonl) or a description (.toml) of machines that boxes imitate; "none": nothing'
     )
-    lease_seconds: float = option(120.0, "after which episodes of a controller that died are played again", gt=0)
     stall_seconds: float = option(
         300.0, "without progress until its cause is printed; five times as long ends the run", gt=0
     )
@@ -147,8 +146,9 @@ class RewardConfig(Section):
     length: LengthCost = LengthCost()
     overlong: int = option(0, "last tokens of the budget over which the cost rises to 1 (DAPO)", ge=0)
     custom: str | None = option(None, '"module:name" of a function: takes an Episode, returns a number that is added')
-    behaviour: dict[Behaviour, Annotated[float, Field(ge=0)]] = option({}, "cost of each occurrence of a behaviour")
-    behaviour_cap: float = option(0.5, "cost of all behaviours together, at most", ge=0)
+    behaviour: dict[Behaviour, Annotated[float, Field(ge=0)]] = option(
+        {}, "cost of each occurrence of a behaviour; at most 0.5 in all"
+    )
 
 
 Mask = Literal["ipo", "dppo", "geo_rs", "opsm", "veto"]
@@ -171,14 +171,10 @@ class LossConfig(Section):
     correction: Literal["none", "truncate", "band"] | None = option(
         None, "weight of proximal against rollout policy: none, cut at the cap, or 0 outside a band"
     )
-    cap_low: float | None = option(None, "least importance weight of the correction", ge=0)
     cap_high: float | None = option(None, "greatest importance weight of the correction", ge=1)
     masks: tuple[Mask, ...] = option((), "tokens and episodes to leave out; combine with any preset")
     updates: int = option(1, "optimizer updates per batch, each on a share of its groups", ge=1)
-    gamma: float = option(1.0, "ppo: discount per token", gt=0, le=1)
     lam: float = option(0.95, "ppo: lambda of generalised advantage estimation", ge=0, le=1)
-    value_weight: float = option(0.5, "ppo: weight of the value error in the loss", ge=0)
-    value_lr: float = option(1e-3, "ppo: learning rate of the value head", gt=0)
 
 
 class OnPolicyDistillConfig(Section):
@@ -210,7 +206,6 @@ class GuardsConfig(Section):
     """Thresholds per step. `correlation` and `ess` must not fall below theirs, no other figure may rise above its."""
 
     act: bool = option(True, "false: only report the actions")
-    rollback_after: int = option(3, "skipped steps in a row that lead to a rollback", ge=1)
     halt_after: int = option(2, "rollbacks without a good step between them that end the run", ge=1)
     window: int = option(50, "steps of the gradient norm's median", ge=5)
     baseline: int = option(20, "first steps of the mismatch's median", ge=5)

@@ -18,9 +18,6 @@ class NamespaceSandboxConfig(Section):
     """Boxes of this machine's kernel. They reach nothing unless hosts or an index are named. docs/sandbox.md."""
 
     type: Literal["namespace"] = "namespace"
-    memory_share: float = option(
-        0.6, "of the machine's memory that all boxes may hold together, where there are control groups", gt=0, le=1
-    )
     egress: tuple[str, ...] = option(
         (), "hosts: NAME, NAME:PORT, *.NAME; NAME:PORT@ADDRESS for one that is not resolved"
     )

@@ -24,7 +24,6 @@ class BuildConfig(Section):
     min_lines: int = option(3, "shortest function that is broken, docstring left out", ge=1)
     max_lines: int = option(30, "longest function that is broken, docstring left out", ge=1)
     max_functions: int | None = option(None, "functions to try, drawn by the seed; default: all", ge=1)
-    max_test_files: int | None = option(None, "JavaScript test files to use, drawn by the seed; default: all", ge=1)
     requires: tuple[str, ...] = option((), "packages that the tests need besides those that the repository names")
     exclude: tuple[str, ...] = option((), "files left out of the dataset: paths, folders or patterns")
     heldout_fraction: float = option(0.25, "share of functions kept for evaluation; 0: none", ge=0, lt=1)
@@ -34,7 +33,6 @@ class BuildConfig(Section):
     symptoms: bool = option(True, "say in a task's statement what fails, not only what to mend")
     repeats: int = option(3, "times that each gate must hold", ge=1)
     workers: int = option(2, "boxes at a time", ge=1)
-    test_cap: int = option(12, "hidden tests of a task that must start to pass, and that must keep passing", ge=1)
     hang_seconds: float = option(5.0, "a broken program that runs longer is dropped", gt=0)
     write_tests: str | None = option(None, "command that writes tests for functions that have none (docs/tasks.md)")
 
@@ -128,10 +126,7 @@ class EditTableConfig(Section):
 
     seed: int = option(1, "seed of every draw")
     max_lines: int = option(400, "longest file to train on; longer ones give parts", ge=8, le=2500)
-    per_path: int = option(4, "real edits of one file, at most", ge=1)
-    per_repository: int = option(50, "real edits of one repository, at most", ge=1)
     synthetic: float = option(4.0, "synthetic edits for each real one", ge=0)
-    no_ops: float = option(0.02, "share of edits that change nothing, at most", ge=0, lt=1)
     held_out_edits: int = option(450, "edits made of the held-out repositories", ge=1)
 
 

@@ -31,15 +31,15 @@ class Corpus:
     report: dict[str, object]
 
 
-def extract(source: PackageSource, *, allow_tests: bool = False) -> list[FunctionText]:
+def extract(source: PackageSource) -> list[FunctionText]:
     """Every function of a source that passes the filters."""
-    kept = (file for file in files(source) if keep_file(file, allow_tests=allow_tests))
+    kept = (file for file in files(source) if keep_file(file))
     return [function for file in kept for function in function_texts(file) if keep_function(function)]
 
 
 def build_corpus(
     packages: Sequence[str], held_out: Sequence[str], evaluation: Sequence[str], cache: Path, *, standard: bool,
-    allow_tests: bool, per_package: int, seed: int,
+    per_package: int, seed: int,
 ) -> Corpus:  # fmt: skip
     """Fetch, filter and deduplicate the functions; drop whatever overlaps the held-out and evaluation packages. The
     result is cached by its arguments below `cache`. Raises ValueError when a package is both trained on and held
@@ -50,9 +50,7 @@ def build_corpus(
         raise ValueError(
             f"{', '.join(sorted(clash))} is both trained on and held out; remove it from [corpus] packages"
         )
-    key = json.dumps(
-        [_FINDER, list(packages), list(held_out), list(evaluation), standard, allow_tests, per_package, seed]
-    )
+    key = json.dumps([_FINDER, list(packages), list(held_out), list(evaluation), standard, per_package, seed])
     path = cache / f"functions-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.json"
     if path.is_file():
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -63,7 +61,7 @@ def build_corpus(
     extracted: list[FunctionText] = []
     counts: dict[str, int] = {}
     for source in sources:
-        every = exact(extract(source, allow_tests=allow_tests), lambda f: f.source)
+        every = exact(extract(source), lambda f: f.source)
         rng.shuffle(every)
         counts[source.name] = min(len(every), per_package)
         extracted += every[:per_package]

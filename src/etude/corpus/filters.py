@@ -44,13 +44,13 @@ def generated(text: str) -> bool:
     return bool(_GENERATED.search("\n".join(text.splitlines()[:12])))
 
 
-def keep_file(file: File, *, allow_tests: bool = False) -> bool:
+def keep_file(file: File) -> bool:
     """Whether a file is worth training on: no tests, tables, vendored or generated code, of bearable size, ASCII."""
     parts = set(file.path.split("/")[:-1])
     if parts & (_TABLES | _VENDORED):
         return False
     name = file.path.rsplit("/", 1)[-1]
-    if not allow_tests and (parts & _TESTS or name.startswith("test_") or name == "conftest.py"):
+    if parts & _TESTS or name.startswith("test_") or name == "conftest.py":
         return False
     return 0 < len(file.text) <= _MAX_CHARS and ascii_ratio(file.text) > 0.97 and not generated(file.text)
 

@@ -29,6 +29,7 @@ NAMESAKE = "namesake"  # asked about symbols that several documents define, and 
 # Never sources of the bundled models' training data (models/nano/README.md).
 HELD_OUT = ("boltons==26.2.0", "funcy==2.1", "pydash==8.1.0", "toolz==1.2.0")
 _HEADER = re.compile(r"(?:async )?def \w+\(.*\)(?: -> .+)?:")
+MAX_CHARS = 320  # characters of an excerpt
 _LONGEST = 72  # characters of an answer
 _TRIES = 20  # draws per document before a sample is given up
 _NAMESAKES = 0.15  # share of samples built around a name that several files define, where there is one
@@ -40,7 +41,6 @@ class RetrievalOptions:
 
     least: int = 4
     most: int = 10
-    chars: int = 320
     questions: int = 4
     kinds: Mapping[str, float] = field(default_factory=lambda: dict(KINDS))
 
@@ -73,7 +73,7 @@ class FunctionLibrary:
 
     def __init__(self, functions: Sequence[FunctionText], options: RetrievalOptions) -> None:
         self.options = options
-        self.functions = [function for function in functions if _askable(function, options.chars)]
+        self.functions = [function for function in functions if _askable(function)]
         self._by_path: dict[str, list[FunctionText]] = {}
         self._by_name: dict[str, list[FunctionText]] = {}
         self._by_word: dict[str, list[FunctionText]] = {}
@@ -126,7 +126,7 @@ class FunctionLibrary:
         if not others or rng.random() < 0.5:
             return [function]
         other = rng.choice(others)
-        if len(function.source) + len(other.source) > self.options.chars:
+        if len(function.source) + len(other.source) > MAX_CHARS:
             return [function]
         pair = [function, other]
         return sorted(pair, key=self._by_path[function.path].index)
@@ -191,9 +191,9 @@ def read_folder(folder: Path) -> list[FunctionText]:
     return [f for file in kept for f in function_texts(file) if keep_function(f, min_lines=2)]
 
 
-def _askable(function: FunctionText, chars: int) -> bool:
+def _askable(function: FunctionText) -> bool:
     header = function.source.split("\n", 1)[0]
-    return len(function.source) <= chars and len(header) <= _LONGEST and _HEADER.fullmatch(header) is not None
+    return len(function.source) <= MAX_CHARS and len(header) <= _LONGEST and _HEADER.fullmatch(header) is not None
 
 
 def _ask(function: FunctionText, kind: str, title: str) -> RetrievalQuestion | None:

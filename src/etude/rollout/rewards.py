@@ -19,6 +19,7 @@ from etude.errors import UserError
 from etude.records import Budget, Episode, Outcome, StopReason
 from etude.rollout.group_audit import has_violation
 
+MAX_BEHAVIOUR_COST = 0.5  # of all behaviours together
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
@@ -103,12 +104,12 @@ def _effort(episode: Episode, weights: LengthCost, budget: Budget) -> float:
 def _behaviour_penalties(episode: Episode, config: RewardConfig) -> float:
     """The cost of every occurrence of every penalised behaviour, capped."""
     if not _sound(episode):
-        return config.behaviour_cap
+        return MAX_BEHAVIOUR_COST
     counts = episode.metrics | {
         "unfinished": float(episode.stop_reason is not StopReason.FINISHED),
         "untested": float(episode.metrics.get("edits", 0.0) > 0 and not episode.metrics.get("tests_run", 0.0)),
     }
-    return min(config.behaviour_cap, sum(cost * counts.get(name, 0.0) for name, cost in config.behaviour.items()))
+    return min(MAX_BEHAVIOUR_COST, sum(cost * counts.get(name, 0.0) for name, cost in config.behaviour.items()))
 
 
 @cache

@@ -44,6 +44,7 @@ from etude.tasks.dataset import Dataset
 from etude.tasks.mixture import MixedDataset
 
 TICK_SECONDS = 0.1
+LEASE_SECONDS = 120.0  # after which episodes of a controller that died are played again
 OWNER = "controller"
 
 
@@ -68,7 +69,7 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
             # In threads: episodes are played on while the ledger's server is away.
             learned = await asyncio.to_thread(_admit, run, curriculum, learned)
             if (free := run.concurrency.limit - count) > 0:
-                lease = partial(run.ledger.lease, OWNER, free, rollout.lease_seconds, together=rollout.forks)
+                lease = partial(run.ledger.lease, OWNER, free, LEASE_SECONDS, together=rollout.forks)
                 leases = await asyncio.to_thread(lease)
                 # Neighbours of a group fork from one shared prefix.
                 for _, siblings in groupby(leases, lambda lease: (lease.group_id, lease.member // rollout.forks)):
@@ -76,8 +77,8 @@ async def rollouts(run: Run, tick: Callable[[Progress], None]) -> None:
                     live[asyncio.create_task(play_leased(run, episodes))] = episodes
                 count += len(leases)
             impossible.play()
-            if time.monotonic() - renewed > rollout.lease_seconds / 3:
-                await asyncio.to_thread(run.ledger.renew, OWNER, rollout.lease_seconds)
+            if time.monotonic() - renewed > LEASE_SECONDS / 3:
+                await asyncio.to_thread(run.ledger.renew, OWNER, LEASE_SECONDS)
                 renewed = time.monotonic()
             progress.live, progress.limit = count, run.concurrency.limit
             progress.tests_run, progress.tests_remembered = run.sandbox.stats.misses, run.sandbox.stats.hits

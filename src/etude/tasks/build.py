@@ -40,7 +40,7 @@ from etude.tasks import (
     split,
     synthesis,
 )
-from etude.tasks.gates import Bench, Rejected
+from etude.tasks.gates import MAX_TESTS, Bench, Rejected
 from etude.tasks.inventory import Inventory
 from etude.tasks.javascript import JsFunction
 from etude.tasks.leaks import LeakIndex
@@ -392,9 +392,9 @@ async def _targets(
     # A test that calls few functions says more about each of them than one that calls many.
     breadth = Counter(test for names in callers.values() for test in names)
     ranked = {f.id: sorted(callers[f.id], key=lambda test: (breadth[test], test)) for f in eligible}
-    cap = 3 * options.test_cap
+    cap = 3 * MAX_TESTS
     hidden = {f.id: [t for t in ranked[f.id] if split.base(t) not in shown][:cap] for f in eligible}
-    visible = {f.id: [t for t in ranked[f.id] if split.base(t) in shown][: options.test_cap] for f in eligible}
+    visible = {f.id: [t for t in ranked[f.id] if split.base(t) in shown][:MAX_TESTS] for f in eligible}
     if policy == "doctests":
         visible = {f.id: [f"{f.path}::doctest:{f.qualname}"] if f.doctest else [] for f in eligible}
     if any(isinstance(f, JsFunction) for f in eligible):  # each file is a process or two, when an agent tests too

@@ -10,6 +10,7 @@ from etude.records import Task
 from etude.tasks import split
 from etude.tasks.bootstrap import BootstrapRecipe
 from etude.tasks.dataset import Manifest
+from etude.tasks.gates import MAX_TESTS
 from etude.tasks.inventory import Inventory
 from etude.tasks.settings import PytestSettings
 
@@ -126,8 +127,7 @@ def datacard(manifest: Manifest, tasks: Sequence[Task], history: TaskBuildLog) -
         "## Tests\n",
         f"Visible to the agent: {_POLICY[manifest.visible]} Hidden: {history.tests} tests, never in the agent's box; "
         "each task is decided by those that call its function "
-        f"(at most {manifest.options['test_cap']} that must "
-        f"start to pass, {manifest.options['test_cap']} that must keep passing).\n",
+        f"(at most {MAX_TESTS} that must start to pass, {MAX_TESTS} that must keep passing).\n",
         *_decided(tasks),
         _failing(history.failed),
         _unstable(history.unstable),

@@ -26,6 +26,7 @@ from etude.records import Focus, Outcome, Task
 from etude.sandbox.base import BoxError, Changes, Image, Limits, Sandbox, TestReport
 from etude.tasks.statements import Determined, with_symptom
 
+MAX_TESTS = 12  # of a task that must start to pass, and as many that must keep passing
 _GUESSED = ("removal", "feature", "class", "commit")  # kinds that take more away than they leave to be seen
 _WORDS = 5  # that a commit must say, where no visible test fails
 T = TypeVar("T")
@@ -192,7 +193,7 @@ async def _prove(bench: Bench, provisional: ProvisionalTask) -> Rejected | None:
 
 
 def _task(bench: Bench, candidate: Candidate, report: TestReport, failed: Sequence[str], statement: str) -> Task:
-    function, broken, cap = candidate.function, candidate.broken, bench.options.test_cap
+    function, broken, cap = candidate.function, candidate.broken, MAX_TESTS
     f2p = tuple(sorted(failed[:cap]))
     p2p = tuple(sorted([test for test in candidate.hidden if report.outcomes.get(test) == "passed"][:cap]))
     visible_fails = any(report.outcomes.get(test) != "passed" for test in candidate.visible)

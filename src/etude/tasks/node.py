@@ -1,7 +1,6 @@
 """The environment of a JavaScript repository: packages from npm without scripts, and the tests that call a function."""
 
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -67,8 +66,6 @@ async def prepare(
     discover.copy(repository, whole, layout.files)
     (whole / LINK[0]).symlink_to(LINK[1])
     modules = javascript.test_modules(whole, layout.tests)
-    if options.max_test_files is not None and len(modules) > options.max_test_files:
-        modules = sorted(random.Random(options.seed).sample(modules, options.max_test_files))
     callers: dict[str, set[str]] = {}
 
     async def reach(site: Path, wanted: Sequence[str], goals: Sequence[Goal]) -> Missed:

@@ -136,7 +136,7 @@ def _drawn(
     """Real edits first, then synthetic ones in their ratio, then sketches that change nothing. `wanted` is the number
     of examples of an evaluation; None draws training examples in the ratios of `options`."""
     draw = _EditDraw(most, random.Random(f"{options.seed}/{most}/{wanted}"), counter)
-    cap = options.per_repository
+    cap = make.PER_REPOSITORY
     if wanted is not None:  # an evaluation wants real edits: half of them, if there are so many
         cap = -(-wanted // 2 // max(1, sum(bool(r.changes) for r in repositories)))
     for i, repository in enumerate(repositories):
@@ -147,23 +147,23 @@ def _drawn(
         for change in [c for c in draw.rng.sample(usable, len(usable)) for _ in range(_TRIES)]:
             if made >= cap:
                 break
-            made += draw.take(make.real, repository, change, options.per_path)
+            made += draw.take(make.real, repository, change, make.PER_PATH)
     reals = len(draw.examples)
     goal = round(max(reals, 1) * options.synthetic)
     if wanted is not None:
-        goal = wanted - reals - round(wanted * options.no_ops)
+        goal = wanted - reals - round(wanted * make.NO_OPS)
     texts = [(r, text) for r in repositories for text in r.texts if _usable(text.language)]
     others: dict[str, list[str]] = defaultdict(list)  # lines to put into other files, by language
     for _, text in texts:
         if len(others[text.language]) < 200_000:
             others[text.language] += text.text.splitlines()
-    limit = options.per_path * (1 + max(1, round(options.synthetic)))  # of one file, real ones counted
+    limit = make.PER_PATH * (1 + max(1, round(options.synthetic)))  # of one file, real ones counted
     for repository, text in _balanced(texts, draw.rng, limit):
         if len(draw.examples) - reals >= goal:
             break
         report("synthetic edits", len(draw.examples) - reals, goal)
         draw.take(make.synthetic, repository, text, limit, others[text.language])
-    allowed = int(options.no_ops * len(draw.examples) / (1 - options.no_ops))
+    allowed = int(make.NO_OPS * len(draw.examples) / (1 - make.NO_OPS))
     for repository, text in draw.rng.sample(texts, len(texts)):
         if allowed <= 0:
             break

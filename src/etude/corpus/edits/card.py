@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from etude.code.markdown import table
 from etude.config import EditTableConfig
+from etude.corpus.edits import make
 from etude.edits.examples import BINS, Example
 
 
@@ -58,8 +59,8 @@ def card(train: Sequence[Example], tested: Sequence[Example], options: EditTable
         "away). Both sides parse. A clean sketch of every edit determines the result: the deterministic merge finds "
         "one place for each block and gives the result byte for byte. Noise is kept as long as no block then fits "
         "equally well elsewhere.\n",
-        f"At most {options.per_path} real edits of one file, and of one repository {options.per_repository}; for each "
-        f"real one {options.synthetic:g} synthetic ones in training, as far as they go; at most {options.no_ops:.0%} "
+        f"At most {make.PER_PATH} real edits of one file, and of one repository {make.PER_REPOSITORY}; for each "
+        f"real one {options.synthetic:g} synthetic ones in training, as far as they go; at most {make.NO_OPS:.0%} "
         "that change nothing. Weights: files of fewer than 100 lines count a quarter, bins of the changed share have "
         "equal mass.\n",
         "## What was left out\n",

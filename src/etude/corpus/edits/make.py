@@ -10,6 +10,9 @@ from etude.corpus.edits.synthetic import edit as synthetic_edit
 from etude.edits import sketch
 from etude.edits.examples import Example
 
+PER_PATH = 4  # real edits of one file
+PER_REPOSITORY = 50  # real edits of one repository
+NO_OPS = 0.02  # share of edits that change nothing, at most
 _SIZES = (12, 20, 30, 40, 80, 160, 400)  # lines; each example draws the most that it may have
 _TITLE = 60  # characters of a line that an instruction quotes
 

@@ -52,7 +52,7 @@ async def reachable() -> dict[str, str]:
 def open_backend(config: SandboxConfig, options: BackendOptions) -> AbstractAsyncContextManager[Backend]:
     """Open the configured backend. Raises UserError for what is missing here, or what the backend cannot give."""
     if config.type == "namespace":
-        return open_namespace(options, config.memory_share)
+        return open_namespace(options)
     host = remote_host(config)
     assert host is not None
     return open_remote(host, options, config.without)

@@ -39,6 +39,7 @@ from etude.sandbox.namespace.run_templates import RunTemplates, folder_of
 from etude.sandbox.namespace.zygote import DIED, PYTHON_FOLDER, Zygote
 from etude.sandbox.shell import Shell
 
+MEMORY_SHARE = 0.6  # of the machine, that all boxes may hold together where there are control groups
 ROOM_MB = 256  # of free memory, below which no further box is made without control groups
 ROOM_SECONDS = 30.0
 STARTING = 4  # live boxes at a time: more would only wait for each other
@@ -203,9 +204,9 @@ def _socket_folder(path: Path) -> str:
 
 
 @asynccontextmanager
-async def open_namespace(options: BackendOptions, memory_share: float) -> AsyncIterator[NamespaceBackend]:
+async def open_namespace(options: BackendOptions) -> AsyncIterator[NamespaceBackend]:
     """Start the backend, and end it with all its boxes. Raises UserError where the machine lacks what boxes need."""
-    groups = cgroups.find(memory_share)
+    groups = cgroups.find(MEMORY_SHARE)
     with nullcontext() if groups is None else groups.lent(Limits()) as trial:
         zygote = await Zygote.start(() if trial is None else trial.descriptors, options.runs)
     backend = NamespaceBackend(zygote, options, groups)

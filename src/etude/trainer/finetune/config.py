@@ -71,7 +71,6 @@ class CorpusConfig(Section):
     held_out: tuple[str, ...] = ()
     evaluation: tuple[str, ...] = ()
     standard_library: bool = True
-    allow_tests: bool = False
     per_package: int = Field(default=4000, gt=0)
     cache: Path = Path("outputs/corpus")
 
@@ -109,13 +108,12 @@ class ShapesConfig(Section):
 
 class DocumentsConfig(Section):
     """Prompts with documents instead of repair episodes, for a `share` of the tokens: cross-file retrieval, with from
-    `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them. In a share
+    `least` to `most` excerpts, and up to `questions` prompts that see them. In a share
     `own` of the samples each document sees itself only, as the engine's documents do; there the loss has, by weight
     `kl`, the divergence from the same weights with all documents visible to each other."""
 
     least: int = Field(default=4, ge=2)
     most: int = Field(default=10, le=30)
-    chars: int = Field(default=320, ge=80)
     questions: int = Field(default=4, gt=0)
     kinds: dict[str, float] = Field(dict(KINDS), description="weights of the kinds of questions")
     own: float = Field(default=0.5, ge=0, le=1)
@@ -135,7 +133,7 @@ class DocumentsConfig(Section):
 
     def options(self) -> RetrievalOptions:
         """What the samples of cross-file retrieval are made by."""
-        return RetrievalOptions(self.least, self.most, self.chars, self.questions, self.kinds)
+        return RetrievalOptions(self.least, self.most, self.questions, self.kinds)
 
 
 class OptimConfig(Section):

@@ -78,7 +78,6 @@ def _corpus(config: CorpusConfig, seed: int) -> build.Corpus:
         config.evaluation,
         config.cache,
         standard=config.standard_library,
-        allow_tests=config.allow_tests,
         per_package=config.per_package,
         seed=seed,
     )

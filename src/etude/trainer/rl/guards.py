@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from etude.trainer.rl.mismatch import MismatchMeans
 
 _ORDER: tuple[StepAction, ...] = ("go", "skip", "rollback", "halt")
+ROLLBACK_AFTER = 3  # skipped steps in a row that lead to a rollback
 _LOW = frozenset({"correlation", "ess"})  # these must not fall, all others must not rise
 _FLOOR = 5e-5  # k2 at a standard deviation of .01: growth below it is growth of rounding
 _UNKNOWN = 10 * _FLOOR  # k2 of probes that is taken for usual while fewer than 5 have been seen
@@ -133,7 +134,7 @@ class Guards:
         action: StepAction = _ORDER[max((_ORDER.index(event.action) for event in events), default=0)]
         if not self._config.act:
             action = "go"
-        if action == "skip" and self._skips + 1 >= self._config.rollback_after:
+        if action == "skip" and self._skips + 1 >= ROLLBACK_AFTER:
             action = "rollback"
         if action == "rollback" and self._rollbacks >= self._config.halt_after:
             action = "halt"

@@ -74,13 +74,13 @@ def loss_preset(config: LossConfig) -> LossPreset:
         anchor=config.anchor or preset.anchor,
         correction=config.correction or preset.correction,
         clip=_band(preset.clip, config.clip_low, config.clip_high),
-        cap=_band(preset.cap, config.cap_low, config.cap_high),
+        cap=_band(preset.cap, None, config.cap_high),
         custom=None if config.custom is None else import_object(config.custom, "loss.custom"),
     )
     if preset.custom is not None and not callable(preset.custom):
         raise UserError(f"loss.custom = {config.custom!r} is not callable; give a function of a forward pass's tokens")
     if not preset.clip[0] <= 1 <= preset.clip[1] or not preset.cap[0] <= 1 <= preset.cap[1]:
-        raise UserError("loss: a ratio of 1 must lie between clip_low and clip_high, and between cap_low and cap_high")
+        raise UserError("loss: a ratio of 1 must lie between clip_low and clip_high, and below cap_high")
     if preset.kl_beta and preset.kl == "none":
         raise UserError("loss.kl_beta needs an estimator: set loss.kl to k1, k2 or k3")
     return preset

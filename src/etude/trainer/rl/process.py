@@ -452,7 +452,7 @@ def _learner(config: RLConfig) -> Learner:
         optimizer = for_policy(model, options, types)
     else:
         optimizer = for_adapters(model, options, options.lora, types, seed=config.seed)
-    critic = Critic(model, config.loss.value_lr) if preset.advantage == "value" else None
+    critic = Critic(model) if preset.advantage == "value" else None
     return Learner(model, optimizer, reference, critic, execution, teacher)
 
 

@@ -29,6 +29,7 @@ from etude.trainer.rl.policies import OF_EPISODES, PolicyDrift, drift, keep, nee
 from etude.trainer.rl.presets import LossPreset, divisor, loss_preset
 from etude.trainer.rl.reference import Reference
 from etude.trainer.rl.selfcheck import check
+from etude.trainer.rl.value import WEIGHT as VALUE_WEIGHT
 from etude.trainer.rl.value import Critic, estimate
 
 
@@ -200,7 +201,7 @@ def _prepare(
     if critic is None:
         return updates
     values = [result.values_N for result in results]
-    estimates = estimate([u.samples for u in updates], values, batch.rewards, config.loss.gamma, config.loss.lam)
+    estimates = estimate([u.samples for u in updates], values, batch.rewards, config.loss.lam)
     return [
         replace(u, samples=replace(u.samples, advantages_N=advantage_N), target_N=target_N)
         for u, (advantage_N, target_N) in zip(updates, estimates, strict=True)
@@ -245,7 +246,7 @@ def _backward(
         def value_loss(values_M: Tensor, item_M: Tensor) -> Tensor:
             error = critic.loss(values_M, target_N[item_M], n)
             sums.value_loss = (sums.value_loss or 0.0) + error.item()
-            return config.loss.value_weight * error
+            return VALUE_WEIGHT * error
 
         value = ValueHead(critic.values, value_loss)
     aux, separable = config.trainer.router_aux, not by_episode

@@ -17,18 +17,20 @@ from transformers import PreTrainedModel
 from etude.trainer.rl.batch import Samples
 
 PREFIX = "value/"
+WEIGHT = 0.5  # of the value error in the loss
+LEARNING_RATE = 1e-3
 
 
-def gae(values_T: Sequence[float], reward: float, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and value targets of an episode whose reward comes with its last token; float64 [T] both. delta_t =
-    r_t + gamma * V_(t+1) - V_t with V = 0 after the end; A_t = delta_t + gamma * lam * A_(t+1); the target is A_t +
-    V_t."""
+def gae(values_T: Sequence[float], reward: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and value targets of an episode whose reward comes with its last token; float64 [T] both. The discount
+    is 1: delta_t = r_t + V_(t+1) - V_t with V = 0 after the end; A_t = delta_t + lam * A_(t+1); the target is
+    A_t + V_t."""
     values = np.asarray(values_T, dtype=np.float64)
     advantages = np.zeros_like(values)
     ahead, following = 0.0, 0.0
     for t in range(len(values) - 1, -1, -1):
-        delta = (reward if t == len(values) - 1 else 0.0) + gamma * following - values[t]
-        ahead = delta + gamma * lam * ahead
+        delta = (reward if t == len(values) - 1 else 0.0) + following - values[t]
+        ahead = delta + lam * ahead
         advantages[t] = ahead
         following = values[t]
     return advantages, advantages + values
@@ -37,12 +39,12 @@ def gae(values_T: Sequence[float], reward: float, gamma: float, lam: float) -> t
 class Critic:
     """The head and its optimizer."""
 
-    def __init__(self, model: PreTrainedModel, lr: float):
+    def __init__(self, model: PreTrainedModel):
         weight = model.get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
         self.head = torch.nn.Linear(weight.shape[1], 1).to(weight.device)
         torch.nn.init.zeros_(self.head.weight)  # a value of 0 everywhere: the first advantages are the returns
         torch.nn.init.zeros_(self.head.bias)
-        self._adam = torch.optim.Adam(self.head.parameters(), lr=lr)
+        self._adam = torch.optim.Adam(self.head.parameters(), lr=LEARNING_RATE)
 
     def values(self, hidden_SD: Tensor) -> Tensor:
         """The value [S] of the states whose last hidden states these are."""
@@ -81,7 +83,7 @@ class Critic:
 
 
 def estimate(
-    samples: Sequence[Samples], values: Sequence[Tensor], rewards_E: Sequence[float], gamma: float, lam: float
+    samples: Sequence[Samples], values: Sequence[Tensor], rewards_E: Sequence[float], lam: float
 ) -> list[tuple[Tensor, Tensor]]:
     """Per part of a batch the advantages and value targets of its tokens, [N] each, by GAE over whole episodes."""
     of_episode: dict[int, np.ndarray] = {}
@@ -90,7 +92,7 @@ def estimate(
             some.episode_N.tolist(), some.order_N.tolist(), some.length_N.tolist(), value_N.tolist(), strict=True
         ):
             of_episode.setdefault(e, np.zeros(int(length)))[at] = value
-    by_episode = {e: gae(v.tolist(), rewards_E[e], gamma, lam) for e, v in of_episode.items()}
+    by_episode = {e: gae(v.tolist(), rewards_E[e], lam) for e, v in of_episode.items()}
     out = []
     for some in samples:
         at = list(zip(some.episode_N.tolist(), some.order_N.tolist(), strict=True))
