@@ -1,10 +1,11 @@
 """Every field of OpenAI's and vLLM's APIs on a server of the bundled model: done, or refused by name; never ignored.
 
-The table of docs/serving.md is made from the rows of this file: `python -m tests.inference.test_openai_features`.
+The fields in docs/serving.md are made from these rows: `python -m tests.inference.test_openai_features`.
 """
 
 import json
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -440,12 +441,13 @@ ROWS = (
 
 
 def table() -> str:
-    """The rows as a table of Markdown."""
-    lines = ["| field | |", "|---|---|"]
-    for row in ROWS:
-        verdict = "yes" if row.done is not None else "400"
-        lines.append(f"| {row.name} | {verdict}{f' ({row.note})' if row.note else ''} |")
-    return "\n".join(lines) + "\n"
+    """The rows as two paragraphs of Markdown: what is done, and what is refused."""
+    paragraphs = []
+    for title, done in (("**Done**", True), ("**Refused with 400**", False)):
+        rows = [row for row in ROWS if (row.done is not None) is done]
+        fields = "; ".join(f"{row.name} ({row.note})" if row.note else row.name for row in rows)
+        paragraphs.append(textwrap.fill(f"{title}: {fields}.", 120, break_long_words=False, break_on_hyphens=False))
+    return "\n\n".join(paragraphs) + "\n"
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.done is not None], ids=lambda row: row.name)
@@ -477,7 +479,7 @@ def test_an_answer_has_the_name_that_a_gateway_gives_it(nano_http, route):
     assert name not in Asker(nano_http)(route)["id"]
 
 
-def test_the_documentation_has_this_table():
+def test_the_documentation_has_these_fields():
     text = DOCS.read_text()
     assert text[text.index(BEGIN) + len(BEGIN) : text.index(END)] == table()
 
